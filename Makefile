@@ -1,0 +1,68 @@
+# `make demo` and `make test` do all set-up themselves; `make help` lists the rest.
+PY ?= python3
+VENV_PY := .venv/bin/python
+READY := .venv/.ready
+SETUP_INPUTS := requirements-dev.txt pyproject.toml scripts/setup.sh $(wildcard plugins/*/pyproject.toml)
+# One thread per process: results do not depend on the number of cores, and timings are comparable.
+export OMP_NUM_THREADS := 1
+export MKL_NUM_THREADS := 1
+# Read by pytest-timeout where it is installed: seconds that one test may take.
+export PYTEST_TIMEOUT ?= 120
+PYTEST := $(VENV_PY) -m pytest
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow nightly check format wheels bench clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+# An environment belongs to the folder it was made in (editable installs name it): a moved or
+# copied checkout is set up anew.
+ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))
+.PHONY: $(READY)
+endif
+
+$(READY): $(SETUP_INPUTS)
+	@sh scripts/setup.sh "$(PY)"
+	@printf '%s\n' "$(CURDIR)" > $@
+
+setup: $(READY) ## Make .venv ready (every other target does so itself)
+
+demo: $(READY) ## Replay a real trace through a small decoder (options: ARGS="--steps 200")
+	@$(VENV_PY) -m dispatchkit demo $(ARGS)
+
+test: $(READY) ## Run all tests but the slow ones and those for a GPU
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+test-slow: export PYTEST_TIMEOUT := 900
+test-slow: $(READY) ## Run the slow tests: package builds, full vectors, many processes
+	$(PYTEST) -m "slow and not gpu" $(ARGS)
+
+nightly: export HYPOTHESIS_PROFILE := nightly
+nightly: export PYTEST_TIMEOUT := 7200
+nightly: $(READY) ## Run everything with 10,000 random examples for each property
+	$(PYTEST) -m "not gpu" $(ARGS)
+
+check: $(READY) ## Lint, formatting, types, import contracts
+	$(VENV_PY) -m ruff check .
+	$(VENV_PY) -m ruff format --check .
+	$(VENV_PY) -m mypy dispatchkit $(wildcard plugins/*/src)
+	.venv/bin/lint-imports --no-logo
+
+format: $(READY) ## Rewrite the code in the project's format
+	$(VENV_PY) -m ruff check --fix-only .
+	$(VENV_PY) -m ruff format .
+
+wheels: $(READY) ## Build core and every plugin into .wheels/ (needs no network)
+	@rm -rf .wheels
+	$(VENV_PY) -m pip wheel --quiet --disable-pip-version-check --no-index --no-deps \
+		--no-build-isolation --wheel-dir .wheels . $(addprefix ./,$(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
+	@ls .wheels
+
+bench: $(READY) ## Run the CPU benchmarks, one JSON line for each result
+	@for script in bench/*.py; do $(VENV_PY) "$$script" || exit 1; done
+
+clean: ## Remove the environment and everything built
+	rm -rf .venv .wheels .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

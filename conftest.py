@@ -1,0 +1,45 @@
+"""Settings for all tests, of the core and of the plugins; needs only pytest and hypothesis.
+
+Whatever else a test wants (torch, numpy, rich, ...) it asks for with ``pytest.importorskip``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# One torch thread: results and times must not depend on the number of cores. Set by environment
+# and not by importing torch, so that tests of what decides stay free of torch's import time; torch
+# reads these on import, and so do the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+if "torch" in sys.modules:
+    sys.modules["torch"].set_num_threads(1)
+
+# No deadlines: a test fails for a wrong answer, never for a busy machine.
+_common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", max_examples=20, **_common)
+settings.register_profile("ci", max_examples=100, derandomize=True, **_common)
+settings.register_profile("nightly", max_examples=10_000, print_blob=True, **_common)
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+settings.load_profile(PROFILE)
+
+
+def pytest_report_header() -> str:
+    """Say which dispatchkit is tested: the checkout's or an installed one."""
+    spec = importlib.util.find_spec("dispatchkit")
+    where = spec.origin if spec is not None else "not importable"
+    return f"dispatchkit: {where}; hypothesis profile: {PROFILE}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip GPU tests where there is no GPU, unless DISPATCHKIT_REQUIRE_GPU says there must be one."""
+    if item.get_closest_marker("gpu") is None or os.environ.get("DISPATCHKIT_REQUIRE_GPU"):
+        return
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
