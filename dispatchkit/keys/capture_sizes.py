@@ -1,0 +1,457 @@
+"""Capture sizes: checking a list, deriving one, and the table that pads a batch to it.
+
+Two kinds of derivation live here. ``default_capture_sizes`` is the project's own: the stated
+maximum is always a size. ``derive_capture_sizes`` reproduces, per generation, what vLLM's
+configuration layer does with the same settings; the generations share one function and
+differ in the data of ``SIZE_RULES``.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+import attrs
+
+from dispatchkit.errors import ConfigError, DescriptorError, UnknownNameError
+from dispatchkit.keys.modes import CUDAGraphMode
+
+__all__ = [
+    "SIZE_RULES",
+    "CaptureSizeWarning",
+    "CaptureSizes",
+    "SizeRules",
+    "check_capture_sizes",
+    "check_count",
+    "default_capture_sizes",
+    "derive_capture_sizes",
+    "padded_size",
+    "padding_table",
+    "round_sizes_for_query_len",
+    "rounds_for_query_len",
+]
+
+_COARSE_FROM = 256  # Above it, sizes are twice as far apart.
+
+
+class CaptureSizeWarning(UserWarning):
+    """A list of capture sizes was changed, or leaves batches without a graph."""
+
+
+# -- checking what a user wrote -----------------------------------------------------------
+
+
+def check_count(value: Any, setting: str, *, minimum: int = 1) -> int:
+    """Return a whole number that a user gave for a setting.
+
+    Text is accepted, so that the command line, the environment and Python agree.
+
+    Args:
+        value: An int, anything with ``__index__``, or text of one.
+        setting: Name of the setting, for the message.
+        minimum: Smallest number allowed.
+
+    Raises:
+        ConfigError: It is a boolean, has a fraction, is no number, or is too small.
+    """
+    allowed = f"a whole number of at least {minimum}"
+    if isinstance(value, bool) or type(value).__name__ == "bool_":
+        raise ConfigError(setting, value, allowed, "True and False are not counts.")
+    try:
+        number = int(value.strip()) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
+        raise ConfigError(setting, value, allowed) from None
+    if number < minimum:
+        raise ConfigError(setting, value, allowed)
+    return number
+
+
+def check_capture_sizes(
+    sizes: Iterable[Any] | str,
+    *,
+    setting: str = "capture_sizes",
+    limit: int | None = None,
+    over_limit: Literal["refuse", "trim"] = "refuse",
+) -> tuple[int, ...]:
+    """Return a user's capture sizes in ascending order, each once.
+
+    Args:
+        sizes: The sizes, or text of them separated by commas.
+        setting: Name of the setting, for messages.
+        limit: Largest batch in tokens that the buffers are meant for.
+        over_limit: What happens to sizes above the limit: ``"refuse"`` raises, ``"trim"``
+            leaves them out with a warning.
+
+    Returns:
+        The sizes; empty if the list was, or if trimming left nothing.
+
+    Raises:
+        ConfigError: A size is zero, negative, fractional, boolean or no number, or is over
+            the limit and that is refused.
+
+    Warns:
+        CaptureSizeWarning: Sizes were trimmed, or batches between the last size and the
+            limit have no graph.
+    """
+    if isinstance(sizes, str):
+        sizes = [part for part in sizes.split(",") if part.strip()]
+    elif not isinstance(sizes, Iterable):
+        raise ConfigError(setting, sizes, "a list of whole numbers", "One size: [8].")
+    checked = sorted({check_count(size, setting) for size in sizes})
+    if limit is None:
+        return tuple(checked)
+    kept = checked[: bisect_left(checked, limit + 1)]
+    if len(kept) < len(checked):
+        beyond = checked[len(kept) :]
+        if over_limit == "refuse":
+            raise ConfigError(
+                setting,
+                beyond if len(beyond) > 1 else beyond[0],
+                f"at most max_num_tokens ({limit})",
+                "Raise max_num_tokens, or leave these sizes out.",
+            )
+        warnings.warn(
+            f"{setting}: {beyond} trimmed, since max_num_tokens is {limit}.",
+            CaptureSizeWarning,
+            stacklevel=2,
+        )
+    if not kept:
+        warnings.warn(
+            f"{setting} is empty: no graph is captured and every batch runs eager.",
+            CaptureSizeWarning,
+            stacklevel=2,
+        )
+    elif kept[-1] < limit:
+        warnings.warn(
+            f"{setting} ends at {kept[-1]}: batches of {kept[-1] + 1} to {limit} tokens run "
+            f"eager. Add {limit} to cover them.",
+            CaptureSizeWarning,
+            stacklevel=2,
+        )
+    return tuple(kept)
+
+
+# -- the project's own default ------------------------------------------------------------
+
+
+def default_capture_sizes(
+    max_size: int, *, max_num_seqs: int | None = None, query_len: int = 1
+) -> tuple[int, ...]:
+    """Return a ladder of sizes up to a maximum, which is itself a size.
+
+    The ladder is 1, 2, 4, then steps of 8 below 256 and of 16 above. With a query length
+    above one, the sizes that so many requests fill are added, so that uniform batches have
+    whole-request sizes too; the size of a full batch of requests is added likewise.
+
+    Args:
+        max_size: Largest size, in tokens.
+        max_num_seqs: Most requests in a batch, if known.
+        query_len: Tokens per request of a uniform decode batch.
+
+    Raises:
+        ConfigError: A value is not a whole number of at least one.
+    """
+    top = check_count(max_size, "max_capture_size")
+    query_len = check_count(query_len, "query_len")
+    sizes = {*_ladder(top), top}
+    if max_num_seqs is not None:
+        max_num_seqs = check_count(max_num_seqs, "max_num_seqs")
+        sizes.add(min(top, max_num_seqs * query_len))
+    if query_len > 1:
+        sizes.update(n * query_len for n in _ladder(min(top // query_len, max_num_seqs or top)))
+    return tuple(sorted(sizes))
+
+
+def _ladder(top: int, small: Iterable[int] = (1, 2, 4)) -> list[int]:
+    """1, 2, 4, steps of 8 below 256, steps of 16 from there; nothing above ``top``."""
+    return [
+        *(size for size in small if size <= top),
+        *range(8, min(top + 1, _COARSE_FROM), 8),
+        *range(_COARSE_FROM, top + 1, 16),
+    ]
+
+
+# -- vLLM's derivations, per generation ---------------------------------------------------
+
+
+@attrs.frozen
+class SizeRules:
+    """How one generation of vLLM derives and rounds capture sizes.
+
+    Attributes:
+        descending: The list is stored largest first.
+        mode_none_empties: Mode NONE leaves no sizes.
+        eager_empties_user_list: Enforced eager also drops a list that the user gave.
+        query_len_in_base: The default maximum counts the tokens of a full decode batch.
+        coarse_above: Steps double from 256 on.
+        small_sizes_always: 1, 2, 4 stay though the maximum is smaller.
+        filters_user_list: A user's list loses what is over the token limit and, where the
+            tensor-parallel filter applies, what it cannot divide.
+        tensor_parallel_filter: With sequence parallelism sizes are multiples of TP.
+        adds_limits: The token limit and the sizes of decode batches are sizes too.
+        rounds: Which modes get sizes rounded to the query length (None: no rounding).
+        rounding_with_tensor_parallel: Rounding also makes multiples of TP: with sequence
+            parallelism, always when TP is above one, or never.
+        empty_rounding: What happens when rounding leaves nothing.
+    """
+
+    descending: bool = False
+    mode_none_empties: bool = True
+    eager_empties_user_list: bool = True
+    query_len_in_base: bool = True
+    coarse_above: bool = True
+    small_sizes_always: bool = False
+    filters_user_list: bool = True
+    tensor_parallel_filter: bool = False
+    adds_limits: bool = False
+    rounds: Literal["full_decode", "separate_full_decode"] | None = "full_decode"
+    rounding_with_tensor_parallel: Literal["sequence_parallel", "always", "never"] = "never"
+    empty_rounding: Literal["raise", "keep"] = "raise"
+
+
+_RULES_0_33 = SizeRules(adds_limits=True)
+_RULES_0_13 = SizeRules(
+    tensor_parallel_filter=True,
+    rounds="separate_full_decode",
+    rounding_with_tensor_parallel="sequence_parallel",
+)
+_RULES_0_11 = SizeRules(
+    descending=True,
+    mode_none_empties=False,
+    eager_empties_user_list=False,
+    query_len_in_base=False,
+    coarse_above=False,
+    small_sizes_always=True,
+    filters_user_list=False,
+    tensor_parallel_filter=True,
+    rounds=None,
+)
+
+#: The generations that are known, by name. ``newest`` is 0.33.
+SIZE_RULES: Mapping[str, SizeRules] = MappingProxyType(
+    {"0.11": _RULES_0_11, "0.13": _RULES_0_13, "0.33": _RULES_0_33, "newest": _RULES_0_33}
+)
+#: Rounding alone is known for one generation more: it came with 0.11.1.
+_ROUNDING_RULES: Mapping[str, SizeRules] = MappingProxyType(
+    {
+        **SIZE_RULES,
+        "0.11.1": attrs.evolve(
+            _RULES_0_13, rounding_with_tensor_parallel="always", empty_rounding="keep"
+        ),
+    }
+)
+
+
+@attrs.frozen
+class CaptureSizes:
+    """Sizes derived as a generation of vLLM does.
+
+    Attributes:
+        sizes: In the order in which that generation stores them.
+        max_size: The largest; 0 when there is none.
+        notes: What was changed of the user's settings, one sentence each.
+    """
+
+    sizes: tuple[int, ...]
+    max_size: int
+    notes: tuple[str, ...] = ()
+
+
+def _rules(generation: str, table: Mapping[str, SizeRules]) -> SizeRules:
+    if generation not in table:
+        raise UnknownNameError("generation", generation, table)
+    return table[generation]
+
+
+def derive_capture_sizes(
+    generation: str,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    user_sizes: Iterable[int] | None = None,
+    user_max_size: int | None = None,
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
+    query_len: int = 1,
+    enforce_eager: bool = False,
+    tensor_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    ceiling: int = 512,
+    small_steps: bool = False,
+) -> CaptureSizes:
+    """Return the capture sizes that a generation of vLLM derives from its settings.
+
+    Args:
+        generation: ``"0.11"``, ``"0.13"``, ``"0.33"`` or ``"newest"``.
+        max_num_seqs: Most requests in a batch.
+        max_num_batched_tokens: Most tokens in a batch.
+        user_sizes: The user's list, if given.
+        user_max_size: The user's maximum, if given.
+        mode: The configured mode.
+        query_len: Tokens per request of a uniform decode batch (1 + speculative tokens).
+        enforce_eager: Graphs are switched off.
+        tensor_parallel_size: Ranks that share one layer.
+        sequence_parallel: Sequence parallelism is on.
+        ceiling: Largest default maximum; 0.33 uses 1024 on data-centre Blackwell.
+        small_steps: 0.33's "interactivity" mode: every size up to 32.
+
+    Raises:
+        ConfigError: The list is empty, or list and maximum disagree.
+        UnknownNameError: The generation is not known.
+    """
+    rules = _rules(generation, SIZE_RULES)
+    if enforce_eager and (rules.eager_empties_user_list or user_sizes is None):
+        return CaptureSizes((), 0)
+    if rules.mode_none_empties and mode is CUDAGraphMode.NONE:
+        return CaptureSizes((), 0)
+
+    base = max_num_seqs * (query_len if rules.query_len_in_base else 1)
+    wanted = min(2 * base, ceiling) if user_max_size is None else user_max_size
+    top = min(wanted, max_num_batched_tokens) if rules.filters_user_list else wanted
+    filters = user_sizes is None or rules.filters_user_list
+    if user_sizes is not None:
+        sizes = set(user_sizes)
+        if not sizes and rules.filters_user_list:
+            raise ConfigError("capture sizes", [], "a list of at least one size")
+    else:
+        check_count(top, "max_capture_size")
+        sizes = set(_grid(top, rules, small_steps=small_steps))
+        if rules.adds_limits:
+            if max_num_batched_tokens <= top:
+                sizes.add(max_num_batched_tokens)
+            if user_max_size is None:
+                sizes |= _decode_sizes(wanted, max_num_seqs, query_len, ceiling)
+    if filters:
+        sizes = {size for size in sizes if size <= max_num_batched_tokens}
+        if rules.tensor_parallel_filter and sequence_parallel and tensor_parallel_size > 1:
+            sizes = {size for size in sizes if size % tensor_parallel_size == 0}
+    ordered = sorted(sizes, reverse=rules.descending)
+    largest = max(ordered, default=0)
+    notes: tuple[str, ...] = ()
+    if user_max_size is not None and rules.filters_user_list and user_max_size != largest:
+        if user_sizes is not None:
+            raise ConfigError(
+                "max_capture_size",
+                user_max_size,
+                f"the largest usable capture size ({largest}) when both are given",
+                "Give only one of the two.",
+            )
+        notes = (f"max_capture_size lowered from {user_max_size} to {largest}.",)
+    return CaptureSizes(tuple(ordered), largest, notes)
+
+
+def _grid(top: int, rules: SizeRules, *, small_steps: bool) -> list[int]:
+    small = range(1, min(top, 32) + 1) if small_steps and rules.adds_limits else (1, 2, 4)
+    if rules.coarse_above:
+        return _ladder(top, small)
+    return [*(s for s in small if rules.small_sizes_always or s <= top), *range(8, top + 1, 8)]
+
+
+def _decode_sizes(top: int, max_num_seqs: int, query_len: int, ceiling: int) -> set[int]:
+    """Sizes of uniform decode batches, so that common numbers of requests fit exactly."""
+    if query_len == 1:
+        return {max_num_seqs} if max_num_seqs <= top else set()
+    most = min(max_num_seqs, ceiling)
+    return {n * query_len for n in (*_ladder(most), most) if n * query_len <= top}
+
+
+def round_sizes_for_query_len(
+    sizes: Iterable[int],
+    query_len: int,
+    *,
+    generation: str = "newest",
+    max_size: int | None = None,
+    tensor_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+) -> CaptureSizes:
+    """Return sizes raised to multiples of a query length, none above the maximum.
+
+    A uniform batch padded to such a size is made of whole requests. Whether a mode needs it
+    is told by ``rounds_for_query_len``.
+
+    Args:
+        sizes: Capture sizes.
+        query_len: Tokens per request of a uniform decode batch.
+        generation: Whose rule for tensor parallelism applies.
+        max_size: Largest size allowed; None: the largest given.
+        tensor_parallel_size: Ranks that share one layer.
+        sequence_parallel: Sequence parallelism is on.
+
+    Raises:
+        ConfigError: The query length does not fit below the maximum, or does not divide
+            with the number of ranks.
+    """
+    rules = _rules(generation, _ROUNDING_RULES)
+    given = tuple(sizes)
+    top = max(given, default=0) if max_size is None else max_size
+    if query_len <= 1 or not given or rules.rounds is None:
+        return CaptureSizes(given, top)
+    multiple = query_len
+    if tensor_parallel_size > 1 and (
+        rules.rounding_with_tensor_parallel == "always"
+        or (rules.rounding_with_tensor_parallel == "sequence_parallel" and sequence_parallel)
+    ):
+        multiple = max(query_len, tensor_parallel_size)
+        if multiple % query_len or multiple % tensor_parallel_size:
+            raise ConfigError(
+                "query_len",
+                query_len,
+                f"a multiple or a divisor of the tensor parallel size ({tensor_parallel_size})",
+                "Change the number of speculative tokens, or switch sequence parallelism off.",
+            )
+    rounded = sorted({-(-size // multiple) * multiple for size in given})
+    rounded = [size for size in rounded if size <= top]
+    if not rounded and multiple <= top:
+        rounded = [multiple]
+    if not rounded:
+        if rules.empty_rounding == "keep":
+            return CaptureSizes(given, top, (f"no size is a multiple of {multiple} below {top}.",))
+        raise ConfigError(
+            "capture sizes",
+            list(given),
+            f"large enough to hold one request of {multiple} tokens",
+            f"Raise the maximum ({top}) to at least {multiple}.",
+        )
+    return CaptureSizes(tuple(rounded), rounded[-1])
+
+
+def rounds_for_query_len(mode: CUDAGraphMode, query_len: int, generation: str = "newest") -> bool:
+    """Return whether a generation rounds its sizes for this mode and query length."""
+    rules = _rules(generation, _ROUNDING_RULES)
+    if rules.rounds is None or query_len <= 1:
+        return False
+    if rules.rounds == "separate_full_decode" and not mode.separate_routine():
+        return False
+    return mode.decode_mode() is CUDAGraphMode.FULL
+
+
+# -- padding ------------------------------------------------------------------------------
+
+
+def padding_table(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Return, for every batch from 0 to the largest size, the size it is padded to.
+
+    Entry n is the smallest size of at least n; entry 0 is 0. Without sizes the table holds
+    entry 0 only.
+    """
+    ordered = sorted(set(sizes))
+    table = [0] * (ordered[-1] + 1 if ordered else 1)
+    below = 0
+    for size in ordered:
+        table[below + 1 : size + 1] = [size] * (size - below)
+        below = size
+    return tuple(table)
+
+
+def padded_size(table: tuple[int, ...], num_tokens: int) -> int:
+    """Return the size that a batch is padded to.
+
+    Raises:
+        DescriptorError: The batch is negative or above the largest size.
+    """
+    if not 0 <= num_tokens < len(table):
+        raise DescriptorError("num_tokens", num_tokens, f"0..{len(table) - 1}")
+    return table[num_tokens]

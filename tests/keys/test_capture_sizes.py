@@ -1,0 +1,266 @@
+"""Capture sizes: what is refused, what is derived, and what a batch is padded to."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatchkit.errors import ConfigError, DescriptorError, UnknownNameError
+from dispatchkit.keys.capture_sizes import (
+    SIZE_RULES,
+    CaptureSizeWarning,
+    check_capture_sizes,
+    check_count,
+    default_capture_sizes,
+    derive_capture_sizes,
+    padded_size,
+    padding_table,
+    round_sizes_for_query_len,
+    rounds_for_query_len,
+)
+from dispatchkit.keys.modes import CUDAGraphMode
+
+size_lists = st.lists(st.integers(1, 300), max_size=12)
+
+
+# -- checking -----------------------------------------------------------------------------
+
+
+@given(size_lists)
+def test_checked_sizes_are_sorted_and_unique(sizes):
+    assert check_capture_sizes(sizes) == tuple(sorted(set(sizes)))
+
+
+@pytest.mark.parametrize(
+    "bad", [0, -1, 2.5, 8.0, True, False, None, "eight", "2.5", [8], np.bool_(1)]
+)
+def test_a_bad_size_is_refused_with_setting_and_value(bad):
+    with pytest.raises(ConfigError, match="capture_sizes") as caught:
+        check_capture_sizes([4, bad])
+    assert caught.value.setting == "capture_sizes"
+    assert caught.value.value is bad
+
+
+def test_text_and_python_agree():
+    assert check_capture_sizes("8, 1,4,8") == check_capture_sizes([8, 1, 4, 8]) == (1, 4, 8)
+    assert check_capture_sizes(["8", np.int64(4)]) == (4, 8)
+    with pytest.raises(ConfigError, match="capture_sizes"):
+        check_capture_sizes("8,0")
+
+
+def test_one_number_is_no_list():
+    with pytest.raises(ConfigError, match="a list of whole numbers"):
+        check_capture_sizes(8)
+
+
+def test_sizes_over_the_limit_are_refused():
+    with pytest.raises(ConfigError, match=r"at most max_num_tokens \(32\), got \[48, 64\]"):
+        check_capture_sizes([8, 48, 64], limit=32)
+
+
+def test_sizes_over_the_limit_can_be_trimmed_with_a_warning():
+    with pytest.warns(CaptureSizeWarning, match=r"\[64\] trimmed"):
+        assert check_capture_sizes([8, 32, 64], limit=32, over_limit="trim") == (8, 32)
+
+
+def test_the_range_without_a_graph_is_named():
+    with pytest.warns(CaptureSizeWarning, match="batches of 9 to 32 tokens run eager"):
+        assert check_capture_sizes([8], limit=32) == (8,)
+
+
+def test_no_size_left_is_said_and_is_no_error():
+    with pytest.warns(CaptureSizeWarning, match="no graph is captured"):
+        assert check_capture_sizes([], limit=32) == ()
+
+
+def test_a_list_up_to_the_limit_gives_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert check_capture_sizes([8, 32], limit=32) == (8, 32)
+
+
+def test_count_keeps_the_number_and_refuses_too_small_ones():
+    assert check_count("17", "max_num_seqs") == 17
+    assert check_count(0, "warmups", minimum=0) == 0
+    with pytest.raises(ConfigError, match="max_num_seqs must be a whole number of at least 1"):
+        check_count(0, "max_num_seqs")
+
+
+# -- the project's default ----------------------------------------------------------------
+
+
+@given(st.integers(1, 2000), st.none() | st.integers(1, 300), st.integers(1, 9))
+def test_the_stated_maximum_is_a_size(max_size, max_num_seqs, query_len):
+    sizes = default_capture_sizes(max_size, max_num_seqs=max_num_seqs, query_len=query_len)
+    assert sizes[-1] == max_size
+    assert sizes[0] >= 1
+    assert list(sizes) == sorted(set(sizes))
+
+
+@pytest.mark.parametrize(
+    ("max_size", "expected"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (7, (1, 2, 4, 7)),
+        (8, (1, 2, 4, 8)),
+        (20, (1, 2, 4, 8, 16, 20)),
+        (300, (1, 2, 4, *range(8, 256, 8), 256, 272, 288, 300)),
+    ],
+)
+def test_default_ladder(max_size, expected):
+    assert default_capture_sizes(max_size) == expected
+
+
+@given(st.integers(1, 60), st.integers(2, 8))
+def test_default_holds_whole_requests_of_a_full_decode_batch(max_num_seqs, query_len):
+    top = max_num_seqs * query_len
+    sizes = default_capture_sizes(2 * top, max_num_seqs=max_num_seqs, query_len=query_len)
+    assert top in sizes
+    assert query_len in sizes
+
+
+@pytest.mark.parametrize("bad", [0, -3, 1.5, True])
+def test_default_refuses_a_bad_maximum(bad):
+    with pytest.raises(ConfigError, match="max_capture_size"):
+        default_capture_sizes(bad)
+
+
+# -- vLLM's generations -------------------------------------------------------------------
+
+
+def derive(generation="newest", **settings):
+    settings = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, **settings}
+    return derive_capture_sizes(generation, **settings)
+
+
+def test_generations_differ_in_order_and_spacing():
+    assert derive("0.11", max_num_seqs=6).sizes == (8, 4, 2, 1)
+    assert derive("0.11").sizes == (*range(512, 7, -8), 4, 2, 1)
+    assert derive("0.13").sizes == (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+    assert derive("newest", max_num_seqs=100).sizes == (
+        *(1, 2, 4, *range(8, 104, 8), 100),
+        *range(104, 201, 8),
+    )
+
+
+def test_only_newest_keeps_the_token_limit_as_a_size():
+    assert derive("0.13", max_num_batched_tokens=100).sizes[-1] == 96
+    assert derive("newest", max_num_batched_tokens=100).sizes[-1] == 100
+
+
+def test_newest_ceiling_and_small_steps():
+    assert derive(max_num_seqs=1024, ceiling=1024).max_size == 1024
+    assert derive(max_num_seqs=1024).max_size == 512
+    assert derive(max_num_seqs=4, small_steps=True).sizes == (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def test_newest_adds_sizes_of_whole_decode_batches():
+    assert derive(max_num_seqs=3, query_len=3).sizes == (1, 2, 3, 4, 6, 8, 9, 16)
+
+
+def test_graphs_off_means_no_sizes():
+    assert derive(mode=CUDAGraphMode.NONE).sizes == ()
+    assert derive(enforce_eager=True, user_sizes=[4]).sizes == ()
+    assert derive("0.11", enforce_eager=True).sizes == ()
+    assert derive("0.11", enforce_eager=True, user_sizes=[4]).sizes == (4,)
+
+
+def test_tensor_parallel_filter():
+    options = {"max_num_seqs": 8, "tensor_parallel_size": 4, "sequence_parallel": True}
+    assert derive("0.13", **options).sizes == (4, 8, 16)
+    assert derive("newest", **options).sizes == (1, 2, 4, 8, 16)
+
+
+def test_maximum_and_list_must_agree():
+    assert derive("0.13", user_sizes=[4, 8], user_max_size=8).sizes == (4, 8)
+    with pytest.raises(ConfigError, match="max_capture_size must be"):
+        derive("0.13", user_sizes=[4, 8], user_max_size=16)
+
+
+def test_an_empty_list_is_an_error():
+    with pytest.raises(ConfigError, match="at least one size"):
+        derive("0.13", user_sizes=[])
+
+
+def test_a_lowered_maximum_is_told():
+    lowered = derive("0.13", user_max_size=30)
+    assert lowered.max_size == 24
+    assert lowered.notes == ("max_capture_size lowered from 30 to 24.",)
+
+
+def test_unknown_generation_names_the_nearest():
+    with pytest.raises(UnknownNameError) as caught:
+        derive("0.31")
+    assert caught.value.nearest
+    assert set(caught.value.known) == set(SIZE_RULES)
+
+
+# -- rounding -----------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(2, 9))
+def test_rounded_sizes_hold_whole_requests_and_stay_below_the_maximum(sizes, query_len):
+    try:
+        rounded = round_sizes_for_query_len(sizes, query_len)
+    except ConfigError:
+        assert query_len > max(sizes)
+        return
+    assert all(size % query_len == 0 for size in rounded.sizes)
+    assert rounded.max_size == rounded.sizes[-1] <= max(sizes)
+
+
+def test_rounding_can_shrink_the_maximum():
+    assert round_sizes_for_query_len([1, 2, 4, 8], 3) == round_sizes_for_query_len([6, 3], 3)
+
+
+def test_query_length_one_rounds_nothing():
+    assert round_sizes_for_query_len([5, 7], 1).sizes == (5, 7)
+
+
+def test_rounding_with_tensor_parallel_ranks():
+    options = {"tensor_parallel_size": 4, "sequence_parallel": True, "generation": "0.13"}
+    assert round_sizes_for_query_len([1, 8, 10], 2, **options).sizes == (4, 8)
+    with pytest.raises(ConfigError, match="tensor parallel size"):
+        round_sizes_for_query_len([1, 8, 12], 3, **options)
+    assert round_sizes_for_query_len([1, 8, 12], 3, tensor_parallel_size=4).sizes == (3, 9, 12)
+
+
+def test_0_11_1_rounds_without_sequence_parallelism_and_keeps_what_it_cannot_round():
+    options = {"tensor_parallel_size": 4, "generation": "0.11.1"}
+    assert round_sizes_for_query_len([1, 8, 10], 2, **options).sizes == (4, 8)
+    kept = round_sizes_for_query_len([1, 2], 2, **options)
+    assert kept.sizes == (1, 2)
+    assert kept.notes
+
+
+def test_which_modes_round():
+    assert rounds_for_query_len(CUDAGraphMode.FULL, 3)
+    assert not rounds_for_query_len(CUDAGraphMode.FULL, 3, "0.13")
+    assert rounds_for_query_len(CUDAGraphMode.FULL_DECODE_ONLY, 3, "0.13")
+    assert not rounds_for_query_len(CUDAGraphMode.FULL_DECODE_ONLY, 3, "0.11")
+    assert not rounds_for_query_len(CUDAGraphMode.FULL_DECODE_ONLY, 1)
+    assert not rounds_for_query_len(CUDAGraphMode.PIECEWISE, 3)
+
+
+# -- padding ------------------------------------------------------------------------------
+
+
+@given(size_lists)
+def test_every_batch_is_padded_to_the_smallest_size_that_holds_it(sizes):
+    table = padding_table(sizes)
+    assert len(table) == max(sizes, default=0) + 1
+    assert table[0] == 0
+    for num_tokens in range(1, len(table)):
+        assert table[num_tokens] == min(size for size in sizes if size >= num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 9])
+def test_batches_outside_the_table_are_refused(num_tokens):
+    with pytest.raises(DescriptorError, match=r"0\.\.8"):
+        padded_size(padding_table([4, 8]), num_tokens)
+    assert padded_size(padding_table([4, 8]), 5) == 8
