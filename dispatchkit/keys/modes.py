@@ -61,8 +61,7 @@ class RuntimeMode(enum.IntEnum):
             ModeError: It is a mode for configurations, made of two runtime modes.
             UnknownNameError: No mode goes by that name.
         """
-        mode = value if isinstance(value, cls) else CUDAGraphMode.parse(value)
-        return mode if isinstance(mode, cls) else mode.runtime_mode
+        return value if isinstance(value, cls) else CUDAGraphMode.parse(value).runtime_mode
 
 
 class CUDAGraphMode(enum.Enum):
