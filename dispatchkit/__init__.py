@@ -1,0 +1,83 @@
+"""Decide, for every batch of a PyTorch model, which captured CUDA graph to replay.
+
+Names are loaded on first use: importing the package loads neither torch nor a plugin.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dispatchkit.dispatch import (
+        CellUpdate,
+        Decision,
+        Dispatcher,
+        GraphView,
+        LearningPolicy,
+        Outcome,
+        Policy,
+        Reason,
+        explain,
+    )
+    from dispatchkit.errors import DispatchkitError
+    from dispatchkit.execute import GraphRunner, StaticInput, eager_piece, graph_piece
+    from dispatchkit.hookspecs import hookimpl
+    from dispatchkit.keys import (
+        Batch,
+        BatchDescriptor,
+        CUDAGraphMode,
+        DispatchConfig,
+        GraphKey,
+        RuntimeMode,
+        allowed_modes_code,
+    )
+    from dispatchkit.plugins import PolicySpec, load_plugins
+    from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Batch": "keys",
+    "BatchDescriptor": "keys",
+    "CUDAGraphMode": "keys",
+    "CellUpdate": "dispatch",
+    "Decision": "dispatch",
+    "DispatchConfig": "keys",
+    "Dispatcher": "dispatch",
+    "DispatchkitError": "errors",
+    "GraphEntry": "registry",
+    "GraphKey": "keys",
+    "GraphRegistry": "registry",
+    "GraphRunner": "execute",
+    "GraphView": "dispatch",
+    "KeyState": "registry",
+    "LearningPolicy": "dispatch",
+    "Outcome": "dispatch",
+    "Policy": "dispatch",
+    "PolicySpec": "plugins",
+    "Reason": "dispatch",
+    "RuntimeMode": "keys",
+    "StaticInput": "execute",
+    "allowed_modes_code": "keys",
+    "eager_piece": "execute",
+    "explain": "dispatch",
+    "graph_piece": "execute",
+    "hookimpl": "hookspecs",
+    "load_plugins": "plugins",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,129 @@
+"""What a policy answers, what the executor obeys, and what came of it."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import attrs
+
+from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.modes import RuntimeMode
+
+
+class Reason(enum.StrEnum):
+    """Why a step replays, or runs eager. Policies may give reasons of their own."""
+
+    HIT = "hit"
+    EMPTY_BATCH = "empty_batch"
+    MODE_NONE = "mode_none"
+    CEILING = "ceiling"
+    ABOVE_LARGEST = "above_largest_size"
+    NO_KEY = "no_key"
+    NOT_CAPTURED = "not_captured"
+    CAPTURE_FAILED = "capture_failed"
+    EVICTED = "evicted"
+    STALE = "stale"
+    DISABLED = "disabled"
+    TOO_MANY_REQS = "too_many_reqs"
+    PIECEWISE_UNSUPPORTED = "piecewise_unsupported"
+    NOT_MINE = "no_policy_answered"
+    POLICY_ERROR = "policy_error"
+
+
+# A bound that no number of requests passes, where a decision does not depend on them.
+ANY_NUM_REQS = 1 << 62
+
+
+@attrs.frozen
+class Decision:
+    """One answer: replay the graph of a key, or run eager, and why.
+
+    A policy makes it with ``Decision.replay`` or ``Decision.eager``; the dispatcher then
+    binds it to one cell of its table and fills in the rest.
+
+    Attributes:
+        mode: Runtime mode to run in.
+        key: The graph to replay; None for eager.
+        reason: Why, a short word for counters.
+        timed: Measure the device time of this step.
+        num_tokens: Unpadded number of tokens of the cell it is bound to.
+        max_num_reqs: It holds for batches of at most so many requests.
+        policy: Name of the policy that answered.
+        revision: How often this cell has been decided; grows with every change.
+        one_shot: It holds for one step; the steady decision is already back in place.
+        plan: What the executor made of it, ready to run.
+    """
+
+    mode: RuntimeMode
+    key: GraphKey | None
+    reason: str
+    timed: bool = False
+    num_tokens: int = 0
+    max_num_reqs: int = ANY_NUM_REQS
+    policy: str = ""
+    revision: int = 0
+    one_shot: bool = False
+    plan: Any = attrs.field(default=None, eq=False, repr=False)
+
+    @classmethod
+    def replay(cls, key: GraphKey, reason: str = Reason.HIT, *, timed: bool = False) -> Decision:
+        """Choose the graph of a key."""
+        return cls(key.mode, key, str(reason), timed)
+
+    @classmethod
+    def eager(cls, reason: str, *, timed: bool = False) -> Decision:
+        """Choose eager, at the exact size, for a reason that is counted."""
+        return cls(RuntimeMode.NONE, None, str(reason), timed)
+
+    @property
+    def padded_num_tokens(self) -> int:
+        """Tokens that the device computes: the bucket, or the batch itself when eager."""
+        return self.num_tokens if self.key is None else self.key.num_tokens
+
+    @property
+    def padding(self) -> int:
+        """Padded minus unpadded tokens."""
+        return self.padded_num_tokens - self.num_tokens
+
+    def __str__(self) -> str:
+        what = "eager" if self.key is None else f"replay {self.key}"
+        return f"{what} ({self.reason})"
+
+
+@attrs.frozen
+class Outcome:
+    """What came of one executed step; given to ``Policy.observe``.
+
+    Attributes:
+        batch: The facts of the step.
+        decision: The bound decision it ran under.
+        elapsed_us: Microseconds on its stream, or None where it was not measured.
+        clock: ``device`` for timing events, ``host`` for a host clock.
+        queued: Other work was ahead of it on the stream when it was launched.
+        completed: It ran to its end; an outcome that did not teaches nothing.
+        won: False when another policy's decision ran instead (inside a composite).
+    """
+
+    batch: Batch
+    decision: Decision
+    elapsed_us: float | None = None
+    clock: str = "device"
+    queued: bool = False
+    completed: bool = True
+    won: bool = True
+
+
+@attrs.frozen
+class CellUpdate:
+    """A change that a learning policy asks for: what this batch gets from now on.
+
+    Attributes:
+        batch: Names the cell: tokens, query class, adapters and allowed modes.
+        decision: The new answer; None to ask ``decide`` again at the next use.
+        one_shot: The answer holds for one step, then the steady one is back.
+    """
+
+    batch: Batch
+    decision: Decision | None
+    one_shot: bool = False

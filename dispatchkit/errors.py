@@ -1,0 +1,158 @@
+"""Every exception that dispatchkit raises on purpose.
+
+Each message says what was given, what is allowed, whose doing it is and the next step.
+Each class also inherits the built-in exception a caller would expect, so that existing
+``except ValueError`` clauses keep working, and carries the facts as attributes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def nearest_names(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
+    """Return the known names closest to a misspelt one, best first."""
+    return tuple(difflib.get_close_matches(name, sorted(known), n=limit, cutoff=0.5))
+
+
+class DispatchkitError(Exception):
+    """Base of all errors raised by dispatchkit."""
+
+
+class ConfigError(DispatchkitError, ValueError):
+    """A setting has a value that cannot be used.
+
+    Attributes:
+        setting: Name of the setting, as the user writes it.
+        value: What was given.
+        allowed: What would be accepted, in words.
+    """
+
+    def __init__(self, setting: str, value: Any, allowed: str, hint: str = "") -> None:
+        self.setting, self.value, self.allowed = setting, value, allowed
+        text = f"{setting} must be {allowed}, got {value!r}."
+        super().__init__(f"{text} {hint}" if hint else text)
+
+
+class UnknownNameError(ConfigError, LookupError):
+    """A name was asked for that nothing goes by.
+
+    Attributes:
+        kind: What was looked for (``policy``, ``backend``, ``trace column``).
+        name: The name asked for.
+        known: All names there are.
+        nearest: The known names closest to it.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        self.kind, self.name, self.known = kind, name, tuple(sorted(known))
+        self.nearest = nearest_names(name, self.known)
+        listing = ", ".join(self.known) or "none"
+        guess = f" Did you mean {' or '.join(map(repr, self.nearest))}?" if self.nearest else ""
+        super().__init__(kind, name, f"one of: {listing}", f"{guess.strip()} {hint}".strip())
+
+
+class DescriptorError(DispatchkitError, ValueError):
+    """The facts of a batch are impossible or outside the configured limits.
+
+    Attributes:
+        field: Which fact (``num_tokens``, ``num_reqs``, ``loras``, ...).
+        value: What was given.
+        allowed: What would be accepted, in words.
+    """
+
+    def __init__(self, field: str, value: Any, allowed: str, hint: str = "") -> None:
+        self.field, self.value, self.allowed = field, value, allowed
+        text = f"{field} must be {allowed}, got {value!r}."
+        super().__init__(f"{text} {hint}" if hint else text)
+
+
+class InputError(DispatchkitError, ValueError):
+    """A tensor given to a runner does not fit the declared static input.
+
+    Attributes:
+        name: Name of the input.
+    """
+
+    def __init__(self, name: str, message: str) -> None:
+        self.name = name
+        super().__init__(message)
+
+
+class NoGraphError(DispatchkitError, RuntimeError):
+    """No graph serves this batch, and running it eager is not allowed.
+
+    Raised where the allowed modes exclude eager (a rank that agreed on a mode it has no
+    graph for), and in strict mode.
+
+    Attributes:
+        reason: Why no graph serves it.
+        nearest: The nearest keys that exist, as text.
+    """
+
+    def __init__(self, message: str, *, reason: str, nearest: tuple[str, ...] = ()) -> None:
+        self.reason, self.nearest = reason, nearest
+        super().__init__(message)
+
+
+class PolicyError(DispatchkitError, RuntimeError):
+    """A policy raised, or answered with a decision that breaks a hard constraint.
+
+    Attributes:
+        policy: Name of the policy.
+        origin: Distribution and version that provides it, or where it was passed in.
+        hook: Which method or hook answered so (``declare``, ``decide``, ``observe``).
+        value: What it answered.
+    """
+
+    def __init__(
+        self, policy: str, hook: str, problem: str, *, origin: str = "", value: Any = None
+    ) -> None:
+        self.policy, self.hook, self.origin, self.value = policy, hook, origin, value
+        source = f" ({origin})" if origin else ""
+        super().__init__(f"Policy {policy!r}{source}, {hook}: {problem}")
+
+
+class RegistrationError(DispatchkitError, ValueError):
+    """A plugin, a name or a key could not be registered; nothing of it was kept."""
+
+
+class RegistryError(DispatchkitError, RuntimeError):
+    """A graph entry was asked for a transition that its state does not allow."""
+
+
+class CaptureError(DispatchkitError, RuntimeError):
+    """Capturing a graph failed; streams, generators and other keys are as before.
+
+    Attributes:
+        key: What was being captured, as text ("" when unknown at that depth).
+        reason: A short word for counters (``host_sync``, ``out_of_memory``, ``error``).
+    """
+
+    def __init__(self, message: str, *, key: str = "", reason: str = "error") -> None:
+        self.key, self.reason = key, reason
+        super().__init__(message)
+
+
+class ReplayError(DispatchkitError, RuntimeError):
+    """A replay failed or was refused; the caller got no result of an earlier step."""
+
+
+class BackendUnavailableError(DispatchkitError, ImportError):
+    """A backend cannot run here: torch, a driver or a device is missing."""
+
+
+class TraceError(DispatchkitError, ValueError):
+    """A trace file cannot be read as one.
+
+    Attributes:
+        path: The file.
+        line: 1-based line number, or None when the fault is of the file as a whole.
+    """
+
+    def __init__(self, path: str, line: int | None, message: str) -> None:
+        self.path, self.line = path, line
+        where = f"{path}, line {line}" if line is not None else path
+        super().__init__(f"{where}: {message}")

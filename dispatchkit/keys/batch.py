@@ -1,0 +1,144 @@
+"""What is about to run (Batch), what a graph is named by (BatchDescriptor, GraphKey)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from dispatchkit.errors import DescriptorError
+from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
+
+
+def _count(minimum: int) -> Any:
+    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        # bool is an int to Python, and True tokens is always a mistake.
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise DescriptorError(attribute.name, value, f"a whole number of at least {minimum}")
+
+    return check
+
+
+@attrs.frozen(cache_hash=True)
+class BatchDescriptor:
+    """The facts of a captured batch that decide what a graph may serve.
+
+    Attributes:
+        num_tokens: Padded number of tokens; the graph serves batches of at most so many.
+        num_reqs: Number of requests it was captured with, an upper bound for the batches
+            it serves; None where requests do not matter (piecewise graphs).
+        uniform: Every request has exactly ``query_len`` tokens (a uniform decode batch).
+        num_active_loras: Adapters it was captured with, an upper bound; 0 means none.
+        query_len: Tokens per request of a uniform graph; 0 for any mixture.
+        max_query_len: Upper bound of tokens per request for a decode graph that accepts
+            varying query lengths; None where there is no such bound.
+        axes: Bucketed values of the custom axes, in the order they are declared.
+    """
+
+    num_tokens: int = attrs.field(validator=_count(1))
+    num_reqs: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_count(1))
+    )
+    uniform: bool = attrs.field(default=False, converter=bool)
+    num_active_loras: int = attrs.field(default=0, validator=_count(0))
+    query_len: int = attrs.field(default=0, validator=_count(0))
+    max_query_len: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_count(1))
+    )
+    axes: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether any adapter is active."""
+        return self.num_active_loras > 0
+
+    def relaxed(self) -> BatchDescriptor:
+        """Return the form that serves any mixture: no request count, not uniform."""
+        return attrs.evolve(self, num_reqs=None, uniform=False, query_len=0, max_query_len=None)
+
+    def __str__(self) -> str:
+        parts = [f"tokens={self.num_tokens}"]
+        if self.num_reqs is not None:
+            parts.append(f"reqs={self.num_reqs}")
+        if self.uniform:
+            parts.append(f"uniform={self.query_len or 1}")
+        if self.max_query_len is not None:
+            parts.append(f"max_query_len={self.max_query_len}")
+        if self.num_active_loras:
+            parts.append(f"loras={self.num_active_loras}")
+        if self.axes:
+            parts.append(f"axes={','.join(map(str, self.axes))}")
+        return " ".join(parts)
+
+
+@attrs.frozen(cache_hash=True)
+class GraphKey:
+    """The name of one graph: its runtime mode and the descriptor it was captured for."""
+
+    mode: RuntimeMode
+    descriptor: BatchDescriptor
+
+    def __attrs_post_init__(self) -> None:
+        if self.mode not in (RuntimeMode.PIECEWISE, RuntimeMode.FULL):
+            raise DescriptorError("mode", self.mode, "PIECEWISE or FULL", "Eager has no graph.")
+
+    @property
+    def num_tokens(self) -> int:
+        """Padded number of tokens."""
+        return self.descriptor.num_tokens
+
+    def covers(self, batch: Batch) -> bool:
+        """Return whether this graph can compute the batch at all, whatever is preferred.
+
+        A graph with adapters serves a batch without any, since an unused adapter adds
+        nothing; a uniform graph serves only uniform batches of its own query length.
+        """
+        own = self.descriptor
+        return (
+            own.num_tokens >= batch.num_tokens
+            and own.num_active_loras >= batch.num_active_loras
+            and (own.num_reqs is None or batch.num_reqs is None or own.num_reqs >= batch.num_reqs)
+            and (not own.uniform or (batch.uniform and batch.query_len == (own.query_len or 1)))
+            and (
+                own.max_query_len is None
+                or (batch.max_query_len is not None and batch.max_query_len <= own.max_query_len)
+            )
+            and own.axes == batch.axes
+        )
+
+    def __str__(self) -> str:
+        return f"{self.mode.name} {self.descriptor}"
+
+
+@attrs.frozen
+class Batch:
+    """The facts of a batch about to run, as a policy sees them. Made on cold paths only.
+
+    Attributes:
+        num_tokens: Unpadded number of tokens (rows), at least 1.
+        num_reqs: Number of requests, or None where the caller does not say.
+        uniform: Every request has exactly ``query_len`` tokens.
+        query_len: Tokens per request if uniform, else 0.
+        max_query_len: Most tokens of any request, where it is known, else None.
+        num_active_loras: Adapters in use.
+        allowed: Code of the allowed runtime modes, an index of ``ALLOWED_MODES``.
+        axes: Bucketed values of the custom axes.
+    """
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    query_len: int = 0
+    max_query_len: int | None = None
+    num_active_loras: int = 0
+    allowed: int = int(RuntimeMode.FULL)
+    axes: tuple[int, ...] = ()
+
+    @property
+    def allowed_modes(self) -> frozenset[RuntimeMode]:
+        """The runtime modes that may be chosen."""
+        return ALLOWED_MODES[self.allowed]
+
+    def allows(self, mode: RuntimeMode) -> bool:
+        """Return whether a runtime mode may be chosen for this batch."""
+        return mode in ALLOWED_MODES[self.allowed]

@@ -1,0 +1,128 @@
+"""DispatchConfig: everything a policy needs to know to declare and choose keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from dispatchkit.errors import ConfigError
+from dispatchkit.keys.capture_sizes import check_capture_sizes, default_capture_sizes
+from dispatchkit.keys.modes import CUDAGraphMode
+
+
+def _whole(setting: str, value: Any, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(setting, value, f"a whole number of at least {minimum}")
+    return value
+
+
+def _query_lens(value: Any) -> tuple[int, ...]:
+    items = (value,) if isinstance(value, int) else tuple(value)
+    if not items or len(set(items)) != len(items):
+        raise ConfigError("query_lens", value, "one or more different query lengths")
+    return tuple(_whole("query_lens", item, 1) for item in items)
+
+
+def _mode(value: Any) -> CUDAGraphMode:
+    return value if isinstance(value, CUDAGraphMode) else CUDAGraphMode.parse(value)
+
+
+@attrs.frozen(kw_only=True)
+class DispatchConfig:
+    """Sizes, limits and modes of one dispatcher.
+
+    Attributes:
+        mode: Which runtime modes decode and mixed batches use (vLLM's cudagraph mode).
+        capture_sizes: Ascending numbers of tokens to capture. Derived from
+            ``max_num_tokens`` when not given.
+        max_num_tokens: Largest batch in tokens; a larger one is a caller's error.
+            Defaults to the largest capture size.
+        max_num_seqs: Most requests of a batch. Defaults to ``max_num_tokens``.
+        query_lens: Tokens per request of uniform decode batches; one number, or several
+            where a drafter runs with other lengths. ``uniform`` indexes it from 1.
+        varlen_decode: Decode graphs accept requests of varying length up to the first
+            query length; adds one more class of batches after the uniform ones.
+        uniform_capture_sizes: Sizes for uniform batches of more than one token per
+            request, where they differ from ``capture_sizes``; None: the same.
+        max_loras: Most adapters active at once; 0 where there are none.
+        specialize_lora: Capture graphs without adapters too, beside those with.
+        specialize_active_loras: Capture a graph for several counts of adapters (powers of
+            two), rather than one for all counts.
+    """
+
+    mode: CUDAGraphMode = attrs.field(
+        default=CUDAGraphMode.FULL_AND_PIECEWISE, converter=_mode
+    )
+    capture_sizes: tuple[int, ...] = attrs.field(default=None)  # filled in below
+    max_num_tokens: int = attrs.field(default=None)
+    max_num_seqs: int = attrs.field(default=None)
+    query_lens: tuple[int, ...] = attrs.field(default=(1,), converter=_query_lens)
+    varlen_decode: bool = attrs.field(
+        default=False, validator=attrs.validators.instance_of(bool)
+    )
+    uniform_capture_sizes: tuple[int, ...] | None = None
+    max_loras: int = 0
+    specialize_lora: bool = attrs.field(
+        default=True, validator=attrs.validators.instance_of(bool)
+    )
+    specialize_active_loras: bool = attrs.field(
+        default=False, validator=attrs.validators.instance_of(bool)
+    )
+
+    def __attrs_post_init__(self) -> None:
+        set_ = object.__setattr__  # the class is frozen; these fill derived defaults once
+        sizes, limit = self.capture_sizes, self.max_num_tokens
+        if limit is not None:
+            _whole("max_num_tokens", limit, 1)
+        if sizes is None:
+            # vLLM's own ceiling; only a list that the user wrote is warned about its end.
+            sizes = default_capture_sizes(512 if limit is None else min(limit, 512))
+        else:
+            sizes = check_capture_sizes(sizes, limit=limit)
+        if limit is None:
+            if not sizes:
+                raise ConfigError(
+                    "max_num_tokens",
+                    None,
+                    "given when capture_sizes is empty",
+                    "Without sizes nothing says how large a batch may be.",
+                )
+            limit = sizes[-1]
+        set_(self, "capture_sizes", sizes)
+        set_(self, "max_num_tokens", limit)
+        if self.max_num_seqs is None:
+            set_(self, "max_num_seqs", limit)
+        _whole("max_num_seqs", self.max_num_seqs, 1)
+        _whole("max_loras", self.max_loras, 0)
+        if self.uniform_capture_sizes is not None:
+            aligned = check_capture_sizes(self.uniform_capture_sizes, limit=limit)
+            set_(self, "uniform_capture_sizes", aligned)
+
+    @property
+    def query_len(self) -> int:
+        """Tokens per request of a uniform batch (the first, usually only, length)."""
+        return self.query_lens[0]
+
+    @property
+    def num_query_classes(self) -> int:
+        """How many values the ``uniform`` argument of a dispatch takes: 0 is mixed."""
+        return 1 + len(self.query_lens) + self.varlen_decode
+
+    @property
+    def max_capture_size(self) -> int:
+        """Largest capture size, 0 where there is none."""
+        return self.capture_sizes[-1] if self.capture_sizes else 0
+
+    def query_class(self, uniform: int) -> tuple[bool, int, int | None]:
+        """Return (uniform, query_len, max_query_len) for a ``uniform`` argument.
+
+        0 is any mixture, 1.. the uniform query lengths in order, and the one after them
+        (with ``varlen_decode``) requests of at most the first query length each.
+        """
+        if 1 <= uniform <= len(self.query_lens):
+            query_len = self.query_lens[uniform - 1]
+            return True, query_len, query_len
+        if uniform and self.varlen_decode:
+            return False, 0, self.query_lens[0]
+        return False, 0, None

@@ -1,0 +1,306 @@
+"""Cold events, and how observers are told of them without being able to do harm.
+
+One frozen record per event: an observer takes that one argument, so that fields can be
+added without breaking it. Events are rare (a capture, an eviction, a change of policy);
+nothing here runs on the path of a step.
+
+``Notifier`` keeps one ready-made tuple of callables per kind of event. Where nobody listens,
+telling costs one dictionary lookup, and ``listens`` lets the caller skip building the event.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import attrs
+
+_log = logging.getLogger("dispatchkit.observers")
+
+#: Faults in a row after which an observer's callback is no longer called.
+MAX_FAULTS = 3
+
+
+@attrs.frozen(kw_only=True)
+class CaptureEvent:
+    """A graph was captured and may be replayed from now on.
+
+    Attributes:
+        key: The graph key, as text.
+        runtime_mode: ``FULL`` or ``PIECEWISE``.
+        num_tokens: Size of the bucket in tokens.
+        lane: Number of the lane it was captured on.
+        elapsed_us: Microseconds on the host, warm-up included.
+        num_bytes: By how much the lane's pool grew, in bytes. Graphs of one pool share
+            memory, so this is no size of the graph; None where the backend cannot tell.
+    """
+
+    hook: ClassVar[str] = "dispatchkit_on_capture"
+
+    key: str
+    runtime_mode: str
+    num_tokens: int
+    lane: int = 0
+    elapsed_us: float | None = None
+    num_bytes: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class CaptureFailedEvent:
+    """A capture failed; the key is marked, and its steps run eager with that reason.
+
+    Attributes:
+        key: The graph key, as text.
+        runtime_mode: ``FULL`` or ``PIECEWISE``.
+        num_tokens: Size of the bucket in tokens.
+        lane: Number of the lane it was tried on.
+        reason: A short word for counters (``host_sync``, ``out_of_memory``, ``error``).
+        message: The whole error message.
+        elapsed_us: Microseconds on the host until it failed.
+    """
+
+    hook: ClassVar[str] = "dispatchkit_on_capture_failed"
+
+    key: str
+    runtime_mode: str
+    num_tokens: int
+    lane: int = 0
+    reason: str = "error"
+    message: str = ""
+    elapsed_us: float | None = None
+
+
+@attrs.frozen(kw_only=True)
+class EvictEvent:
+    """A captured graph was given up; it is not replayed any more.
+
+    Attributes:
+        key: The graph key, as text.
+        runtime_mode: ``FULL`` or ``PIECEWISE``.
+        num_tokens: Size of the bucket in tokens.
+        lane: Number of the lane it was on.
+        reason: Why, as a short word (``budget``, ``requested``, ``invalidated``).
+        num_bytes: By how much the lane's pool shrank, in bytes; often 0, as graphs of one
+            pool share memory; None where the backend cannot tell.
+    """
+
+    hook: ClassVar[str] = "dispatchkit_on_evict"
+
+    key: str
+    runtime_mode: str
+    num_tokens: int
+    lane: int = 0
+    reason: str = ""
+    num_bytes: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class PolicySwappedEvent:
+    """Another policy, or another configuration, decides from now on; the table is empty.
+
+    Attributes:
+        policy: Name of the policy that decides now.
+        epoch: Number of tables installed so far; the first has epoch 0.
+        previous: Name of the policy that decided before; None for the first.
+        reason: Why, in words; may be empty.
+    """
+
+    hook: ClassVar[str] = "dispatchkit_on_policy_swapped"
+
+    policy: str
+    epoch: int
+    previous: str | None = None
+    reason: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class PolicyErrorEvent:
+    """A policy raised or broke a hard constraint; the step ran eager, or another was asked.
+
+    Attributes:
+        policy: Name of the policy.
+        method: Which of its methods it was (``declare``, ``decide``, ``observe``).
+        reason: What it did, in words.
+        origin: Distribution and version that brings the policy.
+        num_tokens: Unpadded tokens of the batch; None where no batch was involved.
+        epoch: Epoch of the table that was being filled.
+    """
+
+    hook: ClassVar[str] = "dispatchkit_on_policy_error"
+
+    policy: str
+    method: str
+    reason: str
+    origin: str = ""
+    num_tokens: int | None = None
+    epoch: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class PluginRegisteredEvent:
+    """A plugin was loaded and all that it registers is available.
+
+    Attributes:
+        name: The plugin's name (its entry point's name).
+        distribution: Distribution it comes from; None for an object passed in.
+        version: Version of that distribution; None for an object passed in.
+        registers: What it registered, as ``kind name`` (``policy vllm``).
+    """
+
+    hook: ClassVar[str] = "dispatchkit_on_plugin_registered"
+
+    name: str
+    distribution: str | None = None
+    version: str | None = None
+    registers: tuple[str, ...] = ()
+
+
+#: All kinds of event, in the order of a graph's life.
+EVENTS: tuple[type[Any], ...] = (
+    PluginRegisteredEvent,
+    PolicySwappedEvent,
+    PolicyErrorEvent,
+    CaptureEvent,
+    CaptureFailedEvent,
+    EvictEvent,
+)
+
+
+class Subscription:
+    """One callback with its containment: what it raises never reaches the caller.
+
+    Attributes:
+        event_type: The class of event it is called with.
+        source: Whose callback it is, for the log.
+        last_fault: The last exception, as text; empty while it never raised.
+        is_active: False once it was switched off.
+    """
+
+    def __init__(
+        self,
+        event_type: type[Any],
+        callback: Callable[[Any], object],
+        source: str,
+        *,
+        max_faults: int = MAX_FAULTS,
+        on_switched_off: Callable[[Subscription], None] | None = None,
+    ) -> None:
+        self.event_type = event_type
+        self.source = source
+        self.last_fault = ""
+        self.is_active = True
+        self._callback = callback
+        self._max_faults = max_faults
+        self._faults_in_a_row = 0
+        self._on_switched_off = on_switched_off
+
+    def __repr__(self) -> str:
+        state = "active" if self.is_active else "switched off"
+        return f"<Subscription of {self.source} to {self.event_type.__name__}, {state}>"
+
+    def __call__(self, event: Any) -> None:
+        """Call back with an event; log and count what it raises."""
+        if not self.is_active:
+            return
+        try:
+            self._callback(event)
+        # An observer may not stop a step, not even by exiting; Ctrl-C still does.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            self._fault(error)
+        else:
+            self._faults_in_a_row = 0
+
+    def _fault(self, error: BaseException) -> None:
+        self._faults_in_a_row += 1
+        self.last_fault = f"{type(error).__name__}: {error}"
+        _log.error(
+            "Observer %s raised on %s; the step and the other observers go on.",
+            self.source,
+            self.event_type.__name__,
+            exc_info=error,
+        )
+        if self._faults_in_a_row >= self._max_faults:
+            self.is_active = False
+            _log.error(
+                "Observer %s is switched off for %s after %d faults in a row; the last was %s.",
+                self.source,
+                self.event_type.__name__,
+                self._faults_in_a_row,
+                self.last_fault,
+            )
+            if self._on_switched_off is not None:
+                self._on_switched_off(self)
+
+
+class Notifier:
+    """Tells subscribers of events, in the order in which they subscribed.
+
+    Thread safety: every method may be called from any thread. Tuples are replaced, never
+    changed, so that an event under way is not disturbed by a subscription.
+    """
+
+    def __init__(self, *, max_faults: int = MAX_FAULTS) -> None:
+        self._max_faults = max_faults
+        self._by_type: dict[type[Any], tuple[Subscription, ...]] = {}
+        self._lock = threading.Lock()
+
+    def subscribe(
+        self, event_type: type[Any], callback: Callable[[Any], object], source: str
+    ) -> Subscription:
+        """Call back on each event of exactly this class, until it is switched off.
+
+        Args:
+            event_type: Class of the events; subclasses are not delivered.
+            callback: Called with the event, on the thread on which it happens.
+            source: Whose callback it is; named in the log when it raises.
+
+        Returns:
+            The subscription, for ``unsubscribe``.
+        """
+        subscription = Subscription(
+            event_type,
+            callback,
+            source,
+            max_faults=self._max_faults,
+            on_switched_off=self.unsubscribe,
+        )
+        with self._lock:
+            self._by_type[event_type] = (*self._by_type.get(event_type, ()), subscription)
+        return subscription
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        """Stop calling back; nothing happens where it has ended already."""
+        with self._lock:
+            now = self._by_type.get(subscription.event_type, ())
+            rest = tuple(one for one in now if one is not subscription)
+            if rest:
+                self._by_type[subscription.event_type] = rest
+            else:
+                self._by_type.pop(subscription.event_type, None)
+
+    def attach(self, observer: object, source: str) -> tuple[Subscription, ...]:
+        """Subscribe the methods of an observer that are named after an event.
+
+        ``on_capture(event)`` is called with each ``CaptureEvent``, and so on: the names are
+        those of the hooks without ``dispatchkit_``.
+
+        Returns:
+            The subscriptions; empty when it has no method of such a name.
+        """
+        pairs = []
+        for event_type in EVENTS:
+            method = getattr(observer, event_type.hook.removeprefix("dispatchkit_"), None)
+            if callable(method):
+                pairs.append((event_type, method))
+        return tuple(self.subscribe(kind, method, source) for kind, method in pairs)
+
+    def listens(self, event_type: type[Any]) -> bool:
+        """Return whether anyone would be told; ask before building a costly event."""
+        return event_type in self._by_type
+
+    def notify(self, event: object) -> None:
+        """Tell every subscriber of the event's class; what they raise is contained."""
+        for subscription in self._by_type.get(type(event), ()):
+            subscription(event)

@@ -1,0 +1,222 @@
+"""GraphRegistry: the only source of truth for what may be dispatched."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from dispatchkit.errors import RegistryError
+from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.modes import RuntimeMode
+from dispatchkit.registry.entry import GraphEntry, KeyState
+
+# (mode, uniform query length, max query length, adapters, axes): keys that differ in size only.
+_Family = tuple[RuntimeMode, int, int | None, int, tuple[int, ...]]
+# Size, order of declaration, key. The serial keeps keys themselves from being compared.
+_Member = tuple[int, int, GraphKey]
+
+
+def _from_size(
+    members: list[_Member], num_tokens: int, loras: int, rank: int
+) -> Iterator[tuple[int, int, int, int, GraphKey]]:
+    for index in range(bisect_left(members, (num_tokens,)), len(members)):
+        size, serial, key = members[index]
+        yield size, loras, rank, serial, key
+
+
+def _family(key: GraphKey) -> _Family:
+    own = key.descriptor
+    query_len = (own.query_len or 1) if own.uniform else 0
+    return (key.mode, query_len, own.max_query_len, own.num_active_loras, own.axes)
+
+
+@attrs.frozen
+class RegistryEvent:
+    """A key changed: ``before`` is None when it is new, ``after`` when it is gone."""
+
+    key: GraphKey
+    before: KeyState | None
+    after: KeyState | None
+    reason: str = ""
+
+
+class GraphRegistry:
+    """Keys, their entries and the transitions between states.
+
+    Readers need no lock: an entry is immutable and replaced as a whole. Writers hold one
+    lock; listeners are called under it, in order, and must not write.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._entries: dict[GraphKey, GraphEntry] = {}
+        self._families: dict[_Family, list[_Member]] = {}
+        self._disabled_keys: frozenset[GraphKey] = frozenset()
+        self._disabled_modes: frozenset[RuntimeMode] = frozenset()
+        self._listeners: tuple[Callable[[RegistryEvent], None], ...] = ()
+        self._serial = 0
+
+    # -- reading ----------------------------------------------------------------------
+
+    @property
+    def entries(self) -> Mapping[GraphKey, GraphEntry]:
+        """All entries by key, live and read-only."""
+        return MappingProxyType(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[GraphKey]:
+        return iter(tuple(self._entries))
+
+    def get(self, key: GraphKey) -> GraphEntry | None:
+        """Return the entry of a key, or None."""
+        return self._entries.get(key)
+
+    def is_enabled(self, key: GraphKey) -> bool:
+        """Return whether neither the key nor its mode is disabled."""
+        return key.mode not in self._disabled_modes and key not in self._disabled_keys
+
+    @property
+    def disabled_modes(self) -> frozenset[RuntimeMode]:
+        """Runtime modes switched off at run time."""
+        return self._disabled_modes
+
+    def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
+        """Yield the keys of a mode that can compute the batch, smallest first.
+
+        Of two equally large, the one captured for fewer adapters comes first, then the
+        more special one (uniform before mixed).
+        """
+        streams = []
+        for family, members in tuple(self._families.items()):
+            if family[0] is mode:
+                rank = 0 if family[1] else 1 if family[2] is not None else 2
+                streams.append(_from_size(members, batch.num_tokens, family[3], rank))
+        for *_, key in heapq.merge(*streams):
+            if key.covers(batch):
+                yield key
+
+    # -- writing ----------------------------------------------------------------------
+
+    def subscribe(self, listener: Callable[[RegistryEvent], None]) -> Callable[[], None]:
+        """Call a listener on every change; returns what ends the subscription."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._listeners = tuple(each for each in self._listeners if each != listener)
+
+        return unsubscribe
+
+    def declare(self, keys: Iterable[GraphKey]) -> None:
+        """Make keys known. A key that is known already stays as it is."""
+        with self._lock:
+            grown: dict[_Family, list[_Member]] = {}
+            new = [key for key in dict.fromkeys(keys) if key not in self._entries]
+            for key in new:
+                self._serial += 1
+                grown.setdefault(_family(key), []).append((key.num_tokens, self._serial, key))
+            # Lists are replaced, never changed in place: a reader may be walking one.
+            for family, members in grown.items():
+                self._families[family] = sorted([*self._families.get(family, ()), *members])
+            for key in new:
+                self._entries[key] = GraphEntry(key)
+                self._tell(key, None, KeyState.DECLARED)
+
+    def captured(self, key: GraphKey, graph: Any, *, num_bytes: int = 0) -> GraphEntry:
+        """Give a key its graph; from now on it may be dispatched."""
+        entry = self._move(
+            key, KeyState.CAPTURED, graph=graph, num_bytes=num_bytes, reason="", attempts=0
+        )
+        return entry
+
+    def failed(self, key: GraphKey, reason: str) -> GraphEntry:
+        """Mark that a capture or a replay of the key failed; its graph is let go."""
+        attempts = self._require(key).attempts + 1
+        return self._move(
+            key, KeyState.FAILED, graph=None, num_bytes=0, reason=reason, attempts=attempts
+        )
+
+    def evicted(self, key: GraphKey, reason: str = "budget") -> GraphEntry:
+        """Let go of the graph of a key; only a captured key can be evicted."""
+        self._require(key, KeyState.CAPTURED, KeyState.STALE)
+        return self._move(key, KeyState.EVICTED, graph=None, num_bytes=0, reason=reason)
+
+    def stale(self, key: GraphKey, reason: str) -> GraphEntry:
+        """Mark that what the graph reads has changed; it may not be replayed."""
+        self._require(key, KeyState.CAPTURED)
+        return self._move(key, KeyState.STALE, reason=reason)
+
+    def forget(self, key: GraphKey) -> None:
+        """Remove a key altogether."""
+        with self._lock:
+            before = self._require(key)
+            del self._entries[key]
+            family = _family(key)
+            kept = [item for item in self._families[family] if item[2] != key]
+            if kept:
+                self._families[family] = kept
+            else:
+                del self._families[family]
+            self._disabled_keys -= {key}
+            self._tell(key, before.state, None)
+
+    def clear(self) -> None:
+        """Remove all keys."""
+        with self._lock:
+            for key in tuple(self._entries):
+                self.forget(key)
+
+    def set_enabled(
+        self, enabled: bool, *, mode: RuntimeMode | None = None, key: GraphKey | None = None
+    ) -> None:
+        """Switch a mode or one key on or off while serving."""
+        with self._lock:
+            if mode is not None:
+                changed = self._disabled_modes - {mode} if enabled else self._disabled_modes | {mode}
+                self._disabled_modes = changed
+            if key is not None:
+                self._require(key)
+                self._disabled_keys = (
+                    self._disabled_keys - {key} if enabled else self._disabled_keys | {key}
+                )
+            for each, entry in tuple(self._entries.items()):
+                if each == key or each.mode is mode:
+                    self._tell(each, entry.state, entry.state, "enabled" if enabled else "disabled")
+
+    # -- inside -----------------------------------------------------------------------
+
+    def _require(self, key: GraphKey, *states: KeyState) -> GraphEntry:
+        entry = self._entries.get(key)
+        if entry is None:
+            raise RegistryError(f"{key} is not declared; declare it before changing its state.")
+        if states and entry.state not in states:
+            allowed = " or ".join(states)
+            raise RegistryError(f"{key} is {entry.state}; this needs a key that is {allowed}.")
+        return entry
+
+    def _move(self, key: GraphKey, state: KeyState, **changes: Any) -> GraphEntry:
+        with self._lock:
+            before = self._require(key)
+            entry = attrs.evolve(before, state=state, **changes)
+            self._entries[key] = entry
+            self._tell(key, before.state, state, entry.reason)
+            return entry
+
+    def _tell(
+        self, key: GraphKey, before: KeyState | None, after: KeyState | None, reason: str = ""
+    ) -> None:
+        event = RegistryEvent(key, before, after, reason)
+        for listener in self._listeners:
+            listener(event)
