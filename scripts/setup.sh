@@ -31,12 +31,13 @@ pip_install() {
     if grep -q -i -E 'NewConnectionError|NameResolution|ConnectTimeout|Read ?Timeout|timed out|ProxyError|Max retries|Connection (refused|reset|aborted)|Network is unreachable' "$log"; then
         stop "pip reached no package index (details: $log); connect to the network, or name a mirror (PIP_INDEX_URL=...), $again."
     fi
-    stop "pip failed: $(grep -i error "$log" | tail -n 1) (details: $log); fix that, $again."
+    stop "pip failed: $(grep -E '(ERROR|[A-Za-z]Error):' "$log" | tail -n 1) (details: $log); fix that, $again."
 }
 
 echo "Setting up .venv (once; about a minute and 1 GB, most of it torch) ..."
 : >"$log"
-# The build backend first, by the pin in requirements-dev.txt: with it there, the editable packages
+# The build backend first, by the pins in requirements-dev.txt: with it there, the editable packages
 # need no build environment of their own each, which is most of pip's time otherwise.
-pip_install "$(grep '^hatchling==' requirements-dev.txt)"
+# shellcheck disable=SC2046  # one word for each pin is what is wanted
+pip_install $(grep -E '^(editables|hatchling)==' requirements-dev.txt)
 pip_install --no-build-isolation -r requirements-dev.txt

@@ -1,0 +1,142 @@
+"""Each plugin is a distribution of its own, known to the set-up, and uses public names only."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+each_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
+
+
+def package_of(plugin: Path) -> str:
+    """The import name of a plugin: one guess finds it."""
+    return plugin.name.replace("-", "_")
+
+
+def project_of(plugin: Path) -> dict[str, object]:
+    """The [project] table of a plugin."""
+    return tomllib.loads((plugin / "pyproject.toml").read_text())["project"]
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
+    """Each import of dispatchkit in a module: line, module, and name (None for `import x`)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, None
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            for alias in node.names:
+                yield node.lineno, node.module, alias.name
+
+
+def breaches(source: str) -> list[str]:
+    """What a plugin's module takes from dispatchkit that is not public."""
+    found = []
+    for line, module, name in imports_of(ast.parse(source)):
+        parts = module.split(".")
+        if parts[0] != "dispatchkit":
+            continue
+        if any(part.startswith("_") for part in parts) or (name and name.startswith("_")):
+            found.append(f"line {line}: {module} {name or ''} is private")
+        elif len(parts) > 2:
+            found.append(f"line {line}: {module} is inside a room; import from the room itself")
+        elif name is not None and not _is_public(module, name):
+            found.append(f"line {line}: {name} is not a public name of {module}")
+    return found
+
+
+def _is_public(module: str, name: str) -> bool:
+    try:
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        if missing.name and missing.name.partition(".")[0] == "dispatchkit":
+            raise
+        return True  # an extra is not installed here; checked where it is
+    if name in getattr(loaded, "__all__", vars(loaded)):
+        return True
+    # A room that is reached as `from dispatchkit import keys`.
+    return module == "dispatchkit" and importlib.util.find_spec(f"dispatchkit.{name}") is not None
+
+
+def test_there_are_plugins() -> None:
+    """The parametrised tests below would pass on none."""
+    assert "dispatchkit-vllm" in [plugin.name for plugin in PLUGINS]
+
+
+@each_plugin
+def test_development_set_up_installs_the_plugin(plugin: Path) -> None:
+    """A plugin left out of the one resolver run would be looked for on a package index."""
+    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    pattern = re.compile(rf"-e \.?/?plugins/{re.escape(plugin.name)}(\[[\w,-]+\])?")
+    assert [line for line in lines if pattern.fullmatch(line.strip())], plugin.name
+
+
+@each_plugin
+def test_import_contracts_cover_the_plugin(plugin: Path) -> None:
+    """Contracts look only at the packages named as roots."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert package_of(plugin) in config["tool"]["importlinter"]["root_packages"]
+
+
+@each_plugin
+def test_plugin_is_named_by_one_word(plugin: Path) -> None:
+    """Distribution dispatchkit-x, package dispatchkit_x, entry point x: one guess finds all."""
+    project = project_of(plugin)
+    word = plugin.name.removeprefix("dispatchkit-")
+    assert project["name"] == plugin.name
+    assert (plugin / "src" / package_of(plugin) / "__init__.py").is_file()
+    entry = project["entry-points"]["dispatchkit"][word]
+    assert entry.partition(":")[0].split(".")[0] == package_of(plugin)
+
+
+@each_plugin
+def test_plugin_carries_licence_readme_and_its_need_of_the_core(plugin: Path) -> None:
+    """It is published alone, so it says all of this alone."""
+    project = project_of(plugin)
+    assert project["license"] == "Apache-2.0"
+    assert project["requires-python"] == ">=3.11"
+    assert any(re.match(r"dispatchkit\b(?!-)", need) for need in project["dependencies"])
+    assert (plugin / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (plugin / project["readme"]).read_text().startswith(f"# {plugin.name}")
+
+
+@each_plugin
+def test_plugin_uses_public_names_only(plugin: Path) -> None:
+    """A plugin that needs a private name has found a hole in the interface."""
+    found = {
+        str(path.relative_to(plugin)): problems
+        for path in sorted((plugin / "src").rglob("*.py"))
+        if (problems := breaches(path.read_text()))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import dispatchkit._secret",
+        "from dispatchkit import _secret",
+        "from dispatchkit._secret import name",
+        "from dispatchkit.keys._modes import name",
+        "from dispatchkit.keys.modes import CUDAGraphMode",
+        "def f():\n    from dispatchkit import _lazy",
+        "from dispatchkit.errors import nothing_of_that_name",
+    ],
+)
+def test_the_check_of_public_names_finds_a_breach(source: str) -> None:
+    """A check that finds nothing must have been seen to find something."""
+    assert len(breaches(source)) == 1
+
+
+def test_the_check_of_public_names_lets_public_ones_pass() -> None:
+    """Rooms and the package itself are what plugins are written against."""
+    assert breaches("import dispatchkit\nfrom dispatchkit.errors import ConfigError\n") == []

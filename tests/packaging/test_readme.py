@@ -1,0 +1,54 @@
+"""What README and docs tell a newcomer to type exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+README = (ROOT / "README.md").read_text()
+
+
+def commands(text: str) -> list[str]:
+    """The lines of fenced console blocks that are typed."""
+    blocks = re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL)
+    return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+
+
+def targets() -> set[str]:
+    """The targets that the Makefile declares, by its own help."""
+    return set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, flags=re.MULTILINE))
+
+
+def test_readme_shows_both_set_up_commands_with_their_plain_twins() -> None:
+    """Two commands do all; whoever has no make gets the same by pip."""
+    typed = commands(README)
+    assert "make demo" in typed
+    assert "make test" in typed
+    twins = [line for line in typed if line.startswith("python3 -m venv .venv && ")]
+    assert len(twins) == 2
+    assert all("-m pip install -r requirements-dev.txt" in line for line in twins)
+    assert twins[0].endswith("-m dispatchkit demo")
+    marks = re.search(r"^test:.*\n\t\$\(PYTEST\) (-m \"[^\"]+\")", MAKEFILE, flags=re.MULTILINE)
+    assert marks is not None
+    assert twins[1].endswith(f"-m pytest {marks[1]}")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/development.md", ".ci/run"])
+def test_every_make_target_named_exists(page: str) -> None:
+    """A command that fails is the first thing a newcomer would meet."""
+    text = (ROOT / page).read_text()
+    named = set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^step ([a-z-]+)", text, re.M))
+    named |= {line.split("make ")[1].split()[0] for line in commands(text) if "make " in line}
+    assert named
+    assert named <= targets()
+
+
+def test_every_relative_link_of_the_readme_leads_somewhere() -> None:
+    """Links are how the rest is found."""
+    links = [link for link in re.findall(r"\]\(([^)#]+)", README) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
