@@ -37,7 +37,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip GPU tests where there is no GPU, unless DISPATCHKIT_REQUIRE_GPU says there must be one."""
+    """Skip GPU tests where there is no GPU, unless DISPATCHKIT_REQUIRE_GPU is set."""
     if item.get_closest_marker("gpu") is None or os.environ.get("DISPATCHKIT_REQUIRE_GPU"):
         return
     torch = pytest.importorskip("torch")

@@ -19,7 +19,7 @@ def loaded_by(statement: str) -> set[str]:
         f"{statement}\n"
         "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
-    # -S: a bare interpreter; `site` and the .pth files of editable installs load modules themselves.
+    # -S: a bare interpreter; `site` and the .pth files of editable installs load modules too.
     path = [entry for entry in sys.path if entry]
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],

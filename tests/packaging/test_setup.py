@@ -35,7 +35,9 @@ def python_that(tmp_path: Path, script: str) -> Path:
 def complaint(checkout: Path, python: Path | str, **variables: str) -> str:
     """Run `make test`, which must fail, and return the one line that set-up said of it."""
     # Set-up must not see what make or pip were told for the run that these tests are part of.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "MAKE", "MFLAGS"))}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "MAKE", "MFLAGS"))
+    }
     done = subprocess.run(
         ["make", "test", f"PY={python}"],
         cwd=checkout,

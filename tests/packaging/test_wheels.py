@@ -77,7 +77,11 @@ def test_installed_wheels_find_their_policies(installed: dict[str, str], tmp_pat
     pytest.importorskip("typer")
     python = [sys.executable, "-S"]
     where = run(
-        *python, "-c", "import dispatchkit; print(dispatchkit.__file__)", env=installed, cwd=tmp_path
+        *python,
+        "-c",
+        "import dispatchkit; print(dispatchkit.__file__)",
+        env=installed,
+        cwd=tmp_path,
     )
     assert Path(where.strip()).is_relative_to(installed["TARGET"])
     listed = json.loads(
