@@ -2,19 +2,25 @@
 
 from dispatchkit.keys.batch import Batch, BatchDescriptor, GraphKey
 from dispatchkit.keys.capture_sizes import (
+    SIZE_RULES,
+    CaptureSizes,
     CaptureSizeWarning,
     check_capture_sizes,
+    check_count,
     default_capture_sizes,
     derive_capture_sizes,
     padded_size,
     padding_table,
     round_sizes_for_query_len,
+    rounds_for_query_len,
 )
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import (
     ALLOWED_MODES,
     AttentionSupport,
     CUDAGraphMode,
+    CUDAGraphSupport,
+    ModeError,
     ModeResolution,
     RuntimeMode,
     allowed_modes_code,
@@ -23,21 +29,27 @@ from dispatchkit.keys.modes import (
 
 __all__ = [
     "ALLOWED_MODES",
+    "SIZE_RULES",
     "AttentionSupport",
     "Batch",
     "BatchDescriptor",
     "CUDAGraphMode",
+    "CUDAGraphSupport",
     "CaptureSizeWarning",
+    "CaptureSizes",
     "DispatchConfig",
     "GraphKey",
+    "ModeError",
     "ModeResolution",
     "RuntimeMode",
     "allowed_modes_code",
     "check_capture_sizes",
+    "check_count",
     "default_capture_sizes",
     "derive_capture_sizes",
     "padded_size",
     "padding_table",
     "resolve_mode",
     "round_sizes_for_query_len",
+    "rounds_for_query_len",
 ]
