@@ -24,12 +24,15 @@ class BackendCapabilities:
         max_streams: Number of distinct streams the device gives (None: no limit known).
         device_timing: Timing events measure device time; otherwise times are host times.
         concurrent_streams: Work on two streams may overlap in time.
+        poisons_outputs: Outputs read before the first replay hold recognisable poison;
+            otherwise they hold whatever was in the memory.
     """
 
     graphs: bool = True
     max_streams: int | None = None
     device_timing: bool = False
     concurrent_streams: bool = False
+    poisons_outputs: bool = False
 
 
 @runtime_checkable

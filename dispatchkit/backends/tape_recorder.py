@@ -1,0 +1,438 @@
+"""Recording: run a callable once on a CPU and note what a replay has to do.
+
+A real capture runs nothing. On a CPU the callable must run, to know what it does, so all
+that this changes is put back, also when the callable fails half-way:
+
+- A storage from outside is saved before the first operation that writes it.
+- Operations that draw take a copy of their generator, so that the generator itself never
+  moves, not even for the eyes of another thread.
+
+Operations are seen below autograd and autocast (TorchDispatchMode), so that a training step
+is recorded as the plain operations it is made of. Calls that never reach the dispatcher on a
+CPU tensor, and would wait for a device, are seen by a TorchFunctionMode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dispatchkit.backends.tape_plan import LAUNCH_KEYS, Step, TensorRef, flat_tensors
+from dispatchkit.backends.tape_streams import HostSyncError
+
+_Tensor = torch.Tensor
+_Guard = torch._C._ExcludeDispatchKeyGuard
+
+# On a device each of these copies to the host and waits.
+SYNC_FUNCTIONS: dict[Any, str] = {
+    getattr(_Tensor, name): f"Tensor.{name}"
+    for name in (
+        "item tolist numpy cpu nonzero is_nonzero equal allclose apply_ map_ "
+        "__bool__ __int__ __float__ __complex__ __index__ __repr__ __format__ "
+        "__array__ __dlpack__ __reduce_ex__"
+    ).split()
+}
+SYNC_FUNCTIONS |= {torch.equal: "torch.equal", torch.nonzero: "torch.nonzero"}
+
+# What the user called, for operations that go by another name below.
+_PUBLIC_NAMES = {
+    "aten::_local_scalar_dense": "Tensor.item",
+    "aten::index": "indexing by a mask",
+    "aten::index_put_": "assignment by a mask",
+    "aten::_index_put_impl_": "assignment by a mask",
+    "aten::_unique2": "torch.unique",
+    "aten::unique_dim": "torch.unique",
+}
+
+_DATA_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+# These make or rename memory and write none, so a replay on fixed memory skips them.
+_WRITES_NOTHING = frozenset(
+    "aten::" + name
+    for name in (
+        "empty empty_like empty_strided empty_permuted new_empty new_empty_strided "
+        "resize_ resize_as_ set_ detach alias lift_fresh"
+    ).split()
+)
+
+# Operations that write arguments which their schema does not mark as written.
+_UNMARKED_WRITES = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::batch_norm": ("running_mean", "running_var"),
+}
+
+
+def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether the host has to read data to run an operation on a device."""
+    name = func._schema.name
+    if name in ("aten::index", "aten::_unsafe_index"):
+        # Tagged as a whole, but only a mask's result depends on data.
+        return _has_mask(args[1])
+    if name in ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_"):
+        # Untagged, but a mask is turned into indices, except for one value to fill in.
+        return _has_mask(args[1]) and args[2].numel() != 1
+    return any(tag in func.tags for tag in _DATA_TAGS)
+
+
+def _has_mask(indices: Any) -> bool:
+    masks = (torch.bool, torch.uint8)
+    return any(isinstance(index, _Tensor) and index.dtype in masks for index in indices)
+
+
+def is_written_in_python(func: Any) -> bool:
+    """Return whether an operation's CPU kernel is a Python function of a custom operator."""
+    if func.namespace in ("aten", "prims"):
+        return False
+    name = func._schema.name
+    if name in torch._library.custom_ops.OPDEFS:
+        return True
+    base = name.split("::")[1]
+    overload = func._schema.overload_name
+    names = {f"{func.namespace}/{base}", f"{func.namespace}/{base}.{overload}"}
+    return any(
+        f"{full}/{key}" in torch.library._impls
+        for full in names
+        for key in ("CPU", "CompositeExplicitAutograd")
+    )
+
+
+def run_inside(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a Python operator's kernel with a mode on, so that the mode sees what it does."""
+    with mode:
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+        return func.redispatch(keys, *args, **kwargs)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage; unique while that lives."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+class HostSyncGuard(TorchFunctionMode):
+    """Refuses calls that would wait for a device and never reach the dispatcher here."""
+
+    def __init__(self, note: Callable[[HostSyncError], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = SYNC_FUNCTIONS.get(func)
+        if name is not None:
+            error = HostSyncError(name)
+            self._note(error)
+            raise error
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operation of one capture as a Step.
+
+    Attributes:
+        steps: What a replay does, in order.
+        storages: Every storage seen, by identity; held so that identities stay unique.
+        own: Identities of the storages made inside the capture.
+        first_error: The first refused call, also where the callable swallowed it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.storages: dict[int, Any] = {}
+        self.own: set[int] = set()
+        self.first_error: HostSyncError | None = None
+        self._saved: dict[int, Any] = {}
+        self._forks: dict[int, tuple[Any, Any, Any]] = {}
+
+    # -- what the capture asks for ------------------------------------------------------
+
+    def note_error(self, error: HostSyncError) -> None:
+        """Remember a refused call: the capture is lost even if the callable goes on."""
+        self.first_error = self.first_error or error
+
+    def add_generators(self, generators: Any) -> None:
+        """Fork generators that the callable may use in ways that are not seen here."""
+        for generator in generators:
+            self._fork(generator)
+
+    def restore(self) -> None:
+        """Put back every outside storage as it was before the capture."""
+        for identity, saved in self._saved.items():
+            storage = self.storages[identity]
+            if storage.nbytes() != saved.nbytes():
+                storage.resize_(saved.nbytes())
+            storage.copy_(saved)
+        self._saved.clear()
+
+    @property
+    def draws(self) -> bool:
+        """Whether the callable drew from any generator."""
+        return any(
+            not torch.equal(start, fork.get_state()) for _, fork, start in self._forks.values()
+        )
+
+    def kept(self) -> set[int]:
+        """Return the own storages that somebody else still refers to: outputs, stashes.
+
+        Only asked after the callable has returned; the recorder itself holds one reference
+        to each storage and no tensor.
+        """
+        return {
+            identity
+            for identity in self.own
+            if torch._C._storage_Use_Count(self.storages[identity]._cdata) > 1
+        }
+
+    # -- recording ----------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_data_dependent(func, args):
+            name = func._schema.name
+            error = HostSyncError(
+                _PUBLIC_NAMES.get(name, name), "its result's value or shape depends on data"
+            )
+            self.note_error(error)
+            raise error
+        if is_written_in_python(func):
+            return run_inside(self, func, args, kwargs)
+        written = self._written(func, args, kwargs)
+        for tensor in written:
+            self._save(tensor)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _Tensor)]
+        for tensor in inputs:
+            self._see(tensor)
+        refs = {id(tensor): self._ref(tensor) for tensor in inputs}
+        with self._generators_forked(func, args, kwargs) as draw_again:
+            call, result = _run(func, args, kwargs)
+            fresh = self._fresh(result)
+            # Written arguments may have been resized, which a replay does not do again.
+            refs |= {id(tensor): self._ref(tensor) for tensor in written}
+            self._check_sizes(func, written)
+            if not self._writes_data(func, written, fresh):
+                return result
+            out: tuple[str, ...] = ()
+            kept = list(kwargs)
+            if not func._schema.is_mutable:
+                draw_again()
+                call, kept, out = _writing_call(func, args, kwargs, fresh)
+        ref_args, ref_kwargs = tree_map_only(
+            _Tensor, lambda tensor: refs[id(tensor)], (args, {key: kwargs[key] for key in kept})
+        )
+        results = tuple((index, self._ref(tensor)) for index, tensor in fresh)
+        if out:
+            named = tuple(zip(out, (ref for _, ref in results), strict=True))
+            self.steps.append(Step(call, tuple(ref_args), ref_kwargs, out=named))
+        else:
+            self.steps.append(Step(call, tuple(ref_args), ref_kwargs, copies=results))
+        return result
+
+    @staticmethod
+    def _writes_data(func: Any, written: list[Any], fresh: list[Any]) -> bool:
+        """Return whether a replay has anything to do for an operation: not for views."""
+        if func._schema.name in _WRITES_NOTHING or torch.Tag.inplace_view in func.tags:
+            return False
+        return bool(written or fresh)
+
+    def _check_sizes(self, func: Any, written: list[torch.Tensor]) -> None:
+        """Refuse to resize what was made outside: its address would not stay."""
+        for tensor in written:
+            saved = self._saved.get(storage_id(tensor))
+            if saved is not None and saved.nbytes() != tensor.untyped_storage().nbytes():
+                raise RuntimeError(
+                    f"{func._schema.name} resizes a tensor made outside the capture from "
+                    f"{saved.nbytes()} to {tensor.untyped_storage().nbytes()} bytes; give it "
+                    "its full size beforehand"
+                )
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        """Note a tensor's storage, refusing what a tape cannot hold at a fixed address."""
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            raise RuntimeError(
+                f"a {tensor.layout} tensor on {tensor.device} cannot be recorded on the tape; "
+                "only strided CPU tensors can"
+            )
+        self.storages.setdefault(storage_id(tensor), tensor.untyped_storage())
+
+    def _fresh(self, result: Any) -> list[tuple[int, torch.Tensor]]:
+        """Return the results that live in storages not seen before, with their places."""
+        fresh = []
+        for index, tensor in enumerate(flat_tensors(result)):
+            identity = storage_id(tensor)
+            known = identity in self.storages
+            if not known or any(identity == storage_id(other) for _, other in fresh):
+                self._see(tensor)
+                self.own.add(identity)
+                fresh.append((index, tensor))
+        return fresh
+
+    @staticmethod
+    def _ref(tensor: torch.Tensor) -> TensorRef:
+        return TensorRef(
+            storage_id(tensor),
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    @staticmethod
+    def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Return the tensors among the arguments that an operation writes."""
+        schema = func._schema
+        unmarked = _UNMARKED_WRITES.get(schema.name, ())
+        if not (schema.is_mutable or unmarked):
+            return []
+        written = []
+        for position, argument in enumerate(schema.arguments):
+            marked = argument.alias_info is not None and argument.alias_info.is_write
+            if marked or argument.name in unmarked:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, _Tensor)]
+        return written
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        """Save an outside storage before its first write."""
+        identity = storage_id(tensor)
+        if identity not in self.own and identity not in self._saved:
+            self._see(tensor)
+            self._saved[identity] = tensor.untyped_storage().clone()
+
+    # -- generators ---------------------------------------------------------------------
+
+    def _fork(self, generator: Any) -> Any:
+        """Return the copy that stands for a generator during the capture."""
+        known = self._forks.get(id(generator))
+        if known is None:
+            state = generator.get_state()
+            fork = torch.Generator()
+            fork.set_state(state)
+            known = self._forks[id(generator)] = (generator, fork, state)
+        return known[1]
+
+    @contextmanager
+    def _generators_forked(self, func: Any, args: Any, kwargs: Any) -> Iterator[Callable[[], None]]:
+        """Let one operation draw from the copies, and the generators stay as they are.
+
+        Yields:
+            A function that makes the next draw the same one again.
+        """
+        custom = func.namespace not in ("aten", "prims")
+        if not (custom or torch.Tag.nondeterministic_seeded in func.tags):
+            yield lambda: None
+            return
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
+        generators = given or [torch.default_generator]
+        forks = [self._fork(generator) for generator in generators]
+        real = [generator.get_state() for generator in generators]
+        start = [fork.get_state() for fork in forks]
+
+        drawn: list[Any] = []
+
+        def draw_again() -> None:
+            drawn.extend(generator.get_state() for generator in generators)
+            for generator, state in zip(generators, start, strict=True):
+                generator.set_state(state)
+
+        try:
+            for generator, state in zip(generators, start, strict=True):
+                generator.set_state(state)
+            yield draw_again
+            ends = drawn or [generator.get_state() for generator in generators]
+            for fork, state in zip(forks, ends, strict=True):
+                fork.set_state(state)
+        finally:
+            for generator, state in zip(generators, real, strict=True):
+                generator.set_state(state)
+
+
+# -- how a step is called at replay -----------------------------------------------------------
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Run an operation, an in-place one by its public binding if that takes the arguments.
+
+    The binding costs about a third of the operator object's call. Arguments it does not take
+    are refused before anything has run.
+
+    Returns:
+        What was called, and its result.
+    """
+    name = func._schema.name.split("::")[1]
+    if func.namespace == "aten" and name.endswith("_") and not kwargs and args:
+        public = getattr(_Tensor if isinstance(args[0], _Tensor) else torch, name, None)
+        if public is not None:
+            try:
+                with _Guard(LAUNCH_KEYS):
+                    return public, public(*args)
+            except TypeError:
+                pass  # for instance None among the indices of index_put_
+    return func, func(*args, **kwargs)
+
+
+def _writing_call(
+    func: Any, args: Any, kwargs: Any, fresh: list[tuple[int, torch.Tensor]]
+) -> tuple[Any, list[str], tuple[str, ...]]:
+    """Find the way to run an operation that writes its results where they are.
+
+    Each candidate is tried on the results themselves, which it computes once more.
+
+    Returns:
+        What to call, which keyword arguments stay, and the names of the out arguments (none:
+        the result must be copied).
+    """
+    overload, names = _out_overload(func)
+    if overload is None or len(fresh) != len(names):
+        return func, list(kwargs), ()
+    # What describes a new tensor (dtype, device, ...) is settled by the one that is given.
+    taken = {argument.name for argument in overload._schema.arguments}
+    kept = [key for key in kwargs if key in taken]
+    keyword_arguments = {key: kwargs[key] for key in kept}
+    keyword_arguments |= dict(zip(names, (tensor for _, tensor in fresh), strict=True))
+    candidates = [overload]
+    public = getattr(torch, func._schema.name.split("::")[1], None)
+    if public is not None and names == ("out",):
+        candidates.insert(0, public)
+    for candidate in candidates:
+        try:
+            with _Guard(LAUNCH_KEYS):
+                candidate(*args, **keyword_arguments)
+        except (RuntimeError, TypeError, NotImplementedError):
+            continue  # this form does not take these arguments; the next one may
+        return candidate, kept, names
+    return func, list(kwargs), ()
+
+
+_out_overloads: dict[Any, tuple[Any, tuple[str, ...]]] = {}
+
+
+def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return the overload with out arguments whose other arguments are the same."""
+    found = _out_overloads.get(func)
+    if found is None:
+        found = _out_overloads[func] = _find_out_overload(func)
+    return found
+
+
+def _find_out_overload(func: Any) -> tuple[Any, tuple[str, ...]]:
+    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    dropped = ("dtype", "layout", "device", "pin_memory")
+    for name in func.overloadpacket.overloads():
+        candidate = getattr(func.overloadpacket, name)
+        arguments = candidate._schema.arguments
+        out = tuple(argument.name for argument in arguments if argument.is_out)
+        rest = [
+            (argument.name, str(argument.type)) for argument in arguments if not argument.is_out
+        ]
+        alike = rest in (wanted, [pair for pair in wanted if pair[0] not in dropped])
+        if out and alike and len(out) == len(func._schema.returns):
+            return candidate, out
+    return None, ()

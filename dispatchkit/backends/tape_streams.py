@@ -1,0 +1,263 @@
+"""Streams and events of the tape: first in, first out, at once or deferred.
+
+At once (the default), whatever is given to a stream runs before the call returns, so that
+every order is right and every event done. This is the mode for running and for debugging.
+
+Deferred (a seed given), a stream keeps its work until something makes it run: a wait of
+the host, a wait of the default stream, or the seeded choice to let some other stream go on
+a step. Work of two streams then interleaves as the waits allow, and a wait that is missing
+shows as data that is old or poisoned. The same seed gives the same interleaving.
+
+The default stream never defers by itself: what is given to it runs before the call returns,
+and its waits are waits of the host. Tensor operations are only seen, and so only deferred,
+inside ``use_stream`` (see tape_deferred).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from dispatchkit.backends.capture_guard import capturing_device
+from dispatchkit.errors import ConfigError, ReplayError
+
+
+class HostSyncError(RuntimeError):
+    """Something waited for the device in the middle of a capture."""
+
+    def __init__(self, call: str, why: str = "it waits for the device") -> None:
+        self.call = call
+        super().__init__(f"{call} ({why})")
+
+
+def refuse_in_capture(call: str) -> None:
+    """Raise HostSyncError where this thread is inside a capture."""
+    if capturing_device():
+        raise HostSyncError(call)
+
+
+@attrs.define(eq=False)
+class Mark:
+    """One recording of an event: a place in a stream's queue."""
+
+    stream: TapeStream
+    done: bool = False
+    at_ns: int = 0
+
+
+@attrs.define(eq=False)
+class _Wait:
+    """An item of a queue that holds back what follows until a mark is done."""
+
+    mark: Mark
+
+
+@attrs.define(eq=False)
+class _Work:
+    """An item of a queue that does something."""
+
+    run: Callable[[], Any]
+
+
+class Scheduler:
+    """The queues of a deferred tape and the seeded choice of what runs next.
+
+    Thread safety: one re-entrant lock around everything, since work that runs may submit.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.lock = threading.RLock()
+        self._random = random.Random(seed)
+        self._queues: dict[TapeStream, deque[_Work | _Wait | Mark]] = {}
+
+    def submit(self, stream: TapeStream, item: _Work | _Wait | Mark) -> None:
+        """Queue an item, then let any streams take a few steps."""
+        with self.lock:
+            self._queues.setdefault(stream, deque()).append(item)
+            while self._random.random() < 0.3:
+                ready = [other for other in self._queues if self._is_ready(other)]
+                if not ready:
+                    return
+                self._step(self._random.choice(ready))
+
+    def is_idle(self, stream: TapeStream) -> bool:
+        """Return whether nothing is queued on a stream."""
+        with self.lock:
+            return not self._queues.get(stream)
+
+    def drain(self, stream: TapeStream) -> None:
+        """Run all that is queued on a stream, and what that waits for."""
+        with self.lock:
+            while self._queues.get(stream):
+                self._advance(stream)
+
+    def drain_to(self, mark: Mark) -> None:
+        """Run a stream up to a mark."""
+        with self.lock:
+            while not mark.done:
+                self._advance(mark.stream)
+
+    def drain_all(self) -> None:
+        """Run everything."""
+        with self.lock:
+            while busy := [stream for stream, queue in self._queues.items() if queue]:
+                self._advance(self._random.choice(busy))
+
+    def _is_ready(self, stream: TapeStream) -> bool:
+        queue = self._queues[stream]
+        if not queue:
+            return False
+        head = queue[0]
+        return not isinstance(head, _Wait) or head.mark.done
+
+    def _advance(self, stream: TapeStream) -> None:
+        """Run the head of a queue, first running what it waits for."""
+        head = self._queues[stream][0]
+        if isinstance(head, _Wait):
+            self.drain_to(head.mark)
+        self._step(stream)
+
+    def _step(self, stream: TapeStream) -> None:
+        queue = self._queues[stream]
+        # Taken off first: an item that raises has run, and must not run again.
+        item = queue.popleft()
+        if not queue:
+            del self._queues[stream]
+        if isinstance(item, Mark):
+            item.done, item.at_ns = True, time.perf_counter_ns()
+        elif isinstance(item, _Work):
+            item.run()
+
+
+class TapeStream:
+    """An in-order queue of work. Handle 0 is the default stream.
+
+    ``lock`` makes replays of one stream, called from several threads, run one at a time.
+    """
+
+    def __init__(self, handle: int, scheduler: Scheduler | None) -> None:
+        self._handle = handle
+        self.scheduler = scheduler
+        self.lock = threading.Lock()
+        self.is_intercepted = 0  # number of use_stream blocks that defer its operations
+
+    @property
+    def handle(self) -> int:
+        """The raw handle, cheap to compare."""
+        return self._handle
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether work given now is queued rather than run before the call returns."""
+        return self.scheduler is not None and (self._handle != 0 or self.is_intercepted > 0)
+
+    def give(self, run: Callable[[], Any]) -> None:
+        """Queue work, or run it now where this stream does not defer."""
+        if self.scheduler is not None and self.is_deferred:
+            self.scheduler.submit(self, _Work(run))
+            return
+        if self.scheduler is not None:
+            self.scheduler.drain(self)
+        with self.lock:
+            run()
+
+    def mark(self) -> Mark:
+        """Put a mark at the end of the queue."""
+        mark = Mark(self)
+        if self.scheduler is not None and self.is_deferred and not capturing_device():
+            self.scheduler.submit(self, mark)
+        else:
+            # In a capture the order is part of the graph, and nothing is queued.
+            if self.scheduler is not None and not capturing_device():
+                self.scheduler.drain(self)
+            mark.done, mark.at_ns = True, time.perf_counter_ns()
+        return mark
+
+    def wait_mark(self, mark: Mark) -> None:
+        """Let later work wait for a mark."""
+        if self.scheduler is None or mark.done or mark.stream is self or capturing_device():
+            return
+        if self.is_deferred:
+            self.scheduler.submit(self, _Wait(mark))
+        else:
+            self.scheduler.drain_to(mark)
+
+    def wait_event(self, event: Any) -> None:
+        """Make later work of this stream wait for the event."""
+        event.wait(self)
+
+    def wait_stream(self, stream: Any) -> None:
+        """Make later work of this stream wait for all work now queued on another."""
+        self.wait_mark(stream.mark())
+
+    def query(self) -> bool:
+        """Return whether all queued work is done; never blocks."""
+        refuse_in_capture("Stream.query()")
+        return self.scheduler is None or self.scheduler.is_idle(self)
+
+    def synchronize(self) -> None:
+        """Block the host until all queued work is done."""
+        refuse_in_capture("Stream.synchronize()")
+        if self.scheduler is not None:
+            self.scheduler.drain(self)
+
+    def __repr__(self) -> str:
+        return f"<TapeStream {self._handle}>"
+
+
+class TapeEvent:
+    """A mark that can be recorded again; times are host times.
+
+    Args:
+        current: Returns the current stream of the calling thread.
+        timing: Whether the event may be asked for a time.
+    """
+
+    def __init__(self, current: Callable[[], TapeStream], *, timing: bool) -> None:
+        self._current = current
+        self._timing = timing
+        self._mark: Mark | None = None
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the end of the work queued so far on a stream (default: the current one)."""
+        self._mark = (stream or self._current()).mark()
+
+    def wait(self, stream: Any = None) -> None:
+        """Make later work of a stream wait for this event; no effect before it is recorded."""
+        if self._mark is not None:
+            (stream or self._current()).wait_mark(self._mark)
+
+    def query(self) -> bool:
+        """Return whether the work before the event is done; never blocks."""
+        refuse_in_capture("Event.query()")
+        return self._mark is None or self._mark.done
+
+    def synchronize(self) -> None:
+        """Block the host until the work before the event is done."""
+        refuse_in_capture("Event.synchronize()")
+        mark = self._mark
+        if mark is not None and not mark.done and mark.stream.scheduler is not None:
+            mark.stream.scheduler.drain_to(mark)
+
+    def elapsed_us(self, end: Any) -> float:
+        """Return microseconds of host time from this event to a later one.
+
+        Raises:
+            ConfigError: One of the two was made without ``timing=True``.
+            ReplayError: One of the two is not recorded or not done yet.
+        """
+        if not (self._timing and end._timing):
+            raise ConfigError("timing", False, "True for events that are asked for a time")
+        first, last = self._mark, end._mark
+        if first is None or last is None or not (first.done and last.done):
+            raise ReplayError(
+                "The time between two events was asked for before both were recorded and "
+                "done. Ask query() first, or synchronize()."
+            )
+        return (last.at_ns - first.at_ns) / 1000.0
