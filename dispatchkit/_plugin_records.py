@@ -1,0 +1,220 @@
+"""What plugins hand over, and what becomes of it: records, origins, errors.
+
+Public names are ``dispatchkit.hookspecs`` (for authors of plugins) and ``dispatchkit.plugins``
+(for those who use them).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import attrs
+
+from dispatchkit.errors import ConfigError, RegistrationError
+
+if TYPE_CHECKING:
+    from dispatchkit.backends.base import GraphBackend
+    from dispatchkit.dispatch.policy import Policy
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")
+
+
+def _check_name(record: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ConfigError(
+            f"{type(record).__name__}.{attribute.name}",
+            value,
+            "letters, digits, '.', '_' and '-', starting with a letter or digit",
+        )
+
+
+def _check_callable(record: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not callable(value):
+        raise ConfigError(f"{type(record).__name__}.{attribute.name}", value, "callable")
+
+
+def _check_text(record: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"{type(record).__name__}.{attribute.name}", value, "a string")
+
+
+@attrs.frozen
+class PolicySpec:
+    """A policy that can be chosen by name.
+
+    Attributes:
+        name: The name it is chosen by.
+        factory: Called with the user's options as keywords; returns a new policy.
+        summary: One line for listings.
+    """
+
+    name: str = attrs.field(validator=_check_name)
+    factory: Callable[..., Policy] = attrs.field(validator=_check_callable)
+    summary: str = attrs.field(default="", validator=_check_text)
+
+
+@attrs.frozen
+class LanePolicySpec:
+    """A lane policy that can be chosen by name.
+
+    Attributes:
+        name: The name it is chosen by.
+        factory: Called with the user's options as keywords; returns a new lane policy.
+        summary: One line for listings.
+    """
+
+    name: str = attrs.field(validator=_check_name)
+    factory: Callable[..., Any] = attrs.field(validator=_check_callable)
+    summary: str = attrs.field(default="", validator=_check_text)
+
+
+@attrs.frozen
+class BackendSpec:
+    """A backend that can be chosen by name.
+
+    Attributes:
+        name: The name it is chosen by.
+        factory: Called with the user's options as keywords; returns a backend. It imports
+            what it needs when called, not before; a failing import says what to install.
+        summary: One line for listings.
+    """
+
+    name: str = attrs.field(validator=_check_name)
+    factory: Callable[..., GraphBackend] = attrs.field(validator=_check_callable)
+    summary: str = attrs.field(default="", validator=_check_text)
+
+
+@attrs.frozen
+class PlannerSpec:
+    """A planner of capture sizes that can be chosen by name.
+
+    Attributes:
+        name: The name it is chosen by.
+        factory: Called with the user's options as keywords; returns a new planner.
+        summary: One line for listings.
+    """
+
+    name: str = attrs.field(validator=_check_name)
+    factory: Callable[..., Any] = attrs.field(validator=_check_callable)
+    summary: str = attrs.field(default="", validator=_check_text)
+
+
+@attrs.frozen
+class ObserverSpec:
+    """An observer or exporter that can be chosen by name.
+
+    Attributes:
+        name: The name it is chosen by.
+        factory: Called with the user's options as keywords; returns a new observer. Its
+            methods named after events (``on_capture``, ``on_evict``, ...) are called with
+            them; see ``dispatchkit.observe.events.Notifier.attach``.
+        summary: One line for listings.
+    """
+
+    name: str = attrs.field(validator=_check_name)
+    factory: Callable[..., Any] = attrs.field(validator=_check_callable)
+    summary: str = attrs.field(default="", validator=_check_text)
+
+
+@attrs.frozen
+class CommandSpec:
+    """A command of the ``dispatchkit`` command line.
+
+    Attributes:
+        name: The word on the command line.
+        callback: A function with typer's annotations; its arguments become options.
+        help: One line for ``dispatchkit --help``; the callback's docstring when empty.
+    """
+
+    name: str = attrs.field(validator=_check_name)
+    callback: Callable[..., Any] = attrs.field(validator=_check_callable)
+    help: str = attrs.field(default="", validator=_check_text)
+
+
+AnySpec = PolicySpec | LanePolicySpec | BackendSpec | PlannerSpec | ObserverSpec | CommandSpec
+
+#: What ``dispatchkit_register_<things>`` returns: word for one of them -> (hook, class).
+KINDS: dict[str, tuple[str, type[Any]]] = {
+    "policy": ("dispatchkit_register_policies", PolicySpec),
+    "lane policy": ("dispatchkit_register_lane_policies", LanePolicySpec),
+    "backend": ("dispatchkit_register_backends", BackendSpec),
+    "planner": ("dispatchkit_register_planners", PlannerSpec),
+    "observer": ("dispatchkit_register_observers", ObserverSpec),
+    "command": ("dispatchkit_register_commands", CommandSpec),
+}
+
+
+@attrs.frozen
+class Origin:
+    """Where something comes from.
+
+    Attributes:
+        plugin: Name of the plugin: its entry point's name, or the name it was passed in by.
+        distribution: Distribution with the entry point; None for an object passed in.
+        version: Version of that distribution; None for an object passed in.
+        entry_point: What the entry point names (``module:object``); None likewise.
+    """
+
+    plugin: str
+    distribution: str | None = None
+    version: str | None = None
+    entry_point: str | None = None
+
+    def __str__(self) -> str:
+        if self.distribution is None:
+            return f"passed in as {self.plugin!r}"
+        what = " ".join(filter(None, (self.distribution, self.version)))
+        if self.entry_point is None:
+            return what
+        return f"{what}, entry point '{self.plugin} = {self.entry_point}'"
+
+
+SpecT = TypeVar("SpecT", bound=AnySpec)
+
+
+@attrs.frozen
+class Registered(Generic[SpecT]):
+    """One thing that can be chosen by name, with its origin.
+
+    Attributes:
+        spec: The record that the plugin returned.
+        origin: The plugin and its distribution.
+    """
+
+    spec: SpecT
+    origin: Origin
+
+    @property
+    def name(self) -> str:
+        """The name it is chosen by."""
+        return self.spec.name
+
+    @property
+    def summary(self) -> str:
+        """One line for listings; may be empty."""
+        return self.spec.help if isinstance(self.spec, CommandSpec) else self.spec.summary
+
+
+class PluginError(RegistrationError):
+    """One plugin, or one name that it claims, could not be taken.
+
+    Attributes:
+        origin: The plugin and its distribution.
+        reason: What is wrong and what to do, in words.
+    """
+
+    def __init__(self, origin: Origin, reason: str) -> None:
+        self.origin, self.reason = origin, reason
+        super().__init__(f"Plugin {origin.plugin!r} ({origin}): {reason}")
+
+
+class PluginLoadError(ExceptionGroup[PluginError], RegistrationError):
+    """Loading in strict mode found problems; the group holds a PluginError for each."""
+
+    def __new__(cls, errors: Sequence[PluginError]) -> PluginLoadError:
+        """Build the group; the message lists every problem."""
+        listing = "".join(f"\n- {error}" for error in errors)
+        text = f"loading plugins found {len(errors)} problem(s):{listing}\n"
+        return super().__new__(cls, text, list(errors))
