@@ -48,7 +48,7 @@ check: $(READY) ## Lint, formatting, types, import contracts
 	$(VENV_PY) -m ruff check .
 	$(VENV_PY) -m ruff format --check .
 	$(VENV_PY) -m mypy dispatchkit $(wildcard plugins/*/src)
-	.venv/bin/lint-imports --no-logo
+	$(VENV_PY) -c "from importlinter.cli import lint_imports_command as main; main()" --no-logo
 
 format: $(READY) ## Rewrite the code in the project's format
 	$(VENV_PY) -m ruff check --fix-only .
