@@ -50,7 +50,7 @@ class Decision:
         num_tokens: Unpadded number of tokens of the cell it is bound to.
         max_num_reqs: It holds for batches of at most so many requests.
         policy: Name of the policy that answered.
-        revision: How often this cell has been decided; grows with every change.
+        revision: Number of this binding; each change of the cell gives a larger one.
         one_shot: It holds for one step; the steady decision is already back in place.
         plan: What the executor made of it, ready to run.
     """

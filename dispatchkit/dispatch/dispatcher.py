@@ -1,22 +1,20 @@
 """The dispatcher: a table of ready decisions in front of a policy.
 
-A step costs one sign test, four list indexings and one comparison. The policy is asked
+A step costs four sign tests, four list indexings and one comparison. The policy is asked
 on first use of a cell; everything that can change an answer empties just the cells it
 could change. Three devices keep branches off that path:
 
-* an empty cell holds ``_EMPTY``, whose bound no number of requests meets, so that "not
+* an empty cell holds ``EMPTY``, whose bound no number of requests meets, so that "not
   filled" and "too many requests" leave through the same comparison;
 * a row that was never used is an empty tuple, and a batch above the table runs off the end
   of its row: both leave as IndexError;
 * a one-shot decision waits beside an emptied cell. The next step finds the cell empty,
   puts the steady decision back and takes the one-shot one.
-
-Rows are lists indexed by the number of tokens, or, above a million cells, bounded dicts.
 """
 
 from __future__ import annotations
 
-import threading
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,70 +30,14 @@ from dispatchkit.dispatch.decision import (
     Reason,
 )
 from dispatchkit.dispatch.policy import GraphView, Policy, policy_name
+from dispatchkit.dispatch.table import EMPTY, Cell, Table
 from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState, RegistryEvent
 
-MAX_LIST_CELLS = 1_000_000
-MAX_COLD_CELLS = 65_536
 _ALL_MODES = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
-_EMPTY = Decision(RuntimeMode.NONE, None, "", max_num_reqs=-1)
-
-# (code of allowed modes, query class, adapters, tokens)
-Cell = tuple[int, int, int, int]
-
-
-class _DictRow(dict[int, Decision]):
-    """A row for very large tables: bounded, and empty cells answer as in a list."""
-
-    def __missing__(self, num_tokens: int) -> Decision:
-        return _EMPTY
-
-
-class _Table:
-    """One epoch: decisions by allowed modes, query class, adapters and tokens."""
-
-    def __init__(self, config: DispatchConfig, epoch: int) -> None:
-        self.epoch = epoch
-        self.config = config
-        num_rows = len(ALLOWED_MODES) * config.num_query_classes * (config.max_loras + 1)
-        self._as_dict = num_rows * (config.max_num_tokens + 1) > MAX_LIST_CELLS
-        self.rows: list[list[list[Any]]] = [
-            [[() for _ in range(config.max_loras + 1)] for _ in range(config.num_query_classes)]
-            for _ in ALLOWED_MODES
-        ]
-        self.filled: set[Cell] = set()
-        self.steady: dict[Cell, Decision] = {}  # of cells with a one-shot decision waiting
-        self.one_shot: dict[Cell, list[Decision]] = {}
-        self.by_reqs: dict[tuple[Cell, int], Decision] = {}
-        self.revision: dict[Cell, int] = {}
-
-    def get(self, cell: Cell) -> Decision:
-        allowed, uniform, loras, num_tokens = cell
-        row = self.rows[allowed][uniform][loras]
-        decision: Decision = row[num_tokens] if row != () else _EMPTY
-        return decision
-
-    def put(self, cell: Cell, decision: Decision) -> None:
-        allowed, uniform, loras, num_tokens = cell
-        row = self.rows[allowed][uniform][loras]
-        if row == ():
-            size = self.config.max_num_tokens + 1
-            row = _DictRow() if self._as_dict else [_EMPTY] * size
-            self.rows[allowed][uniform][loras] = row
-        if decision is _EMPTY:
-            self.filled.discard(cell)
-            if self._as_dict:
-                row.pop(num_tokens, None)
-                return
-        else:
-            if self._as_dict and len(row) >= MAX_COLD_CELLS:
-                row.clear()
-                self.filled = {each for each in self.filled if each[:3] != cell[:3]}
-            self.filled.add(cell)
-        row[num_tokens] = decision
 
 
 class Dispatcher:
@@ -137,7 +79,9 @@ class Dispatcher:
         self._lazy = lazy
         self._strict = strict
         self._bind = bind
-        self._lock = threading.RLock()
+        # One lock with the registry: its listeners come here under it, and a swap goes there.
+        self._lock = self.registry.lock
+        self._revisions = itertools.count(1)
         self._warned: set[tuple[str, str]] = set()
         self.num_policy_errors = 0
         keys = self._accept(policy, config, origin)
@@ -172,37 +116,33 @@ class Dispatcher:
             DescriptorError: A fact is negative, above its limit or contradicts another.
             NoGraphError: No graph serves the batch and eager is not allowed.
         """
-        # A union of numbers is negative as soon as one of them is; a negative index would
-        # quietly read the table from its end.
+        # A negative index would quietly read the table from its end. The union of two whole
+        # numbers is negative as soon as one is; of anything else it is a TypeError.
         try:
-            if (num_tokens | num_reqs | uniform | loras | ceiling) >= 0:
+            if num_tokens | num_reqs >= 0 and uniform >= 0 and loras >= 0 and ceiling >= 0:
                 decision: Decision = self._rows[ceiling][uniform][loras][num_tokens]
                 if num_reqs <= decision.max_num_reqs:
                     return decision
-        except (IndexError, TypeError):
+        except (IndexError, TypeError, ValueError, OverflowError):
             pass  # an unused row, a batch above the table, or a wrong type: told apart below
         return self._dispatch_cold(num_tokens, num_reqs, uniform, loras, ceiling)
 
     def _dispatch_cold(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
     ) -> Decision:
-        self._check_facts(num_tokens, num_reqs, uniform, loras, ceiling)
-        cell = (int(ceiling), int(uniform), int(loras), int(num_tokens))
         with self._lock:
+            # Under the lock, so that limits and table are of one epoch.
+            self._check_facts(num_tokens, num_reqs, uniform, loras, ceiling)
+            cell = (int(ceiling), int(uniform), int(loras), int(num_tokens))
             table = self._table
-            waiting = table.one_shot.get(cell)
-            if waiting:
-                decision = waiting.pop(0)
-                if not waiting:
-                    del table.one_shot[cell]
-                    table.put(cell, table.steady.pop(cell))
-            else:
+            decision = table.take_one_shot(cell, num_reqs)
+            if decision is None:
                 decision = table.get(cell)
-                if decision is _EMPTY:
+                if decision is EMPTY:
                     decision = self._fill(table, cell)
-            if num_reqs > decision.max_num_reqs:
-                decision = self._decide_by_reqs(table, cell, num_reqs)
-            if decision.key is None and RuntimeMode.NONE not in ALLOWED_MODES[ceiling]:
+                if num_reqs > decision.max_num_reqs:
+                    decision = self._decide_by_reqs(table, cell, int(num_reqs))
+            if decision.key is None and RuntimeMode.NONE not in ALLOWED_MODES[cell[0]]:
                 raise self._no_graph(cell, num_reqs, decision.reason)
             return decision
 
@@ -217,35 +157,43 @@ class Dispatcher:
             try:
                 for update in learn(outcome) or ():
                     self.update(update)
-            except Exception as error:
-                self._blame("observe", f"{type(error).__name__}: {error}", error)
+            except PolicyError as error:
+                self._blame(error)
+            except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
+                self._blame(self._fault("observe", f"{type(error).__name__}: {error}"), error)
 
     def update(self, update: CellUpdate) -> None:
         """Change one cell: a new steady decision, a one-shot one, or ask again.
 
+        A steady change leaves one-shot decisions that wait in front of it. A choice that
+        cannot run any more (its graph was evicted, say, since the step it was learnt from)
+        is no fault: the steady one is asked for again, a one-shot one is dropped.
+
         Raises:
+            DescriptorError: The batch is impossible or outside the configured limits.
             PolicyError: The decision breaks a hard constraint; the cell stays as it was.
         """
         batch, answer = update.batch, update.decision
         with self._lock:
             table = self._table
             cell = self._cell_of(batch)
+            if answer is not None and self._is_lost(answer):
+                answer = None
             if answer is None:
-                self._empty(table, cell)
+                if not update.one_shot:
+                    table.forget_steady(cell)
                 return
             problem = broken_constraint(answer, batch, self.graphs)
+            if problem is None and answer.key is None and not batch.allows(RuntimeMode.NONE):
+                problem = f"chose eager, but this batch allows only {_names(batch)}."
             if problem is not None:
-                raise PolicyError(self.policy_name, "observe", problem, origin=self._origin)
-            if not update.one_shot:
-                self._empty(table, cell)
-                table.put(cell, self._bound(table, cell, answer, batch))
-                return
-            if cell not in table.one_shot:
-                steady = table.get(cell)
-                table.steady[cell] = self._fill(table, cell) if steady is _EMPTY else steady
-                table.put(cell, _EMPTY)
-            shot = attrs.evolve(self._bound(table, cell, answer, batch), one_shot=True)
-            table.one_shot.setdefault(cell, []).append(shot)
+                raise self._fault("observe", problem, answer)
+            decision = self._bound(answer, batch)
+            if update.one_shot:
+                table.put_one_shot(cell, attrs.evolve(decision, one_shot=True))
+            else:
+                table.forget_steady(cell)
+                table.put(cell, decision)
 
     # -- changes ------------------------------------------------------------------------
 
@@ -297,7 +245,7 @@ class Dispatcher:
     @property
     def num_filled_cells(self) -> int:
         """How many cells have been decided in this epoch."""
-        return len(self._table.filled)
+        return self._table.num_filled
 
     def batch(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
@@ -322,7 +270,7 @@ class Dispatcher:
         epoch: int,
     ) -> None:
         self.registry.declare(keys)
-        table = _Table(config, epoch)
+        table = Table(config, epoch)
         self._policy, self._origin, self.config = policy, origin, config
         self.graphs = self._view(self.registry, config, self._is_dispatchable)
         self._table = table
@@ -388,23 +336,21 @@ class Dispatcher:
                     for ceiling in (1, 2):
                         yield _batch_of(config, (ceiling, uniform, loras, num_tokens), 0)
 
-    def _fill(self, table: _Table, cell: Cell) -> Decision:
+    def _fill(self, table: Table, cell: Cell) -> Decision:
         batch = self._batch(cell, 0)
-        decision = self._bound(table, cell, self._decide(batch), batch)
+        decision = self._bound(self._decide(batch), batch)
+        # Where eager is not allowed, a miss is no decision to serve: it raises each time.
         if decision.key is not None or batch.allows(RuntimeMode.NONE):
             table.put(cell, decision)
         return decision
 
-    def _decide_by_reqs(self, table: _Table, cell: Cell, num_reqs: int) -> Decision:
+    def _decide_by_reqs(self, table: Table, cell: Cell, num_reqs: int) -> Decision:
         """Answer for more requests than the cell's decision holds for; kept, up to a bound."""
-        known = table.by_reqs.get((cell, num_reqs))
-        if known is not None:
-            return known
-        batch = self._batch(cell, num_reqs)
-        decision = self._bound(table, cell, self._decide(batch), batch)
-        if len(table.by_reqs) >= MAX_COLD_CELLS:
-            table.by_reqs.clear()
-        table.by_reqs[cell, num_reqs] = decision
+        decision = table.get_by_reqs(cell, num_reqs)
+        if decision is None:
+            batch = self._batch(cell, num_reqs)
+            decision = self._bound(self._decide(batch), batch)
+            table.put_by_reqs(cell, num_reqs, decision)
         return decision
 
     def _decide(self, batch: Batch) -> Decision:
@@ -412,36 +358,38 @@ class Dispatcher:
             return Decision.eager(Reason.EMPTY_BATCH)
         try:
             answer = self._policy.decide(batch, self.graphs)
-        except Exception as error:
-            self._blame("decide", f"raised {type(error).__name__} on {batch}: {error}", error)
+        except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
+            problem = f"raised {type(error).__name__} on {batch}: {error}"
+            self._blame(self._fault("decide", problem), error)
             return Decision.eager(Reason.POLICY_ERROR)
         if answer is None:
             return Decision.eager(Reason.NOT_MINE)
-        problem = broken_constraint(answer, batch, self.graphs)
-        if problem is not None:
-            self._blame("decide", problem, None, answer)
+        problem_found = broken_constraint(answer, batch, self.graphs)
+        if problem_found is not None:
+            self._blame(self._fault("decide", problem_found, answer))
             return Decision.eager(Reason.POLICY_ERROR)
         return answer
 
-    def _blame(
-        self, hook: str, problem: str, cause: Exception | None, value: Any = None
-    ) -> None:
-        error = PolicyError(self.policy_name, hook, problem, origin=self._origin, value=value)
+    def _fault(self, hook: str, problem: str, value: Any = None) -> PolicyError:
+        return PolicyError(self.policy_name, hook, problem, origin=self._origin, value=value)
+
+    def _blame(self, error: PolicyError, cause: Exception | None = None) -> None:
+        """Count a policy's fault; raise it in strict mode, else warn once per method."""
         self.num_policy_errors += 1
         if self._strict:
             raise error from cause
-        if (self.policy_name, hook) not in self._warned:
-            self._warned.add((self.policy_name, hook))
+        if (error.policy, error.hook) not in self._warned:
+            self._warned.add((error.policy, error.hook))
             message = f"{error} Steps concerned run eager with reason policy_error."
+            if error.hook == "observe":
+                message = f"{error} The table keeps what it had learnt before."
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
-    def _bound(self, table: _Table, cell: Cell, decision: Decision, batch: Batch) -> Decision:
-        """Bind an answer to its cell; the executor prepares its plan."""
+    def _bound(self, decision: Decision, batch: Batch) -> Decision:
+        """Bind an answer to the cell of a batch; the executor prepares its plan."""
         bound = ANY_NUM_REQS
         if decision.key is not None and decision.key.descriptor.num_reqs is not None:
             bound = decision.key.descriptor.num_reqs
-        revision = table.revision.get(cell, 0) + 1
-        table.revision[cell] = revision
         decision = attrs.evolve(
             decision,
             num_tokens=batch.num_tokens,
@@ -450,39 +398,44 @@ class Dispatcher:
                 bound, decision.max_num_reqs, batch.num_tokens, self.config.max_num_seqs
             ),
             policy=decision.policy or self.policy_name,
-            revision=revision,
+            revision=next(self._revisions),
         )
         if self._bind is None:
             return decision
         return attrs.evolve(decision, plan=self._bind(decision, batch))
 
-    def _empty(self, table: _Table, cell: Cell) -> None:
-        table.one_shot.pop(cell, None)
-        table.steady.pop(cell, None)
-        table.put(cell, _EMPTY)
+    def _is_lost(self, answer: Any) -> bool:
+        """Tell a choice that was possible once from one that never was."""
+        key = answer.key if isinstance(answer, Decision) else None
+        return key is not None and key in self.graphs and not self.graphs.is_ready(key)
 
     def _on_registry_event(self, event: RegistryEvent) -> None:
         """Empty the cells that name the key or could choose it."""
         with self._lock:
-            table = self._table
-            if not (table.filled or table.by_reqs or table.one_shot):
-                return
-            size = event.key.num_tokens
-            for cell in [*table.filled, *table.one_shot]:
-                if cell[3] <= size and event.key.mode in ALLOWED_MODES[cell[0]]:
-                    self._empty(table, cell)
-            table.by_reqs.clear()
+            self._table.invalidate(event.key.mode, event.key.num_tokens)
 
     def _batch(self, cell: Cell, num_reqs: int) -> Batch:
         return _batch_of(self.config, cell, num_reqs)
 
     def _cell_of(self, batch: Batch) -> Cell:
         config = self.config
+        uniform = 0
         if batch.uniform:
+            if batch.query_len not in config.query_lens:
+                allowed = "one of query_lens " + ", ".join(map(str, config.query_lens))
+                raise DescriptorError("query_len", batch.query_len, allowed)
             uniform = 1 + config.query_lens.index(batch.query_len)
-        else:
-            uniform = 0 if batch.max_query_len is None else config.num_query_classes - 1
-        return (batch.allowed, uniform, batch.num_active_loras, batch.num_tokens)
+        elif (
+            config.varlen_decode
+            and batch.max_query_len is not None
+            and batch.max_query_len <= config.query_len
+        ):
+            uniform = config.num_query_classes - 1
+        cell = (batch.allowed, uniform, batch.num_active_loras, batch.num_tokens)
+        if batch.num_tokens == 0:
+            raise DescriptorError("num_tokens", 0, "at least 1", "An empty batch is always eager.")
+        self._check_facts(batch.num_tokens, batch.num_reqs or 0, uniform, cell[2], cell[0])
+        return cell
 
     def _check_facts(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
@@ -503,11 +456,10 @@ class Dispatcher:
             str(key)
             for mode in sorted(batch.allowed_modes, reverse=True)
             if mode is not RuntimeMode.NONE
-            for key in list(self.graphs.covering(batch, mode))[:1]
+            for key in itertools.islice(self.graphs.covering(batch, mode), 1)
         ]
-        names = ", ".join(sorted(mode.name for mode in batch.allowed_modes))
         return NoGraphError(
-            f"No graph for {batch.num_tokens} tokens ({reason}), and only {names} may run. "
+            f"No graph for {batch.num_tokens} tokens ({reason}), and only {_names(batch)} may run. "
             f"Nearest: {'; '.join(near) or 'none'}. Allow NONE, or capture a graph for it.",
             reason=reason,
             nearest=tuple(near),
@@ -519,13 +471,17 @@ def _batch_of(config: DispatchConfig, cell: Cell, num_reqs: int) -> Batch:
     is_uniform, query_len, max_query_len = config.query_class(uniform)
     return Batch(
         num_tokens=num_tokens,
-        num_reqs=num_reqs or None,
+        num_reqs=int(num_reqs) or None,
         uniform=is_uniform,
         query_len=query_len,
         max_query_len=max_query_len,
         num_active_loras=loras,
         allowed=ceiling,
     )
+
+
+def _names(batch: Batch) -> str:
+    return ", ".join(sorted(mode.name for mode in batch.allowed_modes))
 
 
 def _check_range(field: str, value: Any, limit: int, limit_name: str) -> None:

@@ -19,6 +19,14 @@ def _count(minimum: int) -> Any:
     return check
 
 
+def _code(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    last = len(ALLOWED_MODES) - 1
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= last:
+        raise DescriptorError(
+            attribute.name, value, f"a code from 0 to {last}", "allowed_modes_code makes one."
+        )
+
+
 @attrs.frozen(cache_hash=True)
 class BatchDescriptor:
     """The facts of a captured batch that decide what a graph may serve.
@@ -29,16 +37,18 @@ class BatchDescriptor:
             it serves; None where requests do not matter (piecewise graphs).
         uniform: Every request has exactly ``query_len`` tokens (a uniform decode batch).
         num_active_loras: Adapters it was captured with, an upper bound; 0 means none.
-        query_len: Tokens per request of a uniform graph; 0 for any mixture.
+        query_len: Tokens per request of a uniform graph, 1 where it is not given; 0 for any
+            mixture.
         max_query_len: Upper bound of tokens per request for a decode graph that accepts
             varying query lengths; None where there is no such bound.
         axes: Bucketed values of the custom axes, in the order they are declared.
+
+    Raises:
+        DescriptorError: A fact is impossible, or two contradict each other.
     """
 
     num_tokens: int = attrs.field(validator=_count(1))
-    num_reqs: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_count(1))
-    )
+    num_reqs: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(1)))
     uniform: bool = attrs.field(default=False, converter=bool)
     num_active_loras: int = attrs.field(default=0, validator=_count(0))
     query_len: int = attrs.field(default=0, validator=_count(0))
@@ -46,6 +56,20 @@ class BatchDescriptor:
         default=None, validator=attrs.validators.optional(_count(1))
     )
     axes: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        if self.num_reqs is not None and self.num_reqs > self.num_tokens:
+            raise DescriptorError(
+                "num_reqs",
+                self.num_reqs,
+                f"1..num_tokens ({self.num_tokens})",
+                "A request without tokens does not belong in the batch.",
+            )
+        if self.query_len and not self.uniform:
+            raise DescriptorError("query_len", self.query_len, "0 for a graph that is not uniform")
+        if self.uniform and not self.query_len:
+            # One name per graph: equal facts must be equal keys.
+            object.__setattr__(self, "query_len", 1)
 
     @property
     def has_lora(self) -> bool:
@@ -61,7 +85,7 @@ class BatchDescriptor:
         if self.num_reqs is not None:
             parts.append(f"reqs={self.num_reqs}")
         if self.uniform:
-            parts.append(f"uniform={self.query_len or 1}")
+            parts.append(f"uniform={self.query_len}")
         if self.max_query_len is not None:
             parts.append(f"max_query_len={self.max_query_len}")
         if self.num_active_loras:
@@ -79,8 +103,13 @@ class GraphKey:
     descriptor: BatchDescriptor
 
     def __attrs_post_init__(self) -> None:
-        if self.mode not in (RuntimeMode.PIECEWISE, RuntimeMode.FULL):
-            raise DescriptorError("mode", self.mode, "PIECEWISE or FULL", "Eager has no graph.")
+        # By type too: a plain 2 equals FULL, but nothing that looks for FULL would find it.
+        mode: Any = self.mode
+        descriptor: Any = self.descriptor
+        if not isinstance(mode, RuntimeMode) or mode is RuntimeMode.NONE:
+            raise DescriptorError("mode", mode, "PIECEWISE or FULL", "Eager has no graph.")
+        if not isinstance(descriptor, BatchDescriptor):
+            raise DescriptorError("descriptor", descriptor, "a BatchDescriptor")
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +127,7 @@ class GraphKey:
             own.num_tokens >= batch.num_tokens
             and own.num_active_loras >= batch.num_active_loras
             and (own.num_reqs is None or batch.num_reqs is None or own.num_reqs >= batch.num_reqs)
-            and (not own.uniform or (batch.uniform and batch.query_len == (own.query_len or 1)))
+            and (not own.uniform or (batch.uniform and batch.query_len == own.query_len))
             and (
                 own.max_query_len is None
                 or (batch.max_query_len is not None and batch.max_query_len <= own.max_query_len)
@@ -115,7 +144,7 @@ class Batch:
     """The facts of a batch about to run, as a policy sees them. Made on cold paths only.
 
     Attributes:
-        num_tokens: Unpadded number of tokens (rows), at least 1.
+        num_tokens: Unpadded number of tokens (rows); a policy is never asked about 0.
         num_reqs: Number of requests, or None where the caller does not say.
         uniform: Every request has exactly ``query_len`` tokens.
         query_len: Tokens per request if uniform, else 0.
@@ -125,13 +154,15 @@ class Batch:
         axes: Bucketed values of the custom axes.
     """
 
-    num_tokens: int
-    num_reqs: int | None = None
+    num_tokens: int = attrs.field(validator=_count(0))
+    num_reqs: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(0)))
     uniform: bool = False
-    query_len: int = 0
-    max_query_len: int | None = None
-    num_active_loras: int = 0
-    allowed: int = int(RuntimeMode.FULL)
+    query_len: int = attrs.field(default=0, validator=_count(0))
+    max_query_len: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_count(1))
+    )
+    num_active_loras: int = attrs.field(default=0, validator=_count(0))
+    allowed: int = attrs.field(default=int(RuntimeMode.FULL), validator=_code)
     axes: tuple[int, ...] = ()
 
     @property

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys.capture_sizes import check_capture_sizes, default_capture_sizes
+from dispatchkit.keys.capture_sizes import (
+    check_capture_sizes,
+    check_count,
+    default_capture_sizes,
+)
 from dispatchkit.keys.modes import CUDAGraphMode
 
 
-def _whole(setting: str, value: Any, minimum: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(setting, value, f"a whole number of at least {minimum}")
-    return value
-
-
 def _query_lens(value: Any) -> tuple[int, ...]:
-    items = (value,) if isinstance(value, int) else tuple(value)
-    if not items or len(set(items)) != len(items):
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    items = tuple(value) if isinstance(value, Iterable) else (value,)
+    lens = tuple(check_count(item, "query_lens") for item in items)
+    if not lens or len(set(lens)) != len(lens):
         raise ConfigError("query_lens", value, "one or more different query lengths")
-    return tuple(_whole("query_lens", item, 1) for item in items)
+    return lens
 
 
 def _mode(value: Any) -> CUDAGraphMode:
@@ -49,23 +51,22 @@ class DispatchConfig:
         specialize_lora: Capture graphs without adapters too, beside those with.
         specialize_active_loras: Capture a graph for several counts of adapters (powers of
             two), rather than one for all counts.
+
+    Numbers may be given as text, as a command line or the environment has them.
+
+    Raises:
+        ConfigError: A setting has a value that cannot be used.
     """
 
-    mode: CUDAGraphMode = attrs.field(
-        default=CUDAGraphMode.FULL_AND_PIECEWISE, converter=_mode
-    )
+    mode: CUDAGraphMode = attrs.field(default=CUDAGraphMode.FULL_AND_PIECEWISE, converter=_mode)
     capture_sizes: tuple[int, ...] = attrs.field(default=None)  # filled in below
     max_num_tokens: int = attrs.field(default=None)
     max_num_seqs: int = attrs.field(default=None)
     query_lens: tuple[int, ...] = attrs.field(default=(1,), converter=_query_lens)
-    varlen_decode: bool = attrs.field(
-        default=False, validator=attrs.validators.instance_of(bool)
-    )
+    varlen_decode: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     uniform_capture_sizes: tuple[int, ...] | None = None
     max_loras: int = 0
-    specialize_lora: bool = attrs.field(
-        default=True, validator=attrs.validators.instance_of(bool)
-    )
+    specialize_lora: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
     specialize_active_loras: bool = attrs.field(
         default=False, validator=attrs.validators.instance_of(bool)
     )
@@ -74,7 +75,7 @@ class DispatchConfig:
         set_ = object.__setattr__  # the class is frozen; these fill derived defaults once
         sizes, limit = self.capture_sizes, self.max_num_tokens
         if limit is not None:
-            _whole("max_num_tokens", limit, 1)
+            limit = check_count(limit, "max_num_tokens")
         if sizes is None:
             # vLLM's own ceiling; only a list that the user wrote is warned about its end.
             sizes = default_capture_sizes(512 if limit is None else min(limit, 512))
@@ -91,12 +92,15 @@ class DispatchConfig:
             limit = sizes[-1]
         set_(self, "capture_sizes", sizes)
         set_(self, "max_num_tokens", limit)
-        if self.max_num_seqs is None:
-            set_(self, "max_num_seqs", limit)
-        _whole("max_num_seqs", self.max_num_seqs, 1)
-        _whole("max_loras", self.max_loras, 0)
+        most = (
+            limit if self.max_num_seqs is None else check_count(self.max_num_seqs, "max_num_seqs")
+        )
+        set_(self, "max_num_seqs", most)
+        set_(self, "max_loras", check_count(self.max_loras, "max_loras", minimum=0))
         if self.uniform_capture_sizes is not None:
-            aligned = check_capture_sizes(self.uniform_capture_sizes, limit=limit)
+            aligned = check_capture_sizes(
+                self.uniform_capture_sizes, setting="uniform_capture_sizes", limit=limit
+            )
             set_(self, "uniform_capture_sizes", aligned)
 
     @property

@@ -32,8 +32,7 @@ def _from_size(
 
 def _family(key: GraphKey) -> _Family:
     own = key.descriptor
-    query_len = (own.query_len or 1) if own.uniform else 0
-    return (key.mode, query_len, own.max_query_len, own.num_active_loras, own.axes)
+    return (key.mode, own.query_len, own.max_query_len, own.num_active_loras, own.axes)
 
 
 @attrs.frozen
@@ -51,10 +50,15 @@ class GraphRegistry:
 
     Readers need no lock: an entry is immutable and replaced as a whole. Writers hold one
     lock; listeners are called under it, in order, and must not write.
+
+    Attributes:
+        lock: What writers hold. Whoever keeps tables of the registry's contents shares it:
+            with a lock of its own it would take the two in one order in a listener and in
+            the other when it declares keys, and two threads could wait for each other.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._entries: dict[GraphKey, GraphEntry] = {}
         self._families: dict[_Family, list[_Member]] = {}
         self._disabled_keys: frozenset[GraphKey] = frozenset()
@@ -110,18 +114,18 @@ class GraphRegistry:
 
     def subscribe(self, listener: Callable[[RegistryEvent], None]) -> Callable[[], None]:
         """Call a listener on every change; returns what ends the subscription."""
-        with self._lock:
+        with self.lock:
             self._listeners = (*self._listeners, listener)
 
         def unsubscribe() -> None:
-            with self._lock:
+            with self.lock:
                 self._listeners = tuple(each for each in self._listeners if each != listener)
 
         return unsubscribe
 
     def declare(self, keys: Iterable[GraphKey]) -> None:
         """Make keys known. A key that is known already stays as it is."""
-        with self._lock:
+        with self.lock:
             grown: dict[_Family, list[_Member]] = {}
             new = [key for key in dict.fromkeys(keys) if key not in self._entries]
             for key in new:
@@ -143,24 +147,27 @@ class GraphRegistry:
 
     def failed(self, key: GraphKey, reason: str) -> GraphEntry:
         """Mark that a capture or a replay of the key failed; its graph is let go."""
-        attempts = self._require(key).attempts + 1
-        return self._move(
-            key, KeyState.FAILED, graph=None, num_bytes=0, reason=reason, attempts=attempts
-        )
+        with self.lock:
+            attempts = self._require(key).attempts + 1
+            return self._move(
+                key, KeyState.FAILED, graph=None, num_bytes=0, reason=reason, attempts=attempts
+            )
 
     def evicted(self, key: GraphKey, reason: str = "budget") -> GraphEntry:
-        """Let go of the graph of a key; only a captured key can be evicted."""
-        self._require(key, KeyState.CAPTURED, KeyState.STALE)
-        return self._move(key, KeyState.EVICTED, graph=None, num_bytes=0, reason=reason)
+        """Let go of the graph of a key; only one that is captured or stale has any."""
+        with self.lock:
+            self._require(key, KeyState.CAPTURED, KeyState.STALE)
+            return self._move(key, KeyState.EVICTED, graph=None, num_bytes=0, reason=reason)
 
     def stale(self, key: GraphKey, reason: str) -> GraphEntry:
         """Mark that what the graph reads has changed; it may not be replayed."""
-        self._require(key, KeyState.CAPTURED)
-        return self._move(key, KeyState.STALE, reason=reason)
+        with self.lock:
+            self._require(key, KeyState.CAPTURED)
+            return self._move(key, KeyState.STALE, reason=reason)
 
     def forget(self, key: GraphKey) -> None:
         """Remove a key altogether."""
-        with self._lock:
+        with self.lock:
             before = self._require(key)
             del self._entries[key]
             family = _family(key)
@@ -174,28 +181,45 @@ class GraphRegistry:
 
     def clear(self) -> None:
         """Remove all keys."""
-        with self._lock:
-            for key in tuple(self._entries):
+        with self.lock:
+            for key in self._largest_first():
                 self.forget(key)
 
     def set_enabled(
         self, enabled: bool, *, mode: RuntimeMode | None = None, key: GraphKey | None = None
     ) -> None:
-        """Switch a mode or one key on or off while serving."""
-        with self._lock:
-            if mode is not None:
-                changed = self._disabled_modes - {mode} if enabled else self._disabled_modes | {mode}
-                self._disabled_modes = changed
+        """Switch a mode or one key on or off while serving.
+
+        Raises:
+            RegistryError: Neither is given, the mode has no graphs, or the key is unknown.
+        """
+        if (mode is None and key is None) or mode is RuntimeMode.NONE:
+            given = "nothing" if mode is None else "NONE"
+            raise RegistryError(f"set_enabled needs PIECEWISE, FULL or a key, got {given}.")
+        with self.lock:
             if key is not None:
                 self._require(key)
+            if mode is not None:
+                changed = (
+                    self._disabled_modes - {mode} if enabled else self._disabled_modes | {mode}
+                )
+                self._disabled_modes = changed
+            if key is not None:
                 self._disabled_keys = (
                     self._disabled_keys - {key} if enabled else self._disabled_keys | {key}
                 )
-            for each, entry in tuple(self._entries.items()):
+            reason = "enabled" if enabled else "disabled"
+            for each in self._largest_first():
                 if each == key or each.mode is mode:
-                    self._tell(each, entry.state, entry.state, "enabled" if enabled else "disabled")
+                    state = self._entries[each].state
+                    self._tell(each, state, state, reason)
 
     # -- inside -----------------------------------------------------------------------
+
+    def _largest_first(self) -> list[GraphKey]:
+        # A table empties all that the largest key could serve at its first event; the events
+        # of smaller keys then find little left to do.
+        return sorted(self._entries, key=lambda key: -key.num_tokens)
 
     def _require(self, key: GraphKey, *states: KeyState) -> GraphEntry:
         entry = self._entries.get(key)
@@ -207,7 +231,7 @@ class GraphRegistry:
         return entry
 
     def _move(self, key: GraphKey, state: KeyState, **changes: Any) -> GraphEntry:
-        with self._lock:
+        with self.lock:
             before = self._require(key)
             entry = attrs.evolve(before, state=state, **changes)
             self._entries[key] = entry

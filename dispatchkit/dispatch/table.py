@@ -1,0 +1,174 @@
+"""The dispatcher's table: one ready decision per cell.
+
+A cell is (code of allowed modes, query class, adapters, tokens). Cells are filled on first
+use, and rows made when their first cell is. Rows are lists indexed by the number of tokens,
+or, in tables above a million cells, bounded dicts.
+
+Writers hold the dispatcher's lock; readers of a row need none, since every change is a
+single item or slice assignment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dispatchkit.dispatch.decision import Decision
+from dispatchkit.keys.config import DispatchConfig
+from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
+
+MAX_LIST_CELLS = 1_000_000
+MAX_COLD_CELLS = 65_536
+
+#: Stands in every cell that was not decided yet. No number of requests meets its bound.
+EMPTY = Decision(RuntimeMode.NONE, None, "", max_num_reqs=-1)
+
+Cell = tuple[int, int, int, int]
+
+
+class DictRow(dict[int, Decision]):
+    """A row of a very large table: bounded, and cells without a decision answer as in a list."""
+
+    def __missing__(self, num_tokens: int) -> Decision:
+        return EMPTY
+
+
+class Table:
+    """One epoch: decisions by allowed modes, query class, adapters and tokens.
+
+    Attributes:
+        epoch: Number of the table.
+        rows: What the hot path indexes, outermost the code of allowed modes. A row that
+            was never used is an empty tuple, so that indexing it raises IndexError.
+        waiting: One-shot decisions by cell, in the order they are served. Such a cell is
+            empty in its row, so that the step comes by the cold path and takes one.
+        steady: What is put back into such a cell with the last of them.
+        by_reqs: Decisions for more requests than the cell's own holds for.
+    """
+
+    def __init__(self, config: DispatchConfig, epoch: int) -> None:
+        self.epoch = epoch
+        self._row_size = config.max_num_tokens + 1
+        num_classes, num_lora_counts = config.num_query_classes, config.max_loras + 1
+        num_rows = len(ALLOWED_MODES) * num_classes * num_lora_counts
+        self._as_dict = num_rows * self._row_size > MAX_LIST_CELLS
+        self.rows: list[list[list[Any]]] = [
+            [[() for _ in range(num_lora_counts)] for _ in range(num_classes)]
+            for _ in ALLOWED_MODES
+        ]
+        self.waiting: dict[Cell, list[Decision]] = {}
+        self.steady: dict[Cell, Decision] = {}
+        self.by_reqs: dict[Cell, dict[int, Decision]] = {}
+        self._num_by_reqs = 0
+
+    @property
+    def num_filled(self) -> int:
+        """How many cells hold a decision; counted anew each time."""
+        rows = (row for block in self.rows for line in block for row in line)
+        return len(self.steady) + sum(
+            decision is not EMPTY
+            for row in rows
+            for decision in (row.values() if isinstance(row, dict) else row)
+        )
+
+    def get(self, cell: Cell) -> Decision:
+        """Return the steady decision of a cell, or ``EMPTY``."""
+        if cell in self.waiting:
+            return self.steady.get(cell, EMPTY)
+        row = self._row(cell)
+        decision: Decision = row[cell[3]] if row != () else EMPTY
+        return decision
+
+    def put(self, cell: Cell, decision: Decision) -> None:
+        """Make a decision the steady one of a cell; one-shot decisions stay before it."""
+        if cell in self.waiting:
+            self.steady[cell] = decision
+            return
+        allowed, uniform, loras, num_tokens = cell
+        row = self._row(cell)
+        if row == ():
+            row = DictRow() if self._as_dict else [EMPTY] * self._row_size
+            self.rows[allowed][uniform][loras] = row
+        elif self._as_dict and len(row) >= MAX_COLD_CELLS:
+            row.clear()
+        row[num_tokens] = decision
+
+    def put_one_shot(self, cell: Cell, decision: Decision) -> None:
+        """Serve a decision once, after those that wait already."""
+        if cell not in self.waiting:
+            steady = self.get(cell)
+            if steady is not EMPTY:
+                self._empty_row_cell(cell)
+                self.steady[cell] = steady
+            self.waiting[cell] = []
+        self.waiting[cell].append(decision)
+
+    def take_one_shot(self, cell: Cell, num_reqs: int) -> Decision | None:
+        """Return the one-shot decision that is next, if it holds for so many requests.
+
+        With the last one the steady decision is back in place, before the step runs.
+        """
+        waiting = self.waiting.get(cell)
+        if not waiting or num_reqs > waiting[0].max_num_reqs:
+            return None
+        decision = waiting.pop(0)
+        if not waiting:
+            del self.waiting[cell]
+            steady = self.steady.pop(cell, None)
+            if steady is not None:
+                self.put(cell, steady)
+        return decision
+
+    def get_by_reqs(self, cell: Cell, num_reqs: int) -> Decision | None:
+        """Return what is kept for a number of requests beyond the cell's bound."""
+        return self.by_reqs.get(cell, {}).get(num_reqs)
+
+    def put_by_reqs(self, cell: Cell, num_reqs: int, decision: Decision) -> None:
+        """Keep a decision for a number of requests, within a bound for all of them."""
+        if self._num_by_reqs >= MAX_COLD_CELLS:
+            self._clear_by_reqs()
+        self.by_reqs.setdefault(cell, {})[num_reqs] = decision
+        self._num_by_reqs += 1
+
+    def forget_steady(self, cell: Cell) -> None:
+        """Empty a cell and what is kept by requests; one-shot decisions stay."""
+        self._num_by_reqs -= len(self.by_reqs.pop(cell, ()))
+        self.steady.pop(cell, None)
+        if cell not in self.waiting:
+            self._empty_row_cell(cell)
+
+    def invalidate(self, mode: RuntimeMode, num_tokens: int) -> None:
+        """Empty all cells that a key of this mode and size could serve."""
+        self._clear_by_reqs()
+        for cell in [each for each in self.waiting if _may_choose(each, mode, num_tokens)]:
+            del self.waiting[cell]
+            self.steady.pop(cell, None)
+        stop = min(num_tokens + 1, self._row_size)
+        blank = [EMPTY] * stop
+        for allowed, block in zip(ALLOWED_MODES, self.rows, strict=True):
+            if mode not in allowed:
+                continue
+            for row in (row for line in block for row in line if row != ()):
+                if self._as_dict:
+                    for size in [size for size in row if size <= num_tokens]:
+                        del row[size]
+                else:
+                    row[:stop] = blank
+
+    def _row(self, cell: Cell) -> Any:
+        return self.rows[cell[0]][cell[1]][cell[2]]
+
+    def _empty_row_cell(self, cell: Cell) -> None:
+        row = self._row(cell)
+        if self._as_dict:
+            if row != ():
+                row.pop(cell[3], None)
+        elif row != ():
+            row[cell[3]] = EMPTY
+
+    def _clear_by_reqs(self) -> None:
+        self.by_reqs.clear()
+        self._num_by_reqs = 0
+
+
+def _may_choose(cell: Cell, mode: RuntimeMode, num_tokens: int) -> bool:
+    return cell[3] <= num_tokens and mode in ALLOWED_MODES[cell[0]]
