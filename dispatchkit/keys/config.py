@@ -92,9 +92,8 @@ class DispatchConfig:
             limit = sizes[-1]
         set_(self, "capture_sizes", sizes)
         set_(self, "max_num_tokens", limit)
-        most = (
-            limit if self.max_num_seqs is None else check_count(self.max_num_seqs, "max_num_seqs")
-        )
+        most: Any = self.max_num_seqs
+        most = limit if most is None else check_count(most, "max_num_seqs")
         set_(self, "max_num_seqs", most)
         set_(self, "max_loras", check_count(self.max_loras, "max_loras", minimum=0))
         if self.uniform_capture_sizes is not None:
