@@ -12,7 +12,7 @@ PYTEST := $(VENV_PY) -m pytest
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow nightly check format wheels bench clean
+.PHONY: help setup demo test test-slow nightly check lint types contracts format wheels bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -44,10 +44,16 @@ nightly: export PYTEST_TIMEOUT := 7200
 nightly: $(READY) ## Run everything with 10,000 random examples for each property
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-check: $(READY) ## Lint, formatting, types, import contracts
-	$(VENV_PY) -m ruff check .
+check: lint types contracts ## Lint, formatting, types, import contracts (-k: all, even if one fails)
+
+lint: $(READY)
+	$(VENV_PY) -m ruff check --output-format concise .
 	$(VENV_PY) -m ruff format --check .
+
+types: $(READY)
 	$(VENV_PY) -m mypy dispatchkit $(wildcard plugins/*/src)
+
+contracts: $(READY)
 	$(VENV_PY) -c "from importlinter.cli import lint_imports_command as main; main()" --no-logo
 
 format: $(READY) ## Rewrite the code in the project's format

@@ -67,7 +67,36 @@ _HOME = {
     "load_plugins": "plugins",
 }
 
-__all__ = sorted(_HOME)
+# Spelt out, since type checkers and linters read it without running the module.
+__all__ = [
+    "Batch",
+    "BatchDescriptor",
+    "CUDAGraphMode",
+    "CellUpdate",
+    "Decision",
+    "DispatchConfig",
+    "Dispatcher",
+    "DispatchkitError",
+    "GraphEntry",
+    "GraphKey",
+    "GraphRegistry",
+    "GraphRunner",
+    "GraphView",
+    "KeyState",
+    "LearningPolicy",
+    "Outcome",
+    "Policy",
+    "PolicySpec",
+    "Reason",
+    "RuntimeMode",
+    "StaticInput",
+    "allowed_modes_code",
+    "eager_piece",
+    "explain",
+    "graph_piece",
+    "hookimpl",
+    "load_plugins",
+]
 
 
 def __getattr__(name: str) -> Any:

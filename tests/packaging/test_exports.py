@@ -1,0 +1,37 @@
+"""The names that `dispatchkit` itself offers, loaded on first use."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dispatchkit
+
+ROOT = Path(__file__).resolve().parents[2]
+# Rooms that run a step import torch; their names resolve only where it is installed.
+NEEDS_TORCH = {name for name, room in dispatchkit._HOME.items() if room == "execute"}
+
+
+@pytest.mark.parametrize("name", sorted({*dispatchkit.__all__, *dispatchkit._HOME}))
+def test_every_exported_name_is_found_in_its_room(name: str) -> None:
+    """A lazy export that leads nowhere would fail only in a user's hands."""
+    if name in NEEDS_TORCH:
+        pytest.importorskip("torch")
+    assert name in dispatchkit.__all__
+    assert name in dispatchkit._HOME
+    assert getattr(dispatchkit, name) is not None
+    assert name in dir(dispatchkit)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    """`hasattr` and `from dispatchkit import x` both rely on it."""
+    with pytest.raises(AttributeError, match="no_such_name"):
+        dispatchkit.no_such_name  # noqa: B018  (the access is the test)
+
+
+def test_version_is_the_distributions() -> None:
+    """One version, in the package and in its metadata."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert dispatchkit.__version__ == project["version"]
