@@ -46,13 +46,19 @@ class Candidate:
     def order(self, name: str) -> tuple[int, int, str, str, str]:
         """Return the sort key among those that claim a name; the smallest wins.
 
-        It says nothing of ``sys.path``: among plugins found, the distribution named after
-        what is claimed comes first (``dispatchkit-vllm`` for ``vllm``), then the alphabet.
+        It says nothing of ``sys.path``. Among plugins found, the distribution named after
+        what is claimed comes first (``dispatchkit-vllm`` for ``vllm``, then for ``vllm@0.13``
+        and ``vllm-drafter``), so that nobody takes a name over by an early letter; then
+        the alphabet.
         """
         distribution = normal(self.origin.distribution or "")
-        is_other = distribution != normal(f"{GROUP}-{name}")
+        family = distribution.removeprefix(f"{GROUP}-")
+        claimed = normal(name.replace("@", "-"))
+        strangeness = 2
+        if distribution.startswith(f"{GROUP}-"):
+            strangeness = 0 if claimed == family else 2 - claimed.startswith(f"{family}-")
         value = self.origin.entry_point or ""
-        return (self.rank, is_other, distribution, self.origin.plugin, value)
+        return (self.rank, strangeness, distribution, self.origin.plugin, value)
 
 
 @attrs.frozen

@@ -26,7 +26,7 @@ def _check_name(record: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
         raise ConfigError(
             f"{type(record).__name__}.{attribute.name}",
             value,
-            "letters, digits, '.', '_' and '-', starting with a letter or digit",
+            "letters, digits, '.', '_', '@' and '-', starting with a letter or digit",
         )
 
 
