@@ -15,6 +15,14 @@ from contextlib import contextmanager
 from dispatchkit.errors import CaptureError
 
 
+class HostSyncError(RuntimeError):
+    """Something waited for the device in the middle of a capture."""
+
+    def __init__(self, call: str, why: str = "it waits for the device") -> None:
+        self.call = call
+        super().__init__(f"{call} ({why})")
+
+
 class _ThreadState(threading.local):
     """Which device this thread is capturing on; empty outside a capture."""
 
@@ -29,6 +37,12 @@ _locks_guard = threading.Lock()
 def capturing_device() -> str:
     """Return the device this thread is capturing on, or "" outside a capture."""
     return _thread.device
+
+
+def refuse_in_capture(call: str) -> None:
+    """Raise HostSyncError where this thread is inside a capture."""
+    if capturing_device():
+        raise HostSyncError(call)
 
 
 def _lock_of(device: str) -> threading.Lock:

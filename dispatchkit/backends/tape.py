@@ -24,17 +24,21 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dispatchkit.backends.base import BackendCapabilities
-from dispatchkit.backends.capture_guard import capturing_device, exclusive_capture
+from dispatchkit.backends.capture_errors import capture_error
+from dispatchkit.backends.capture_guard import (
+    capturing_device,
+    exclusive_capture,
+    refuse_in_capture,
+)
 from dispatchkit.backends.tape_plan import Materialiser, compile_replay, place, view_of_storage
+from dispatchkit.backends.tape_poison import poison
 from dispatchkit.backends.tape_recorder import HostSyncGuard, Recorder
 from dispatchkit.backends.tape_streams import (
-    HostSyncError,
     Scheduler,
     TapeEvent,
     TapeStream,
-    refuse_in_capture,
 )
-from dispatchkit.errors import CaptureError, ConfigError, ReplayError
+from dispatchkit.errors import ConfigError, ReplayError
 
 # torch's pool of CUDA streams holds 32 for each priority; a device is no larger here.
 DEFAULT_MAX_STREAMS = 32
@@ -195,7 +199,7 @@ class TapeBackend:
     def __init__(
         self, *, scheduler: int | None = None, max_streams: int = DEFAULT_MAX_STREAMS
     ) -> None:
-        if isinstance(max_streams, bool) or not isinstance(max_streams, int) or max_streams < 1:
+        if type(max_streams) is not int or max_streams < 1:
             raise ConfigError("max_streams", max_streams, "a positive whole number")
         self._scheduler = None if scheduler is None else Scheduler(scheduler)
         self._max_streams = max_streams
@@ -238,7 +242,8 @@ class TapeBackend:
 
     def current_stream(self) -> TapeStream:
         """Return the stream that new work of this thread goes to."""
-        return self._thread.stream or self._default_stream
+        stream = self._thread.stream
+        return self._default_stream if stream is None else stream
 
     def current_stream_handle(self) -> int:
         """Return the raw handle of the current stream."""
@@ -301,7 +306,8 @@ class TapeBackend:
 
     def pool_bytes(self, pool: Any) -> int:
         """Return the bytes the pool reserves now; 0 once it is unused."""
-        return pool.num_bytes
+        num_bytes: int = pool.num_bytes
+        return num_bytes
 
     # -- graphs -------------------------------------------------------------------------
 
@@ -347,10 +353,9 @@ class TapeBackend:
                 recorder.add_generators([torch.default_generator, *generators])
                 with HostSyncGuard(recorder.note_error), recorder:
                     outputs = run()
-                if recorder.first_error is not None:
-                    raise recorder.first_error
+                recorder.raise_swallowed_error()
             except Exception as error:
-                raise _capture_error(recorder.first_error or error) from error
+                raise capture_error(recorder.first_error or error) from error
             finally:
                 recorder.restore()
             kept = recorder.kept()
@@ -364,48 +369,9 @@ class TapeBackend:
         return bool(capturing_device())
 
 
-def _capture_error(error: BaseException) -> CaptureError:
-    """Return the error of a capture for what the callable raised."""
-    if isinstance(error, CaptureError):
-        return CaptureError(str(error), key=error.key, reason=error.reason)
-    if isinstance(error, HostSyncError):
-        return CaptureError(
-            f"The function cannot be captured, since it calls {error}. Move that call out of "
-            "the captured function, or mark that piece eager.",
-            reason="host_sync",
-        )
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    ):
-        return CaptureError(
-            f"The capture ran out of memory: {error}. Capture fewer or smaller sizes, or "
-            "share one pool.",
-            reason="out_of_memory",
-        )
-    return CaptureError(
-        f"The function failed while it was captured: {type(error).__name__}: {error}. Run it "
-        "eagerly to see whether it fails there too.",
-        reason="error",
-    )
-
-
-def poison_value(dtype: torch.dtype) -> float | int | bool:
-    """Return what memory of a type is filled with where nothing has been computed yet."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    if dtype is torch.bool:
-        return True
-    limits = torch.iinfo(dtype)
-    return limits.min if limits.min < 0 else limits.max
-
-
 def _poison(recorder: Recorder, kept: set[int]) -> None:
     """Fill what outlives the callable, so that a read before the first replay shows."""
     for step in recorder.steps:
         for ref in step.refs():
             if ref.storage in kept:
-                tensor = view_of_storage(recorder.storages[ref.storage], ref)
-                if ref.dtype.is_floating_point and ref.dtype.itemsize == 1:
-                    tensor.view(torch.uint8).fill_(255)  # NaN; not all of them can be filled
-                else:
-                    tensor.fill_(poison_value(ref.dtype))
+                poison(view_of_storage(recorder.storages[ref.storage], ref))

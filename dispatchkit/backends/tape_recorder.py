@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.backends.tape_plan import LAUNCH_KEYS, Step, TensorRef, flat_tensors
-from dispatchkit.backends.tape_streams import HostSyncError
 
 _Tensor = torch.Tensor
 _Guard = torch._C._ExcludeDispatchKeyGuard
@@ -115,6 +115,21 @@ def storage_id(tensor: torch.Tensor) -> int:
     return identity
 
 
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the tensors among the arguments that an operation writes."""
+    schema = func._schema
+    unmarked = _UNMARKED_WRITES.get(schema.name, ())
+    if not (schema.is_mutable or unmarked):
+        return []
+    written: list[torch.Tensor] = []
+    for position, argument in enumerate(schema.arguments):
+        marked = argument.alias_info is not None and argument.alias_info.is_write
+        if marked or argument.name in unmarked:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, _Tensor)]
+    return written
+
+
 class HostSyncGuard(TorchFunctionMode):
     """Refuses calls that would wait for a device and never reach the dispatcher here."""
 
@@ -142,7 +157,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
         self.storages: dict[int, Any] = {}
         self.own: set[int] = set()
@@ -155,6 +170,11 @@ class Recorder(TorchDispatchMode):
     def note_error(self, error: HostSyncError) -> None:
         """Remember a refused call: the capture is lost even if the callable goes on."""
         self.first_error = self.first_error or error
+
+    def raise_swallowed_error(self) -> None:
+        """Raise a refused call that the callable caught: on a device the capture is lost."""
+        if self.first_error is not None:
+            raise self.first_error
 
     def add_generators(self, generators: Any) -> None:
         """Fork generators that the callable may use in ways that are not seen here."""
@@ -202,7 +222,7 @@ class Recorder(TorchDispatchMode):
             raise error
         if is_written_in_python(func):
             return run_inside(self, func, args, kwargs)
-        written = self._written(func, args, kwargs)
+        written = written_arguments(func, args, kwargs)
         for tensor in written:
             self._save(tensor)
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _Tensor)]
@@ -262,7 +282,7 @@ class Recorder(TorchDispatchMode):
 
     def _fresh(self, result: Any) -> list[tuple[int, torch.Tensor]]:
         """Return the results that live in storages not seen before, with their places."""
-        fresh = []
+        fresh: list[tuple[int, torch.Tensor]] = []
         for index, tensor in enumerate(flat_tensors(result)):
             identity = storage_id(tensor)
             known = identity in self.storages
@@ -276,28 +296,13 @@ class Recorder(TorchDispatchMode):
     def _ref(tensor: torch.Tensor) -> TensorRef:
         return TensorRef(
             storage_id(tensor),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tuple(tensor.shape),
             tensor.stride(),
             tensor.dtype,
             tensor.is_conj(),
             tensor.is_neg(),
         )
-
-    @staticmethod
-    def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Return the tensors among the arguments that an operation writes."""
-        schema = func._schema
-        unmarked = _UNMARKED_WRITES.get(schema.name, ())
-        if not (schema.is_mutable or unmarked):
-            return []
-        written = []
-        for position, argument in enumerate(schema.arguments):
-            marked = argument.alias_info is not None and argument.alias_info.is_write
-            if marked or argument.name in unmarked:
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, _Tensor)]
-        return written
 
     def _save(self, tensor: torch.Tensor) -> None:
         """Save an outside storage before its first write."""

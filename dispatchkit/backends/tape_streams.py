@@ -24,22 +24,8 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.backends.capture_guard import capturing_device
+from dispatchkit.backends.capture_guard import capturing_device, refuse_in_capture
 from dispatchkit.errors import ConfigError, ReplayError
-
-
-class HostSyncError(RuntimeError):
-    """Something waited for the device in the middle of a capture."""
-
-    def __init__(self, call: str, why: str = "it waits for the device") -> None:
-        self.call = call
-        super().__init__(f"{call} ({why})")
-
-
-def refuse_in_capture(call: str) -> None:
-    """Raise HostSyncError where this thread is inside a capture."""
-    if capturing_device():
-        raise HostSyncError(call)
 
 
 @attrs.define(eq=False)
@@ -135,6 +121,12 @@ class Scheduler:
             item.run()
 
 
+class _Interception(threading.local):
+    """How many ``use_stream`` blocks of this thread defer the operations on a stream."""
+
+    depth = 0
+
+
 class TapeStream:
     """An in-order queue of work. Handle 0 is the default stream.
 
@@ -145,7 +137,7 @@ class TapeStream:
         self._handle = handle
         self.scheduler = scheduler
         self.lock = threading.Lock()
-        self.is_intercepted = 0  # number of use_stream blocks that defer its operations
+        self.interception = _Interception()
 
     @property
     def handle(self) -> int:
@@ -155,7 +147,7 @@ class TapeStream:
     @property
     def is_deferred(self) -> bool:
         """Whether work given now is queued rather than run before the call returns."""
-        return self.scheduler is not None and (self._handle != 0 or self.is_intercepted > 0)
+        return self.scheduler is not None and (self._handle != 0 or self.interception.depth > 0)
 
     def give(self, run: Callable[[], Any]) -> None:
         """Queue work, or run it now where this stream does not defer."""
@@ -260,4 +252,5 @@ class TapeEvent:
                 "The time between two events was asked for before both were recorded and "
                 "done. Ask query() first, or synchronize()."
             )
-        return (last.at_ns - first.at_ns) / 1000.0
+        elapsed_ns: int = last.at_ns - first.at_ns
+        return elapsed_ns / 1000.0
