@@ -1,0 +1,4 @@
+"""The demo: a small decoder with a real cache, and a real step trace to run through it.
+
+Its modules that compute import torch; this one, ``traffic`` and ``report`` do not.
+"""

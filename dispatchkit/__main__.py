@@ -1,0 +1,6 @@
+"""``python -m dispatchkit``: the command line."""
+
+from dispatchkit.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""``doctor``: torch, driver, device, plugins; what will be slow, why, and what to do."""
+
+from __future__ import annotations
+
+import enum
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import typer
+
+from dispatchkit import __version__
+from dispatchkit.cli.output import JsonOption, console, load_installed_plugins, print_json
+from dispatchkit.errors import DispatchkitError
+
+if TYPE_CHECKING:
+    from dispatchkit.backends.base import GraphBackend
+    from dispatchkit.plugins import PluginSet
+
+DEFAULT_POLICY = "vllm"
+TORCH_LINE = "pip install 'dispatchkit[torch]'"
+_CHAIN = 50  # small kernels in the self-check: enough that their launches dominate
+
+
+class Level(enum.StrEnum):
+    """How much a finding matters."""
+
+    OK = "ok"
+    NOTE = "note"
+    SLOW = "slow"
+    PROBLEM = "problem"
+
+
+@attrs.frozen
+class Finding:
+    """One thing looked at.
+
+    Attributes:
+        level: How much it matters.
+        about: What was looked at, in a word or two.
+        says: What was found, and why it matters.
+        next_step: What to do; empty where nothing is to be done.
+    """
+
+    level: Level
+    about: str
+    says: str
+    next_step: str = ""
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Look at torch, driver, device and plugins; say what will be slow and why.
+
+    Exit code 1 if anything is broken; slow is not broken.
+    """
+    findings = list(examine(load_installed_plugins(), os.environ))
+    if as_json:
+        print_json(
+            {
+                "ok": not any(one.level is Level.PROBLEM for one in findings),
+                "findings": [{**attrs.asdict(one), "level": str(one.level)} for one in findings],
+            }
+        )
+    else:
+        _show(findings)
+    if any(one.level is Level.PROBLEM for one in findings):
+        raise typer.Exit(1)
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    out = console()
+    styles = {Level.OK: "green", Level.NOTE: "", Level.SLOW: "yellow", Level.PROBLEM: "red"}
+    for one in findings:
+        head = Text(f"{one.level:<8}", style=styles[one.level])
+        out.print(head + Text(one.about, style="bold"))
+        out.print(Padding(Text(one.says), (0, 0, 0, 8)))
+        if one.next_step:
+            out.print(Padding(Text(f"Next: {one.next_step}"), (0, 0, 0, 8)))
+    counts = {level: sum(one.level is level for one in findings) for level in Level}
+    out.print(
+        f"\n{counts[Level.PROBLEM]} problems, {counts[Level.SLOW]} slow, "
+        f"{counts[Level.NOTE]} notes, {counts[Level.OK]} ok."
+    )
+
+
+def examine(plugins: PluginSet, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield findings: versions first, then what hangs on them.
+
+    Args:
+        plugins: The plugins as loaded.
+        environ: Environment variables that change how torch captures.
+    """
+    yield Finding(
+        Level.OK,
+        "dispatchkit",
+        f"{__version__}, Python {platform.python_version()} at {sys.executable}.",
+    )
+    yield from _plugins(plugins)
+    yield from _decisions(plugins)
+    torch = yield from _torch()
+    if torch is None:
+        return
+    yield from _environment(environ)
+    has_device = yield from _devices(torch)
+    yield from _self_check(plugins, "tape", {})
+    if has_device:
+        yield from _self_check(plugins, "cuda", {})
+
+
+def _plugins(plugins: PluginSet) -> Iterator[Finding]:
+    loaded = [info for info in plugins.describe() if str(info.state) == "loaded"]
+    names = ", ".join(f"{info.name} {info.version or ''}".strip() for info in loaded)
+    yield Finding(Level.OK, "plugins", f"Loaded: {names or 'none'}.")
+    for info in plugins.describe():
+        state = str(info.state)
+        if state == "loaded":
+            if info.reason:
+                yield Finding(Level.NOTE, f"plugin {info.name}", info.reason)
+        elif state == "blocked":
+            yield Finding(Level.NOTE, f"plugin {info.name}", f"Blocked: {info.reason}")
+        else:
+            yield Finding(
+                Level.PROBLEM,
+                f"plugin {info.name}",
+                f"{info.origin} is left out ({state}): {info.reason}",
+                f"Repair or uninstall it, or block it: DISPATCHKIT_DISABLE={info.name}.",
+            )
+
+
+def _decisions(plugins: PluginSet) -> Iterator[Finding]:
+    """Time the hot call with the default policy: the part of a step that is ours alone."""
+    from dispatchkit.dispatch import Dispatcher
+    from dispatchkit.keys import DispatchConfig
+
+    if DEFAULT_POLICY not in plugins.policies:
+        yield Finding(
+            Level.PROBLEM,
+            "default policy",
+            f"Policy {DEFAULT_POLICY!r}, the default, is not installed.",
+            f"pip install dispatchkit-{DEFAULT_POLICY}, or name another policy each time.",
+        )
+        return
+    try:
+        rule = plugins.create_policy(DEFAULT_POLICY)
+        dispatcher = Dispatcher(rule, DispatchConfig(max_num_tokens=512), lazy=True)
+        dispatcher.dispatch(13, 13, 1)
+    except DispatchkitError as error:
+        yield Finding(Level.PROBLEM, "default policy", str(error), f"Reinstall {DEFAULT_POLICY}.")
+        return
+    nanoseconds = _best_of(lambda: dispatcher.dispatch(13, 13, 1)) * 1e9
+    yield Finding(
+        Level.OK,
+        "decisions",
+        f"A ready decision takes {nanoseconds:.0f} ns here (best of several); it needs no device.",
+    )
+
+
+def _torch() -> Any:
+    """Yield what there is to say of torch, and return it or None."""
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding(
+            Level.PROBLEM,
+            "torch",
+            f"torch cannot be imported ({error}). Decisions, plans and simulations work without; "
+            "nothing can be captured or replayed.",
+            f"{TORCH_LINE}; without a GPU, take torch's CPU build.",
+        )
+        return None
+    cuda = torch.version.cuda
+    what = f"built for CUDA {cuda}" if cuda else "a build without CUDA"
+    yield Finding(Level.OK, "torch", f"{torch.__version__}, {what}.")
+    return torch
+
+
+def _environment(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Look for variables that make torch slow, or its captures fail.
+
+    Source: PyTorch documentation 2.13, "CUDA environment variables".
+    """
+    if environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        yield Finding(
+            Level.SLOW,
+            "CUDA_LAUNCH_BLOCKING",
+            "Every eager kernel launch waits for the kernel: eager steps are slow, and what is "
+            "measured of them is not what they cost otherwise.",
+            "unset CUDA_LAUNCH_BLOCKING when you are done debugging.",
+        )
+    if environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
+        yield Finding(
+            Level.PROBLEM,
+            "PYTORCH_NO_CUDA_MEMORY_CACHING",
+            "Without torch's caching allocator there are no memory pools: captures fail.",
+            "unset PYTORCH_NO_CUDA_MEMORY_CACHING.",
+        )
+
+
+def _devices(torch: Any) -> Any:
+    """Yield what there is to say of driver and devices; return whether one can be used."""
+    slow = "On the tape, the stand-in on a CPU, replays are correct but no faster than eager."
+    if torch.version.cuda is None:
+        yield Finding(
+            Level.SLOW,
+            "device",
+            f"This torch was built without CUDA, so no GPU is used. {slow}",
+            "beside an NVIDIA GPU, install torch's CUDA build.",
+        )
+        return False
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        is_available = torch.cuda.is_available()
+    why = " ".join(str(one.message).strip() for one in said)
+    if not is_available:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if hidden is not None and hidden.strip() in ("", "-1"):
+            why = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every device. {why}"
+        yield Finding(
+            Level.SLOW,
+            "device",
+            f"torch finds no usable CUDA device. {why} {slow}".replace("  ", " "),
+            "look at nvidia-smi: driver installed, new enough for this torch, device visible?",
+        )
+        return False
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        yield Finding(
+            Level.OK,
+            f"cuda:{index}",
+            f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free.",
+        )
+        if free < 0.1 * total:
+            yield Finding(
+                Level.SLOW,
+                f"cuda:{index} memory",
+                "Less than a tenth of the memory is free: captures of large sizes may fail, and "
+                "the steps concerned run eager.",
+                "free memory, or capture fewer sizes.",
+            )
+    return True
+
+
+def _self_check(plugins: PluginSet, name: str, options: dict[str, Any]) -> Iterator[Finding]:
+    """Capture and replay a chain of small kernels, compare, and time both."""
+    about = f"backend {name}"
+    try:
+        backend = plugins.create_backend(name, **options)
+        device = _describe(backend)
+        eager_us, replay_us = _capture_and_compare(backend)
+    except DispatchkitError as error:
+        yield Finding(Level.PROBLEM, about, str(error), "steps on this backend will run eager.")
+        return
+    if eager_us is None or replay_us is None:
+        yield Finding(
+            Level.PROBLEM,
+            about,
+            f"{device}: a replay computed something else than eager on a trivial chain.",
+            "do not use this backend here; report it with the output of `doctor --json`.",
+        )
+        return
+    ratio = eager_us / replay_us
+    text = (
+        f"{device}: capture and replay of {_CHAIN} small kernels is right; {eager_us:.0f} µs "
+        f"eager, {replay_us:.0f} µs replayed ({ratio:.1f} times as fast)."
+    )
+    yield Finding(Level.OK, about, text)
+
+
+def _describe(backend: GraphBackend) -> str:
+    facts = backend.device_info()
+    return ", ".join(f"{key} {value}" for key, value in facts.items())
+
+
+def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | None]:
+    """Return microseconds of the chain eager and replayed; None where results differ."""
+    import torch
+
+    number = torch.zeros(64, device=backend.torch_device)
+
+    def chain() -> Any:
+        out = number
+        for _ in range(_CHAIN):
+            out = out + 1
+        return out
+
+    stream, pool = backend.new_stream(), backend.new_pool()
+    backend.warmup(chain, stream=stream)
+    graph = backend.capture(chain, stream=stream, pool=pool)
+    try:
+        number.fill_(3.0)  # not what it was captured with
+        graph.replay()
+        backend.synchronize()
+        if not torch.equal(graph.outputs, chain()):
+            return None, None
+
+        def timed(run: Callable[[], Any]) -> float:
+            def step() -> None:
+                run()
+                backend.synchronize()
+
+            return _best_of(step, calls=20) * 1e6
+
+        return timed(chain), timed(graph.replay)
+    finally:
+        graph.release()
+
+
+def _best_of(run: Callable[[], Any], *, calls: int = 2000, repeats: int = 5) -> float:
+    """Return seconds of one call: the best of several means, as other work only slows."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best

@@ -1,0 +1,68 @@
+"""``policies`` and ``plugins``: what is installed, where it comes from, what is broken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from dispatchkit.cli.output import (
+    JsonOption,
+    complain,
+    console,
+    load_installed_plugins,
+    mention_problems,
+    print_json,
+    table,
+)
+
+
+def policies(as_json: JsonOption = False) -> None:
+    """List the policies that can be chosen by name."""
+    plugins = load_installed_plugins()
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "distribution": registered.origin.distribution,
+            "version": registered.origin.version,
+            "origin": str(registered.origin),
+            "summary": registered.summary,
+        }
+        for name, registered in sorted(plugins.policies.items())
+    ]
+    mention_problems(plugins)
+    if as_json:
+        print_json(rows)
+    elif rows:
+        cells = [[row["name"], row["distribution"], row["version"], row["summary"]] for row in rows]
+        console().print(table(["Policy", "Distribution", "Version", "Summary"], cells))
+    if not rows:
+        complain("No policy is installed. Next: pip install dispatchkit-vllm, the default one.")
+        raise typer.Exit(1)
+
+
+def plugins(as_json: JsonOption = False) -> None:
+    """List every plugin found, with what it brings or why it was left out.
+
+    Exit code 1 if any could not be loaded.
+    """
+    loaded = load_installed_plugins()
+    infos = loaded.describe()
+    if as_json:
+        print_json([info.as_dict() for info in infos])
+    else:
+        out = console()
+        out.print(
+            table(
+                ["Plugin", "Version", "State", "Brings"],
+                [
+                    [info.name, info.version, info.state, ", ".join(info.registers) or None]
+                    for info in infos
+                ],
+            )
+        )
+        for info in infos:
+            if info.reason:
+                out.print(f"\n{info.name} ({info.origin}), {info.state}:\n  {info.reason}")
+    if loaded.problems:
+        raise typer.Exit(1)

@@ -1,0 +1,88 @@
+"""What all commands share: where text goes, tables, JSON, and loading plugins once."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from dispatchkit.plugins import Origin, PluginSet
+
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")
+]
+
+
+def console() -> Console:
+    """Return a console on standard output; plain text where it is no terminal."""
+    return Console(highlight=False, markup=False, soft_wrap=False)
+
+
+def complain(message: str) -> None:
+    """Print a message on standard error, never on standard output."""
+    print(message, file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """Print JSON on standard output."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()
+) -> Table:
+    """Return a table without lines, for 80 columns.
+
+    Args:
+        columns: Headers.
+        rows: Cells; None is shown as a dash.
+        right: Numbers of the columns that hold figures, aligned to the right.
+    """
+    made = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        is_figure = index in right
+        made.add_column(
+            column,
+            justify="right" if is_figure else "left",
+            no_wrap=is_figure,
+            overflow="fold",
+        )
+    for row in rows:
+        # Text, so that a bracket in a name is not taken for markup.
+        made.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))
+    return made
+
+
+@functools.cache
+def load_installed_plugins() -> PluginSet:
+    """Load the installed plugins, once; say on standard error if any was left out."""
+    from dispatchkit.plugins import load_plugins
+
+    # The command line reports problems itself, in one line or in full (`plugins`).
+    log = logging.getLogger("dispatchkit.plugins")
+    log.addHandler(logging.NullHandler())
+    log.propagate = False
+    return load_plugins()
+
+
+def short_origin(origin: Origin) -> str:
+    """Return an origin as distribution and version, where it has one."""
+    if origin.distribution is None:
+        return str(origin)
+    return " ".join(filter(None, (origin.distribution, origin.version)))
+
+
+def mention_problems(plugins: PluginSet) -> None:
+    """Say on standard error that plugins were left out, if any were."""
+    if plugins.problems:
+        names = ", ".join(dict.fromkeys(problem.origin.plugin for problem in plugins.problems))
+        complain(f"Left out, see `dispatchkit plugins`: {names}.")

@@ -1,0 +1,303 @@
+"""A small decoder with a real key/value cache, written once and run in two forms.
+
+``Decoder.forward`` is the whole model as one eager function. ``Decoder.pieces`` is the same
+model cut by hand at attention, as a list for ``GraphRunner``: everything between two
+attentions is a graph piece, each attention an eager piece. Composed they are one graph for
+decode steps (FULL) and graphs with eager attention between them for mixed steps (PIECEWISE).
+
+Every shape depends on the number of tokens alone, never on the values of positions or
+slots, so that attention too can be captured. The price: each token reads its request's
+whole cache and masks what is ahead of it. A serving engine has a kernel for that; here it
+keeps the model readable and the same on every device.
+
+Shape legend: T tokens of the step, E embedding width, H heads, D head width, L cache rows of
+one request, S request slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from dispatchkit.errors import ConfigError
+from dispatchkit.execute import eager_piece, graph_piece
+
+
+def _at_least_one(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(attribute.name, value, "a whole number of at least 1")
+
+
+@attrs.frozen(kw_only=True)
+class DecoderShape:
+    """Sizes of the decoder and of its cache.
+
+    Attributes:
+        num_layers: Transformer blocks.
+        num_heads: Query heads; all share one key/value head, as in multi-query attention.
+        head_dim: Width of a head, even for the rotary embedding.
+        cache_len: Cache rows of one request, in tokens.
+        num_slots: Requests that the cache holds at once; one more slot takes padding rows.
+        vocab: Number of token ids.
+    """
+
+    num_layers: int = attrs.field(default=2, validator=_at_least_one)
+    num_heads: int = attrs.field(default=4, validator=_at_least_one)
+    head_dim: int = attrs.field(default=16, validator=_at_least_one)
+    cache_len: int = attrs.field(default=512, validator=_at_least_one)
+    num_slots: int = attrs.field(default=128, validator=_at_least_one)
+    vocab: int = attrs.field(default=256, validator=_at_least_one)
+
+    @property
+    def width(self) -> int:
+        """Embedding width E."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def sink_slot(self) -> int:
+        """The slot that padding rows write to; no request ever has it."""
+        return self.num_slots
+
+
+class KVCache:
+    """Keys and values of all requests: one flat tensor of rows for each layer.
+
+    Row ``slot * cache_len + position`` belongs to that position of the request in the slot.
+
+    Attributes:
+        keys: For each layer ((S + 1) * L, D).
+        values: Likewise.
+    """
+
+    def __init__(self, shape: DecoderShape, device: torch.device | str = "cpu") -> None:
+        rows = (shape.num_slots + 1) * shape.cache_len
+
+        def empty() -> list[Tensor]:
+            return [
+                torch.zeros(rows, shape.head_dim, device=device) for _ in range(shape.num_layers)
+            ]
+
+        self.shape = shape
+        self.keys, self.values = empty(), empty()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of the cache: the state that a step changes."""
+        return (*self.keys, *self.values)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the cache takes."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def real_rows(self) -> tuple[Tensor, ...]:
+        """Return the rows that requests own, without those of padding."""
+        rows = self.shape.num_slots * self.shape.cache_len
+        return tuple(tensor[:rows] for tensor in self.tensors)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, written out in plain operations."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the rows (T, E) scaled to a mean square of one."""
+        scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)  # (T, 1)
+        return hidden * scale * self.weight
+
+
+class Block(nn.Module):
+    """One transformer block, in the two halves that lie around attention."""
+
+    def __init__(self, shape: DecoderShape, generator: torch.Generator) -> None:
+        super().__init__()
+        width, head_dim = shape.width, shape.head_dim
+        self.num_heads, self.head_dim = shape.num_heads, head_dim
+        self.norm_attention, self.norm_mlp = RMSNorm(width), RMSNorm(width)
+        self.query = _weight(generator, width, width)
+        self.key_value = _weight(generator, 2 * head_dim, width)
+        self.out = _weight(generator, width, width)
+        self.gate_up = _weight(generator, 4 * width, width)
+        self.down = _weight(generator, width, 2 * width)
+
+    def before_attention(
+        self, hidden: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the query (T, H, D), key (T, D) and value (T, D) of each token."""
+        normed = self.norm_attention(hidden)
+        query = nn.functional.linear(normed, self.query).view(-1, self.num_heads, self.head_dim)
+        key, value = nn.functional.linear(normed, self.key_value).chunk(2, dim=-1)
+        cos, sin = angles
+        return (
+            _rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)),
+            _rotate(key, cos, sin),
+            value.contiguous(),
+        )
+
+    def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Return the hidden state (T, E) after the output projection and the MLP."""
+        hidden = hidden + nn.functional.linear(attended, self.out)
+        gate, up = nn.functional.linear(self.norm_mlp(hidden), self.gate_up).chunk(2, dim=-1)
+        return hidden + nn.functional.linear(nn.functional.silu(gate) * up, self.down)
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model with random weights.
+
+    Args:
+        shape: Sizes.
+        device: Where the weights are.
+        seed: Of the weights; the same seed gives the same weights on every device.
+    """
+
+    def __init__(
+        self, shape: DecoderShape, *, device: torch.device | str = "cpu", seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        generator = torch.Generator().manual_seed(seed)
+        self.embedding = _weight(generator, shape.vocab, shape.width, scale=1.0)
+        self.blocks = nn.ModuleList(Block(shape, generator) for _ in range(shape.num_layers))
+        self.norm = RMSNorm(shape.width)
+        self.head = _weight(generator, shape.vocab, shape.width)
+        cos, sin = _rotary_tables(shape)
+        self.cos, self.sin = nn.Buffer(cos), nn.Buffer(sin)
+        self.last_position = nn.Buffer(torch.arange(shape.cache_len))
+        self.to(device)
+
+    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache) -> Tensor:
+        """Run one step eagerly and write its keys and values into the cache.
+
+        Args:
+            tokens: Token ids (T,), int64.
+            positions: Position of each token in its request (T,), int64.
+            slots: Slot of each token's request (T,), int64.
+            cache: Changed in place.
+
+        Returns:
+            Logits (T, V), float32.
+        """
+        hidden, angles = self.embed(tokens, positions)
+        for layer in range(self.shape.num_layers):
+            block = self.block(layer)
+            query, key, value = block.before_attention(hidden, angles)
+            attended = self.attend(layer, query, key, value, positions, slots, cache)
+            hidden = block.after_attention(hidden, attended)
+        return self.logits(hidden)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the hidden state (T, E) and the rotary cosines and sines (T, D / 2)."""
+        hidden = nn.functional.embedding(tokens, self.embedding)
+        return hidden, (self.cos[positions], self.sin[positions])
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        cache: KVCache,
+    ) -> Tensor:
+        """Write this step's keys and values, then attend over each token's request.
+
+        Tokens of one request in the same step see each other through the cache, up to
+        their own position. Two padding rows may write the same sink row: whichever wins,
+        no request reads it.
+
+        Shapes: query (T, H, D), key and value (T, D) -> (T, E).
+        """
+        length = self.shape.cache_len
+        rows = slots * length + positions
+        cache.keys[layer].index_copy_(0, rows, key)
+        cache.values[layer].index_copy_(0, rows, value)
+        all_keys = cache.keys[layer].view(-1, length, self.shape.head_dim)
+        all_values = cache.values[layer].view(-1, length, self.shape.head_dim)
+        scores = torch.bmm(query, all_keys.index_select(0, slots).transpose(1, 2))  # (T, H, L)
+        ahead = self.last_position > positions.unsqueeze(1)  # (T, L)
+        scores = scores * self.shape.head_dim**-0.5
+        weights = torch.softmax(scores.masked_fill(ahead.unsqueeze(1), float("-inf")), dim=-1)
+        attended = torch.bmm(weights, all_values.index_select(0, slots))  # (T, H, D)
+        return attended.reshape(-1, self.shape.width)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits (T, V) of a hidden state (T, E)."""
+        return nn.functional.linear(self.norm(hidden), self.head)
+
+    def pieces(self, cache: KVCache) -> list[Any]:
+        """Return the model cut at attention, as pieces for a ``GraphRunner``.
+
+        Args:
+            cache: The cache that the pieces write to; declare it as the runner's state.
+
+        Returns:
+            ``num_layers`` attentions as eager pieces with graph pieces around them.
+        """
+
+        def first(tokens: Tensor, positions: Tensor) -> Any:
+            hidden, angles = self.embed(tokens, positions)
+            return hidden, angles, *self.block(0).before_attention(hidden, angles)
+
+        pieces = [graph_piece(first)]
+        for layer in range(self.shape.num_layers):
+            pieces.append(eager_piece(self._attention_piece(layer, cache)))
+            pieces.append(graph_piece(self._piece_after(layer)))
+        return pieces
+
+    def _attention_piece(self, layer: int, cache: KVCache) -> Callable[..., Any]:
+        def attention(carried: Any, positions: Tensor, slots: Tensor) -> Any:
+            hidden, angles, query, key, value = carried
+            attended = self.attend(layer, query, key, value, positions, slots, cache)
+            return hidden, angles, attended
+
+        return attention
+
+    def _piece_after(self, layer: int) -> Callable[..., Any]:
+        block = self.block(layer)
+        if layer + 1 == self.shape.num_layers:
+
+            def last(carried: Any) -> Any:
+                hidden, _, attended = carried
+                return self.logits(block.after_attention(hidden, attended))
+
+            return last
+        following = self.block(layer + 1)
+
+        def between(carried: Any) -> Any:
+            hidden, angles, attended = carried
+            hidden = block.after_attention(hidden, attended)
+            return hidden, angles, *following.before_attention(hidden, angles)
+
+        return between
+
+
+def _weight(
+    generator: torch.Generator, rows: int, columns: int, *, scale: float | None = None
+) -> nn.Parameter:
+    """Return a random matrix that keeps the size of what it is applied to."""
+    values = torch.randn(rows, columns, generator=generator)
+    return nn.Parameter(values * (columns**-0.5 if scale is None else scale), requires_grad=False)
+
+
+def _rotary_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (L, D / 2) of the rotary embedding.
+
+    Source: Su et al., "RoFormer", 2021, section 3.2.
+    """
+    frequencies = 10_000.0 ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+    angles = torch.outer(torch.arange(shape.cache_len).float(), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs of features (first half, second half) by a position's angles."""
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,376 @@
+"""Run a step trace through the decoder twice, eager and dispatched, and compare each step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache
+from dispatchkit.demo.report import Batch1, Comparison, DemoReport, Difference, KindTimes
+from dispatchkit.demo.traffic import PlannedStep, Traffic, plan_traffic
+from dispatchkit.errors import BackendUnavailableError, ConfigError, UnknownNameError
+from dispatchkit.execute import GraphRunner, StaticInput
+from dispatchkit.keys import DispatchConfig
+from dispatchkit.observe.trace import StepTrace, read_trace
+
+if TYPE_CHECKING:
+    from dispatchkit.plugins import PluginSet
+
+#: Sums are taken in another order at another batch size; float32 keeps about seven digits, and
+#: a result is a few hundred sums deep. Measured differences are below a tenth of this.
+ATOL, RTOL = 1e-3, 1e-3
+MAX_SLOTS = 512
+DEFAULT_STEPS = 300
+DEVICES = ("auto", "tape", "cpu", "cuda")
+
+#: Small enough for a minute on two cores; on a GPU large enough that launches matter.
+TAPE_SHAPE = DecoderShape()
+CUDA_SHAPE = DecoderShape(num_layers=8, num_heads=8, head_dim=32)
+
+Progress = Callable[[str, int, int], None]
+
+
+@attrs.frozen(kw_only=True)
+class DemoOptions:
+    """What may be chosen.
+
+    Attributes:
+        policy: Name of the policy.
+        trace: A step trace; None for the excerpt that comes with the package.
+        steps: Most steps to run, from the start of the trace.
+        device: ``tape`` or ``cpu`` for the stand-in on a CPU, ``cuda`` or ``cuda:N`` for a
+            GPU, ``auto`` for a GPU where torch finds one, else the tape.
+        shape: Sizes of the decoder; None for those that suit the device. Its number of
+            slots is set from the trace.
+    """
+
+    policy: str = "vllm"
+    trace: Path | None = None
+    steps: int = attrs.field(default=DEFAULT_STEPS)
+    device: str = "auto"
+    shape: DecoderShape | None = None
+
+    @steps.validator
+    def _check_steps(self, attribute: attrs.Attribute[int], value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError("steps", value, "a whole number of at least 1")
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the torch device that a name stands for.
+
+    Raises:
+        UnknownNameError: It is none of the names.
+        BackendUnavailableError: There is no such device here.
+    """
+    kind, _, index = name.partition(":")
+    if kind not in DEVICES or (index and not (kind == "cuda" and index.isdecimal())):
+        raise UnknownNameError("device", name, DEVICES, "A GPU may have a number: cuda:1.")
+    if kind == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if kind in ("tape", "cpu"):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = f"it finds no device or driver (CUDA {built})" if built else "it has no CUDA in it"
+        raise BackendUnavailableError(
+            f"Device {name!r} was asked for, and torch {torch.__version__} cannot use one: {why}. "
+            "Use --device tape, or see `dispatchkit doctor`."
+        )
+    count = torch.cuda.device_count()
+    if int(index or 0) >= count:
+        allowed = ", ".join(f"cuda:{number}" for number in range(count))
+        raise BackendUnavailableError(
+            f"Device {name!r} does not exist; torch finds {count}: {allowed}. Name one of these."
+        )
+    return torch.device("cuda", int(index or 0))
+
+
+def run_demo(
+    options: DemoOptions,
+    *,
+    plugins: PluginSet | None = None,
+    progress: Progress | None = None,
+) -> DemoReport:
+    """Replay a trace eagerly and dispatched, each from its own copy of the state.
+
+    Args:
+        options: Trace, policy, device.
+        plugins: Where the policy is looked up; loaded if not given.
+        progress: Called with what is being done, how much is done and of how much.
+
+    Returns:
+        The report; nothing is raised for a wrong result, ``report.comparison`` tells.
+
+    Raises:
+        TraceError: The trace cannot be read.
+        UnknownNameError: The policy or the device is unknown.
+        BackendUnavailableError: The device is not there.
+    """
+    start = time.perf_counter()
+    device = resolve_device(options.device)
+    trace_name, rows = _read(options.trace, options.steps)
+    shape = options.shape or (CUDA_SHAPE if device.type == "cuda" else TAPE_SHAPE)
+    num_slots = max(1, min(MAX_SLOTS, max(rows.column("num_reqs"))))
+    shape = attrs.evolve(shape, num_slots=num_slots)
+    traffic = plan_traffic(rows, num_slots=num_slots, cache_len=shape.cache_len, vocab=shape.vocab)
+    tell = progress or (lambda doing, done, total: None)
+    with _one_thread(device), torch.no_grad():
+        return _run(options, device, trace_name, shape, traffic, plugins, tell, start)
+
+
+def _run(
+    options: DemoOptions,
+    device: torch.device,
+    trace_name: str,
+    shape: DecoderShape,
+    traffic: Traffic,
+    plugins: PluginSet | None,
+    tell: Progress,
+    start: float,
+) -> DemoReport:
+    decoder = Decoder(shape, device=device)
+    eager_cache, cache = KVCache(shape, device), KVCache(shape, device)
+    runner = make_runner(decoder, cache, traffic, options.policy, device, plugins)
+    tell("capturing", 0, 1)
+    captured = runner.capture()
+    tell("capturing", 1, 1)
+    pair = _Pair(decoder, eager_cache, runner, device)
+    pair.warm_up(max(step.num_tokens for step in traffic.steps))
+    before = runner.stats()
+    for index, step in enumerate(traffic.steps):
+        tell("replaying", index, len(traffic.steps))
+        pair.run_both(index, step)
+    tell("replaying", len(traffic.steps), len(traffic.steps))
+    after = runner.stats()
+    comparison = pair.compare_caches(cache)
+    return DemoReport(
+        policy=options.policy,
+        policy_origin=runner.dispatcher.policy_origin,
+        backend=runner.backend.name,
+        device=runner.backend.device_info(),
+        trace=trace_name,
+        model={
+            **attrs.asdict(shape),
+            "num_bytes_weights": sum(weight.nbytes for weight in decoder.parameters()),
+            "num_bytes_cache": cache.num_bytes,
+        },
+        traffic=traffic,
+        times=pair.times(),
+        eager_reasons=_eager_reasons(before, after),
+        num_tokens=traffic.num_tokens,
+        padding=sum(row.padding for row in pair.times()),
+        capture={
+            "num_graphs": captured.num_graphs,
+            "seconds": captured.seconds,
+            "num_bytes": captured.num_bytes,
+            "failed": {str(key): str(reason) for key, reason in captured.failed.items()},
+        },
+        comparison=comparison,
+        batch1=pair.batch1(),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def make_runner(
+    decoder: Decoder,
+    cache: KVCache,
+    traffic: Traffic,
+    policy: str,
+    device: torch.device,
+    plugins: PluginSet | None = None,
+) -> GraphRunner:
+    """Return a runner for the decoder's pieces, sized for the traffic.
+
+    Padding rows are tokens of nobody: they write to the sink slot.
+    """
+    config = DispatchConfig(
+        max_num_tokens=max(step.num_tokens for step in traffic.steps),
+        max_num_seqs=decoder.shape.num_slots,
+        query_lens=traffic.query_len,
+    )
+    return GraphRunner(
+        decoder.pieces(cache),
+        inputs={
+            "tokens": StaticInput((None,), "int64", fill=0),
+            "positions": StaticInput((None,), "int64", fill=0),
+            "slots": StaticInput((None,), "int64", fill=decoder.shape.sink_slot),
+        },
+        config=config,
+        policy=policy,
+        backend="cuda" if device.type == "cuda" else "tape",
+        device=str(device),
+        outputs="view",  # every result is read before the next step
+        state=cache.tensors,
+        plugins=plugins,
+    )
+
+
+class _Pair:
+    """The two runs, side by side: same weights, each its own cache."""
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, runner: GraphRunner, device: torch.device
+    ) -> None:
+        self.decoder, self.cache, self.runner, self.device = decoder, cache, runner, device
+        self._synchronize = runner.backend.synchronize
+        self._different: list[Difference] = []
+        self._worst = 0.0
+        self._num_compared = 0
+        self._samples: dict[tuple[str, str], list[tuple[PlannedStep, int, float, float]]] = (
+            defaultdict(list)
+        )
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Run both once on padding rows, at the smallest and the largest size."""
+        shape = self.decoder.shape
+        for size in {1, num_tokens}:
+            zeros = torch.zeros(size, dtype=torch.int64, device=self.device)
+            sink = torch.full_like(zeros, shape.sink_slot)
+            self.decoder(zeros, zeros, sink, self.cache)
+            self.runner(tokens=zeros, positions=zeros, slots=sink)
+        self._synchronize()
+
+    def run_both(self, index: int, step: PlannedStep) -> None:
+        """Run one step eagerly and dispatched, time both and compare all rows."""
+        tokens, positions, slots = (
+            torch.tensor(values, dtype=torch.int64, device=self.device)
+            for values in (step.tokens, step.positions, step.slots)
+        )
+        self._synchronize()
+        start = time.perf_counter()
+        expected = self.decoder(tokens, positions, slots, self.cache)
+        self._synchronize()
+        middle = time.perf_counter()
+        actual = self.runner(
+            tokens=tokens,
+            positions=positions,
+            slots=slots,
+            num_reqs=step.num_reqs,
+            uniform=step.uniform and step.query_len == self.runner.config.query_len,
+        )
+        self._synchronize()
+        end = time.perf_counter()
+        mode, padded = _last_step(self.runner)
+        kind = "decode" if step.uniform else "mixed"
+        sample = (step, padded - step.num_tokens, (middle - start) * 1e3, (end - middle) * 1e3)
+        self._samples[kind, mode].append(sample)
+        equal, worst = _compare(actual, expected)
+        self._num_compared += 1
+        self._worst = _larger(self._worst, worst)
+        if not equal:
+            self._different.append(
+                Difference(step=index, mode=mode, num_tokens=step.num_tokens, worst=worst)
+            )
+
+    def compare_caches(self, cache: KVCache) -> Comparison:
+        """Compare what the two runs left in their caches, without the rows of padding."""
+        equal, worst = True, 0.0
+        for mine, theirs in zip(self.cache.real_rows(), cache.real_rows(), strict=True):
+            same, difference = _compare(theirs, mine)
+            equal, worst = equal and same, _larger(worst, difference)
+        return Comparison(
+            atol=ATOL,
+            rtol=RTOL,
+            steps=self._num_compared,
+            different=tuple(self._different),
+            worst=self._worst,
+            caches_differ=not equal,
+            worst_cache=worst,
+        )
+
+    def times(self) -> tuple[KindTimes, ...]:
+        """Return medians per kind of step and runtime mode, most steps first."""
+        rows = [
+            KindTimes(
+                kind=kind,
+                mode=mode,
+                steps=len(samples),
+                num_tokens=sum(step.num_tokens for step, *_ in samples),
+                padding=sum(padding for _, padding, *_ in samples),
+                eager_ms=statistics.median(sample[2] for sample in samples),
+                dispatched_ms=statistics.median(sample[3] for sample in samples),
+            )
+            for (kind, mode), samples in self._samples.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.steps))
+
+    def batch1(self, *, rounds: int = 5) -> Batch1:
+        """Let one request decode alone in slot 0; the caches are of no use afterwards."""
+        calls = min(self.decoder.shape.cache_len, 100 if self.device.type == "cuda" else 20)
+        one = torch.tensor([1], dtype=torch.int64, device=self.device)
+        slot = torch.zeros_like(one)
+        places = [torch.full_like(one, position) for position in range(calls)]
+
+        def eager(position: torch.Tensor) -> Any:
+            return self.decoder(one, position, slot, self.cache)
+
+        uniform = self.runner.config.query_len == 1
+
+        def dispatched(position: torch.Tensor) -> Any:
+            return self.runner(
+                tokens=one, positions=position, slots=slot, num_reqs=1, uniform=uniform
+            )
+
+        eager_us, dispatched_us = (
+            statistics.median(self._mean_us(run, places) for _ in range(rounds))
+            for run in (eager, dispatched)
+        )
+        return Batch1(
+            eager_us=eager_us,
+            dispatched_us=dispatched_us,
+            mode=_last_step(self.runner)[0],
+            ratio=eager_us / dispatched_us,
+        )
+
+    def _mean_us(self, run: Callable[[torch.Tensor], Any], places: Sequence[torch.Tensor]) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        for position in places:
+            run(position)
+        self._synchronize()
+        return (time.perf_counter() - start) / len(places) * 1e6
+
+
+def _compare(actual: torch.Tensor, expected: torch.Tensor) -> tuple[bool, float]:
+    """Return whether two results agree within the tolerance, and their largest difference."""
+    if actual.shape != expected.shape:
+        return False, float("nan")
+    if expected.numel() == 0:
+        return True, 0.0
+    worst = float((actual - expected).abs().max())
+    return bool(torch.allclose(actual, expected, rtol=RTOL, atol=ATOL)), worst
+
+
+def _larger(one: float, other: float) -> float:
+    """Return the larger; what is not a number counts as the largest."""
+    return other if other != other or other > one else one
+
+
+def _read(path: Path | None, steps: int) -> tuple[str, StepTrace]:
+    """Return the name and the first steps of a trace."""
+    if path is not None:
+        return str(path), read_trace(path)[:steps]
+    with as_file(files("dispatchkit.demo") / "data" / "azure_conv_high.csv") as excerpt:
+        return "azure_conv_high (excerpt, CC-BY-4.0)", read_trace(excerpt)[:steps]
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """Run torch on one CPU thread, where the CPU computes, and put it back afterwards."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,174 @@
+"""What a run of the demo found: plain records, no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from dispatchkit.demo.traffic import Traffic
+
+
+@attrs.frozen(kw_only=True)
+class KindTimes:
+    """Steps of one kind and what one of them took.
+
+    Attributes:
+        kind: ``decode`` or ``mixed``, as the trace has it.
+        mode: Runtime mode they ran in.
+        steps: How many.
+        num_tokens: Real tokens of all of them.
+        padding: Tokens computed for nothing.
+        eager_ms: Median milliseconds of an eager step.
+        dispatched_ms: Median milliseconds of a dispatched one.
+    """
+
+    kind: str
+    mode: str
+    steps: int
+    num_tokens: int
+    padding: int
+    eager_ms: float
+    dispatched_ms: float
+
+
+@attrs.frozen(kw_only=True)
+class Difference:
+    """A step whose results are not those of eager.
+
+    Attributes:
+        step: Number of the step, from 0.
+        mode: Runtime mode it ran in.
+        num_tokens: Its tokens.
+        worst: Largest absolute difference; NaN where a result is not a number.
+    """
+
+    step: int
+    mode: str
+    num_tokens: int
+    worst: float
+
+
+@attrs.frozen(kw_only=True)
+class Comparison:
+    """Eager against dispatched, row by row.
+
+    Attributes:
+        atol: Absolute tolerance.
+        rtol: Relative tolerance.
+        steps: Steps compared.
+        different: Steps that differed beyond the tolerance.
+        worst: Largest absolute difference of any step.
+        caches_differ: The final caches differ beyond the tolerance.
+        worst_cache: Largest absolute difference of the final caches.
+    """
+
+    atol: float
+    rtol: float
+    steps: int
+    different: tuple[Difference, ...]
+    worst: float
+    caches_differ: bool
+    worst_cache: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differed."""
+        return not self.different and not self.caches_differ
+
+
+@attrs.frozen(kw_only=True)
+class Batch1:
+    """One request decoding alone: the step where launching costs most.
+
+    Attributes:
+        eager_us: Microseconds of an eager step (median of means, device idle at both ends).
+        dispatched_us: Of a dispatched step.
+        mode: Runtime mode it ran in.
+        ratio: Eager over dispatched.
+    """
+
+    eager_us: float
+    dispatched_us: float
+    mode: str
+    ratio: float
+
+
+@attrs.frozen(kw_only=True)
+class DemoReport:
+    """All that ``dispatchkit demo`` prints.
+
+    Attributes:
+        policy: Name of the policy.
+        policy_origin: Distribution and version it comes from.
+        backend: Name of the backend.
+        device: Facts of the device.
+        trace: Name of the trace.
+        model: Sizes of the decoder and its cache.
+        traffic: Steps, requests and what was cut.
+        times: Per kind of step and runtime mode.
+        eager_reasons: Eager steps by reason.
+        num_tokens: Real tokens of all steps.
+        padding: Tokens computed for nothing.
+        capture: Graphs, seconds, bytes, and what failed.
+        comparison: Whether replay computed what eager computes.
+        batch1: One request alone.
+        seconds: The whole run.
+    """
+
+    policy: str
+    policy_origin: str
+    backend: str
+    device: dict[str, str]
+    trace: str
+    model: dict[str, int]
+    traffic: Traffic
+    times: tuple[KindTimes, ...]
+    eager_reasons: dict[str, int]
+    num_tokens: int
+    padding: int
+    capture: dict[str, Any]
+    comparison: Comparison
+    batch1: Batch1
+    seconds: float
+
+    @property
+    def is_tape(self) -> bool:
+        """Whether it ran on the stand-in for a device."""
+        return self.backend == "tape"
+
+    def meaning(self) -> list[str]:
+        """Return what the numbers mean on this device, a few sentences."""
+        equal = (
+            "Every dispatched step computed what eager computes, padding or not."
+            if self.comparison.is_equal
+            else "Some dispatched steps did NOT compute what eager computes: do not trust them."
+        )
+        if self.is_tape:
+            tape = (
+                "The tape has the semantics of CUDA graphs on a CPU, not their speed: it runs "
+                "the same operations one by one, and padding costs in full. Its times are no "
+                "speed-up and say nothing of a GPU."
+            )
+            return [equal, tape, "Run it with --device cuda for times that mean something."]
+        launches = (
+            "A replay launches a whole step at once, where eager launches every kernel from "
+            f"Python: with one request alone it takes 1/{self.batch1.ratio:.1f} of the time."
+        )
+        limits = (
+            "The more tokens a step has, the more the kernels themselves take, and the less "
+            "there is to save; PIECEWISE steps still launch attention from Python, and padding "
+            "is computed for nothing."
+        )
+        return [equal, launches, limits]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, ready for JSON."""
+        traffic = attrs.asdict(self.traffic, filter=lambda field, _: field.name != "steps")
+        made = attrs.asdict(self, filter=lambda field, _: field.name != "traffic")
+        return {
+            "ok": self.comparison.is_equal,
+            **made,
+            "traffic": {"num_steps": len(self.traffic.steps), **traffic},
+            "meaning": self.meaning(),
+        }

@@ -1,0 +1,214 @@
+"""From a step trace to requests: who is in each step, with which tokens, at which positions.
+
+A step trace says how many tokens and requests each step had, not whose they were. The demo
+needs requests that come and go, so this invents them, always in the same way:
+
+- each request of a step gets one token; the rest goes to as few requests as possible, each
+  at most ``max_query_len`` in all. Those are prompts, and a prompt belongs to a new request;
+- when a step needs a place, or has fewer requests than the one before, the oldest leave;
+- a request whose cache is full leaves, and a new one takes its place.
+
+Positions, slots and token ids follow from that. What does not fit is cut, and counted:
+prompts longer than the cache allows, requests beyond the slots, tokens beyond the largest
+step. Steps without tokens are left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+
+import attrs
+
+from dispatchkit.errors import TraceError
+from dispatchkit.observe.trace import StepTrace
+
+
+@attrs.frozen
+class PlannedStep:
+    """One step, token by token.
+
+    Attributes:
+        num_reqs: Requests in the step.
+        uniform: Every request has ``query_len`` tokens.
+        query_len: Tokens per request where uniform, else 0.
+        tokens: Token ids.
+        positions: Position of each token in its request, from 0.
+        slots: Cache slot of each token's request.
+        cut_tokens: Tokens that the trace had and this step has not.
+    """
+
+    num_reqs: int
+    uniform: bool
+    query_len: int
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+    slots: tuple[int, ...]
+    cut_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return len(self.tokens)
+
+
+@attrs.frozen
+class Traffic:
+    """All steps, and what had to be cut.
+
+    Attributes:
+        steps: In order.
+        num_requests: Different requests over all steps.
+        max_prompt: Longest prompt kept, in tokens.
+        num_tokens: Tokens of all steps, after cutting.
+        cut_tokens: Tokens cut.
+        cut_steps: Steps that lost any.
+        cut_requests: Places in steps that lost a request, for want of slots.
+    """
+
+    steps: tuple[PlannedStep, ...]
+    num_requests: int
+    max_prompt: int
+    num_tokens: int
+    cut_tokens: int
+    cut_steps: int
+    cut_requests: int
+
+    @property
+    def query_len(self) -> int:
+        """Tokens per request of uniform steps, as most of them have it; 1 without any."""
+        lengths = [step.query_len for step in self.steps if step.uniform]
+        return max(set(lengths), key=lengths.count, default=1)
+
+
+@attrs.define
+class _Request:
+    number: int
+    slot: int
+    length: int = 0
+
+
+class _Requests:
+    """The requests of the moment: places in the cache, oldest first."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.active: OrderedDict[int, _Request] = OrderedDict()
+        self.num_started = 0
+        self._free = list(range(num_slots))
+
+    def leave(self, request: _Request) -> None:
+        del self.active[request.number]
+        heapq.heappush(self._free, request.slot)
+
+    def start(self) -> _Request:
+        request = _Request(self.num_started, heapq.heappop(self._free))
+        self.num_started += 1
+        self.active[request.number] = request
+        return request
+
+
+def plan_traffic(
+    trace: StepTrace,
+    *,
+    num_slots: int,
+    cache_len: int,
+    vocab: int,
+    max_step_tokens: int = 4096,
+) -> Traffic:
+    """Return steps with requests that come and go as a trace's counts ask for.
+
+    Args:
+        trace: Steps; it needs ``num_reqs``, ``max_query_len`` and ``uniform_decode``.
+        num_slots: Requests at once.
+        cache_len: Tokens that one request's cache holds. A prompt may fill 7/8 of it, so
+            that there is room to decode.
+        vocab: Number of token ids.
+        max_step_tokens: Most tokens of a step.
+
+    Raises:
+        TraceError: A column is missing, or no step has a token.
+    """
+    max_prompt = max(1, cache_len * 7 // 8)
+    requests = _Requests(num_slots)
+    steps: list[PlannedStep] = []
+    cut_requests = 0
+    for num_tokens, trace_reqs, max_query_len, uniform_decode in zip(
+        *(
+            trace.column(name)
+            for name in ("num_tokens", "num_reqs", "max_query_len", "uniform_decode")
+        ),
+        strict=True,
+    ):
+        if num_tokens == 0:
+            continue
+        uniform = bool(uniform_decode) and max_query_len <= max_prompt
+        query_len = max_query_len if uniform else 1
+        num_reqs = min(trace_reqs, num_slots, max_step_tokens // query_len)
+        cut_requests += trace_reqs - num_reqs
+        rest = 0 if uniform else min(num_tokens - trace_reqs, max_step_tokens - num_reqs)
+        prompts = _prompt_lengths(rest, max_query_len, num_reqs, max_prompt)
+        members = _members(requests, num_reqs, len(prompts), query_len, cache_len)
+        counts = [query_len] * (num_reqs - len(prompts)) + prompts
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for request, count in zip(members, counts, strict=True):
+            span = range(request.length, request.length + count)
+            # Any rule will do that differs between requests and positions.
+            tokens += [(request.number * 7919 + position * 104_729) % vocab for position in span]
+            positions += span
+            slots += [request.slot] * count
+            request.length += count
+        if tokens:
+            steps.append(
+                PlannedStep(
+                    num_reqs,
+                    uniform,
+                    query_len if uniform else 0,
+                    tuple(tokens),
+                    tuple(positions),
+                    tuple(slots),
+                    num_tokens - len(tokens),
+                )
+            )
+    if not steps:
+        raise TraceError(trace.source, None, "has no step with tokens and requests to run.")
+    return Traffic(
+        tuple(steps),
+        requests.num_started,
+        max_prompt,
+        sum(step.num_tokens for step in steps),
+        sum(step.cut_tokens for step in steps),
+        sum(step.cut_tokens > 0 for step in steps),
+        cut_requests,
+    )
+
+
+def _prompt_lengths(rest: int, max_query_len: int, num_reqs: int, max_prompt: int) -> list[int]:
+    """Return how many tokens each prompt of a step has: as few prompts as possible.
+
+    Args:
+        rest: Tokens of the step beyond one for each request.
+        max_query_len: Most tokens of one request, in the trace.
+        num_reqs: Requests of the step.
+        max_prompt: Tokens that are kept of a prompt.
+    """
+    lengths: list[int] = []
+    while rest > 0 and max_query_len > 1 and len(lengths) < num_reqs:
+        more = min(rest, max_query_len - 1)
+        lengths.append(min(1 + more, max_prompt))
+        rest -= more
+    return lengths
+
+
+def _members(
+    requests: _Requests, num_reqs: int, num_prompts: int, query_len: int, cache_len: int
+) -> list[_Request]:
+    """Return a step's requests: those that go on, then as many new ones as it needs."""
+    for request in list(requests.active.values()):
+        if request.length + query_len > cache_len:
+            requests.leave(request)
+    while len(requests.active) > num_reqs - num_prompts:
+        requests.leave(next(iter(requests.active.values())))
+    members = list(requests.active.values())
+    return members + [requests.start() for _ in range(num_reqs - len(members))]
