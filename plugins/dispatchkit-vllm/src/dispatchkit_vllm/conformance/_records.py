@@ -1,0 +1,150 @@
+"""Records of golden vectors: which fields each kind has, and what comparing one found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+
+_MODE_ENUM = "mode-enum"
+
+
+class FormatError(ValueError):
+    """A record is not in the format: a field is unknown, missing or of the wrong form."""
+
+
+@attrs.frozen
+class Mismatch:
+    """One comparison that failed.
+
+    Attributes:
+        where: What was compared, as a path inside the record.
+        expected: What the record says.
+        got: What the facade answered.
+    """
+
+    where: str
+    expected: Any
+    got: Any
+
+
+@attrs.define
+class Findings:
+    """What comparing one record found.
+
+    Attributes:
+        num_compared: Comparisons made.
+        mismatches: Those that failed.
+    """
+
+    num_compared: int = 0
+    mismatches: list[Mismatch] = attrs.Factory(list)
+
+    def compare(self, where: str, expected: Any, got: Any) -> None:
+        """Compare one value; numbers and truth values are alike, as in the records."""
+        self.num_compared += 1
+        if expected != got:
+            self.mismatches.append(Mismatch(where, expected, got))
+
+    def compare_error(self, where: str, expected: str | None, error: Exception | None) -> None:
+        """Compare an exception with the class name recorded, None for neither."""
+        self.num_compared += 1
+        if expected is None and error is None:
+            return
+        if error is None or expected not in error_names(error):
+            self.mismatches.append(Mismatch(where, expected, error and describe(error)))
+
+
+def error_names(error: BaseException) -> set[str]:
+    """Return the names of the classes that an exception is an instance of."""
+    return {each.__name__ for each in type(error).__mro__} - {"object", "BaseException"}
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception's class and message."""
+    return f"{type(error).__name__}: {error}"
+
+
+def attempt(expected: Any, call: Callable[[], Any]) -> Any:
+    """Return what a call gives, or the recorded ``"!Name"`` if it raises what that names."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - any exception is a result to compare
+        if isinstance(expected, str) and expected[:1] == "!" and expected[1:] in error_names(error):
+            return expected
+        return f"!{describe(error)}"
+
+
+@attrs.frozen
+class Fields:
+    """The fields that an object of a kind has.
+
+    Attributes:
+        required: Must be there.
+        optional: May be there.
+    """
+
+    required: frozenset[str]
+    optional: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, required: str, optional: str = "") -> Fields:
+        """Make them from names separated by spaces."""
+        return cls(frozenset(required.split()), frozenset(optional.split()))
+
+    def check(self, where: str, given: Any) -> Mapping[str, Any]:
+        """Return the object if it has just these fields.
+
+        Raises:
+            FormatError: It is no object, or a field is unknown or missing.
+        """
+        if not isinstance(given, Mapping):
+            raise FormatError(f"{where} must be an object, got {given!r}.")
+        unknown = sorted(given.keys() - self.required - self.optional)
+        missing = sorted(self.required - given.keys())
+        if unknown:
+            known = ", ".join(sorted(self.required | self.optional))
+            raise FormatError(f"{where} has unknown fields {unknown}; known: {known}.")
+        if missing:
+            raise FormatError(f"{where} lacks the fields {missing}.")
+        return given
+
+
+def kind_of(record: Mapping[str, Any]) -> str:
+    """Return the kind of a record: the part of its id before the first slash.
+
+    Raises:
+        FormatError: It has no id and is not a row of the mode table.
+    """
+    identity = record.get("id")
+    if identity is None and "decode_mode" in record:
+        return _MODE_ENUM
+    if not isinstance(identity, str) or "/" not in identity:
+        raise FormatError(f"A record's id must be text like 'kind/000', got {identity!r}.")
+    return identity.split("/")[0]
+
+
+def parse(line: str) -> Mapping[str, Any]:
+    """Return the record of one line.
+
+    Raises:
+        FormatError: It is not one JSON object, or names a field twice.
+    """
+    try:
+        record = json.loads(line, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise FormatError(f"not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise FormatError(f"a line must hold one JSON object, got {record!r}.")
+    return record
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise FormatError(f"the field {name!r} is there twice.")
+        found[name] = value
+    return found

@@ -1,0 +1,110 @@
+"""Reading a vLLM configuration, or anything with the attributes used.
+
+Attributes moved between releases; each function knows the places one fact was kept in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dispatchkit.keys import CUDAGraphMode
+
+
+def mode_of(vllm_config: Any) -> CUDAGraphMode:
+    """The configured mode; NONE where the configuration does not say."""
+    mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
+    return CUDAGraphMode.NONE if mode is None else CUDAGraphMode.parse(mode)
+
+
+def capture_sizes(vllm_config: Any) -> list[int]:
+    """Capture sizes in the order in which the configuration holds them."""
+    return list(getattr(vllm_config.compilation_config, "cudagraph_capture_sizes", None) or ())
+
+
+def max_capture_size(vllm_config: Any) -> int | None:
+    """The largest capture size as the configuration states it now."""
+    compilation = vllm_config.compilation_config
+    for name in ("max_cudagraph_capture_size", "max_capture_size"):
+        if hasattr(compilation, name):
+            size: int | None = getattr(compilation, name)
+            return size
+    return max(capture_sizes(vllm_config), default=0)
+
+
+def max_num_seqs(vllm_config: Any) -> int:
+    """Most requests of a batch."""
+    return int(vllm_config.scheduler_config.max_num_seqs)
+
+
+def query_len(vllm_config: Any) -> int:
+    """Tokens per request of a uniform decode batch: one, and the speculative ones."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None:
+        return 1 + int(getattr(vllm_config, "num_speculative_tokens", 0) or 0)
+    return 1 + int(speculative.num_speculative_tokens)
+
+
+def has_lora(vllm_config: Any) -> bool:
+    """Whether adapters are configured."""
+    return getattr(vllm_config, "lora_config", None) is not None
+
+
+def max_loras(vllm_config: Any) -> int:
+    """Most adapters loaded at once; 0 without adapters."""
+    return int(getattr(vllm_config.lora_config, "max_loras", 1)) if has_lora(vllm_config) else 0
+
+
+def specializes_lora(vllm_config: Any) -> bool:
+    """Whether graphs without adapters are captured too."""
+    return bool(getattr(vllm_config.compilation_config, "cudagraph_specialize_lora", True))
+
+
+def specializes_active_lora(vllm_config: Any) -> bool:
+    """Whether several counts of active adapters have graphs."""
+    lora = getattr(vllm_config, "lora_config", None)
+    return bool(getattr(lora, "specialize_active_lora", False))
+
+
+def tensor_parallel_size(vllm_config: Any) -> int:
+    """Ranks that share one layer."""
+    parallel = getattr(vllm_config, "parallel_config", None)
+    return int(getattr(parallel, "tensor_parallel_size", 1))
+
+
+def sequence_parallel(vllm_config: Any) -> bool:
+    """Whether sequence parallelism is on."""
+    passes = getattr(vllm_config.compilation_config, "pass_config", None)
+    return any(
+        bool(getattr(passes, name, False)) for name in ("enable_sp", "enable_sequence_parallelism")
+    )
+
+
+def splits_at_attention(vllm_config: Any) -> bool:
+    """Whether attention is compiled piecewise, or graphs can be broken there."""
+    compilation = vllm_config.compilation_config
+    whole = getattr(compilation, "is_attention_compiled_piecewise", None)
+    if whole is not None:
+        return bool(whole()) or bool(getattr(compilation, "use_breakable_cudagraph", False))
+    contains = getattr(compilation, "splitting_ops_contain_attention", None)
+    return contains is None or bool(contains())
+
+
+def require_splittable(vllm_config: Any) -> None:
+    """Refuse a piecewise mode for a model that is compiled whole.
+
+    Raises:
+        AssertionError: As vLLM's dispatchers do.
+    """
+    mode = mode_of(vllm_config)
+    if mode.requires_piecewise_compilation() and not splits_at_attention(vllm_config):
+        raise AssertionError(
+            f"cudagraph_mode {mode} needs a model that is compiled in pieces at attention, and "
+            f"this one is not. Split it there, or use {mode.without_piecewise()}."
+        )
+
+
+def table_of(vllm_config: Any, name: str) -> Sequence[int] | None:
+    """A padding table that the configuration holds, if it does."""
+    table: Sequence[int] | None = getattr(vllm_config.compilation_config, name, None)
+    return table or None

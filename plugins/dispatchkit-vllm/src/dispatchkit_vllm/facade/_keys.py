@@ -1,0 +1,102 @@
+"""Live sets of vLLM's descriptors over the keys of a registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableSet
+from typing import Any
+
+from dispatchkit import GraphKey, GraphRegistry, KeyState, RuntimeMode
+from dispatchkit.errors import DispatchkitError
+
+#: Marks a key whose adapter flag and count contradict each other. vLLM accepts such
+#: descriptors; no batch of the native interface looks for them.
+CONTRADICTS = (1,)
+
+
+class KeySet(MutableSet[Any]):
+    """The descriptors of one mode: reads and changes the registry, equals a set.
+
+    Args:
+        registry: Where the keys are.
+        mode: Runtime mode of these keys.
+        to_key: Turns a descriptor into a key; raises for what cannot be one.
+        to_descriptor: The way back.
+    """
+
+    def __init__(
+        self,
+        registry: GraphRegistry,
+        mode: RuntimeMode,
+        to_key: Callable[[RuntimeMode, Any], GraphKey],
+        to_descriptor: Callable[[GraphKey], Any],
+    ) -> None:
+        self._registry = registry
+        self._mode = mode
+        self._to_key = to_key
+        self._to_descriptor = to_descriptor
+
+    def __contains__(self, descriptor: object) -> bool:
+        try:
+            return self._to_key(self._mode, descriptor) in self._registry
+        except (DispatchkitError, AttributeError):
+            return False  # what cannot be a key is not in the set
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._to_descriptor(key) for key in self._registry if key.mode is self._mode)
+
+    def __len__(self) -> int:
+        return sum(key.mode is self._mode for key in self._registry)
+
+    def add(self, value: Any) -> None:
+        """Declare the key of a descriptor."""
+        self._registry.declare([self._to_key(self._mode, value)])
+
+    def discard(self, value: Any) -> None:
+        """Forget the key of a descriptor, with its graph."""
+        if value in self:
+            self._registry.forget(self._to_key(self._mode, value))
+
+    def clear(self) -> None:
+        """Forget all keys of this mode."""
+        for key in self._registry:
+            if key.mode is self._mode:
+                self._registry.forget(key)
+
+    def copy(self) -> set[Any]:
+        """Return the descriptors as a plain set."""
+        return set(self)
+
+    def update(self, *others: Iterable[Any]) -> None:
+        """Declare the keys of several descriptors."""
+        for other in others:
+            for value in other:
+                self.add(value)
+
+    @classmethod
+    def _from_iterable(cls, it: Iterable[Any]) -> Any:
+        return set(it)  # the result of `|`, `&`, `-` is a set of its own
+
+    def __repr__(self) -> str:
+        return repr(set(self))
+
+
+class KeySets(dict[Any, MutableSet[Any]]):
+    """The sets by mode; assigning to a mode replaces what its live set holds."""
+
+    def __setitem__(self, mode: Any, descriptors: Iterable[Any]) -> None:
+        live = self[mode]
+        if descriptors is not live:
+            replacement = list(descriptors)
+            live.clear()
+            for descriptor in replacement:
+                live.add(descriptor)
+
+
+def is_ready(registry: GraphRegistry, key: GraphKey) -> bool:
+    """Return whether a key may be dispatched: known, enabled, not failed nor evicted."""
+    entry = registry.get(key)
+    return (
+        entry is not None
+        and entry.state in (KeyState.DECLARED, KeyState.CAPTURED)
+        and registry.is_enabled(key)
+    )

@@ -1,0 +1,162 @@
+"""The 0.11 line's way: a ready, padded descriptor is looked up."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from dispatchkit import BatchDescriptor as NativeDescriptor
+from dispatchkit import CUDAGraphMode, GraphKey, GraphRegistry, RuntimeMode
+from dispatchkit.errors import DispatchkitError
+
+from dispatchkit_vllm.dialects import Dialect
+from dispatchkit_vllm.facade import _config
+from dispatchkit_vllm.facade._keys import KeySet, KeySets, is_ready
+from dispatchkit_vllm.ladder import Ladder
+
+_MAX_MEMO = 65_536
+
+
+class FacadeBase:
+    """What the dispatchers of all generations share: keys over a registry.
+
+    Attributes:
+        registry: The keys and their graphs.
+        cudagraph_keys: The same keys as live sets of descriptors, by mode.
+        keys_initialized: Whether keys were initialised; vLLM also sets it by hand.
+        cudagraph_mode: The mode in force.
+    """
+
+    dialect: ClassVar[Dialect]
+    # Which classes results are made of; inside vLLM these are its own.
+    mode_type: ClassVar[Any] = CUDAGraphMode
+    descriptor_type: ClassVar[Any]
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+        self.compilation_config = vllm_config.compilation_config
+        _config.require_splittable(vllm_config)
+        self.registry = GraphRegistry()
+        self._modes = {mode: self.mode_type[mode.name] for mode in RuntimeMode}
+        self.cudagraph_keys = KeySets(
+            {
+                self._modes[mode]: KeySet(self.registry, mode, self._key, self._descriptor)
+                for mode in (RuntimeMode.PIECEWISE, RuntimeMode.FULL)
+            }
+        )
+        self.keys_initialized = False
+        self.cudagraph_mode = self._modes[RuntimeMode.NONE]
+
+    def add_cudagraph_key(self, runtime_mode: Any, batch_descriptor: Any) -> None:
+        """Register a key.
+
+        Raises:
+            AssertionError: The mode is neither PIECEWISE nor FULL.
+        """
+        mode = CUDAGraphMode.parse(runtime_mode)
+        if mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+            raise AssertionError(f"A key's mode is PIECEWISE or FULL, got {mode}.")
+        self.cudagraph_keys[self._modes[mode.runtime_mode]].add(batch_descriptor)
+
+    def _key(self, mode: RuntimeMode, descriptor: Any) -> GraphKey:
+        """Return the native key of a descriptor."""
+        raise NotImplementedError
+
+    def _descriptor(self, key: GraphKey) -> Any:
+        """Return the descriptor of a native key."""
+        raise NotImplementedError
+
+    def _declare(self, ladder: Ladder, **options: Any) -> None:
+        """Register a ladder's keys; those before an error stay, as in vLLM."""
+        keys = []
+        try:
+            for key in ladder.keys(**options):
+                keys.append(self._key(key.mode, self._descriptor(key)))
+        finally:
+            self.registry.declare(keys)
+
+    def _mode_is_none(self) -> bool:
+        # By name: not every release's enum is false when it is NONE.
+        return bool(self.cudagraph_mode.name == "NONE")
+
+
+class LookupDispatcher(FacadeBase):
+    """Looks a padded descriptor up, in FULL first, then in PIECEWISE."""
+
+    _knows_lora: ClassVar[bool] = False
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        self.cudagraph_mode = self.mode_type[_config.mode_of(vllm_config).name]
+        self._memo: dict[tuple[Any, bool], tuple[Any, Any]] = {}
+        self._unsubscribe = self.registry.subscribe(lambda event: self._memo.clear())
+
+    def initialize_cudagraph_keys(
+        self, cudagraph_mode: Any, uniform_decode_query_len: int
+    ) -> None:
+        """Register the keys of a mode. Keys of an earlier call stay, as in vLLM.
+
+        Args:
+            cudagraph_mode: The mode resolved from what the attention backend supports.
+            uniform_decode_query_len: Tokens per request of a uniform decode batch.
+        """
+        config = self.vllm_config
+        ladder = Ladder(
+            dialect=self.dialect,
+            mode=CUDAGraphMode.parse(cudagraph_mode),
+            sizes=tuple(_config.capture_sizes(config)),
+            max_num_seqs=_config.max_num_seqs(config),
+            query_lens=(uniform_decode_query_len,),
+            max_loras=int(_config.has_lora(config)),
+            specialize_lora=_config.specializes_lora(config),
+        )
+        # A size that is no multiple of the query length keeps its key: the last request of
+        # that graph is a shorter one.
+        self._declare(ladder, partial="keep")
+        self.keys_initialized = True
+
+    def dispatch(
+        self, batch_descriptor: Any, use_cascade_attn: bool = False
+    ) -> tuple[Any, Any | None]:
+        """Return the runtime mode and the key's descriptor; (NONE, None) without a graph.
+
+        Args:
+            batch_descriptor: The batch, padded by the caller.
+            use_cascade_attn: FULL graphs cannot serve this batch.
+        """
+        if not self.keys_initialized:
+            return self._modes[RuntimeMode.NONE], None
+        asked = (batch_descriptor, use_cascade_attn)
+        answer = self._memo.get(asked)
+        if answer is None:
+            answer = self._look_up(batch_descriptor, use_cascade_attn)
+            if len(self._memo) >= _MAX_MEMO:
+                self._memo.clear()
+            self._memo[asked] = answer
+        return answer
+
+    def _look_up(self, descriptor: Any, use_cascade_attn: bool) -> tuple[Any, Any | None]:
+        relaxed = descriptor.non_uniform
+        chain = [(RuntimeMode.FULL, descriptor), (RuntimeMode.FULL, relaxed)]
+        for mode, each in [*([] if use_cascade_attn else chain), (RuntimeMode.PIECEWISE, relaxed)]:
+            if self._is_ready(mode, each):
+                return self._modes[mode], each
+        return self._modes[RuntimeMode.NONE], None
+
+    def _is_ready(self, mode: RuntimeMode, descriptor: Any) -> bool:
+        try:
+            return is_ready(self.registry, self._key(mode, descriptor))
+        except DispatchkitError:
+            return False  # a batch of no tokens, or a negative number of them, has no key
+
+    def _key(self, mode: RuntimeMode, descriptor: Any) -> GraphKey:
+        native = NativeDescriptor(
+            descriptor.num_tokens,
+            uniform=descriptor.uniform_decode,
+            num_active_loras=int(getattr(descriptor, "has_lora", False)),
+        )
+        return GraphKey(mode, native)
+
+    def _descriptor(self, key: GraphKey) -> Any:
+        native = key.descriptor
+        flags = (native.num_active_loras > 0,) if self._knows_lora else ()
+        return self.descriptor_type(native.num_tokens, native.uniform, *flags)

@@ -1,0 +1,236 @@
+"""From 0.13 on: the dispatcher pads, and asks the core for the decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import attrs
+from dispatchkit import (
+    Batch,
+    CUDAGraphMode,
+    Decision,
+    DispatchConfig,
+    Dispatcher,
+    GraphKey,
+    Policy,
+    RuntimeMode,
+)
+from dispatchkit import BatchDescriptor as NativeDescriptor
+from dispatchkit.errors import NoGraphError
+from dispatchkit.keys import ALLOWED_MODES, padding_table
+
+from dispatchkit_vllm.facade import _config
+from dispatchkit_vllm.facade._keys import CONTRADICTS, is_ready
+from dispatchkit_vllm.facade._lookup import FacadeBase
+from dispatchkit_vllm.ladder import Ladder, PartialRequestError
+from dispatchkit_vllm.policy import VllmPolicy
+
+
+class PaddingDispatcher(FacadeBase):
+    """Pads a batch and has the core decide; quirks of the release come before that.
+
+    Args:
+        vllm_config: vLLM's configuration, or anything with the attributes used.
+        policy: A policy that decides instead of the release's own rule.
+    """
+
+    _counts_loras: ClassVar[bool] = True
+
+    def __init__(self, vllm_config: Any, policy: Policy | None = None) -> None:
+        super().__init__(vllm_config)
+        self.uniform_decode_query_len = _config.query_len(vllm_config)
+        self._policy = policy
+        self._ladder: Ladder | None = None
+        self._core: Dispatcher | None = None
+        self._table: Sequence[int] = ()
+
+    # -- set-up -------------------------------------------------------------------------
+
+    def initialize_cudagraph_keys(
+        self, cudagraph_mode: Any, uniform_decode_query_len: int = 1
+    ) -> None:
+        """Register the keys of a mode. Keys of an earlier call stay, as in vLLM.
+
+        Args:
+            cudagraph_mode: The mode resolved from what the attention backend supports.
+            uniform_decode_query_len: Query length that bounds the sizes of decode keys.
+                Whole requests and their number follow the one of the configuration.
+
+        Raises:
+            AssertionError: A decode size is not made of whole requests. Keys before it
+                stay registered, and the dispatcher uninitialised.
+        """
+        mode = CUDAGraphMode.parse(cudagraph_mode)
+        sizes = self._sizes()
+        if sizes is None or (mode is CUDAGraphMode.NONE and self._ends_early):
+            self._finish(mode)
+            return
+        self._table = self._padding_table(sizes, mode)
+        ladder = self._make_ladder(mode, sizes)
+        try:
+            if self._policy is None:
+                self._declare(ladder, window_query_len=uniform_decode_query_len, partial="raise")
+        except PartialRequestError as error:
+            raise AssertionError(str(error)) from error
+        self._install(ladder)
+        self._finish(mode)
+
+    #: Whether initialising with mode NONE returns before anything is built.
+    _ends_early: ClassVar[bool] = False
+
+    def _sizes(self) -> list[int] | None:
+        return _config.capture_sizes(self.vllm_config)
+
+    def _padding_table(self, sizes: list[int], mode: CUDAGraphMode) -> Sequence[int]:
+        return _config.table_of(self.vllm_config, "bs_to_padded_graph_size") or padding_table(sizes)
+
+    def _max_loras(self) -> int:
+        """The largest count of adapters that a key of this release can name."""
+        return int(_config.has_lora(self.vllm_config))
+
+    def _make_ladder(self, mode: CUDAGraphMode, sizes: list[int]) -> Ladder:
+        config = self.vllm_config
+        return Ladder(
+            dialect=self.dialect,
+            mode=mode,
+            sizes=tuple(sizes),
+            max_num_seqs=_config.max_num_seqs(config),
+            query_lens=(self.uniform_decode_query_len,),
+            max_loras=self._max_loras(),
+            specialize_lora=_config.specializes_lora(config),
+            specialize_active_loras=_config.specializes_active_lora(config),
+        )
+
+    def _install(self, ladder: Ladder) -> None:
+        self._ladder = ladder
+        if not ladder.max_size:
+            self._core = None
+            return
+        config = DispatchConfig(
+            mode=ladder.mode,
+            capture_sizes=sorted(ladder.sizes),
+            max_num_tokens=ladder.max_size,
+            max_num_seqs=ladder.max_num_seqs,
+            query_lens=ladder.query_lens,
+            max_loras=ladder.max_loras,
+            specialize_lora=ladder.specialize_lora,
+            specialize_active_loras=ladder.specialize_active_loras,
+        )
+        policy = self._policy or VllmPolicy(self.dialect, ladder=ladder)
+        if self._core is None:
+            self._core = Dispatcher(
+                policy, config, registry=self.registry, lazy=True, bind=self._bind
+            )
+        else:
+            self._core.swap(policy, config)
+
+    def _finish(self, mode: CUDAGraphMode) -> None:
+        self.cudagraph_mode = self.mode_type[mode.name]
+        self.keys_initialized = True
+
+    def _bind(self, decision: Decision, batch: Batch) -> Any:
+        """Prepare the answer of a cell: what ``dispatch`` returns for it, made once."""
+        if decision.key is None:
+            return None
+        return self._modes[decision.mode], self._descriptor(decision.key)
+
+    # -- the step -----------------------------------------------------------------------
+
+    def _is_off(self, num_tokens: int) -> bool:
+        """Whether nothing is asked: not initialised, no graphs, or a batch above them."""
+        if not self.keys_initialized or self._mode_is_none():
+            return True
+        most = _config.max_capture_size(self.vllm_config)
+        return most is None or num_tokens > most
+
+    def _eager(self, num_tokens: int) -> tuple[Any, Any]:
+        return self._modes[RuntimeMode.NONE], self.descriptor_type(num_tokens)
+
+    def _decide(
+        self, num_tokens: int, uniform: bool, has_lora: bool, loras: int, allowed: int
+    ) -> tuple[Any, Any]:
+        """Decide inside the range of sizes.
+
+        Args:
+            num_tokens: Unpadded tokens. A negative number counts from the end of the
+                padding table, as in vLLM.
+            uniform: It counts as a uniform decode batch.
+            has_lora: The adapter flag of the descriptor looked for.
+            loras: The count of adapters of the descriptor looked for.
+            allowed: Code of the allowed modes.
+
+        Raises:
+            AssertionError: The bucket of a uniform batch is not made of whole requests, or
+                no graph serves the batch and eager is not allowed.
+        """
+        bucket = self._table[num_tokens]
+        ladder, core = self._ladder, self._core
+        if ladder is None or core is None or bucket == 0:
+            return self._miss(num_tokens, allowed)
+        if uniform and self._policy is None and bucket % self.uniform_decode_query_len:
+            if ladder.mode.has_full_cudagraphs():
+                raise AssertionError(
+                    str(PartialRequestError(bucket, self.uniform_decode_query_len))
+                )
+        if has_lora != (loras > 0) or loras > ladder.max_loras:
+            found = self._search(ladder, bucket, uniform, has_lora, loras, allowed)
+            return found or self._miss(num_tokens, allowed)
+        try:
+            decision = core.dispatch(
+                num_tokens if num_tokens > 0 else bucket, 0, uniform, loras, allowed
+            )
+        except NoGraphError as error:
+            raise AssertionError(str(error)) from error
+        return decision.plan or self._eager(num_tokens)
+
+    def _search(
+        self,
+        ladder: Ladder,
+        bucket: int,
+        uniform: bool,
+        has_lora: bool,
+        loras: int,
+        allowed: int,
+    ) -> tuple[Any, Any] | None:
+        """Look for a key that only a caller can have added by hand.
+
+        The native interface refuses a flag and a count that contradict each other, and a
+        count above the largest. vLLM looks for such a key all the same.
+        """
+        marks = CONTRADICTS if has_lora != (loras > 0) else ()
+        query_len = self.uniform_decode_query_len if uniform else 0
+        for key in ladder.chain(bucket, query_len, loras):
+            marked = GraphKey(key.mode, attrs.evolve(key.descriptor, axes=marks))
+            if key.mode in ALLOWED_MODES[allowed] and is_ready(self.registry, marked):
+                return self._modes[key.mode], self._descriptor(marked)
+        return None
+
+    def _miss(self, num_tokens: int, allowed: int) -> tuple[Any, Any]:
+        if RuntimeMode.NONE not in ALLOWED_MODES[allowed]:
+            raise AssertionError(f"No graph for {num_tokens} tokens, and eager is not allowed.")
+        return self._eager(num_tokens)
+
+    # -- descriptors --------------------------------------------------------------------
+
+    def _key(self, mode: RuntimeMode, descriptor: Any) -> GraphKey:
+        has_lora = bool(descriptor.has_lora)
+        count = descriptor.num_active_loras if self._counts_loras else int(has_lora)
+        native = NativeDescriptor(
+            descriptor.num_tokens,
+            num_reqs=descriptor.num_reqs,
+            uniform=descriptor.uniform,
+            num_active_loras=count,
+            query_len=self.uniform_decode_query_len if descriptor.uniform else 0,
+            axes=CONTRADICTS if has_lora != (count > 0) else (),
+        )
+        return GraphKey(mode, native)
+
+    def _descriptor(self, key: GraphKey) -> Any:
+        native = key.descriptor
+        count = native.num_active_loras
+        has_lora = (count > 0) != (native.axes == CONTRADICTS)
+        counts = (count,) if self._counts_loras else ()
+        return self.descriptor_type(
+            native.num_tokens, native.num_reqs, native.uniform, has_lora, *counts
+        )

@@ -1,0 +1,52 @@
+"""Names of vLLM 0.11.0: a dispatcher without cascade attention and adapters."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+from dispatchkit.keys import CUDAGraphMode
+
+from dispatchkit_vllm.dialects import V0_11
+from dispatchkit_vllm.facade._lookup import LookupDispatcher
+
+__all__ = ["BatchDescriptor", "CUDAGraphMode", "CudagraphDispatcher"]
+
+_log = logging.getLogger(__name__)
+
+
+class BatchDescriptor(NamedTuple):
+    """A padded batch: its tokens, and whether it is a uniform decode batch."""
+
+    num_tokens: int
+    uniform_decode: bool = False
+
+    @property
+    def non_uniform(self) -> BatchDescriptor:
+        """The same batch as one of any mixture."""
+        return self._replace(uniform_decode=False)
+
+
+class CudagraphDispatcher(LookupDispatcher):
+    """The dispatcher of vLLM 0.11.0."""
+
+    dialect = V0_11
+    descriptor_type = BatchDescriptor
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        self._warned = False
+
+    # Without cascade attention this release has one argument, and says once that it is not
+    # ready.
+    def dispatch(  # type: ignore[override]
+        self, batch_descriptor: BatchDescriptor
+    ) -> tuple[Any, BatchDescriptor | None]:
+        """Return the runtime mode and the key's descriptor; (NONE, None) without a graph."""
+        if not self.keys_initialized and not self._warned:
+            self._warned = True
+            _log.warning(
+                "Keys are not initialised, so that every batch runs eager. Call "
+                "initialize_cudagraph_keys first."
+            )
+        return super().dispatch(batch_descriptor)

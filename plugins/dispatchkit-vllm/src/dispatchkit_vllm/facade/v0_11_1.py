@@ -1,0 +1,33 @@
+"""Names of vLLM 0.11.1: as 0.11.0, with cascade attention and an adapter flag."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dispatchkit.keys import CUDAGraphMode
+
+from dispatchkit_vllm.dialects import V0_11_1
+from dispatchkit_vllm.facade._lookup import LookupDispatcher
+
+__all__ = ["BatchDescriptor", "CUDAGraphMode", "CudagraphDispatcher"]
+
+
+class BatchDescriptor(NamedTuple):
+    """A padded batch: its tokens, and whether it is uniform and uses adapters."""
+
+    num_tokens: int
+    uniform_decode: bool = False
+    has_lora: bool = False
+
+    @property
+    def non_uniform(self) -> BatchDescriptor:
+        """The same batch as one of any mixture."""
+        return self._replace(uniform_decode=False)
+
+
+class CudagraphDispatcher(LookupDispatcher):
+    """The dispatcher of vLLM 0.11.1, and of the API page without adapters."""
+
+    dialect = V0_11_1
+    descriptor_type = BatchDescriptor
+    _knows_lora = True

@@ -1,0 +1,59 @@
+"""Names of vLLM 0.13: the dispatcher pads, and keys name their requests."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from dispatchkit.keys import CUDAGraphMode, RuntimeMode
+
+from dispatchkit_vllm.dialects import V0_13
+from dispatchkit_vllm.facade._padding import PaddingDispatcher
+
+__all__ = ["BatchDescriptor", "CUDAGraphMode", "CudagraphDispatcher"]
+
+
+class BatchDescriptor(NamedTuple):
+    """A padded batch: its tokens and requests, and whether it is uniform and uses adapters."""
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    has_lora: bool = False
+
+    def relax_for_mixed_batch_cudagraphs(self) -> BatchDescriptor:
+        """Return the same batch as one of any mixture and number of requests."""
+        return self._replace(num_reqs=None, uniform=False)
+
+
+class CudagraphDispatcher(PaddingDispatcher):
+    """The dispatcher of vLLM 0.13."""
+
+    dialect = V0_13
+    descriptor_type = BatchDescriptor
+    _counts_loras = False
+
+    def initialize_cudagraph_keys(
+        self, cudagraph_mode: Any, uniform_decode_query_len: int
+    ) -> None:
+        """Register the keys of a mode; the query length bounds the sizes of decode keys."""
+        super().initialize_cudagraph_keys(cudagraph_mode, uniform_decode_query_len)
+
+    def dispatch(
+        self, num_tokens: int, uniform_decode: bool, has_lora: bool, disable_full: bool = False
+    ) -> tuple[Any, BatchDescriptor]:
+        """Return the runtime mode and the padded descriptor.
+
+        Args:
+            num_tokens: Unpadded tokens.
+            uniform_decode: Every request has as many tokens as a decode step takes.
+            has_lora: Adapters are active.
+            disable_full: FULL graphs cannot serve this batch.
+
+        Raises:
+            AssertionError: The bucket of a uniform batch is not made of whole requests.
+        """
+        if self._is_off(num_tokens):
+            return self._eager(num_tokens)
+        allowed = RuntimeMode.PIECEWISE if disable_full else RuntimeMode.FULL
+        flag = bool(has_lora)
+        return self._decide(num_tokens, bool(uniform_decode), flag, int(flag), allowed)

@@ -1,0 +1,123 @@
+"""Names of vLLM 0.33, first model runner: counts of adapters, sets of allowed modes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from dispatchkit.keys import CUDAGraphMode, RuntimeMode, allowed_modes_code, padding_table
+
+from dispatchkit_vllm.dialects import V0_33
+from dispatchkit_vllm.facade import _config
+from dispatchkit_vllm.facade._padding import PaddingDispatcher
+
+__all__ = ["BatchDescriptor", "CUDAGraphMode", "CudagraphDispatcher"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchDescriptor:
+    """A padded batch, with the number of its active adapters."""
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    has_lora: bool = False
+    num_active_loras: int = 0
+
+
+class CudagraphDispatcher(PaddingDispatcher):
+    """The dispatcher of vLLM 0.33."""
+
+    dialect = V0_33
+    descriptor_type = BatchDescriptor
+    _ends_early = True
+
+    def _sizes(self) -> list[int] | None:
+        return sorted(set(super()._sizes() or ()))
+
+    def _max_loras(self) -> int:
+        # The largest count is one more than the adapters loaded: a batch may mix them all
+        # with requests that use none.
+        most = _config.max_loras(self.vllm_config)
+        return most + 1 if most else 0
+
+    def _padding_table(self, sizes: list[int], mode: CUDAGraphMode) -> Sequence[int]:
+        table = padding_table(sizes)
+        compile_sizes = getattr(self.compilation_config, "compile_sizes", None) or ()
+        for size in compile_sizes:
+            if isinstance(size, int) and size < len(table) and table[size] != size:
+                raise ValueError(
+                    f"compile_sizes holds {size}, which would be padded to {table[size]} and "
+                    f"never run at its own size. Add {size} to the capture sizes, or leave it "
+                    f"out of compile_sizes."
+                )
+        return table
+
+    def dispatch(
+        self,
+        num_tokens: int,
+        uniform_decode: bool = False,
+        has_lora: bool = False,
+        num_active_loras: int = 0,
+        valid_modes: AbstractSet[Any] | None = None,
+        invalid_modes: AbstractSet[Any] | None = None,
+    ) -> tuple[Any, BatchDescriptor]:
+        """Return the runtime mode and the padded descriptor.
+
+        Args:
+            num_tokens: Unpadded tokens.
+            uniform_decode: Every request has as many tokens as a decode step takes.
+            has_lora: Adapters are active.
+            num_active_loras: How many adapters are active.
+            valid_modes: Modes to choose from; empty or None means all. As in vLLM, a
+                mutable set loses the invalid modes.
+            invalid_modes: Modes to leave out.
+
+        Raises:
+            AssertionError: No mode is left, no graph serves the batch and eager is left
+                out, or the bucket of a uniform batch is not made of whole requests.
+        """
+        allowed: int = RuntimeMode.FULL
+        if valid_modes or invalid_modes:
+            allowed = self._allowed(valid_modes, invalid_modes)
+        if allowed == RuntimeMode.NONE or self._is_off(num_tokens):
+            return self._eager(num_tokens)
+        if has_lora and num_active_loras > 0:
+            num_active_loras = self._effective_loras(num_active_loras)
+        uniform = bool(uniform_decode) and self.cudagraph_mode.separate_routine()
+        return self._decide(num_tokens, uniform, bool(has_lora), num_active_loras, allowed)
+
+    def _allowed(
+        self, valid_modes: AbstractSet[Any] | None, invalid_modes: AbstractSet[Any] | None
+    ) -> int:
+        modes = valid_modes or set(self._modes.values())
+        if invalid_modes:
+            modes -= invalid_modes  # in place where the caller's set is mutable, as in vLLM
+        if not modes:
+            raise AssertionError("valid_modes less invalid_modes leaves no mode to choose from.")
+        return allowed_modes_code(modes)
+
+    def _effective_loras(self, count: int) -> int:
+        config = self.vllm_config
+        if not _config.has_lora(config):
+            raise AssertionError(f"{count} active adapters, but none are configured.")
+        if _config.specializes_active_lora(config) and self._ladder is not None:
+            return self._ladder.lora_case(count)
+        return self._max_loras()
+
+    def get_capture_descs(self) -> list[tuple[Any, list[BatchDescriptor]]]:
+        """Return what to capture, by mode: PIECEWISE first, largest first in each."""
+        if not self.keys_initialized or self._mode_is_none():
+            return []
+        groups = []
+        for mode in (RuntimeMode.PIECEWISE, RuntimeMode.FULL):
+            descriptors = sorted(
+                self.cudagraph_keys[self._modes[mode]],
+                key=lambda each: (each.num_tokens, each.num_active_loras),
+                reverse=True,
+            )
+            if descriptors:
+                groups.append((self._modes[mode], descriptors))
+        return groups

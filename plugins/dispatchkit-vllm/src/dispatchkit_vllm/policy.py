@@ -1,0 +1,92 @@
+"""The policies: one class, a dialect as its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dispatchkit import Batch, Decision, DispatchConfig, GraphKey, GraphView, Reason
+from dispatchkit.errors import UnknownNameError
+from dispatchkit.keys import CUDAGraphMode
+
+from dispatchkit_vllm.dialects import DIALECTS, Dialect
+from dispatchkit_vllm.ladder import Ladder
+
+__all__ = ["VllmPolicy"]
+
+
+class VllmPolicy:
+    """vLLM's rule: pad to the smallest size, then FULL if a graph fits, PIECEWISE, eager.
+
+    A key that cannot run now (failed, evicted, disabled, not allowed for this batch) sends
+    the batch to the next mode at the same size, never to a larger bucket.
+
+    Args:
+        dialect: Name of a generation, or the record of one.
+        ladder: The dialect applied to a configuration, where the caller made it; by
+            default it follows the dispatcher's configuration.
+
+    Raises:
+        UnknownNameError: No dialect goes by that name.
+    """
+
+    def __init__(self, dialect: Dialect | str = "vllm", *, ladder: Ladder | None = None) -> None:
+        if isinstance(dialect, str):
+            if dialect not in DIALECTS:
+                raise UnknownNameError("dialect", dialect, DIALECTS)
+            dialect = DIALECTS[dialect]
+        self.dialect = dialect
+        self.name = dialect.name
+        self.traits = dialect.traits
+        self._fixed = ladder
+        self._last: tuple[DispatchConfig, Ladder] | None = None
+
+    def ladder(self, config: DispatchConfig) -> Ladder:
+        """Return the dialect applied to a configuration."""
+        if self._fixed is not None:
+            return self._fixed
+        last = self._last
+        if last is None or last[0] is not config:
+            last = self._last = (config, Ladder.of(self.dialect, config))
+        return last[1]
+
+    def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
+        """Return the keys of the configuration; none where the caller made the ladder."""
+        return () if self._fixed is not None else tuple(self.ladder(config).keys())
+
+    def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
+        """Return the first key of the batch's chain that can run, or eager and why."""
+        ladder = self.ladder(graphs.config)
+        if ladder.mode is CUDAGraphMode.NONE:
+            return Decision.eager(Reason.MODE_NONE)
+        query_len = batch.query_len if batch.uniform else 0
+        if query_len not in ladder.query_lens:
+            query_len = 0
+        obstacle: str = Reason.NO_KEY
+        chain = tuple(
+            ladder.chain(batch.num_tokens, query_len, ladder.lora_case(batch.num_active_loras))
+        )
+        if not chain and batch.num_tokens > ladder.max_size:
+            return Decision.eager(Reason.ABOVE_LARGEST)
+        for key in chain:
+            if key not in graphs:
+                continue
+            if not key.covers(batch):
+                if _too_many_reqs(key, batch):
+                    obstacle = Reason.TOO_MANY_REQS
+                continue
+            if not batch.allows(key.mode):
+                obstacle = Reason.CEILING
+                continue
+            why = graphs.why_not(key)
+            if why is None:
+                return Decision.replay(key)
+            obstacle = why
+        return Decision.eager(obstacle)
+
+    def __repr__(self) -> str:
+        return f"VllmPolicy({self.name!r})"
+
+
+def _too_many_reqs(key: GraphKey, batch: Batch) -> bool:
+    limit = key.descriptor.num_reqs
+    return limit is not None and batch.num_reqs is not None and batch.num_reqs > limit
