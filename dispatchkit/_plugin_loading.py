@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from dispatchkit._plugin_check import PROJECT, Implementation, PluginFault, implementations
+from dispatchkit._plugin_check import Implementation, PluginFault, implementations
 from dispatchkit._plugin_discovery import Candidate, Misfit
 from dispatchkit._plugin_records import KINDS, AnySpec, Origin, PluginError
+from dispatchkit._plugin_relay import new_manager
 from dispatchkit.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -105,17 +106,6 @@ class Staged:
         """Return it without some (kind, name) pairs."""
         kept = tuple((kind, spec) for kind, spec in self.records if (kind, spec.name) not in names)
         return attrs.evolve(self, records=kept)
-
-
-def new_manager() -> pluggy.PluginManager:
-    """Return a relay that knows the contract and nobody else."""
-    import pluggy
-
-    from dispatchkit import hookspecs
-
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(hookspecs)
-    return manager
 
 
 class Loading:

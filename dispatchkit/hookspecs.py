@@ -206,8 +206,9 @@ def dispatchkit_register_commands() -> Sequence[CommandSpec]:  # type: ignore[em
     """Return the commands that this plugin adds to the command line.
 
     Called:
-        Once per loading, when the command line starts or a dispatcher is built. No capture
-        is underway. It must not touch the device, nor print.
+        Once per loading, on the thread that loads plugins; dispatchers load them too, and
+        not only the command line. No capture is underway. It must not touch the device, nor
+        print, nor import what only the command needs.
 
     Rule:
         Collected; names are settled as for policies.
@@ -268,7 +269,7 @@ def dispatchkit_select_policy(config: DispatchConfig) -> str | None:
         default policy is taken.
 
     Raises:
-        Anything: a PolicyError that names the plugin; no dispatcher is built. An unknown
+        Anything: a PluginError that names the plugin; no dispatcher is built. An unknown
         name is refused as if the user had given it.
 
     Example:
@@ -307,8 +308,8 @@ def dispatchkit_on_policy_error(event: PolicyErrorEvent) -> None:
 
     Called:
         On the thread that dispatched the batch, once for each cell of the table that it
-        happened in, before the step runs eager. It must not touch the device, and be quick:
-        a step waits for it.
+        happened in, before the step runs eager. No capture of dispatchkit is underway. It must
+        not touch the device, and be quick: a step waits for it.
 
     Rule:
         Every plugin is told; what is returned is ignored.

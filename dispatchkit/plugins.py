@@ -11,7 +11,6 @@ with ``strict=True`` that is an error. Importing this module loads neither plugg
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import threading
@@ -28,7 +27,6 @@ from dispatchkit._plugin_loading import (
     PluginInfo,
     PluginState,
     Staged,
-    new_manager,
     stage,
 )
 from dispatchkit._plugin_records import (
@@ -43,6 +41,7 @@ from dispatchkit._plugin_records import (
     PolicySpec,
     Registered,
 )
+from dispatchkit._plugin_relay import new_manager, relayed, traced, without_event
 from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.observe.events import (
     EVENTS,
@@ -112,6 +111,7 @@ class PluginSet(Catalog):
         self._manager = new_manager()
         self._staged: list[Staged] = []
         self._subscriptions: dict[str, list[Subscription]] = {}
+        self._outcomes: list[tuple[object, Origin]] = []
         self._lock = threading.RLock()
         loading = Loading()
         staged = loading.stage_all(_permitted(candidates, names, loading))
@@ -158,34 +158,34 @@ class PluginSet(Catalog):
                 something other than a name; the plugin is named.
             UnknownNameError: It chose a policy that is not there.
         """
-        hook = self._manager.hook.dispatchkit_select_policy
-        functions = {one.plugin_name: one.function for one in hook.get_hookimpls()}
-        if not functions:
-            return None
-        asked = [origin for origin in self.origins if origin.plugin in functions]
-        try:
-            name = hook(config=config)
-        except (Exception, SystemExit) as error:
-            raiser = _raiser(error, functions)
-            raise PluginError(
-                next((one for one in asked if one.plugin == raiser), asked[0]),
-                f"dispatchkit_select_policy raised {type(error).__name__}: {error}",
-            ) from error
-        if name is None:
-            return None
-        listing = "; ".join(map(str, asked))
+        with self._lock:
+            self._outcomes.clear()
+            try:
+                name = self._manager.hook.dispatchkit_select_policy(config=config)
+            except (Exception, SystemExit) as error:
+                raise PluginError(
+                    self._source_of(error),
+                    f"dispatchkit_select_policy raised {type(error).__name__}: {error}",
+                ) from error
+            if name is None:
+                return None
+            source = self._source_of(name)
         if not isinstance(name, str):
             raise PluginError(
-                asked[0],
+                source,
                 f"dispatchkit_select_policy answered {name!r:.60} ({type(name).__name__}); "
-                f"answer with a policy's name or None. Plugins with this hook: {listing}.",
+                "answer with a policy's name or None.",
             )
         try:
             self.get_policy(name)
         except UnknownNameError as error:
-            error.add_note(f"Chosen by dispatchkit_select_policy. Plugins with it: {listing}.")
+            error.add_note(f"Chosen by dispatchkit_select_policy of {source}.")
             raise
         return name
+
+    def _source_of(self, outcome: object) -> Origin:
+        """Return the plugin whose hook came out with a value or an exception first."""
+        return next(origin for one, origin in self._outcomes if one is outcome)
 
     # -- adding ---------------------------------------------------------------------------
 
@@ -245,14 +245,16 @@ class PluginSet(Catalog):
         for one in staged.implementations:
             name, function = one.hook.name, one.function
             functions[name] = function
+            if name == "dispatchkit_select_policy":
+                functions[name] = traced(one, origin, self._outcomes)
             if name in _EVENT_TYPES:
                 subscription = self.notifier.subscribe(
                     _EVENT_TYPES[name],
-                    function if one.takes else _without_event(function),
+                    function if one.takes else without_event(function),
                     f"{name} of plugin {origin.plugin!r} ({origin})",
                 )
                 subscriptions.append(subscription)
-                functions[name] = _relayed(subscription)
+                functions[name] = relayed(subscription)
         for kind, spec in staged.records:
             self._tables[kind][spec.name] = Registered(spec, origin)
         registers = tuple(f"{kind} {spec.name}" for kind, spec in staged.records)
@@ -370,28 +372,3 @@ def _built_in() -> Candidate:
 
 def _passed_in(name: str, plugin: object) -> Candidate:
     return Candidate(Origin(name), 1, lambda: plugin)
-
-
-def _without_event(function: Callable[[], object]) -> Callable[[Any], object]:
-    return lambda _event: function()
-
-
-def _relayed(subscription: Subscription) -> Callable[..., Any]:
-    """Return a hook implementation that tells a subscription, with its containment."""
-    from dispatchkit.hookspecs import hookimpl
-
-    @hookimpl
-    def tell(event: Any) -> None:
-        subscription(event)
-
-    return tell
-
-
-def _raiser(error: BaseException, functions: Mapping[str, Callable[..., Any]]) -> str | None:
-    """Return which plugin's function an exception comes from: the innermost in its trace."""
-    codes = {inspect.unwrap(function).__code__: name for name, function in functions.items()}
-    raiser, trace = None, error.__traceback__
-    while trace is not None:
-        raiser = codes.get(trace.tb_frame.f_code, raiser)
-        trace = trace.tb_next
-    return raiser

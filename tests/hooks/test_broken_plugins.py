@@ -16,7 +16,11 @@ MARK = "from dispatchkit.hookspecs import *\n"
 
 # What is wrong -> (entry point's value after the module, source, words of the reason).
 BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "import of a missing module": ("", "import no_such_module_x", ("importing", "no_such_module_x")),
+    "import of a missing module": (
+        "",
+        "import no_such_module_x",
+        ("importing", "no_such_module_x"),
+    ),
     "import that exits": ("", "import sys; sys.exit(3)", ("SystemExit", "3")),
     "import that exits without Exception": (
         "",
@@ -27,17 +31,17 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "missing attribute": (":plugin", "", ("AttributeError", "plugin")),
     "property that raises on the way": (
         ":holder.plugin",
-        "class Holder:\n"
-        "    @property\n"
-        "    def plugin(self): raise ValueError('no')\n"
-        "holder = Holder()",
+        (
+            "class Holder:\n"
+            "    @property\n"
+            "    def plugin(self): raise ValueError('no')\n"
+            "holder = Holder()"
+        ),
         ("ValueError: no",),
     ),
     "class instead of instance": (
         ":Plugin",
-        "class Plugin:\n"
-        "    @hookimpl\n"
-        "    def dispatchkit_register_policies(self): return []",
+        "class Plugin:\n    @hookimpl\n    def dispatchkit_register_policies(self): return []",
         ("class Plugin", "instance"),
     ),
     "dictionary": (":plugin", "plugin = {'dispatchkit_register_policies': 1}", ("dict",)),
@@ -51,9 +55,11 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "mark of another project": (
         "",
-        "import pluggy\n"
-        "@pluggy.HookimplMarker('otherkit')\n"
-        "def dispatchkit_register_policies(): return []",
+        (
+            "import pluggy\n"
+            "@pluggy.HookimplMarker('otherkit')\n"
+            "def dispatchkit_register_policies(): return []"
+        ),
         ("another project", "otherkit"),
     ),
     "misspelt hook": (
@@ -63,8 +69,10 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "misspelt hook beside a good one": (
         "",
-        "@hookimpl\ndef dispatchkit_register_policies(): return [PolicySpec('half', list)]\n"
-        "@hookimpl\ndef dispatchkit_on_captured(event): return None",
+        (
+            "@hookimpl\ndef dispatchkit_register_policies(): return [PolicySpec('half', list)]\n"
+            "@hookimpl\ndef dispatchkit_on_captured(event): return None"
+        ),
         ("dispatchkit_on_captured", "Did you mean dispatchkit_on_capture"),
     ),
     "wrong argument": (
@@ -119,16 +127,20 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "hook that is a property": (
         ":plugin",
-        "class Plugin:\n"
-        "    @property\n"
-        "    def dispatchkit_register_policies(self): raise ValueError\n"
-        "plugin = Plugin()",
+        (
+            "class Plugin:\n"
+            "    @property\n"
+            "    def dispatchkit_register_policies(self): raise ValueError\n"
+            "plugin = Plugin()"
+        ),
         ("is a property",),
     ),
     "two functions for one hook": (
         "",
-        "@hookimpl\ndef dispatchkit_register_policies(): return []\n"
-        "@hookimpl(specname='dispatchkit_register_policies')\ndef more(): return []",
+        (
+            "@hookimpl\ndef dispatchkit_register_policies(): return []\n"
+            "@hookimpl(specname='dispatchkit_register_policies')\ndef more(): return []"
+        ),
         ("two of its functions",),
     ),
     "hook that raises": (
@@ -143,8 +155,10 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "second hook that raises": (
         "",
-        "@hookimpl\ndef dispatchkit_register_policies(): return [PolicySpec('half', list)]\n"
-        "@hookimpl\ndef dispatchkit_register_planners(): raise KeyError('k')",
+        (
+            "@hookimpl\ndef dispatchkit_register_policies(): return [PolicySpec('half', list)]\n"
+            "@hookimpl\ndef dispatchkit_register_planners(): raise KeyError('k')"
+        ),
         ("running dispatchkit_register_planners",),
     ),
     "hook that returns None": (
@@ -159,7 +173,7 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "hook that returns a coroutine": (
         "",
-        "async def later(): return []\n@hookimpl\ndef dispatchkit_register_policies(): return later()",
+        "async def late(): ...\n@hookimpl\ndef dispatchkit_register_policies(): return late()",
         ("coroutine",),
     ),
     "record of another kind": (
@@ -169,8 +183,10 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "same name twice": (
         "",
-        "@hookimpl\ndef dispatchkit_register_policies():\n"
-        "    return [PolicySpec('x', list), PolicySpec('x', dict)]",
+        (
+            "@hookimpl\ndef dispatchkit_register_policies():\n"
+            "    return [PolicySpec('x', list), PolicySpec('x', dict)]"
+        ),
         ("'x' twice",),
     ),
     "factory that cannot be called": (

@@ -113,7 +113,9 @@ def test_hook_register_commands() -> None:
         """Compare two traces."""
 
     plugins = with_plugin(
-        registering("dispatchkit_register_commands", CommandSpec("compare", compare, help="Compare"))
+        registering(
+            "dispatchkit_register_commands", CommandSpec("compare", compare, help="Compare")
+        )
     )
     assert plugins.commands["compare"].spec.callback is compare
     assert plugins.commands["compare"].summary == "Compare"
@@ -132,7 +134,7 @@ def test_hook_select_policy() -> None:
     plugins = with_plugin(Chooser())
     assert plugins.select_policy(SimpleNamespace(choice="small")) == "small"
     assert plugins.select_policy(SimpleNamespace(choice=None)) is None
-    with pytest.raises(UnknownNameError, match="smal.*Did you mean 'small'") as unknown:
+    with pytest.raises(UnknownNameError, match=r"smal.*Did you mean 'small'") as unknown:
         plugins.select_policy(SimpleNamespace(choice="smal"))
     assert "passed in as 'mine'" in unknown.value.__notes__[0]
     with pytest.raises(PluginError, match="answered 7"):

@@ -1,0 +1,212 @@
+"""Observers are contained: what one raises stops neither the others nor the step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dispatchkit.hookspecs import ObserverSpec, hookimpl
+from dispatchkit.observe.events import EVENTS, MAX_FAULTS, CaptureEvent, EvictEvent, Notifier
+from dispatchkit.plugins import PluginError, PluginSet
+
+CAPTURE = CaptureEvent(key="FULL/8", runtime_mode="FULL", num_tokens=8)
+EVICT = EvictEvent(key="FULL/8", runtime_mode="FULL", num_tokens=8)
+
+
+def hearing(heard: list[Any], fault: BaseException | None = None) -> SimpleNamespace:
+    @hookimpl
+    def dispatchkit_on_capture(event: CaptureEvent) -> None:
+        heard.append(event)
+        if fault is not None:
+            raise fault
+
+    return SimpleNamespace(dispatchkit_on_capture=dispatchkit_on_capture)
+
+
+@pytest.mark.parametrize("fault", [ValueError("broken"), SystemExit(1)])
+def test_a_raising_observer_is_named_and_the_others_are_told(
+    fault: BaseException, caplog: Any
+) -> None:
+    """Case 46, wherever in the order the broken one is."""
+    plugins = PluginSet()
+    first: list[Any] = []
+    last: list[Any] = []
+    plugins.register("first", hearing(first))
+    plugins.register("bad", hearing([], fault))
+    plugins.register("last", hearing(last))
+    plugins.notify(CAPTURE)
+    assert first == last == [CAPTURE]
+    assert "dispatchkit_on_capture of plugin 'bad' (passed in as 'bad')" in caplog.text
+    assert caplog.records[0].levelno == logging.ERROR
+
+
+def test_repeated_faults_switch_an_observer_off_and_the_list_says_so(caplog: Any, row: Any) -> None:
+    plugins = PluginSet()
+    heard: list[Any] = []
+    plugins.register("bad", hearing(heard, ValueError("broken")))
+    for _ in range(MAX_FAULTS + 2):
+        plugins.notify(CAPTURE)
+    assert len(heard) == MAX_FAULTS
+    assert "switched off" in caplog.text
+    assert not plugins.listens(CaptureEvent)
+    bad = row(plugins, "bad")
+    assert bad.state == "loaded"
+    assert "dispatchkit_on_capture is switched off" in bad.reason
+    assert "ValueError: broken" in bad.reason
+
+
+def test_only_faults_in_a_row_count() -> None:
+    notifier = Notifier(max_faults=2)
+    heard = []
+
+    def every_second_time(event: Any) -> None:
+        heard.append(event)
+        if len(heard) % 2:
+            raise ValueError
+
+    notifier.subscribe(CaptureEvent, every_second_time, "odd")
+    for _ in range(10):
+        notifier.notify(CAPTURE)
+    assert len(heard) == 10
+
+
+def test_faults_with_one_event_leave_the_other_events_of_an_observer_alone() -> None:
+    notifier = Notifier(max_faults=1)
+    evicted = []
+
+    class Half:
+        def on_capture(self, event: Any) -> None:
+            raise ValueError
+
+        def on_evict(self, event: Any) -> None:
+            evicted.append(event)
+
+    assert len(notifier.attach(Half(), "half")) == 2
+    notifier.notify(CAPTURE)
+    notifier.notify(EVICT)
+    assert evicted == [EVICT]
+    assert not notifier.listens(CaptureEvent)
+
+
+def test_an_interrupt_goes_through() -> None:
+    notifier = Notifier()
+
+    def interrupted(event: Any) -> None:
+        raise KeyboardInterrupt
+
+    notifier.subscribe(CaptureEvent, interrupted, "ctrl-c")
+    with pytest.raises(KeyboardInterrupt):
+        notifier.notify(CAPTURE)
+
+
+def test_unsubscribing_during_an_event_and_twice() -> None:
+    notifier = Notifier()
+    heard = []
+    later = notifier.subscribe(CaptureEvent, lambda event: heard.append("later"), "later")
+
+    def first(event: Any) -> None:
+        heard.append("first")
+        notifier.unsubscribe(later)
+        notifier.unsubscribe(later)
+
+    notifier.subscribe(CaptureEvent, first, "first")
+    notifier.notify(CAPTURE)
+    notifier.notify(CAPTURE)
+    assert heard == ["later", "first", "first"]
+
+
+def test_many_threads_tell_and_subscribe_without_losing_any() -> None:
+    """Each event reaches the subscriber that was there from the start exactly once."""
+    notifier = Notifier()
+    heard: list[Any] = []
+    notifier.subscribe(CaptureEvent, heard.append, "all")
+    start = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        start.wait()
+        for _ in range(50):
+            notifier.notify(CAPTURE)
+            notifier.unsubscribe(notifier.subscribe(CaptureEvent, lambda event: None, "short"))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(heard) == 8 * 50
+
+
+def test_a_deciding_hook_that_raises_is_named_among_several() -> None:
+    """The error names the plugin that raised, not the first or the last asked."""
+
+    def chooser(fault: BaseException | None) -> SimpleNamespace:
+        @hookimpl
+        def dispatchkit_select_policy(config: Any) -> None:
+            if fault is not None:
+                raise fault
+
+        return SimpleNamespace(dispatchkit_select_policy=dispatchkit_select_policy)
+
+    for fault in (ValueError("broken"), SystemExit(2)):
+        plugins = PluginSet()
+        plugins.register("first", chooser(None))
+        plugins.register("bad", chooser(fault))
+        plugins.register("last", chooser(None))
+        # All three share one code object: no traceback tells them apart.
+        with pytest.raises(PluginError) as raised:
+            plugins.select_policy(SimpleNamespace())
+        assert raised.value.origin.plugin == "bad"
+        assert raised.value.__cause__ is fault
+
+
+def test_a_wrapper_sees_what_was_raised_and_is_named_for_what_it_raises() -> None:
+    class Chooser:
+        @hookimpl
+        def dispatchkit_select_policy(self) -> str:
+            raise KeyError("inner")
+
+    class Around:
+        @hookimpl(wrapper=True)
+        def dispatchkit_select_policy(self) -> Any:
+            try:
+                return (yield)
+            except KeyError:
+                if fault is not None:
+                    raise fault from None
+                return None
+
+    plugins = PluginSet()
+    plugins.register("chooser", Chooser())
+    plugins.register("around", Around())
+    fault: Exception | None = None
+    assert plugins.select_policy(SimpleNamespace()) is None
+    fault = ValueError("outer")
+    with pytest.raises(PluginError, match="raised ValueError: outer") as raised:
+        plugins.select_policy(SimpleNamespace())
+    assert raised.value.origin.plugin == "around"
+
+
+def test_every_event_has_a_hook_and_a_frozen_class_of_its_own() -> None:
+    assert len({one.hook for one in EVENTS}) == len(EVENTS)
+    assert all(one.__setattr__ is not object.__setattr__ for one in EVENTS)
+
+
+def test_observers_made_by_name_are_contained_too(caplog: Any) -> None:
+    class Bad:
+        def on_capture(self, event: Any) -> None:
+            raise ValueError("broken")
+
+    @hookimpl
+    def dispatchkit_register_observers() -> list[ObserverSpec]:
+        return [ObserverSpec("bad", Bad)]
+
+    plugins = PluginSet()
+    hooks = SimpleNamespace(dispatchkit_register_observers=dispatchkit_register_observers)
+    plugins.register("mine", hooks)
+    plugins.create_observer("bad")
+    plugins.notify(CAPTURE)
+    assert "'bad' (passed in as 'mine')" in caplog.text
