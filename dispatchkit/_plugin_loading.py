@@ -10,16 +10,16 @@ from __future__ import annotations
 import enum
 import inspect
 import types
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from dispatchkit._plugin_check import Implementation, PluginFault, implementations
+from dispatchkit._plugin_check import PROJECT, Implementation, PluginFault, implementations
 from dispatchkit._plugin_discovery import Candidate, Misfit
 from dispatchkit._plugin_records import KINDS, AnySpec, Origin, PluginError
-from dispatchkit._plugin_relay import new_manager
 from dispatchkit.errors import UnknownNameError
+from dispatchkit.observe.events import Subscription
 
 if TYPE_CHECKING:
     import pluggy
@@ -106,6 +106,17 @@ class Staged:
         """Return it without some (kind, name) pairs."""
         kept = tuple((kind, spec) for kind, spec in self.records if (kind, spec.name) not in names)
         return attrs.evolve(self, records=kept)
+
+
+def new_manager() -> pluggy.PluginManager:
+    """Return a relay that knows the contract and nobody else."""
+    import pluggy
+
+    from dispatchkit import hookspecs
+
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
 
 
 class Loading:
@@ -261,3 +272,56 @@ def _collect(relay: pluggy.PluginManager, hook: str, record: type[Any]) -> Seque
             raise PluginFault(f"{hook} returned the name {one.name!r} twice; return each once.")
         names.add(one.name)
     return result
+
+
+# --- what pluggy gets to see ---------------------------------------------------------------------
+# It calls hooks; it neither contains what an observer raises nor tells whose hook answered. The
+# functions made here do.
+
+
+def without_event(function: Callable[[], object]) -> Callable[[Any], object]:
+    """Return an observing hook that takes no event as one that may be given it."""
+    return lambda _event: function()
+
+
+def relayed(subscription: Subscription) -> Callable[..., Any]:
+    """Return a hook implementation that tells a subscription, with its containment."""
+    from dispatchkit.hookspecs import hookimpl
+
+    @hookimpl
+    def tell(event: Any) -> None:
+        subscription(event)
+
+    return tell
+
+
+def traced(
+    implementation: Implementation, origin: Origin, outcomes: list[tuple[object, Origin]]
+) -> Callable[..., Any]:
+    """Return a select_policy hook that notes what it came out with, as pluggy does not tell whose.
+
+    Exceptions pass as they are, so that a wrapper can still catch them by their class.
+    """
+    function, takes = implementation.function, bool(implementation.takes)
+
+    def answer(config: Any) -> Any:
+        try:
+            result = function(config) if takes else function()
+        except (Exception, SystemExit) as error:
+            outcomes.append((error, origin))
+            raise
+        outcomes.append((result, origin))
+        return result
+
+    def wrap(config: Any) -> Any:
+        try:
+            result = yield from function(config) if takes else function()
+        except (Exception, SystemExit) as error:
+            outcomes.append((error, origin))
+            raise
+        outcomes.append((result, origin))
+        return result
+
+    function_seen: Any = wrap if implementation.options.get("wrapper") else answer
+    function_seen.dispatchkit_impl = implementation.options
+    return cast("Callable[..., Any]", function_seen)

@@ -27,7 +27,11 @@ from dispatchkit._plugin_loading import (
     PluginInfo,
     PluginState,
     Staged,
+    new_manager,
+    relayed,
     stage,
+    traced,
+    without_event,
 )
 from dispatchkit._plugin_records import (
     BackendSpec,
@@ -41,7 +45,6 @@ from dispatchkit._plugin_records import (
     PolicySpec,
     Registered,
 )
-from dispatchkit._plugin_relay import new_manager, relayed, traced, without_event
 from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.observe.events import (
     EVENTS,

@@ -59,6 +59,26 @@ def test_repeated_faults_switch_an_observer_off_and_the_list_says_so(caplog: Any
     assert "ValueError: broken" in bad.reason
 
 
+def test_a_hook_that_raises_on_registration_of_others_stops_no_loading(row: Any) -> None:
+    """This event alone goes through pluggy, which would end the call at the first raiser."""
+    heard = []
+
+    @hookimpl
+    def dispatchkit_on_plugin_registered(event: Any) -> None:
+        heard.append(event.name)
+        raise ValueError(event.name)
+
+    hooks = SimpleNamespace(dispatchkit_on_plugin_registered=dispatchkit_on_plugin_registered)
+    plugins = PluginSet()
+    plugins.register_policy("before", dict)
+    plugins.register("bad", hooks)
+    for number in range(3):
+        plugins.register_policy(f"after{number}", dict)
+    assert sorted(plugins.policies) == ["after0", "after1", "after2", "before"]
+    assert len(heard) == MAX_FAULTS
+    assert "dispatchkit_on_plugin_registered is switched off" in row(plugins, "bad").reason
+
+
 def test_only_faults_in_a_row_count() -> None:
     notifier = Notifier(max_faults=2)
     heard = []
