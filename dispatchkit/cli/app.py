@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from dispatchkit.cli.explaining import explain_batch
 from dispatchkit.cli.listing import plugins, policies
 from dispatchkit.cli.output import complain, load_installed_plugins
 from dispatchkit.errors import DispatchkitError
+from dispatchkit.keys import CaptureSizeWarning
 
 STOPPED = 130
 READER_GONE = 141
@@ -63,7 +65,10 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command; turn what may be expected to go wrong into a line and a code."""
         try:
-            result = super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("always", category=CaptureSizeWarning)
+                warnings.showwarning = _show_warning
+                result = super().invoke(ctx)
             sys.stdout.flush()
         except DispatchkitError as error:
             notes = getattr(error, "__notes__", [])
@@ -77,6 +82,11 @@ class Commands(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(READER_GONE) from error
         return result
+
+
+def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
+    """Show a warning as a line; whoever types a command has no use for a source line."""
+    complain(f"Warning: {message}")
 
 
 app = typer.Typer(

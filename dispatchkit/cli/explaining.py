@@ -18,21 +18,7 @@ from dispatchkit.cli.output import (
     table,
 )
 from dispatchkit.dispatch import Dispatcher, Explanation, explain
-from dispatchkit.errors import ConfigError
 from dispatchkit.keys import DispatchConfig, RuntimeMode
-
-
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Return capture sizes written with commas.
-
-    Raises:
-        ConfigError: A part is no whole number.
-    """
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError as error:
-        hint = "For example: --sizes 1,2,4,8."
-        raise ConfigError("--sizes", text, "whole numbers with commas between", hint) from error
 
 
 def explain_batch(
@@ -68,7 +54,7 @@ def explain_batch(
     Example: dispatchkit explain 13 --num-reqs 13 --uniform
     """
     given: dict[str, Any] = {
-        "capture_sizes": None if sizes is None else parse_sizes(sizes),
+        "capture_sizes": sizes,
         "max_num_tokens": max_num_tokens,
         "max_num_seqs": max_num_seqs,
         "query_lens": query_len,

@@ -192,6 +192,10 @@ class Decoder(nn.Module):
             hidden = block.after_attention(hidden, attended)
         return self.logits(hidden)
 
+    def block(self, layer: int) -> Block:
+        """Return one block."""
+        return cast("Block", self.blocks[layer])
+
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the hidden state (T, E) and the rotary cosines and sines (T, D / 2)."""
         hidden = nn.functional.embedding(tokens, self.embedding)

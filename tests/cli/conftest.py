@@ -1,0 +1,74 @@
+"""Ways to run the command line in this process and in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+
+class Outcome:
+    """Exit code and what went to the two streams."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the command line in this process; unexpected exceptions come through."""
+    from dispatchkit.cli.app import run as run_app
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def call(*args: str) -> Outcome:
+        capsys.readouterr()
+        code = run_app(args)
+        said = capsys.readouterr()
+        return Outcome(code, said.out, said.err)
+
+    return call
+
+
+@pytest.fixture
+def spawn() -> Callable[..., Outcome]:
+    """Run ``python -m dispatchkit`` in a process of its own."""
+
+    def call(*args: str, environ: dict[str, str] | None = None) -> Outcome:
+        done = subprocess.run(
+            [sys.executable, "-m", "dispatchkit", *args],
+            capture_output=True,
+            encoding="utf-8",
+            env={**os.environ, "COLUMNS": "80", **(environ or {})},
+            check=False,
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    return call
+
+
+@pytest.fixture
+def plugins_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Let the command line find plugin objects besides the installed ones."""
+    from dispatchkit import plugins as plugins_module
+    from dispatchkit.cli import output
+
+    load = plugins_module.load_plugins
+    output.load_installed_plugins.cache_clear()
+
+    def use(**objects: object) -> None:
+        monkeypatch.setattr(
+            plugins_module, "load_plugins", lambda **options: load(extra=objects.items(), **options)
+        )
+        output.load_installed_plugins.cache_clear()
+
+    yield use
+    output.load_installed_plugins.cache_clear()

@@ -1,0 +1,200 @@
+"""The command line as a whole: codes, streams, errors, plugins' commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from dispatchkit import __version__
+from dispatchkit.errors import ConfigError
+from dispatchkit.hookspecs import CommandSpec, hookimpl
+
+COMMANDS = ["demo", "policies", "plugins", "explain", "doctor"]
+
+
+def command_plugin(name: str, callback: Any) -> object:
+    """A plugin with one command."""
+
+    @hookimpl
+    def dispatchkit_register_commands() -> list[CommandSpec]:
+        return [CommandSpec(name, callback, help="From a plugin")]
+
+    return types.SimpleNamespace(dispatchkit_register_commands=dispatchkit_register_commands)
+
+
+def test_version_is_one_line_and_loads_no_plugin(run: Any) -> None:
+    """For scripts."""
+    done = run("--version")
+    assert (done.code, done.out, done.err) == (0, f"dispatchkit {__version__}\n", "")
+
+
+def test_help_lists_every_command_within_80_columns(run: Any) -> None:
+    """Readable on the narrowest terminal people use, and without colour."""
+    done = run("--help")
+    assert done.code == 0
+    assert [name for name in COMMANDS if f" {name} " not in done.out] == []
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert "\x1b" not in done.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help(run: Any, command: str) -> None:
+    """A sentence at least, and its options."""
+    done = run(command, "--help")
+    assert done.code == 0
+    assert "--json" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["polices"], "'policies'"),
+        (["policies", "--jsn"], "--json"),
+        (["explain"], "N"),
+        (["explain", "many"], "'N'"),
+        (["explain", "3", "--num-reqs", "1.5"], "--num-reqs"),
+        (["demo", "--steps", "few"], "--steps"),
+        (["doctor", "extra"], "extra"),
+    ],
+)
+def test_a_wrong_command_line_is_bad_input(run: Any, args: list[str], says: str) -> None:
+    """Exit code 2, the nearest name where there is one, nothing on standard output."""
+    done = run(*args)
+    assert done.code == 2
+    assert done.out == ""
+    assert says in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_command_of_a_plugin_is_a_command(run: Any, plugins_with: Any) -> None:
+    """Its annotations become options, its help is listed."""
+
+    def greet(name: str, loud: bool = False) -> None:
+        print(name.upper() if loud else name)
+
+    plugins_with(mine=command_plugin("greet", greet))
+    assert run("greet", "you", "--loud").out == "YOU\n"
+    assert "From a plugin" in run("--help").out
+    assert "'greet'" in run("gret").err
+
+
+def test_a_plugin_cannot_replace_a_command(run: Any, plugins_with: Any) -> None:
+    """It is left out with a message, and ours still runs."""
+    plugins_with(mine=command_plugin("doctor", lambda: print("hijacked")))
+    done = run("--help")
+    assert "'doctor'" in done.err
+    assert "mine" in done.err
+    assert "From a plugin" not in done.out
+
+
+def test_an_error_on_purpose_is_one_message_and_an_unexpected_one_keeps_its_traceback(
+    run: Any, plugins_with: Any
+) -> None:
+    """Bad input is told; a defect can be reported."""
+
+    def refuse() -> None:
+        error = ConfigError("size", -1, "positive")
+        error.add_note("Raised by the plugin.")
+        raise error
+
+    def crash() -> None:
+        raise ZeroDivisionError("a defect")
+
+    plugins_with(one=command_plugin("refuse", refuse), two=command_plugin("crash", crash))
+    done = run("refuse")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "size must be positive, got -1. Raised by the plugin.\n"
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        run("crash")
+
+
+def test_ctrl_c_in_a_command_ends_with_130(run: Any, plugins_with: Any) -> None:
+    """As shells expect."""
+
+    def wait() -> None:
+        raise KeyboardInterrupt
+
+    plugins_with(one=command_plugin("wait", wait))
+    done = run("wait")
+    assert (done.code, done.out, done.err) == (130, "", "Stopped.\n")
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    """``dispatchkit policies | head -0`` ends quietly."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "dispatchkit", "policies", "--json"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode == 141
+
+
+def test_ctrl_c_of_a_real_process_ends_with_130() -> None:
+    """The signal itself, whatever the process is doing at that moment."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dispatchkit", "demo", "--trace", "/dev/stdin"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    assert process.stdin is not None
+    # More than a pipe holds: when the write returns, the command is reading its trace.
+    process.stdin.write("num_tokens,num_reqs,max_query_len,uniform_decode\n")
+    process.stdin.write("1,1,1,1\n" * 200_000)
+    process.stdin.flush()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert "Traceback" not in err
+
+
+def test_python_m_and_json_give_json_alone(spawn: Any) -> None:
+    """The module form is the same program; standard output is nothing but JSON."""
+    done = spawn("policies", "--json")
+    assert done.code == 0
+    assert "vllm" in {row["name"] for row in json.loads(done.out)}
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_extra_one_line_says_what_to_install(package: str) -> None:
+    """The core can be installed alone; its command then says what is missing."""
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "sys.argv = ['dispatchkit', 'policies']\n"
+        "from dispatchkit.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "pip install 'dispatchkit[cli]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_importing_the_command_line_loads_no_typer() -> None:
+    """The package stays cheap to import."""
+    code = "import sys, dispatchkit.cli; print({'typer', 'rich', 'torch'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
+    assert done.stdout == "set()\n"

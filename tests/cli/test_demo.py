@@ -1,0 +1,138 @@
+"""``demo`` on the command line: what it prints, its codes, its bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("dispatchkit_vllm")
+
+HEADER = "num_tokens,num_reqs,max_query_len,uniform_decode\n"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.csv"
+    path.write_text(HEADER + "3,3,1,1\n3,3,1,1\n9,4,6,0\n4,4,1,1\n")
+    return str(path)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder small enough for a test of what is printed."""
+    from dispatchkit.demo import replay
+    from dispatchkit.demo.decoder import DecoderShape
+
+    shape = DecoderShape(num_layers=1, num_heads=2, head_dim=8, cache_len=16, vocab=32)
+    monkeypatch.setattr(replay, "TAPE_SHAPE", shape)
+
+
+@pytest.mark.usefixtures("small")
+def test_text_is_readable_at_80_columns_and_without_colour(run: Any, trace: str) -> None:
+    """All that the demo is for is on one page."""
+    done = run("demo", "--trace", trace, "--device", "tape")
+    assert done.code == 0, done.err
+    for part in ("Capture", "FULL", "PIECEWISE", "padding", "eager steps by reason", "no speed-up"):
+        assert part in done.out
+    assert "0 of 4 steps differ" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert "\x1b" not in done.out
+
+
+@pytest.mark.usefixtures("small")
+def test_json_is_all_that_json_mode_prints(run: Any, trace: str) -> None:
+    """No bar, no note, no second document."""
+    done = run("demo", "--trace", trace, "--device", "cpu", "--json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert report["ok"] is True
+    assert report["backend"] == "tape"
+    assert set(report["batch1"]) == {"eager_us", "dispatched_us", "mode", "ratio"}
+    assert done.err == ""
+
+
+@pytest.mark.usefixtures("small")
+def test_a_wrong_result_is_exit_code_1(
+    run: Any, trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found wanting; the steps are named in text, and JSON is still all there is."""
+    from dispatchkit.demo.decoder import Decoder
+
+    logits = Decoder.logits
+    calls = {"eager": False}
+    forward = Decoder.forward
+
+    def eager(self: Any, *args: Any, **named: Any) -> Any:
+        calls["eager"] = True
+        try:
+            return forward(self, *args, **named)
+        finally:
+            calls["eager"] = False
+
+    def off(self: Any, hidden: Any) -> Any:
+        return logits(self, hidden) + (0.0 if calls["eager"] else 0.1)
+
+    monkeypatch.setattr(Decoder, "forward", eager)
+    monkeypatch.setattr(Decoder, "logits", off)
+    done = run("demo", "--trace", trace, "--device", "tape", "--json")
+    assert done.code == 1
+    assert json.loads(done.out)["ok"] is False
+    text = run("demo", "--trace", trace, "--device", "tape")
+    assert text.code == 1
+    assert "4 of 4 steps differ" in text.out
+    assert "differs: step 0" in text.out
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--policy", "vlm"], "'vllm'"),
+        (["--device", "gpu"], "auto, cpu, cuda, tape"),
+        (["--steps", "-1"], "at least 1"),
+        (["--steps", "0"], "at least 1"),
+        (["--trace", "nowhere.csv"], "nowhere.csv"),
+        (["--trace", "."], "folder"),
+    ],
+)
+def test_bad_input_is_one_message_and_code_2(run: Any, args: list[str], says: str) -> None:
+    """Nothing on standard output, not even as JSON."""
+    done = run("demo", *args, "--json")
+    assert done.code == 2
+    assert done.out == ""
+    assert says in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (HEADER + "3,3,1,1\n9,4", "line 3"),
+        (HEADER.replace("num_reqs", "num_req") + "3,3,1,1\n", "'num_reqs'"),
+        ("num_tokens\n3\n", "num_reqs"),
+        (HEADER + "-3,3,1,1\n", "line 2"),
+        (HEADER, "no steps"),
+        ("", "empty"),
+    ],
+)
+def test_a_bad_trace_is_named_with_its_line(run: Any, tmp_path: Path, text: str, says: str) -> None:
+    """Cut in mid-line, misspelt, missing columns, impossible, empty."""
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    done = run("demo", "--trace", str(path), "--json")
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+
+
+def test_without_torch_it_says_what_to_install(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line with the next step."""
+    for name in [name for name in sys.modules if name.startswith("dispatchkit.demo.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    done = run("demo")
+    assert (done.code, done.out) == (2, "")
+    assert "pip install 'dispatchkit[torch]'" in done.err

@@ -1,0 +1,137 @@
+"""``doctor``: each finding has a level, a reason and, where it matters, a next step."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from dispatchkit.cli.doctor import Finding, Level, examine
+from dispatchkit.errors import BackendUnavailableError
+from dispatchkit.hookspecs import BackendSpec, hookimpl
+from dispatchkit.plugins import PluginSet, load_plugins
+
+
+def found(plugins: PluginSet, environ: Mapping[str, str] | None = None) -> dict[str, Finding]:
+    return {one.about: one for one in examine(plugins, environ or {})}
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+
+def test_without_torch_it_says_what_still_works_and_what_to_install(no_torch: None) -> None:
+    """Decisions need no torch; that is told apart from captures."""
+    findings = found(load_plugins())
+    assert findings["torch"].level is Level.PROBLEM
+    assert "simulations work without" in findings["torch"].says
+    assert "dispatchkit[torch]" in findings["torch"].next_step
+    assert "backend tape" not in findings
+
+
+def test_a_missing_default_policy_is_a_problem(no_torch: None) -> None:
+    """Nothing would work by default."""
+    findings = found(load_plugins(allow=[]))
+    assert findings["default policy"].level is Level.PROBLEM
+    assert "pip install dispatchkit-vllm" in findings["default policy"].next_step
+
+
+def test_a_broken_plugin_is_a_problem_with_a_way_out(no_torch: None) -> None:
+    """Repair it, or block it by the variable."""
+    findings = found(load_plugins(extra=[("bad", object)]))
+    assert findings["plugin bad"].level is Level.PROBLEM
+    assert "DISPATCHKIT_DISABLE=bad" in findings["plugin bad"].next_step
+
+
+def test_a_blocked_plugin_is_a_note(no_torch: None) -> None:
+    """It was asked for."""
+    assert found(load_plugins(block=["vllm"]))["plugin vllm"].level is Level.NOTE
+
+
+def test_torch_and_tape_are_looked_at_and_checked() -> None:
+    """A real capture is replayed with another input and compared."""
+    torch = pytest.importorskip("torch")
+    findings = found(load_plugins())
+    assert torch.__version__ in findings["torch"].says
+    assert findings["backend tape"].level is Level.OK
+    assert "capture and replay of 50 small kernels is right" in findings["backend tape"].says
+
+
+def test_a_backend_that_replays_wrongly_is_a_problem() -> None:
+    """The check compares; it does not only run."""
+    torch = pytest.importorskip("torch")
+    from dispatchkit.backends.tape import TapeBackend
+
+    class Forgetful(TapeBackend):
+        def capture(self, run: Any, **options: Any) -> Any:
+            value = run()
+            return types.SimpleNamespace(outputs=value, replay=lambda: None, release=lambda: None)
+
+    @hookimpl
+    def dispatchkit_register_backends() -> list[BackendSpec]:
+        return [BackendSpec("tape", Forgetful)]
+
+    plugin = types.SimpleNamespace(dispatchkit_register_backends=dispatchkit_register_backends)
+    findings = found(load_plugins(extra=[("mine", plugin)], replace=["tape"]))
+    assert findings["backend tape"].level is Level.PROBLEM
+    assert "something else than eager" in findings["backend tape"].says
+    assert torch is not None
+
+
+def test_a_backend_that_cannot_run_is_a_problem_in_its_own_words() -> None:
+    """What it raises on purpose is the finding."""
+    pytest.importorskip("torch")
+
+    @hookimpl
+    def dispatchkit_register_backends() -> list[BackendSpec]:
+        def make() -> Any:
+            raise BackendUnavailableError("No tape today. Next: buy one.")
+
+        return [BackendSpec("tape", make)]
+
+    plugin = types.SimpleNamespace(dispatchkit_register_backends=dispatchkit_register_backends)
+    findings = found(load_plugins(extra=[("mine", plugin)], replace=["tape"]))
+    assert findings["backend tape"].level is Level.PROBLEM
+    assert "No tape today" in findings["backend tape"].says
+
+
+@pytest.mark.parametrize(
+    ("variable", "level"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", Level.SLOW),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", Level.PROBLEM),
+    ],
+)
+def test_variables_that_slow_or_break_captures_are_named(variable: str, level: Level) -> None:
+    """Set is told, unset is silent."""
+    pytest.importorskip("torch")
+    plugins = load_plugins()
+    assert found(plugins, {variable: "1"})[variable].level is level
+    assert variable not in found(plugins, {variable: "0"})
+
+
+def test_json_and_text_tell_the_same(run: Any) -> None:
+    """Exit code 0 unless something is broken; slow is not broken."""
+    done = run("doctor", "--json")
+    report = json.loads(done.out)
+    assert report["ok"] is (done.code == 0)
+    levels = {one["about"]: one["level"] for one in report["findings"]}
+    text = run("doctor")
+    assert text.code == done.code
+    assert all(f"{level:<8}{about}" in text.out for about, level in levels.items())
+    assert max(map(len, text.out.splitlines())) <= 80
+
+
+def test_a_problem_is_found_wanting(run: Any, plugins_with: Any) -> None:
+    """Exit code 1, for scripts."""
+    plugins_with(bad=object)
+    done = run("doctor", "--json")
+    assert done.code == 1
+    assert json.loads(done.out)["ok"] is False

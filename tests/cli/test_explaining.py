@@ -1,0 +1,123 @@
+"""``explain``: one batch, its decision and what was near."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatchkit.cli.app import run as run_app
+
+
+def explain(run: Any, *args: str) -> dict[str, Any]:
+    done = run("explain", *args, "--json")
+    assert done.code == 0, done.err
+    answer: dict[str, Any] = json.loads(done.out)
+    return answer
+
+
+def test_a_uniform_batch_gets_the_full_graph_of_the_next_size(run: Any) -> None:
+    """Decision, padding and the graph chosen are one."""
+    answer = explain(run, "3", "--num-reqs", "3", "--uniform", "--sizes", "1,2,4,8")
+    assert answer["decision"]["mode"] == "FULL"
+    assert (answer["decision"]["padded_num_tokens"], answer["decision"]["padding"]) == (4, 1)
+    chosen = [each for each in answer["candidates"] if each["chosen"]]
+    assert [each["key"] for each in chosen] == [answer["decision"]["key"]]
+
+
+def test_a_ceiling_keeps_full_away(run: Any) -> None:
+    """Cascade attention allows at most PIECEWISE."""
+    options = ["3", "--num-reqs", "3", "--uniform", "--sizes", "1,2,4,8"]
+    answer = explain(run, *options, "--ceiling", "piecewise")
+    assert answer["decision"]["mode"] == "PIECEWISE"
+    assert "FULL" not in answer["batch"]["allowed_modes"]
+    refused = [each for each in answer["candidates"] if each["key"].startswith("FULL")]
+    assert {each["why_not"] for each in refused} == {"mode not allowed for this batch"}
+
+
+def test_a_batch_above_the_largest_size_runs_eager_and_says_why(run: Any) -> None:
+    """A reason, never a silent downgrade."""
+    answer = explain(run, "600", "--max-num-tokens", "1000")
+    assert answer["decision"]["key"] is None
+    assert answer["decision"]["reason"] == "above_largest_size"
+    assert answer["candidates"] == []
+
+
+def test_adapters_are_asked_for_by_their_number(run: Any) -> None:
+    """A limit need not be given: what is asked about is possible."""
+    answer = explain(run, "4", "--loras", "2", "--sizes", "4,8")
+    assert answer["batch"]["num_active_loras"] == 2
+
+
+def test_text_shows_the_same_in_80_columns(run: Any) -> None:
+    """For people."""
+    done = run("explain", "3", "--num-reqs", "3", "--uniform", "--sizes", "1,2,4,8")
+    assert done.code == 0
+    assert "replay FULL tokens=4" in done.out
+    assert "ready, not preferred" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["3", "--policy", "vlm"], "'vllm'"),
+        (["3", "--ceiling", "FUL"], "'FULL'"),
+        (["3", "--mode", "full_and_piecewis"], "'FULL_AND_PIECEWISE'"),
+        (["3", "--sizes", "4,x"], "capture_sizes"),
+        (["3", "--sizes", "4,-8"], "capture_sizes"),
+        (["3", "--sizes", "4,8", "--max-num-tokens", "6"], "max_num_tokens"),
+        (["3", "--sizes", "0,4"], "capture_sizes"),
+        (["3", "--sizes", "4,1.5"], "capture_sizes"),
+        (["9", "--sizes", "4,8"], "num_tokens"),
+        (["3", "--num-reqs", "4"], "num_reqs"),
+        (["3", "--num-reqs", "-1"], "num_reqs"),
+        (["3", "--loras", "2", "--max-loras", "1"], "loras"),
+        (["3", "--query-len", "0"], "query_lens"),
+        (["3", "--max-num-tokens", "0"], "max_num_tokens"),
+        (["3", "--max-num-seqs", "-4"], "max_num_seqs"),
+    ],
+)
+def test_bad_input_is_one_message_and_code_2(run: Any, args: list[str], says: str) -> None:
+    """What was given, what is allowed; nothing on standard output, not even as JSON."""
+    done = run("explain", *args, "--json")
+    assert done.code == 2
+    assert done.out == ""
+    assert says in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_sizes_are_put_in_order_and_a_gap_at_the_end_is_warned_about(run: Any) -> None:
+    """The warning is a line on standard error; the answer stays what it is."""
+    done = run("explain", "3", "--sizes", "8,4,4", "--max-num-tokens", "16", "--json")
+    assert done.code == 0
+    assert json.loads(done.out)["decision"]["padded_num_tokens"] == 4
+    assert done.err.startswith("Warning: capture_sizes ends at 8")
+    assert len(done.err.splitlines()) == 1
+
+
+WORDS = """
+--sizes --ceiling --mode --policy --loras --max-loras --uniform --num-reqs --query-len
+--max-num-tokens --max-num-seqs --json -- - 0 1 3 8 -1 9999999999999999999999 1.5 nan 1,2,4
+4,,8 , x FULL PIECEWISE none vllm vllm@0.11 [red] \u0663 True
+"""
+words = st.sampled_from(["", " ", *WORDS.split()])
+
+
+@given(st.lists(words, max_size=6))
+def test_no_command_line_ends_in_a_traceback(args: list[str]) -> None:
+    """Whatever is typed is answered or refused, and JSON is all that JSON mode prints."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = run_app(["explain", *args, "--json"])
+    assert code in (0, 2)
+    if code:
+        assert out.getvalue() == ""
+        assert err.getvalue() != ""
+    elif "--" not in args:
+        assert json.loads(out.getvalue())["batch"]["num_tokens"] >= 0

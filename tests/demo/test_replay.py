@@ -1,0 +1,213 @@
+"""The demo runs a trace twice, compares every step, and tells when a result is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("dispatchkit_vllm")
+
+from dispatchkit.demo.decoder import Decoder, DecoderShape  # noqa: E402
+from dispatchkit.demo.replay import DemoOptions, resolve_device, run_demo  # noqa: E402
+from dispatchkit.demo.report import DemoReport  # noqa: E402
+from dispatchkit.errors import (  # noqa: E402
+    BackendUnavailableError,
+    ConfigError,
+    TraceError,
+    UnknownNameError,
+)
+from dispatchkit.execute import graph_piece  # noqa: E402
+
+SMALL = DecoderShape(num_layers=1, num_heads=2, head_dim=8, cache_len=32, vocab=32)
+HEADER = "num_tokens,num_reqs,max_query_len,uniform_decode\n"
+ROWS = ["3,3,1,1", "3,3,1,1", "14,4,11,0", "4,4,1,1", "9,2,8,0", "2,2,1,1", "4,4,1,1"]
+
+
+def write(folder: Path, rows: list[str], header: str = HEADER) -> Path:
+    path = folder / "trace.csv"
+    path.write_text(header + "".join(f"{row}\n" for row in rows))
+    return path
+
+
+def run(trace: Path, **options: Any) -> DemoReport:
+    return run_demo(DemoOptions(trace=trace, device="tape", shape=SMALL, **options))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
+    """One run of a few steps of both kinds, with one above the largest capture size."""
+    folder = tmp_path_factory.mktemp("demo")
+    rows = [*ROWS, "530,20,60,0"]
+    return run(write(folder, rows))
+
+
+def test_every_step_and_the_final_caches_equal_eager(report: DemoReport) -> None:
+    """The main promise, on real rows, whatever the padding holds."""
+    assert report.comparison.is_equal
+    assert report.comparison.steps == 8
+    assert 0 <= report.comparison.worst < 1e-4
+    assert 0 <= report.comparison.worst_cache < 1e-4
+
+
+def test_decode_runs_full_mixed_runs_piecewise_and_large_runs_eager(report: DemoReport) -> None:
+    """Cut at attention, each kind gets the mode it can have; the rest has a reason."""
+    by_kind = {(row.kind, row.mode): row.steps for row in report.times}
+    assert by_kind == {("decode", "FULL"): 5, ("mixed", "PIECEWISE"): 2, ("mixed", "NONE"): 1}
+    assert report.eager_reasons == {"above_largest_size": 1}
+
+
+def test_padding_is_what_the_buckets_add(report: DemoReport) -> None:
+    """3 -> 4, 14 -> 16, 9 -> 16; 2 and 4 fit."""
+    paddings = {(row.kind, row.mode): row.padding for row in report.times}
+    assert paddings["decode", "FULL"] == 2
+    assert paddings["mixed", "PIECEWISE"] == 2 + 7
+    assert paddings["mixed", "NONE"] == 0
+    assert report.padding == 11
+    assert report.num_tokens == report.traffic.num_tokens
+
+
+def test_times_memory_and_batch_1_are_reported(report: DemoReport) -> None:
+    """Measured, not made up: positive, and the ratio is theirs."""
+    assert report.capture["num_graphs"] > 0
+    assert report.capture["num_bytes"] > 0
+    assert report.capture["failed"] == {}
+    assert all(row.eager_ms > 0 and row.dispatched_ms > 0 for row in report.times)
+    assert report.batch1.mode == "FULL"
+    assert report.batch1.ratio == report.batch1.eager_us / report.batch1.dispatched_us
+
+
+def test_the_tape_claims_no_speed_up(report: DemoReport) -> None:
+    """Said plainly, so that nobody quotes its times."""
+    assert "no speed-up" in " ".join(report.meaning())
+
+
+def test_the_report_is_plain_json(report: DemoReport) -> None:
+    """Everything a script needs, nothing of torch."""
+    value = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert value["ok"] is True
+    assert value["batch1"]["ratio"] == report.batch1.ratio
+    assert value["traffic"]["num_steps"] == 8
+
+
+def wrong_logits(self: Decoder, cache: Any, pieces: Any) -> list[Any]:
+    """Pieces whose last one is off in one row, from eight tokens up."""
+    *rest, last = pieces(self, cache)
+
+    def off(carried: Any) -> torch.Tensor:
+        logits = last.fn(carried).clone()
+        if logits.shape[0] >= 8:
+            logits[0, 0] += 0.5
+        return logits
+
+    return [*rest, graph_piece(off)]
+
+
+def wrong_cache(self: Decoder, cache: Any, pieces: Any) -> list[Any]:
+    """Pieces that write where nobody reads: the last row of a slot that is never full."""
+    *rest, last = pieces(self, cache)
+
+    def writes(carried: Any) -> torch.Tensor:
+        cache.values[0][31].add_(1.0)
+        logits: torch.Tensor = last.fn(carried)
+        return logits
+
+    return [*rest, graph_piece(writes)]
+
+
+def test_a_wrong_step_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault in the larger graphs alone: the steps concerned, and no others."""
+    pieces = Decoder.pieces
+    monkeypatch.setattr(Decoder, "pieces", lambda self, cache: wrong_logits(self, cache, pieces))
+    compared = run(write(tmp_path, ROWS)).comparison
+    assert not compared.is_equal
+    assert [(each.step, each.mode) for each in compared.different] == [
+        (2, "PIECEWISE"),
+        (4, "PIECEWISE"),
+    ]
+    assert compared.worst == pytest.approx(0.5, abs=1e-3)
+    assert not compared.caches_differ
+
+
+def test_a_wrong_cache_is_found_though_every_step_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State is compared too."""
+    pieces = Decoder.pieces
+    monkeypatch.setattr(Decoder, "pieces", lambda self, cache: wrong_cache(self, cache, pieces))
+    report = run(write(tmp_path, ROWS))
+    assert report.comparison.different == ()
+    assert report.comparison.caches_differ
+    assert not report.to_dict()["ok"]
+    assert "NOT" in report.meaning()[0]
+
+
+def test_steps_limits_how_much_of_the_trace_runs(tmp_path: Path) -> None:
+    """From the start."""
+    assert run(write(tmp_path, ROWS), steps=2).comparison.steps == 2
+
+
+def test_a_uniform_step_of_several_tokens_per_request_runs_full(tmp_path: Path) -> None:
+    """Steps that verify drafts are uniform decode too."""
+    report = run(write(tmp_path, ["8,2,4,1", "8,2,4,1", "12,3,4,1"]))
+    assert report.comparison.is_equal
+    assert {(row.kind, row.mode) for row in report.times} == {("decode", "FULL")}
+
+
+def test_threads_are_as_before(tmp_path: Path) -> None:
+    """The demo computes on one thread, and leaves the process as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run(write(tmp_path, ROWS), steps=1)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cud", "tape:1", "cuda:x", "cuda:-1", "", "CUDA"])
+def test_an_unknown_device_is_refused_with_the_known_ones(name: str) -> None:
+    """A name that torch would take is not enough."""
+    with pytest.raises(UnknownNameError, match="auto, cpu, cuda, tape"):
+        resolve_device(name)
+
+
+def test_a_device_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No driver, and an index too high."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(BackendUnavailableError, match="doctor"):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("auto") == torch.device("cuda")
+    with pytest.raises(BackendUnavailableError, match="cuda:0, cuda:1"):
+        resolve_device("cuda:2")
+
+
+@pytest.mark.parametrize("steps", [0, -3, 1.5, True])
+def test_impossible_numbers_of_steps_are_refused(steps: object) -> None:
+    """At least one."""
+    with pytest.raises(ConfigError, match="steps"):
+        DemoOptions(steps=steps)
+
+
+def test_an_unknown_policy_names_the_nearest(tmp_path: Path) -> None:
+    """Before anything is captured."""
+    with pytest.raises(UnknownNameError, match="'vllm'"):
+        run(write(tmp_path, ROWS), policy="vlm")
+
+
+def test_bad_traces_are_refused(tmp_path: Path) -> None:
+    """Missing, misspelt, cut in mid-line, impossible."""
+    with pytest.raises(TraceError, match="no such file"):
+        run(tmp_path / "none.csv")
+    with pytest.raises(TraceError, match="num_tokens"):
+        run(write(tmp_path, ROWS, header=HEADER.replace("num_tokens", "num_token")))
+    with pytest.raises(TraceError, match="line 4"):
+        run(write(tmp_path, ["3,3,1,1", "3,3,1,1", "14,4"]))
+    with pytest.raises(TraceError, match="line 2"):
+        run(write(tmp_path, ["3,-3,1,1"]))
