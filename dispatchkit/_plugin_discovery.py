@@ -126,6 +126,23 @@ def _read(distribution: Distribution, name: str) -> Iterator[Candidate | Misfit]
             )
 
 
+def built_in() -> Candidate:
+    """Return what dispatchkit itself brings; it comes through the same hooks."""
+    from dispatchkit import __version__
+
+    def load() -> object:
+        from dispatchkit import _plugin_builtins
+
+        return _plugin_builtins
+
+    return Candidate(Origin("dispatchkit", "dispatchkit", __version__), 0, load)
+
+
+def passed_in(name: str, plugin: object) -> Candidate:
+    """Return an object of the user's as a plugin of that name."""
+    return Candidate(Origin(name), 1, lambda: plugin)
+
+
 @attrs.frozen
 class Filter:
     """Which plugins may be loaded, by name of entry point or of distribution.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 
 from dispatchkit._plugin_check import PROJECT, Implementation, PluginFault, implementations
-from dispatchkit._plugin_discovery import Candidate, Misfit
+from dispatchkit._plugin_discovery import Candidate, Filter, Misfit
 from dispatchkit._plugin_records import KINDS, AnySpec, Origin, PluginError
 from dispatchkit.errors import UnknownNameError
 from dispatchkit.observe.events import Subscription
@@ -130,6 +130,25 @@ class Loading:
     def __init__(self) -> None:
         self.infos: list[PluginInfo] = []
         self.problems: list[PluginError] = []
+
+    def permitted(
+        self, candidates: Iterable[Candidate | Misfit], names: Filter | None
+    ) -> list[Candidate | Misfit]:
+        """Return those that may be loaded; note those that may not, and lists that fit none."""
+        found = list(candidates)
+        if names is None:
+            return found
+        permitted = []
+        for one in found:
+            is_found = isinstance(one, Misfit) or one.rank == 2
+            refusal = names.refusal(one.origin, is_found=is_found)
+            if refusal:
+                self.infos.append(PluginInfo.of(one.origin, PluginState.BLOCKED, refusal))
+            else:
+                permitted.append(one)
+        for origin, reason in names.unmatched([one.origin for one in found]):
+            self.fail(PluginState.MISSING, PluginError(origin, reason))
+        return permitted
 
     def stage_all(self, candidates: Iterable[Candidate | Misfit]) -> list[Staged]:
         """Return those plugins that are fine, in an order that no path decides."""

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from dispatchkit._plugin_catalog import Catalog
-from dispatchkit._plugin_discovery import Candidate, Filter, Misfit, discover
+from dispatchkit._plugin_discovery import (
+    Candidate,
+    Filter,
+    Misfit,
+    built_in,
+    discover,
+    passed_in,
+)
 from dispatchkit._plugin_loading import (
     Loading,
     PluginInfo,
@@ -117,7 +124,7 @@ class PluginSet(Catalog):
         self._outcomes: list[tuple[object, Origin]] = []
         self._lock = threading.RLock()
         loading = Loading()
-        staged = loading.stage_all(_permitted(candidates, names, loading))
+        staged = loading.stage_all(loading.permitted(candidates, names))
         for one in loading.settle(staged, replace):
             reasons = [it.reason for it in loading.problems if it.origin == one.origin]
             self._commit(one, reason=" ".join(reasons))
@@ -203,7 +210,7 @@ class PluginSet(Catalog):
             PluginError: It is broken, is there already, or claims a name that is taken.
         """
         with self._lock:
-            staged = stage(_passed_in(name, plugin), self._staged)
+            staged = stage(passed_in(name, plugin), self._staged)
             for kind, spec in staged.records:
                 taken = self._tables[kind].get(spec.name)
                 if taken is not None:
@@ -332,46 +339,12 @@ def load_plugins(
     for setting, value in (("allow", allow), ("block", block), ("replace", replace)):
         if isinstance(value, str):
             raise ConfigError(setting, value, "a list of names", f"Write [{value!r}].")
-    passed_in = [_passed_in(name, plugin) for name, plugin in extra]
+    given = [passed_in(name, plugin) for name, plugin in extra]
     names = Filter.of(allow, block, os.environ if environ is None else environ)
-    plugins = PluginSet((_built_in(), *passed_in, *discover()), names=names, replace=replace)
+    plugins = PluginSet((built_in(), *given, *discover()), names=names, replace=replace)
     for problem in plugins.problems:
         _log.warning("%s", problem)
     if strict and plugins.problems:
         raise PluginLoadError(plugins.problems)
     _log.info("Plugins loaded: %s", "; ".join(map(str, plugins.origins)))
     return plugins
-
-
-def _permitted(
-    candidates: Iterable[Candidate | Misfit], names: Filter | None, loading: Loading
-) -> list[Candidate | Misfit]:
-    """Return those that may be loaded; note those that may not, and lists that fit nothing."""
-    found = list(candidates)
-    if names is None:
-        return found
-    permitted = []
-    for one in found:
-        refusal = names.refusal(one.origin, is_found=isinstance(one, Misfit) or one.rank == 2)
-        if refusal:
-            loading.infos.append(PluginInfo.of(one.origin, PluginState.BLOCKED, refusal))
-        else:
-            permitted.append(one)
-    for origin, reason in names.unmatched([one.origin for one in found]):
-        loading.fail(PluginState.MISSING, PluginError(origin, reason))
-    return permitted
-
-
-def _built_in() -> Candidate:
-    from dispatchkit import __version__
-
-    def load() -> object:
-        from dispatchkit import _plugin_builtins
-
-        return _plugin_builtins
-
-    return Candidate(Origin("dispatchkit", "dispatchkit", __version__), 0, load)
-
-
-def _passed_in(name: str, plugin: object) -> Candidate:
-    return Candidate(Origin(name), 1, lambda: plugin)
