@@ -216,6 +216,15 @@ class Dispatcher:
             self._install(new_policy, new_config, origin, keys, epoch=self._table.epoch + 1)
             return self._table.epoch
 
+    def set_lazy(self, lazy: bool) -> None:
+        """Let keys without a graph be dispatched, or no longer; cells are decided anew."""
+        with self._lock:
+            self._lazy = lazy
+            table = self._table
+            for cell in [*table.filled, *table.one_shot]:
+                self._empty(table, cell)
+            table.by_reqs.clear()
+
     def close(self) -> None:
         """Stop listening to the registry."""
         self._unsubscribe()
