@@ -1,0 +1,92 @@
+"""The kit that third-party policies and backends run; needs ``dispatchkit[testing]``.
+
+A policy is certified by three lines::
+
+    from dispatchkit.testing import PolicyTests
+
+    class TestSmallest(PolicyTests):
+        def make_policy(self):
+            return SmallestPolicy()
+
+or, without pytest, by ``print(run_policy_conformance(SmallestPolicy))``.
+
+Names are loaded on first use: a kit for one kind of plugin loads nothing of another's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dispatchkit.testing.backend_tests import BackendTests
+    from dispatchkit.testing.cases import Case
+    from dispatchkit.testing.conformance import Finding, Verdict, run_policy_conformance
+    from dispatchkit.testing.machine import DispatcherMachine
+    from dispatchkit.testing.policy_tests import PolicyTests
+    from dispatchkit.testing.samples import graph_view, make_batch
+    from dispatchkit.testing.strategies import (
+        Change,
+        apply_change,
+        batches,
+        changes,
+        configs,
+        graph_keys,
+        registries,
+    )
+
+_HOME = {
+    "BackendTests": "backend_tests",
+    "Case": "cases",
+    "Change": "strategies",
+    "DispatcherMachine": "machine",
+    "Finding": "conformance",
+    "PolicyTests": "policy_tests",
+    "Verdict": "conformance",
+    "apply_change": "strategies",
+    "batches": "strategies",
+    "changes": "strategies",
+    "configs": "strategies",
+    "graph_keys": "strategies",
+    "graph_view": "samples",
+    "make_batch": "samples",
+    "registries": "strategies",
+    "run_policy_conformance": "conformance",
+}
+
+__all__ = [
+    "BackendTests",
+    "Case",
+    "Change",
+    "DispatcherMachine",
+    "Finding",
+    "PolicyTests",
+    "Verdict",
+    "apply_change",
+    "batches",
+    "changes",
+    "configs",
+    "graph_keys",
+    "graph_view",
+    "make_batch",
+    "registries",
+    "run_policy_conformance",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    except ModuleNotFoundError as error:
+        if error.name in {"hypothesis", "pytest"}:
+            error.add_note("The kit needs it: pip install 'dispatchkit[testing]'")
+        raise
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

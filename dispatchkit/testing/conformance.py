@@ -1,0 +1,174 @@
+"""The whole kit for one policy, in one call and without pytest."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import hypothesis
+from hypothesis import strategies as st
+
+from dispatchkit.dispatch import TRAITS, Policy, policy_name, policy_traits
+from dispatchkit.keys import DispatchConfig
+from dispatchkit.testing.policy_tests import PolicyTests
+
+_HOLDS, _FAILS, _SKIPPED = "holds", "FAILS", "not tested"
+
+
+@attrs.frozen
+class Finding:
+    """What came of one property.
+
+    Attributes:
+        name: The property, in words.
+        holds: Whether it does; None where it was not tested.
+        trait: The trait it belongs to; "" in the core set.
+        message: What broke it, or why it was not tested.
+        why: Why it matters.
+    """
+
+    name: str
+    holds: bool | None
+    trait: str = ""
+    message: str = ""
+    why: str = ""
+
+
+@attrs.frozen
+class Verdict:
+    """What the kit found about a policy; print it.
+
+    Attributes:
+        policy: Name of the policy.
+        findings: One for each property, in the order of the kit.
+        claimed: Traits that the policy claims.
+        unknown: What it claims that is no trait.
+        seed: Of the random cases.
+    """
+
+    policy: str
+    findings: tuple[Finding, ...]
+    claimed: tuple[str, ...]
+    unknown: tuple[str, ...]
+    seed: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether all that was tested holds, and all that is claimed is a trait."""
+        return not self.failures and not self.unknown
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        """The properties that do not hold."""
+        return tuple(each for each in self.findings if each.holds is False)
+
+    @property
+    def not_claimed(self) -> tuple[str, ...]:
+        """Traits that the policy does not claim."""
+        return tuple(sorted(TRAITS - set(self.claimed)))
+
+    def raise_if_failed(self) -> None:
+        """Raise AssertionError with the whole text unless it passed."""
+        if not self.passed:
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        outcome = "keeps the contract" if self.passed else "breaks the contract"
+        lines = [f"Policy {self.policy!r} {outcome} (seed {self.seed})."]
+        for each in self.findings:
+            if each.trait and each.holds is None and each.trait not in self.claimed:
+                continue  # named once, below
+            state = {True: _HOLDS, False: _FAILS, None: _SKIPPED}[each.holds]
+            note = f": {each.message}" if each.holds is None else ""
+            lines.append(f"  {state:<10}  {each.name}{note}")
+            if each.holds is False:
+                lines += [f"              {line}" for line in each.message.splitlines()]
+                lines += [f"              why: {each.why}"]
+        lines.append(f"  claimed: {', '.join(self.claimed) or 'no trait'}")
+        lines.append(f"  not claimed, not tested: {', '.join(self.not_claimed) or 'no trait'}")
+        if self.unknown:
+            known = ", ".join(sorted(TRAITS))
+            lines.append(f"  claimed, but no trait: {', '.join(self.unknown)} (traits: {known})")
+        return "\n".join(lines)
+
+
+def run_policy_conformance(
+    policy: Policy | Callable[[], Policy],
+    *,
+    seed: int = 0,
+    max_examples: int = PolicyTests.max_examples,
+    configs: st.SearchStrategy[DispatchConfig] | None = None,
+) -> Verdict:
+    """Check a policy against the core set and the traits it claims.
+
+    Args:
+        policy: A policy without history, or what makes one (its class, a function). Of an
+            instance, deep copies are tested; itself it stays as it is.
+        seed: Of the random cases; the same seed gives the same verdict.
+        max_examples: Cases per property under a hypothesis profile of 100; scaled with it.
+        configs: Configurations to try, where the policy serves only some.
+
+    Returns:
+        The verdict. It does not raise for a faulty policy: see ``raise_if_failed``.
+    """
+    make = _factory(policy)
+
+    class Tests(PolicyTests):
+        def make_policy(self) -> Policy:
+            return make()
+
+        def configs(self) -> st.SearchStrategy[DispatchConfig]:
+            return super().configs() if configs is None else configs
+
+    tests = Tests()
+    tests.seed, tests.max_examples = seed, max_examples
+    first = make()
+    claimed = policy_traits(first)
+    names = [name for name in vars(PolicyTests) if name.startswith("test_")]
+    return Verdict(
+        policy=policy_name(first),
+        findings=tuple(_find(tests, name) for name in names),
+        claimed=tuple(sorted(claimed & TRAITS)),
+        unknown=tuple(sorted(claimed - TRAITS)),
+        seed=seed,
+    )
+
+
+def _factory(policy: Any) -> Callable[[], Policy]:
+    is_instance = not inspect.isclass(policy) and hasattr(policy, "decide")
+    if is_instance:
+        return lambda: copy.deepcopy(policy)
+    if callable(policy):
+        return policy  # type: ignore[no-any-return]
+    raise TypeError(f"policy must be a policy or make one, got {policy!r}.")
+
+
+def _find(tests: PolicyTests, name: str) -> Finding:
+    test = getattr(tests, name)
+    trait = ""
+    words = name.removeprefix("test_")
+    if words.startswith("trait_"):
+        words = words.removeprefix("trait_")
+        trait = next(each for each in sorted(TRAITS) if words.startswith(each))
+        words = f"trait {trait}{words.removeprefix(trait).replace('_', ' ')}"
+    else:
+        words = words.replace("_", " ")
+    why = " ".join((inspect.getdoc(test) or "").split())
+    holds: bool | None = True
+    message = ""
+    try:
+        test()
+    except unittest.SkipTest as skip:
+        holds, message = None, str(skip)
+    except AssertionError as error:
+        holds, message = False, str(error)
+    except hypothesis.errors.HypothesisException as error:
+        problem = "too few configurations are accepted to test it; narrow them with configs"
+        holds, message = False, f"{problem} ({type(error).__name__}: {error})"
+    except Exception as error:  # noqa: BLE001 - whatever a policy does is a finding about it
+        holds, message = False, f"{type(error).__name__}: {error}"
+    return Finding(words, holds, trait, message, why)

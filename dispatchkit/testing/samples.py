@@ -1,0 +1,168 @@
+"""The same policy asked in another process; needs neither hypothesis nor pytest.
+
+Ranks of one job and a server after its restart are other processes. What differs there, and
+never inside one process, is the order of sets and of anything sorted by an address.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from dispatchkit.dispatch import GraphView, Policy
+from dispatchkit.errors import ConfigError
+from dispatchkit.keys import Batch, CaptureSizeWarning, CUDAGraphMode, DispatchConfig, RuntimeMode
+from dispatchkit.registry import GraphRegistry, KeyState
+
+_CODE = "import dispatchkit.testing.samples as here; here.main()"
+_BOTH_MODES = frozenset((RuntimeMode.PIECEWISE, RuntimeMode.FULL))
+
+
+def graph_view(
+    registry: GraphRegistry,
+    config: DispatchConfig,
+    *,
+    modes: frozenset[RuntimeMode] = _BOTH_MODES,
+    lazy: bool = False,
+) -> GraphView:
+    """Return the view that a dispatcher gives to its policy.
+
+    Args:
+        registry: Keys and graphs.
+        config: The configuration in force.
+        modes: Runtime modes the executor can do.
+        lazy: Graphs that are declared or evicted may be chosen too.
+    """
+    ready = {KeyState.CAPTURED, *((KeyState.DECLARED, KeyState.EVICTED) if lazy else ())}
+    return GraphView(registry, config, modes=modes, dispatchable=lambda entry: entry.state in ready)
+
+
+def make_batch(
+    config: DispatchConfig,
+    num_tokens: int,
+    *,
+    num_reqs: int | None = None,
+    uniform: int = 0,
+    loras: int = 0,
+    allowed: int = int(RuntimeMode.FULL),
+) -> Batch:
+    """Return the Batch that a dispatcher makes of the arguments of ``dispatch``."""
+    is_uniform, query_len, max_query_len = config.query_class(uniform)
+    return Batch(
+        num_tokens=num_tokens,
+        num_reqs=num_reqs,
+        uniform=is_uniform,
+        query_len=query_len,
+        max_query_len=max_query_len,
+        num_active_loras=loras,
+        allowed=allowed,
+    )
+
+
+def usual_configs() -> Iterator[DispatchConfig]:
+    """Yield one plain configuration for each mode, and one with adapters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureSizeWarning)
+        for mode in (
+            CUDAGraphMode.FULL_AND_PIECEWISE,
+            CUDAGraphMode.FULL,
+            CUDAGraphMode.PIECEWISE,
+            CUDAGraphMode.FULL_DECODE_ONLY,
+        ):
+            yield DispatchConfig(mode=mode, capture_sizes=(1, 2, 4, 8, 16, 32))
+        yield DispatchConfig(capture_sizes=(4, 8, 16, 24), max_loras=2, query_lens=(2,))
+
+
+def sample_answers(policy: Policy) -> list[str]:
+    """Return what a policy declares and decides for some thousand fixed batches, as text."""
+    answers: list[str] = []
+    for config in usual_configs():
+        try:
+            keys = list(policy.declare(config))
+        except ConfigError as error:
+            answers.append(f"refused: {error.setting}")
+            continue
+        answers.append(" | ".join(map(str, keys)))
+        registry = GraphRegistry()
+        registry.declare(keys)
+        for index, key in enumerate(keys):
+            if index % 5 != 3:  # some graphs are missing: that is where orders show
+                registry.captured(key, object())
+        view = graph_view(registry, config)
+        for num_tokens in range(1, config.max_num_tokens + 1):
+            for uniform in range(config.num_query_classes):
+                for loras in range(config.max_loras + 1):
+                    for allowed in (1, 2, 5):
+                        batch = make_batch(
+                            config, num_tokens, uniform=uniform, loras=loras, allowed=allowed
+                        )
+                        answers.append(f"{batch}: {policy.decide(batch, view)}")
+    return answers
+
+
+def sample_answers_elsewhere(policy: Policy, hash_seed: int) -> list[str]:
+    """Return ``sample_answers`` of a policy sent to a fresh interpreter.
+
+    Args:
+        policy: It is pickled; its class must be importable, or lie in a file.
+        hash_seed: ``PYTHONHASHSEED`` of the other process.
+
+    Raises:
+        TypeError: The policy cannot be sent to another process.
+        RuntimeError: The other process failed; its last lines are the message.
+    """
+    try:
+        sent = pickle.dumps(policy)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(f"it cannot be pickled ({error})") from error
+    home = sys.modules[type(policy).__module__]
+    source = inspect.getsourcefile(home) or ""
+    done = subprocess.run(
+        [sys.executable, "-c", _CODE],
+        input=pickle.dumps((home.__name__, source, sent)),
+        capture_output=True,
+        check=False,
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": str(hash_seed),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+    )
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-3:]
+        raise RuntimeError("the other process failed: " + " / ".join(last))
+    answers: list[str] = pickle.loads(done.stdout)  # noqa: S301 - written by our own child
+    return answers
+
+
+def main() -> None:
+    """Answer for the policy given on standard input; the other end of the above."""
+    name, source, sent = pickle.load(sys.stdin.buffer)  # noqa: S301 - written by our own parent
+    _import(name, source)
+    policy: Any = pickle.loads(sent)  # noqa: S301 - written by our own parent
+    answers = sample_answers(policy)
+    sys.stdout.buffer.write(pickle.dumps(answers))
+
+
+def _import(name: str, source: str) -> None:
+    """Import a module by name, or from its file where no path leads to it (test files)."""
+    try:
+        importlib.import_module(name)
+        return
+    except ModuleNotFoundError:
+        if not source:
+            raise
+    spec = importlib.util.spec_from_file_location(name, source)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{source} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)

@@ -1,0 +1,222 @@
+"""Hypothesis strategies: configurations, batches, keys, registries and changes to them.
+
+Sizes are small on purpose. Faults of a policy sit at edges (one below, at and above a bucket;
+a query length that does not divide a size; a limit that cuts a ladder), and a small space has
+all edges close together.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+from hypothesis import strategies as st
+
+from dispatchkit.keys import (
+    ALLOWED_MODES,
+    Batch,
+    BatchDescriptor,
+    CaptureSizeWarning,
+    CUDAGraphMode,
+    DispatchConfig,
+    GraphKey,
+    RuntimeMode,
+)
+from dispatchkit.registry import GraphRegistry, KeyState
+from dispatchkit.testing.samples import make_batch
+
+__all__ = [
+    "Change",
+    "apply_change",
+    "batches",
+    "changes",
+    "configs",
+    "graph_keys",
+    "registries",
+]
+
+
+@st.composite
+def configs(
+    draw: st.DrawFn,
+    *,
+    modes: Sequence[CUDAGraphMode] = tuple(CUDAGraphMode),
+    max_tokens: int = 40,
+    query_lens: Sequence[tuple[int, ...]] = ((1,), (1,), (2,), (3,), (4,), (1, 3), (4, 2)),
+    max_loras: int = 3,
+) -> DispatchConfig:
+    """Return configurations, odd but allowed ones included.
+
+    Args:
+        draw: Given by hypothesis.
+        modes: Configured modes to draw from.
+        max_tokens: Largest ``max_num_tokens``.
+        query_lens: Values of ``query_lens`` to draw from.
+        max_loras: Largest number of adapters.
+    """
+    limit = draw(st.integers(1, max_tokens))
+    sizes = draw(st.lists(st.integers(1, limit), max_size=7))
+    if draw(st.booleans()) and sizes:
+        sizes.append(limit)
+    lens = draw(st.sampled_from(query_lens))
+    uniform_sizes: list[int] | None = None
+    if draw(st.integers(0, 4)) == 0:
+        most = limit // lens[0]
+        counts = st.lists(st.integers(1, max(1, most)), max_size=4 if most else 0)
+        uniform_sizes = [count * lens[0] for count in draw(counts)]
+    loras = draw(st.integers(0, max_loras))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureSizeWarning)
+        return DispatchConfig(
+            mode=draw(st.sampled_from(modes)),
+            capture_sizes=tuple(sizes),
+            max_num_tokens=limit,
+            max_num_seqs=draw(st.integers(1, limit)),
+            query_lens=lens,
+            varlen_decode=draw(st.integers(0, 3)) == 0,
+            uniform_capture_sizes=None if uniform_sizes is None else tuple(uniform_sizes),
+            max_loras=loras,
+            specialize_lora=draw(st.booleans()),
+            specialize_active_loras=loras > 0 and draw(st.booleans()),
+        )
+
+
+@st.composite
+def batches(draw: st.DrawFn, config: DispatchConfig, *, known_reqs: bool = True) -> Batch:
+    """Return batches that a configuration allows, often at the edge of a capture size.
+
+    Args:
+        draw: Given by hypothesis.
+        config: Gives the limits.
+        known_reqs: Sometimes say the number of requests; a dispatcher asks without first.
+    """
+    limit = config.max_num_tokens
+    sizes = (*config.capture_sizes, *(config.uniform_capture_sizes or ()), limit)
+    edges = sorted({n + d for n in sizes for d in (-1, 0, 1) if 1 <= n + d <= limit})
+    num_tokens = draw(st.sampled_from(edges) | st.integers(1, limit))
+    uniform = draw(st.integers(0, config.num_query_classes - 1))
+    is_uniform, query_len, _ = config.query_class(uniform)
+    num_reqs = None
+    if known_reqs and draw(st.booleans()):
+        most = min(num_tokens, config.max_num_seqs)
+        if is_uniform and query_len <= num_tokens:
+            num_reqs = min(num_tokens // query_len, most)
+            num_tokens = num_reqs * query_len
+        else:
+            num_reqs = draw(st.integers(1, most))
+    return make_batch(
+        config,
+        num_tokens,
+        num_reqs=num_reqs,
+        uniform=uniform,
+        loras=draw(st.integers(0, config.max_loras)),
+        allowed=draw(st.sampled_from((2, 2, 2, *range(len(ALLOWED_MODES))))),
+    )
+
+
+@st.composite
+def graph_keys(draw: st.DrawFn, config: DispatchConfig) -> GraphKey:
+    """Return any key that fits a configuration, whether or not a policy would declare it."""
+    num_tokens = draw(st.integers(1, config.max_num_tokens))
+    uniform, query_len, max_query_len = config.query_class(
+        draw(st.integers(0, config.num_query_classes - 1))
+    )
+    most = min(num_tokens, config.max_num_seqs)
+    return GraphKey(
+        draw(st.sampled_from((RuntimeMode.PIECEWISE, RuntimeMode.FULL))),
+        BatchDescriptor(
+            num_tokens=num_tokens,
+            num_reqs=draw(st.none() | st.integers(1, most)),
+            uniform=uniform,
+            num_active_loras=draw(st.integers(0, config.max_loras)),
+            query_len=query_len,
+            max_query_len=None if uniform else max_query_len,
+        ),
+    )
+
+
+# -- what happens to graphs ---------------------------------------------------------------
+
+
+@attrs.frozen
+class Change:
+    """Something that happens to graphs while serving.
+
+    Attributes:
+        kind: ``captured``, ``failed``, ``evicted``, ``stale``, ``disabled``, ``enabled``,
+            ``mode_disabled`` or ``mode_enabled``.
+        key: What it happens to; for a mode, any key of it.
+    """
+
+    kind: str
+    key: GraphKey
+
+
+_KINDS = (
+    *("captured", "failed", "evicted", "stale", "disabled", "enabled"),
+    *("mode_disabled", "mode_enabled"),
+)
+
+
+def changes(
+    keys: Sequence[GraphKey], *, kinds: Sequence[str] = _KINDS
+) -> st.SearchStrategy[Change]:
+    """Return changes to the graphs of some keys; nothing when there are no keys."""
+    if not keys:
+        return st.nothing()
+    return st.builds(Change, st.sampled_from(kinds), st.sampled_from(keys))
+
+
+def apply_change(registry: GraphRegistry, change: Change) -> bool:
+    """Do a change if the state of its key allows it; return whether it was done."""
+    key, kind = change.key, change.kind
+    entry = registry.get(key)
+    if entry is None:
+        return False
+    has_graph = entry.state in (KeyState.CAPTURED, KeyState.STALE)
+    actions: dict[str, tuple[bool, Callable[[], object]]] = {
+        "captured": (True, lambda: registry.captured(key, object())),
+        "failed": (True, lambda: registry.failed(key, "error")),
+        "evicted": (has_graph, lambda: registry.evicted(key)),
+        "stale": (
+            entry.state is KeyState.CAPTURED,
+            lambda: registry.stale(key, "weights moved"),
+        ),
+        "disabled": (True, lambda: registry.set_enabled(False, key=key)),
+        "enabled": (True, lambda: registry.set_enabled(True, key=key)),
+        "mode_disabled": (True, lambda: registry.set_enabled(False, mode=key.mode)),
+        "mode_enabled": (True, lambda: registry.set_enabled(True, mode=key.mode)),
+    }
+    possible, act = actions[kind]
+    if possible:
+        act()
+    return possible
+
+
+@st.composite
+def registries(
+    draw: st.DrawFn,
+    keys: Iterable[GraphKey],
+    *,
+    all_captured: bool = False,
+    max_changes: int = 6,
+) -> GraphRegistry:
+    """Return registries that know the keys, each graph somewhere in its life.
+
+    Args:
+        draw: Given by hypothesis.
+        keys: What is declared, in this order.
+        all_captured: Every graph is there and enabled.
+        max_changes: How many graphs at most differ from the rest.
+    """
+    registry = GraphRegistry()
+    known = list(dict.fromkeys(keys))
+    registry.declare(known)
+    if all_captured or draw(st.integers(0, 3)):
+        for key in known:
+            registry.captured(key, object())
+    if known and not all_captured:
+        for change in draw(st.lists(changes(known), max_size=max_changes)):
+            apply_change(registry, change)
+    return registry

@@ -1,0 +1,161 @@
+"""Correct policies of several shapes; the kit must pass each, planted faults derive from them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dispatchkit.dispatch import CellUpdate, Decision, Reason
+from dispatchkit.keys import BatchDescriptor, CUDAGraphMode, GraphKey, RuntimeMode
+
+FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
+
+
+class SmallestPolicy:
+    """The smallest ready graph of the highest allowed mode; every trait there is."""
+
+    name = "smallest"
+    traits = ("smallest_bucket", "monotone", "order", "stateless")
+
+    def declare(self, config):
+        keys = []
+        mixed, decode = config.mode.mixed_mode(), config.mode.decode_mode()
+        counts = self.lora_counts(config)
+        for size in config.capture_sizes:
+            for loras in counts:
+                if mixed is not CUDAGraphMode.NONE:
+                    keys.append(self.mixed_key(config, RuntimeMode[mixed.name], size, loras))
+        if config.mode.separate_routine() and decode is CUDAGraphMode.FULL:
+            for query_len in config.query_lens:
+                for size in config.uniform_capture_sizes or config.capture_sizes:
+                    num_reqs = size // query_len
+                    if size % query_len or not 1 <= num_reqs <= config.max_num_seqs:
+                        continue
+                    for loras in counts:
+                        keys.append(
+                            GraphKey(
+                                FULL,
+                                BatchDescriptor(
+                                    num_tokens=size,
+                                    num_reqs=num_reqs,
+                                    uniform=True,
+                                    num_active_loras=loras,
+                                    query_len=query_len,
+                                ),
+                            )
+                        )
+        return keys
+
+    def lora_counts(self, config):
+        return sorted({0, config.max_loras})
+
+    def mixed_key(self, config, mode, size, loras):
+        reqs = min(size, config.max_num_seqs) if mode is FULL else None
+        return GraphKey(mode, BatchDescriptor(size, num_reqs=reqs, num_active_loras=loras))
+
+    def decide(self, batch, graphs):
+        why = None
+        for mode in (FULL, PIECEWISE):
+            if batch.allows(mode):
+                for key in graphs.covering(batch, mode):
+                    why_not = graphs.why_not(key)
+                    if why_not is None:
+                        return Decision.replay(key)
+                    why = why or why_not
+        return Decision.eager(why or Reason.NO_KEY)
+
+
+class PiecewiseOnlyPolicy(SmallestPolicy):
+    """Never FULL; claims that all it declares can be reached."""
+
+    name = "piecewise-only"
+    traits = ("smallest_bucket", "monotone", "stateless", "all_keys_reachable")
+
+    def declare(self, config):
+        if not config.mode.has_piecewise_cudagraphs():
+            return []
+        return [
+            GraphKey(PIECEWISE, BatchDescriptor(size, num_active_loras=loras))
+            for size in config.capture_sizes
+            for loras in range(config.max_loras + 1)
+        ]
+
+    def decide(self, batch, graphs):
+        if not batch.allows(PIECEWISE):
+            return Decision.eager(Reason.CEILING)
+        return super().decide(batch, graphs)
+
+
+class LargestPolicy(SmallestPolicy):
+    """Always the largest bucket: wasteful, and allowed; it claims next to nothing."""
+
+    name = "largest"
+    traits = ("stateless",)
+
+    def decide(self, batch, graphs):
+        ready = [
+            key
+            for mode in (PIECEWISE, FULL)
+            if batch.allows(mode)
+            for key in graphs.covering(batch, mode)
+            if graphs.is_ready(key)
+        ]
+        return Decision.replay(ready[-1]) if ready else None
+
+
+class ThresholdPolicy(SmallestPolicy):
+    """Not for large batches: those are "not mine"."""
+
+    name = "threshold"
+    traits = ("stateless",)
+
+    def decide(self, batch, graphs):
+        return super().decide(batch, graphs) if batch.num_tokens <= 16 else None
+
+
+class CountingPolicy(SmallestPolicy):
+    """Learns: after three slow steps of a key, batches of that cell run eager for good."""
+
+    name = "counting"
+    traits = ()
+
+    def __init__(self, slow_us=500.0):
+        self.slow_us = slow_us
+        self.slow = Counter()
+        self.given_up = set()
+
+    def decide(self, batch, graphs):
+        if self._cell(batch) in self.given_up and batch.allows(RuntimeMode.NONE):
+            return Decision.eager("slower_than_eager")
+        return super().decide(batch, graphs)
+
+    def observe(self, outcome):
+        key, batch = outcome.decision.key, outcome.batch
+        if not outcome.completed or outcome.elapsed_us is None or key is None:
+            return None
+        cell = self._cell(batch)
+        if outcome.elapsed_us > self.slow_us:
+            self.slow[cell] += 1
+        if self.slow[cell] < 3 or cell in self.given_up or not batch.allows(RuntimeMode.NONE):
+            return None
+        self.given_up.add(cell)
+        return [CellUpdate(batch, Decision.eager("slower_than_eager"))]
+
+    @staticmethod
+    def _cell(batch):
+        return (
+            batch.num_tokens,
+            batch.uniform,
+            batch.query_len,
+            batch.max_query_len,
+            batch.num_active_loras,
+            batch.allowed,
+        )
+
+
+CORRECT = (
+    SmallestPolicy,
+    PiecewiseOnlyPolicy,
+    LargestPolicy,
+    ThresholdPolicy,
+    CountingPolicy,
+)
