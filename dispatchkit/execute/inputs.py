@@ -1,0 +1,354 @@
+"""Static inputs: what is declared of them, checking a call against it, and their memory.
+
+A graph reads its inputs at the addresses of the capture. Each lane holds one buffer per
+input, as large as its largest bucket; a call copies its rows to the front. What an earlier,
+larger call left behind those rows is set back to the input's fill value, and only that: the
+lane remembers up to which row its buffers hold anything but fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from dispatchkit.errors import ConfigError, InputError, UnknownNameError
+
+# Expected shapes kept ready, one tuple per batch size; beyond it they are made again.
+MAX_KEPT_SIZES = 4096
+#: Words of a call that no input may be named by.
+RESERVED_NAMES = frozenset({"num_reqs", "uniform", "loras", "ceiling"})
+
+
+def parse_dtype(value: Any) -> torch.dtype:
+    """Return the torch type for a dtype or its name (``"int64"``, ``"torch.bfloat16"``).
+
+    Raises:
+        UnknownNameError: torch has no type of that name.
+    """
+    if isinstance(value, torch.dtype):
+        return value
+    name = str(value).removeprefix("torch.")
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        known = {n for n in vars(torch) if isinstance(getattr(torch, n), torch.dtype)}
+        raise UnknownNameError("dtype", name, known)
+    return found
+
+
+def _shape(value: Any) -> tuple[int | None, ...]:
+    shape = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    sizes = [size for size in shape if size is not None]
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
+        raise ConfigError("shape", value, "whole numbers, with None for the batch dimension")
+    if len(shape) - len(sizes) > 1:
+        raise ConfigError("shape", value, "a shape with None at most once, the batch dimension")
+    return shape
+
+
+@attrs.frozen
+class StaticInput:
+    """What a graph expects of one input.
+
+    Attributes:
+        shape: Its shape, None at the batch dimension (tokens). Without a None it is not
+            batched and is copied whole.
+        dtype: Its type, as a torch dtype or a name.
+        fill: What rows without a token hold, in warmup, capture and every replay.
+    """
+
+    shape: tuple[int | None, ...] = attrs.field(converter=_shape)
+    dtype: torch.dtype = attrs.field(converter=parse_dtype)
+    fill: float | int | bool = 0
+
+    def __attrs_post_init__(self) -> None:
+        try:
+            torch.full((), self.fill, dtype=self.dtype)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError("fill", self.fill, f"a value of {self.dtype}") from error
+
+    @property
+    def batch_dim(self) -> int | None:
+        """Index of the batch dimension, None where the input is not batched."""
+        return self.shape.index(None) if None in self.shape else None
+
+    def sized(self, num_rows: int) -> torch.Size:
+        """Return the shape at a number of rows."""
+        return torch.Size(num_rows if size is None else size for size in self.shape)
+
+    def full(self, num_rows: int, device: torch.device) -> torch.Tensor:
+        """Return new memory of so many rows, all of it fill."""
+        return torch.full(self.sized(num_rows), self.fill, dtype=self.dtype, device=device)
+
+
+def inputs_from_example(example: Mapping[str, torch.Tensor]) -> dict[str, StaticInput]:
+    """Derive static inputs from one example of each.
+
+    The inputs that share the size of dimension 0 of the first tensor are batched along it;
+    the others are not batched. An example whose other inputs happen to have that size is
+    read wrongly: give ``inputs`` there.
+
+    Raises:
+        InputError: An example is no tensor, or the first has no dimension.
+    """
+    rows: int | None = None
+    derived = {}
+    for name, tensor in example.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(name, f"Example of {name!r} must be a tensor, got {tensor!r:.60}.")
+        if rows is None:
+            if tensor.dim() == 0:
+                raise InputError(
+                    name,
+                    f"Example of {name!r} must have a batch dimension, got a 0-d tensor. Put a "
+                    "batched input first, or declare `inputs`.",
+                )
+            rows = tensor.shape[0]
+        batched = tensor.dim() > 0 and tensor.shape[0] == rows
+        shape = (None, *tensor.shape[1:]) if batched else tuple(tensor.shape)
+        derived[name] = StaticInput(shape, tensor.dtype)
+    return derived
+
+
+class InputSet:
+    """The static inputs of one runner, in declared order.
+
+    Args:
+        specs: Static inputs by name; at least one is batched.
+        device: Where the tensors of a call must be.
+
+    Raises:
+        ConfigError: There is no batched input, or a name is a word of a call's own.
+    """
+
+    def __init__(self, specs: Mapping[str, StaticInput], device: torch.device) -> None:
+        for name, spec in specs.items():
+            if not isinstance(spec, StaticInput):
+                raise ConfigError(f"inputs[{name!r}]", spec, "a StaticInput")
+            if name in RESERVED_NAMES or not str(name).isidentifier():
+                raise ConfigError("inputs", name, f"names other than {sorted(RESERVED_NAMES)}")
+        self.specs = dict(specs)
+        self.names = tuple(self.specs)
+        self.device = device
+        self.batched = tuple(
+            (index, spec.batch_dim)
+            for index, spec in enumerate(self.specs.values())
+            if spec.batch_dim is not None
+        )
+        if not self.batched:
+            raise ConfigError(
+                "inputs",
+                list(self.names),
+                "declared with at least one batched input (None in its shape)",
+                "Without one nothing says how many rows a call has.",
+            )
+        self._lead, self._lead_dim = self.batched[0]
+        self._expected: dict[int, tuple[tuple[torch.Size, torch.dtype], ...]] = {}
+
+    def __iter__(self) -> Iterator[StaticInput]:
+        return iter(self.specs.values())
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Put the arguments of a call into declared order.
+
+        Raises:
+            InputError: One is missing, unknown or given twice.
+        """
+        if not args and len(kwargs) == len(self.names):
+            try:
+                return [kwargs[name] for name in self.names]
+            except KeyError:
+                pass  # told below, with names
+        elif len(args) == len(self.names) and not kwargs:
+            return list(args)
+        return self._bind_cold(args, kwargs)
+
+    def _bind_cold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        listing = ", ".join(self.names)
+        if len(args) > len(self.names):
+            raise InputError(
+                "",
+                f"{len(args)} inputs were given by position; there are {len(self.names)}: "
+                f"{listing}.",
+            )
+        given = dict(zip(self.names, args, strict=False))
+        for name, value in kwargs.items():
+            if name not in self.specs:
+                raise InputError(name, f"There is no input {name!r}; the inputs are: {listing}.")
+            if name in given:
+                raise InputError(name, f"Input {name!r} was given twice, by position and by name.")
+            given[name] = value
+        missing = [name for name in self.names if name not in given]
+        if missing:
+            raise InputError(
+                missing[0],
+                f"Input {', '.join(map(repr, missing))} is missing; the inputs are: {listing}.",
+            )
+        return [given[name] for name in self.names]
+
+    def check(self, tensors: Sequence[Any]) -> int:
+        """Return the number of rows of a call whose inputs all fit.
+
+        Raises:
+            InputError: An input is no tensor, or has another type, device, rank, fixed
+                dimension or number of rows than it should.
+        """
+        try:
+            rows: int = tensors[self._lead].shape[self._lead_dim]
+            expected = self._expected.get(rows) or self._expect(rows)
+            device = self.device
+            for tensor, (shape, dtype) in zip(tensors, expected, strict=True):
+                if (
+                    tensor.shape != shape
+                    or tensor.dtype is not dtype
+                    or tensor.device != device
+                    or tensor.requires_grad
+                ):
+                    break
+            else:
+                return rows
+        except (AttributeError, IndexError):
+            pass  # not a tensor, or of too low a rank
+        return self._check_cold(tensors)
+
+    def _expect(self, rows: int) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+        if len(self._expected) >= MAX_KEPT_SIZES:
+            self._expected.clear()
+        expected = tuple((spec.sized(rows), spec.dtype) for spec in self)
+        self._expected[rows] = expected
+        return expected
+
+    def _check_cold(self, tensors: Sequence[Any]) -> int:
+        """Find what does not fit and say it; an input that only could carry gradients fits."""
+        rows: int | None = None
+        first = ""
+        for name, spec, tensor in zip(self.names, self, tensors, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                raise InputError(
+                    name,
+                    f"Input {name!r} must be a tensor of {spec.dtype}, got {tensor!r:.60} "
+                    f"({type(tensor).__name__}).",
+                )
+            if tensor.dtype is not spec.dtype:
+                raise InputError(
+                    name,
+                    f"Input {name!r} must be {spec.dtype}, got {tensor.dtype}. Convert it "
+                    "before the call; nothing is converted silently.",
+                )
+            if tensor.device != self.device:
+                raise InputError(
+                    name,
+                    f"Input {name!r} must be on {self.device}, got {tensor.device}. Move it "
+                    f"with .to({str(self.device)!r}) first.",
+                )
+            want = "(" + ", ".join("rows" if s is None else str(s) for s in spec.shape) + ")"
+            got = tuple(tensor.shape)
+            fits = len(got) == len(spec.shape) and all(
+                size is None or size == have for size, have in zip(spec.shape, got, strict=True)
+            )
+            if not fits:
+                raise InputError(name, f"Input {name!r} must have shape {want}, got {got}.")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise InputError(
+                    name,
+                    f"Input {name!r} requires a gradient, and graphs carry none. Detach it, or "
+                    "call under torch.no_grad().",
+                )
+            if spec.batch_dim is None:
+                continue
+            have = got[spec.batch_dim]
+            if rows is None:
+                rows, first = have, name
+            elif have != rows:
+                raise InputError(
+                    name,
+                    f"Input {name!r} has {have} rows, but {first!r} has {rows}; all batched "
+                    "inputs of a call have the same number.",
+                )
+        return rows or 0
+
+
+class InputBuffers:
+    """The memory that graphs read their inputs from.
+
+    Args:
+        inputs: What is declared.
+        num_rows: Rows to make room for.
+        tensors: Memory made elsewhere, in declared order; new memory by default.
+
+    Attributes:
+        tensors: One buffer per input, in declared order.
+        num_rows: Rows there is room for.
+        dirty: Rows from here on hold fill in every batched buffer.
+    """
+
+    def __init__(
+        self,
+        inputs: InputSet,
+        num_rows: int,
+        tensors: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.inputs = inputs
+        self.num_rows = num_rows
+        if tensors is None:
+            # Not under the caller's inference mode: such memory could not be written outside.
+            with torch.inference_mode(False):
+                self.tensors = [spec.full(num_rows, inputs.device) for spec in inputs]
+            self.dirty = 0
+        else:
+            self.tensors = list(tensors)
+            self.dirty = num_rows  # what they hold is not known
+        self._tails = [
+            (self.tensors[index], dim, spec.fill)
+            for index, spec in enumerate(inputs)
+            if (dim := spec.batch_dim) is not None
+        ]
+
+    def views(self, num_rows: int) -> list[torch.Tensor]:
+        """Return the first rows of each batched buffer, and the others whole.
+
+        Raises:
+            ConfigError: There is no room for so many rows.
+        """
+        if not 0 <= num_rows <= self.num_rows:
+            raise ConfigError("rows", num_rows, f"0..{self.num_rows}, the rows of the buffers")
+        views = list(self.tensors)
+        for index, dim in self.inputs.batched:
+            views[index] = views[index].narrow(dim, 0, num_rows)
+        return views
+
+    def load(self, views: list[torch.Tensor], tensors: list[torch.Tensor], num_rows: int) -> None:
+        """Copy a call's inputs in, and set stale rows behind them back to fill.
+
+        Args:
+            views: What ``views(num_rows)`` returned, kept by the caller.
+            tensors: The inputs, checked, in declared order.
+            num_rows: Rows of the call.
+        """
+        dirty = self.dirty
+        if num_rows > dirty:
+            self.dirty = num_rows  # before the copy: a copy that fails half-way leaves dirt
+        if len(views) == 1:
+            views[0].copy_(tensors[0])
+        else:
+            torch._foreach_copy_(views, tensors)
+        if num_rows < dirty:
+            for buffer, dim, fill in self._tails:
+                buffer.narrow(dim, num_rows, dirty - num_rows).fill_(fill)
+            self.dirty = num_rows
+
+    def reset(self) -> None:
+        """Set every row that holds anything else back to fill."""
+        if self.dirty:
+            for buffer, dim, fill in self._tails:
+                buffer.narrow(dim, 0, self.dirty).fill_(fill)
+            self.dirty = 0
+
+    def poison(self, value: float = float("nan")) -> None:
+        """Overwrite all rows with what no call gives; the next use must not show it."""
+        for buffer, _, _ in self._tails:
+            if buffer.is_floating_point():
+                buffer.fill_(value)
+        self.dirty = self.num_rows

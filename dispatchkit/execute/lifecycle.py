@@ -1,0 +1,452 @@
+"""The life of the graphs of one runner: when they are captured, and when they go.
+
+All transitions go through the registry. Callers hold the runner's lock, so that no step is
+in between; what the device still has in flight is waited for before a graph is released.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+
+from dispatchkit.dispatch import Dispatcher, Reason
+from dispatchkit.errors import CaptureError, ConfigError, RegistryError
+from dispatchkit.execute.budget import Budget
+from dispatchkit.execute.capture import Capturer, family_of
+from dispatchkit.execute.captured import CapturedStep
+from dispatchkit.execute.lanes import Lane
+from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.modes import RuntimeMode
+from dispatchkit.observe.counters import StepCounters
+from dispatchkit.observe.events import CaptureEvent, CaptureFailedEvent, EvictEvent
+from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
+
+#: Reason of an eager step whose key has not been asked for often enough yet.
+CAPTURE_PENDING = "capture_pending"
+#: Captures tried for one key before it is left alone.
+MAX_ATTEMPTS = 3
+#: Steps that go by before a failed key is tried again; four times as many each time.
+RETRY_AFTER = 64
+# Evictions for each graph there is room for, after which churn is warned of.
+_CHURN = 4
+
+
+class ChurnWarning(RuntimeWarning):
+    """Graphs are captured and given up again and again."""
+
+
+@attrs.frozen
+class CaptureReport:
+    """What a capture session did.
+
+    Attributes:
+        num_graphs: Graphs captured.
+        seconds: Time it took, on the host.
+        num_bytes: Memory that the graphs of the runner take afterwards.
+        failed: Keys that could not be captured, with the reason.
+        skipped: Keys that were left out, with the reason (a budget, too many failures).
+    """
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int
+    failed: dict[GraphKey, str]
+    skipped: dict[GraphKey, str]
+
+
+class Lifecycle:
+    """Captures, evicts and invalidates the graphs of one runner.
+
+    Args:
+        capturer: How a key is captured.
+        lane: Where.
+        registry: Whose keys.
+        modes: Runtime modes that can be captured.
+        counters: Where captures and evictions are counted.
+        notify: Told of events.
+        budget: Limits.
+        lazy: Capture keys when they are asked for.
+        capture_after: How often a key must be asked for before it is captured lazily.
+    """
+
+    def __init__(
+        self,
+        capturer: Capturer,
+        lane: Lane,
+        registry: GraphRegistry,
+        modes: frozenset[RuntimeMode],
+        counters: StepCounters,
+        notify: Callable[[object], None],
+        *,
+        budget: Budget,
+        lazy: bool,
+        capture_after: int,
+    ) -> None:
+        if isinstance(capture_after, bool) or not isinstance(capture_after, int):
+            raise ConfigError("capture_after", capture_after, "a whole number of at least 1")
+        if capture_after < 1:
+            raise ConfigError("capture_after", capture_after, "a whole number of at least 1")
+        self.lazy, self.budget = lazy, budget
+        self.is_frozen = False
+        self.dispatcher: Dispatcher | None = None
+        self._capturer, self._lane, self._registry = capturer, lane, registry
+        self._modes, self._counters, self._notify = modes, counters, notify
+        self._capture_after = capture_after
+        self._seen: Counter[GraphKey] = Counter()
+        self._since_failure: Counter[GraphKey] = Counter()
+        self._is_churn_told = False
+
+    # -- reading ------------------------------------------------------------------------
+
+    def live(self) -> dict[GraphKey, CapturedStep]:
+        """Return the captured steps by key."""
+        return {
+            key: entry.graph
+            for key, entry in tuple(self._registry.entries.items())
+            if entry.state is KeyState.CAPTURED
+        }
+
+    def num_graphs(self) -> int:
+        """Return how many live graphs there are; one that serves several keys counts once."""
+        return len({id(step) for step in self.live().values()})
+
+    # -- sessions -----------------------------------------------------------------------
+
+    def capture_all(
+        self,
+        keys: Iterable[GraphKey] | None = None,
+        progress: Callable[[int, int, GraphKey | None], None] | None = None,
+    ) -> CaptureReport:
+        """Capture the keys that have no graph, largest first; failures are contained.
+
+        Args:
+            keys: Which; all declared ones by default.
+            progress: Told (done, total, the next key) before each capture and at the end.
+
+        Raises:
+            RegistryError: The runner is frozen, or a key is not declared.
+        """
+        self._refuse_frozen()
+        start = time.perf_counter()
+        wanted: list[GraphKey] = []
+        failed: dict[GraphKey, str] = {}
+        skipped: dict[GraphKey, str] = {}
+        for key in tuple(self._registry) if keys is None else keys:
+            entry = self._entry(key)
+            if entry.state is KeyState.CAPTURED or key.mode not in self._modes:
+                continue
+            if not self._registry.is_enabled(key):
+                skipped[key] = Reason.DISABLED
+            elif entry.state is KeyState.FAILED and entry.attempts >= MAX_ATTEMPTS:
+                skipped[key] = f"failed {entry.attempts} times: {entry.reason}"
+            else:
+                wanted.append(key)
+        wanted.sort(key=_largest_first)
+        captured = 0
+        for done, key in enumerate(wanted):
+            if progress is not None:
+                progress(done, len(wanted), key)
+            if not self._has_room_for_one():
+                skipped[key] = f"budget of {self.budget.max_graphs} graphs"
+                continue
+            problem = self._try(key, evict=False)
+            if problem is None:
+                captured += 1
+            elif problem.reason == "over_budget":
+                skipped[key] = str(problem)
+            else:
+                failed[key] = f"{problem.reason}: {problem}"
+        if progress is not None:
+            progress(len(wanted), len(wanted), None)
+        seconds = time.perf_counter() - start
+        return CaptureReport(captured, seconds, self._lane.num_bytes(), failed, skipped)
+
+    def capture_next(self) -> GraphKey | None:
+        """Capture the key that was asked for most and has no graph; for idle moments.
+
+        Returns:
+            The key that was tried, None if no key was asked for in vain.
+        """
+        self._refuse_frozen()
+        states = (KeyState.DECLARED, KeyState.EVICTED, KeyState.STALE)
+        waiting = [
+            key
+            for key, seen in self._seen.most_common()
+            if seen
+            and (entry := self._registry.get(key)) is not None
+            and entry.state in states
+            and self._registry.is_enabled(key)
+        ]
+        if not waiting:
+            return None
+        self._try(waiting[0], evict=True)
+        return waiting[0]
+
+    # -- on the way of a step -----------------------------------------------------------
+
+    def capture_if_due(self, key: GraphKey) -> str:
+        """Capture a key that a step asked for, if it was asked for often enough.
+
+        Returns:
+            Why the step runs eager; empty when the table must be asked again.
+        """
+        self._seen[key] += 1
+        if self.is_frozen:
+            return Reason.NOT_CAPTURED
+        if self._seen[key] < self._capture_after:
+            return CAPTURE_PENDING
+        self._try(key, evict=True)
+        return ""
+
+    def note_missed(self, key: GraphKey) -> None:
+        """Count that a step would have used a key; what is wanted most is captured when idle."""
+        self._seen[key] += 1
+
+    def retry_key(self, reason: str, missed: Iterable[GraphKey]) -> GraphKey | None:
+        """Return the key whose capture eager steps of a cell may try again, None if none."""
+        if not self.lazy or self.is_frozen:
+            return None
+        for key in missed:
+            entry = self._registry.get(key)
+            if entry is None or not self._registry.is_enabled(key):
+                continue
+            if reason == Reason.STALE and entry.state is KeyState.STALE:
+                return key
+            if entry.state is KeyState.FAILED and entry.attempts < MAX_ATTEMPTS:
+                return key
+        return None
+
+    def retry_if_due(self, key: GraphKey) -> bool:
+        """Try a failed or stale key again when enough steps went by; True if it was tried."""
+        entry = self._registry.get(key)
+        if entry is None or self.is_frozen:
+            return False
+        if entry.state is KeyState.FAILED:
+            self._since_failure[key] += 1
+            if self._since_failure[key] < RETRY_AFTER * 4 ** (entry.attempts - 1):
+                return False
+        elif entry.state is not KeyState.STALE:
+            return False
+        self._try(key, evict=True)
+        return True
+
+    # -- the end of a graph -------------------------------------------------------------
+
+    def evict(self, key: GraphKey, reason: str = "requested") -> None:
+        """Give up the graph of a key; nothing of it is in flight when it is released.
+
+        Raises:
+            RegistryError: It has none.
+        """
+        before = self._lane.num_bytes()
+        step = self._entry(key).graph
+        self._registry.evicted(key, reason)
+        self._release(step)
+        self._counters.evictions += 1
+        freed = max(0, before - self._lane.num_bytes())
+        self._notify(_event(EvictEvent, key, reason=reason, num_bytes=freed))
+
+    def fail(self, key: GraphKey, reason: str) -> None:
+        """Mark that a replay of a key failed, and release its graph."""
+        step = self._entry(key).graph
+        self._registry.failed(key, reason)
+        self._since_failure[key] = 0
+        if step is not None:
+            self._release(step)
+
+    def invalidate(self, reason: str) -> int:
+        """Mark every graph stale and release it; the keys can be captured again.
+
+        Returns:
+            How many keys lost their graph.
+        """
+        live = self.live()
+        for key in live:
+            self._registry.stale(key, reason)
+        for key, step in live.items():
+            self._release(step)
+            self._notify(_event(EvictEvent, key, reason="invalidated"))
+        self._lane.drop_pool()
+        return len(live)
+
+    def adopt(self, key: GraphKey, step: CapturedStep) -> None:
+        """Take a graph captured elsewhere for a key, within the budget."""
+        self._registry.declare([key])
+        if self._entry(key).state is KeyState.CAPTURED:
+            self.evict(key, "replaced")
+        self._make_room()
+        self._registry.captured(key, step)
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _entry(self, key: GraphKey) -> GraphEntry:
+        entry = self._registry.get(key)
+        if entry is None:
+            raise RegistryError(f"{key} is not declared; the runner has no such key.")
+        return entry
+
+    def _refuse_frozen(self) -> None:
+        if self.is_frozen:
+            raise RegistryError("The runner is frozen: nothing is captured after freeze().")
+
+    def _has_room_for_one(self) -> bool:
+        limit = self.budget.max_graphs
+        return limit is None or self.num_graphs() < limit
+
+    def _try(self, key: GraphKey, *, evict: bool) -> CaptureError | None:
+        """Capture a key; a failure is marked, counted and returned."""
+        start = time.perf_counter()
+        before = self._lane.num_bytes()
+        try:
+            if evict:
+                self._make_room()
+            step = self._capturer.capture(
+                key, self._lane, self._other_sizes(key), lambda: self._admit(key, evict=evict)
+            )
+            self._check_bytes(key, step)
+        except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
+            problem = _as_capture_error(error, key)
+            self._registry.failed(key, f"{problem.reason}: {problem}")
+            self._since_failure[key] = 0
+            self._counters.capture_failures += 1
+            elapsed = (time.perf_counter() - start) * 1e6
+            self._notify(
+                _event(
+                    CaptureFailedEvent,
+                    key,
+                    reason=problem.reason,
+                    message=str(problem),
+                    elapsed_us=elapsed,
+                )
+            )
+            return problem
+        grown = max(0, self._lane.num_bytes() - before)
+        step.last_used = self._lane.tick
+        self._registry.captured(key, step, num_bytes=grown)
+        self._counters.captures += 1
+        elapsed = (time.perf_counter() - start) * 1e6
+        self._notify(_event(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown))
+        return None
+
+    def _other_sizes(self, key: GraphKey) -> list[int]:
+        """Return sizes that the step can be run at: those of keys like this one, or any."""
+        alike = {one.num_tokens for one in self._registry if family_of(one) == family_of(key)}
+        alike.discard(key.num_tokens)
+        return sorted(alike or {one.num_tokens for one in self._registry} - {key.num_tokens})
+
+    def _make_room(self) -> None:
+        """Evict until one more graph may live."""
+        limit = self.budget.max_graphs
+        if limit == 0:
+            raise CaptureError("max_graphs is 0: no graph may live.", reason="over_budget")
+        while not self._has_room_for_one():
+            self._evict_one()
+        self._warn_of_churn()
+
+    def _evict_one(self) -> None:
+        live = self.live()
+        step = self.budget.victim(live.values())
+        for key, one in live.items():
+            if one is step:
+                self.evict(key, "budget")
+
+    def _admit(self, key: GraphKey, *, evict: bool) -> None:
+        """Refuse a capture that is forecast to break the budget of bytes, or make room.
+
+        Graphs of one pool share memory, so that evicting one frees little: when that is not
+        enough the pool goes as a whole, and what was in it is captured anew when asked for.
+        """
+        limit = self.budget.max_bytes
+        if limit is None:
+            return
+        need = self._capturer.forecast_bytes(key) or 0
+        if need > limit:
+            raise _over_budget(key, need, limit)
+        if self._lane.num_bytes() + self._growth(need) <= limit:
+            return
+        if not evict:
+            raise _over_budget(key, self._lane.num_bytes() + self._growth(need), limit)
+        while self.live() and self._lane.num_bytes() + self._growth(need) > limit:
+            self._evict_one()
+        if self._lane.num_bytes() + self._growth(need) > limit:
+            self._lane.drop_pool()
+        self._warn_of_churn()
+
+    def _growth(self, need: int) -> int:
+        """Return how much more memory a graph takes that needs so much by itself."""
+        reserved = [self._capturer.forecast_bytes(key) or 0 for key in self.live()]
+        return max(0, need - max(reserved, default=0))
+
+    def _check_bytes(self, key: GraphKey, step: CapturedStep) -> None:
+        """Give up a graph that took more than was forecast, and more than there may be."""
+        limit = self.budget.max_bytes
+        if limit is None or self._lane.num_bytes() <= limit:
+            return
+        taken = self._lane.num_bytes()
+        self._lane.settle()
+        step.release()
+        while self.live() and self._lane.num_bytes() > limit:
+            self._evict_one()
+        if self._lane.num_bytes() > limit:
+            self._lane.drop_pool()
+        raise _over_budget(key, taken, limit)
+
+    def _release(self, step: CapturedStep) -> None:
+        """Release a step once no key names it and nothing of it is in flight."""
+        if any(one is step for one in self.live().values()):
+            return
+        step.lane.settle()
+        step.release()
+
+    def _warn_of_churn(self) -> None:
+        evictions, room = self._counters.evictions, self.budget.max_graphs or 1
+        if self._is_churn_told or evictions < _CHURN * max(room, 4):
+            return
+        if evictions > 0.5 * self._counters.captures:
+            self._is_churn_told = True
+            warnings.warn(
+                f"{evictions} of {self._counters.captures} captured graphs were given up again: "
+                "the batches need more graphs than the budget holds. Raise max_graphs or "
+                "max_bytes, use fewer sizes, or raise capture_after.",
+                ChurnWarning,
+                stacklevel=2,
+            )
+
+
+def _largest_first(key: GraphKey) -> tuple[int, int, int]:
+    own = key.descriptor
+    return (-own.num_tokens, -int(key.mode), -own.num_active_loras)
+
+
+def _over_budget(key: GraphKey, need: int, limit: int) -> CaptureError:
+    return CaptureError(
+        f"{key} would bring the graphs to {need} bytes, and max_bytes is {limit}.",
+        key=str(key),
+        reason="over_budget",
+    )
+
+
+def _as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
+    """Return the error of a capture for what went wrong in a warmup or the capture itself."""
+    if isinstance(error, CaptureError):
+        error.key = error.key or str(key)
+        return error
+    import torch
+
+    is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    wrapped = CaptureError(
+        f"Warmup or capture of {key} raised {type(error).__name__}: {error}",
+        key=str(key),
+        reason="out_of_memory" if is_memory else "error",
+    )
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _event(kind: Callable[..., Any], key: GraphKey, **facts: Any) -> Any:
+    return kind(key=str(key), runtime_mode=key.mode.name, num_tokens=key.num_tokens, **facts)

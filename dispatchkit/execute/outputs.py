@@ -1,0 +1,264 @@
+"""Outputs: which dimension of each is the batch, where graphs write them, what callers get.
+
+The batch dimension of an output is declared (``output_batch_dims``) or measured: the step is
+run at two sizes, and the one dimension that equals the size both times is the batch. A
+dimension that merely equals the bucket once proves nothing; two candidates, or a dimension
+that grows otherwise, are refused with the way to declare it.
+
+All graphs of a lane write their outputs to one memory, since a lane runs one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from dispatchkit.errors import CaptureError, ConfigError
+
+#: What ``output_batch_dims`` holds when nothing is declared (None means "not batched").
+DERIVED = "derived"
+
+
+@attrs.frozen
+class LeafLayout:
+    """One leaf of the outputs.
+
+    Attributes:
+        kind: ``tensor``; ``rows``, a Python number equal to the size; or ``constant``.
+        shape: A tensor's shape with None at its batch dimension.
+        dtype: A tensor's type.
+        value: A constant's value.
+    """
+
+    kind: str
+    shape: tuple[int | None, ...] = ()
+    dtype: torch.dtype | None = None
+    value: Any = None
+
+    @property
+    def batch_dim(self) -> int | None:
+        """Index of the batch dimension, None where there is none."""
+        return self.shape.index(None) if None in self.shape else None
+
+    def fits(self, leaf: Any, size: int) -> bool:
+        """Return whether a leaf that was computed at a size is of this layout."""
+        if self.kind == "tensor":
+            return (
+                isinstance(leaf, torch.Tensor)
+                and leaf.dtype is self.dtype
+                and leaf.dim() == len(self.shape)
+                and all(
+                    have == (size if want is None else want)
+                    for have, want in zip(leaf.shape, self.shape, strict=True)
+                )
+            )
+        if isinstance(leaf, torch.Tensor):
+            return False
+        return _same(leaf, size) if self.kind == "rows" else _same(leaf, self.value)
+
+
+@attrs.frozen
+class OutputLayout:
+    """The structure of a step's outputs and the layout of each leaf."""
+
+    spec: TreeSpec
+    leaves: tuple[LeafLayout, ...]
+
+    def fits(self, outputs: Any, size: int) -> bool:
+        """Return whether outputs that were computed at a size are of this layout."""
+        leaves, spec = tree_flatten(outputs)
+        return spec == self.spec and all(
+            one.fits(leaf, size) for one, leaf in zip(self.leaves, leaves, strict=True)
+        )
+
+
+def _same(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    try:
+        return bool(left == right) or left is right
+    except (RuntimeError, TypeError, ValueError):
+        return left is right
+
+
+def _undeclared(index: int, problem: str) -> CaptureError:
+    return CaptureError(
+        f"Output {index} {problem}. Declare which dimension is the batch with "
+        "output_batch_dims (an index, or None for outputs without one).",
+        reason="output_layout",
+    )
+
+
+def measure_layout(first: Any, size: int, second: Any, other_size: int) -> OutputLayout:
+    """Return the layout that outputs computed at two different sizes agree on.
+
+    Raises:
+        CaptureError: They do not: reason ``output_layout``.
+    """
+    leaves, spec = tree_flatten(first)
+    others, other_spec = tree_flatten(second)
+    if spec != other_spec:
+        raise CaptureError(
+            f"The structure of the outputs depends on the batch: {spec} at {size} rows, "
+            f"{other_spec} at {other_size}.",
+            reason="output_layout",
+        )
+    found = []
+    for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+        if not isinstance(leaf, torch.Tensor):
+            if _same(leaf, other):
+                found.append(LeafLayout("constant", value=leaf))
+            elif _same(leaf, size) and _same(other, other_size):
+                found.append(LeafLayout("rows"))
+            else:
+                raise _undeclared(
+                    index,
+                    f"is the Python value {leaf!r:.40} at {size} rows and {other!r:.40} "
+                    f"at {other_size}; a graph cannot compute Python values",
+                )
+            continue
+        if not isinstance(other, torch.Tensor) or other.dim() != leaf.dim():
+            raise _undeclared(index, "is of another rank at another size")
+        pairs = list(zip(leaf.shape, other.shape, strict=True))
+        batch = [dim for dim, pair in enumerate(pairs) if pair == (size, other_size)]
+        moved = [dim for dim, (have, then) in enumerate(pairs) if have != then]
+        if len(batch) > 1 or moved != batch:
+            raise _undeclared(
+                index,
+                f"has shape {tuple(leaf.shape)} at {size} rows and {tuple(other.shape)} at "
+                f"{other_size}, which leaves its batch dimension open",
+            )
+        shape: list[int | None] = list(leaf.shape)
+        if batch:
+            shape[batch[0]] = None
+        found.append(LeafLayout("tensor", tuple(shape), leaf.dtype))
+    return OutputLayout(spec, tuple(found))
+
+
+def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
+    """Return the layout that a user declared, for outputs computed at a size.
+
+    Args:
+        outputs: What the step returned.
+        size: Rows it was computed at.
+        batch_dims: An index or None for all outputs, or a structure with one for each.
+
+    Raises:
+        CaptureError: It does not fit the outputs: reason ``output_layout``.
+    """
+    leaves, spec = tree_flatten(outputs)
+    whole = batch_dims is None or isinstance(batch_dims, int)
+    dims = [batch_dims] * len(leaves) if whole else tree_leaves(batch_dims)
+    if len(dims) != len(leaves):
+        raise CaptureError(
+            f"output_batch_dims names {len(dims)} outputs, and the step returns {len(leaves)}.",
+            reason="output_layout",
+        )
+    found = []
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if not isinstance(leaf, torch.Tensor):
+            if whole and _same(leaf, size):
+                raise CaptureError(
+                    f"Output {index} is the number {leaf!r}, equal to the rows it was computed "
+                    "at. Give output_batch_dims as a structure: 0 for it if it is the number of "
+                    "rows, None if it is a constant.",
+                    reason="output_layout",
+                )
+            is_rows = dim is not None and _same(leaf, size)
+            found.append(LeafLayout("rows") if is_rows else LeafLayout("constant", value=leaf))
+            continue
+        shape: list[int | None] = list(leaf.shape)
+        if dim is not None:
+            if not -leaf.dim() <= dim < leaf.dim() or leaf.shape[dim] != size:
+                raise CaptureError(
+                    f"Output {index} has shape {tuple(leaf.shape)} at {size} rows, and "
+                    f"output_batch_dims says that dimension {dim} is the batch.",
+                    reason="output_layout",
+                )
+            shape[dim] = None
+        found.append(LeafLayout("tensor", tuple(shape), leaf.dtype))
+    return OutputLayout(spec, tuple(found))
+
+
+def check_batch_dims(value: Any) -> None:
+    """Raise ConfigError unless a value can be ``output_batch_dims``."""
+    if value == DERIVED:
+        return
+    for dim in tree_leaves(value):
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+            raise ConfigError("output_batch_dims", value, "an index, None, or a structure of these")
+
+
+class SharedMemory:
+    """Memory by place that graphs of a lane share, each at the front of it.
+
+    The largest graph is captured first, so that the others fit into what it took. A graph
+    that needs more gets new memory, and earlier ones keep theirs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._blocks: dict[Any, torch.Tensor] = {}
+
+    def take(self, place: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous tensor at the front of a place's memory."""
+        count = 1
+        for size in shape:
+            count *= size
+        num_bytes = count * dtype.itemsize
+        block = self._blocks.get(place)
+        if block is None or block.numel() < num_bytes:
+            with torch.inference_mode(False):
+                block = torch.zeros(max(num_bytes, 16), dtype=torch.uint8, device=self._device)
+            self._blocks[place] = block
+        with torch.inference_mode(False):
+            return block[:num_bytes].view(dtype).view(tuple(shape))
+
+    def clear(self) -> None:
+        """Let go of all memory; tensors taken from it keep theirs."""
+        self._blocks.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now."""
+        return sum(block.numel() for block in self._blocks.values())
+
+
+def cut(layout: OutputLayout, leaves: Sequence[Any], num_rows: int) -> list[Any]:
+    """Return padded leaves cut to the real rows; a slice that comes out short is an error.
+
+    Raises:
+        CaptureError: A leaf has fewer rows than the call: reason ``output_layout``.
+    """
+    result: list[Any] = []
+    for index, (one, leaf) in enumerate(zip(layout.leaves, leaves, strict=True)):
+        if one.kind == "rows":
+            result.append(num_rows)
+        elif one.kind == "constant":
+            result.append(one.value)
+        elif (dim := one.batch_dim) is None:
+            result.append(leaf)
+        elif leaf.shape[dim] < num_rows:
+            raise _undeclared(index, f"has {leaf.shape[dim]} rows for a call of {num_rows}")
+        else:
+            result.append(leaf.narrow(dim, 0, num_rows))
+    return result
+
+
+def builder(spec: TreeSpec) -> Callable[[list[Any]], Any]:
+    """Return what puts leaves into a structure; quick for a tensor, a tuple and a list."""
+    if spec.is_leaf():
+        return lambda leaves: leaves[0]
+    if spec.num_nodes == 1 + spec.num_leaves:  # flat: no container inside
+        if spec.type is tuple:
+            return tuple
+        if spec.type is list:
+            return list
+        if spec.type is dict:
+            names = list(spec.context)
+            return lambda leaves: dict(zip(names, leaves, strict=True))
+    return lambda leaves: tree_unflatten(leaves, spec)

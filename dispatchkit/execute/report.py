@@ -1,0 +1,85 @@
+"""What a runner shows: the ladder of its keys, and a progress bar while it captures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.modes import RuntimeMode
+
+if TYPE_CHECKING:
+    from dispatchkit.execute.runner import GraphRunner
+
+Show = Callable[[int, int, "GraphKey | None"], None]
+
+
+def ladder(runner: GraphRunner) -> str:
+    """Return the keys with state, hits and misses by reason, as text."""
+    stats = runner.stats()
+    resolved = "" if runner.config.mode is runner.asked_mode else f" (asked: {runner.asked_mode})"
+    pieces = "FULL and PIECEWISE" if runner.can_split else "FULL alone: the step is not split"
+    lines = [
+        f"GraphRunner: policy {runner.dispatcher.policy_name}, mode {runner.config.mode}{resolved}, "
+        f"backend {runner.backend.name}; can run {pieces}",
+        f"{stats.steps} steps: "
+        + ", ".join(f"{count} {mode}" for mode, count in stats.steps_by_mode.items())
+        + f"; padding {stats.padding:.1%}; graph memory {runner.num_bytes} bytes",
+    ]
+    rows = []
+    for key in sorted(runner.registry, key=lambda one: (-int(one.mode), one.num_tokens)):
+        entry = runner.registry.entries[key]
+        state = str(entry.state) + ("" if runner.registry.is_enabled(key) else ", disabled")
+        misses = runner.counters.misses(key)
+        rows.append(
+            (
+                str(key),
+                state,
+                str(runner.counters.of_key(key).steps),
+                ", ".join(f"{reason} {count}" for reason, count in misses.items()),
+                entry.reason,
+            )
+        )
+    other = runner.counters.misses(None)
+    if other:
+        text = ", ".join(f"{reason} {count}" for reason, count in other.items())
+        rows.append(("(no key)", "", "", text, ""))
+    table = [("key", "state", "hits", "eager instead, by reason", "why"), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    lines += [
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]
+        ).rstrip()
+        for row in table
+    ]
+    return "\n".join(lines)
+
+
+@contextmanager
+def progress_shower(progress: bool | Show) -> Iterator[Show | None]:
+    """Give what shows the progress of a capture session: rich's bar, lines, or nothing."""
+    if callable(progress):
+        yield progress
+    elif not progress:
+        yield None
+    else:
+        try:
+            from rich.console import Console
+            from rich.progress import Progress
+        except ImportError:
+            yield _print_line
+            return
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("capture", total=None)
+
+            def show(done: int, total: int, key: GraphKey | None) -> None:
+                bar.update(task, completed=done, total=total, description=f"capture {key or ''}")
+
+            yield show
+
+
+def _print_line(done: int, total: int, key: GraphKey | None) -> None:
+    what = "done" if key is None else f"{RuntimeMode(key.mode).name} {key.num_tokens} tokens"
+    sys.stderr.write(f"capture {done}/{total}: {what}\n")

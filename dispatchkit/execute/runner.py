@@ -1,0 +1,528 @@
+"""GraphRunner: a step function, the graphs of it, and the policy that chooses among them."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from dispatchkit.backends.base import GraphBackend
+from dispatchkit.dispatch import Decision, Dispatcher, Explanation, Policy, Reason
+from dispatchkit.dispatch import explain as explain_batch
+from dispatchkit.errors import ConfigError, NoGraphError, ReplayError
+from dispatchkit.execute.budget import Budget
+from dispatchkit.execute.capture import Capturer
+from dispatchkit.execute.captured import CapturedStep, LaunchError
+from dispatchkit.execute.external import external_step
+from dispatchkit.execute.guard import FACTS, Guard
+from dispatchkit.execute.inputs import InputSet, StaticInput, inputs_from_example
+from dispatchkit.execute.lanes import Lane
+from dispatchkit.execute.launch import AGAIN, EagerPlan, GraphPlan, LazyPlan, Plan, timer_for
+from dispatchkit.execute.lifecycle import CaptureReport, Lifecycle
+from dispatchkit.execute.outputs import DERIVED
+from dispatchkit.execute.pieces import Step
+from dispatchkit.execute.report import ladder, progress_shower
+from dispatchkit.execute.setup import make_backend, make_config, make_policy, with_mode
+from dispatchkit.execute.state import DEFAULT_STATE_LIMIT
+from dispatchkit.execute.timing import Timings
+from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.config import DispatchConfig
+from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
+from dispatchkit.observe.counters import RunnerStats, StepCounters
+from dispatchkit.registry import GraphRegistry, KeyState
+
+if TYPE_CHECKING:
+    from dispatchkit.plugins import PluginSet
+
+#: Reason of a step inside a capture that somebody else began; it is recorded there.
+INSIDE_CAPTURE = "inside_capture"
+#: Reason of an eager step whose replay failed before it had any effect.
+REPLAY_FAILED = "replay_failed"
+#: Reasons that are a loss the user may want to know of; the others are what was asked for.
+DOWNGRADES = frozenset(
+    {
+        Reason.ABOVE_LARGEST,
+        Reason.NO_KEY,
+        Reason.NOT_CAPTURED,
+        Reason.CAPTURE_FAILED,
+        Reason.EVICTED,
+        Reason.STALE,
+        Reason.TOO_MANY_REQS,
+        Reason.PIECEWISE_UNSUPPORTED,
+        Reason.NOT_MINE,
+        Reason.POLICY_ERROR,
+        REPLAY_FAILED,
+        *FACTS,
+    }
+)
+
+
+class EagerStepWarning(RuntimeWarning):
+    """Steps run eager that a graph was wanted for; told once for each reason."""
+
+
+class GraphRunner:
+    """Run a step through captured graphs, padded to the nearest size, or eager.
+
+    A call gives what the step itself gives on the same inputs. Graphs carry no gradients:
+    every step runs under ``torch.no_grad()``, eager ones too. Python effects of the step
+    (appends, attribute writes, prints) happen in warmup and capture, not at replay.
+
+    Args:
+        step: A function of the named inputs, a module, or a list of ``graph_piece(fn)`` and
+            ``eager_piece(fn)``.
+        inputs: Static inputs by name.
+        example: One tensor for each input, in place of ``inputs``.
+        sizes: Capture sizes in tokens, by default derived from ``max_num_tokens``.
+        max_num_tokens: Largest batch in tokens.
+        max_num_seqs: Most requests of a batch.
+        query_len: Tokens per request of a uniform decode batch.
+        mode: Which runtime modes decode and mixed batches use.
+        config: All of these settings, in place of the single ones.
+        policy: Name of the policy, or an object.
+        policy_options: Options for a policy chosen by name.
+        backend: ``auto``, a backend's name, or an object.
+        device: Where the tensors of a call are.
+        outputs: ``owned``: each call returns fresh tensors. ``view``: what it returns is
+            valid until the runner's next call.
+        output_batch_dims: Index of the batch dimension of the outputs (None: none), for all
+            of them or as a structure; by default measured at two sizes.
+        row_count: Name of an input that the runner itself gives: the true number of rows,
+            a 0-d int64 tensor on the device.
+        state: Tensors the step changes, such as a KV cache. They are saved around warmups.
+        scratch: Tensors the step may write in a warmup without harm: rows of fill write to
+            a place that is never read. They are not saved.
+        state_limit_bytes: Most bytes of undeclared state to save around warmups.
+        generators: Random generators of the step, beside the default ones.
+        warmups: Eager runs before each capture.
+        lazy: Capture a key when a call asks for it.
+        capture_after: How often a key must be asked for before it is captured lazily.
+        max_graphs: Most live graphs.
+        max_bytes: Most bytes of graph memory.
+        eviction: ``lru`` or ``benefit``.
+        strict: A downgrade to eager raises.
+        plugins: Loaded plugins; by default they are loaded when a name must be found.
+
+    Attributes:
+        dispatcher: Decides.
+        registry: The keys and their graphs.
+        config: Sizes, limits and modes in force; without PIECEWISE where the step is whole.
+        backend: The device.
+
+    Raises:
+        ConfigError: A setting cannot be used, or two contradict each other.
+        UnknownNameError: No policy, backend, mode or dtype goes by a given name.
+
+    Thread safety: any thread may call it; steps run one at a time.
+    """
+
+    def __init__(
+        self,
+        step: Any,
+        inputs: Mapping[str, StaticInput] | None = None,
+        *,
+        example: Mapping[str, torch.Tensor] | None = None,
+        sizes: Sequence[int] | None = None,
+        max_num_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        query_len: int | Sequence[int] | None = None,
+        mode: CUDAGraphMode | str | None = None,
+        config: DispatchConfig | None = None,
+        policy: str | Policy = "vllm",
+        policy_options: dict[str, Any] | None = None,
+        backend: str | GraphBackend = "auto",
+        device: str | torch.device | None = None,
+        outputs: str = "owned",
+        output_batch_dims: Any = DERIVED,
+        row_count: str | None = None,
+        state: Iterable[torch.Tensor] = (),
+        scratch: Iterable[torch.Tensor] = (),
+        state_limit_bytes: int = DEFAULT_STATE_LIMIT,
+        generators: Iterable[torch.Generator] = (),
+        warmups: int = 1,
+        lazy: bool = False,
+        capture_after: int = 1,
+        max_graphs: int | None = None,
+        max_bytes: int | None = None,
+        eviction: str = "lru",
+        strict: bool = False,
+        plugins: PluginSet | None = None,
+    ) -> None:
+        if isinstance(step, GraphRunner):
+            raise ConfigError("step", step, "not a GraphRunner itself", "Wrap its step once.")
+        if (inputs is None) == (example is None):
+            raise ConfigError("inputs", inputs, "given, or an example of them, and not both")
+        if outputs not in ("owned", "view"):
+            raise ConfigError("outputs", outputs, "'owned' or 'view'")
+        asked = make_config(
+            config,
+            capture_sizes=None if sizes is None else tuple(sizes),
+            max_num_tokens=max_num_tokens,
+            max_num_seqs=max_num_seqs,
+            query_lens=query_len,
+            mode=mode,
+        )
+        self.strict = strict
+        self.owned_outputs = outputs == "owned"
+        self.backend = make_backend(backend, device, plugins)
+        specs = inputs if inputs is not None else inputs_from_example(example or {})
+        self._inputs = InputSet(specs, torch.device(self.backend.torch_device))
+        self._step = Step(step, self._inputs.names, row_count)
+        self._row_count = row_count
+        self.asked_mode = asked.mode
+        resolved = asked.mode if self._step.can_split else asked.mode.without_piecewise()
+        self.config = asked if resolved is asked.mode else with_mode(asked, resolved)
+        self.guard = Guard(self._inputs.device.type, self._step.module)
+        self.counters = StepCounters()
+        self._lock = threading.RLock()
+        self._told: set[str] = set()
+
+        chosen, origin, self._plugins = make_policy(policy, policy_options, plugins)
+        modes = frozenset({RuntimeMode.FULL, *([RuntimeMode.PIECEWISE] * self._step.can_split)})
+        self.dispatcher = Dispatcher(
+            chosen,
+            self.config,
+            modes=modes,
+            lazy=lazy,
+            strict=strict,
+            origin=origin,
+            bind=self._bind,
+        )
+        self.registry: GraphRegistry = self.dispatcher.registry
+        # Room for the largest bucket: that is what is cut, whatever batches may come.
+        num_rows = max((key.num_tokens for key in self.registry), default=1)
+        self._lane = Lane(self.backend, self._inputs, num_rows, row_count=row_count is not None)
+        self.timings = Timings(self.backend, self.dispatcher.observe)
+        capturer = Capturer(
+            self._step,
+            self._inputs,
+            self.backend,
+            self.guard,
+            row_count=row_count,
+            state=state,
+            scratch=scratch,
+            state_limit_bytes=state_limit_bytes,
+            output_batch_dims=output_batch_dims,
+            warmups=warmups,
+            generators=generators,
+        )
+        self.lifecycle = Lifecycle(
+            capturer,
+            self._lane,
+            self.registry,
+            modes,
+            self.counters,
+            self._notify,
+            budget=Budget(max_graphs=max_graphs, max_bytes=max_bytes, eviction=eviction),
+            lazy=lazy,
+            capture_after=capture_after,
+        )
+
+    downgrades = DOWNGRADES
+
+    # -- the step -----------------------------------------------------------------------
+
+    def __call__(
+        self,
+        *args: torch.Tensor,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+        **inputs: torch.Tensor,
+    ) -> Any:
+        """Run one step; it runs exactly once, whatever fails.
+
+        Args:
+            args: Inputs in declared order, or
+            inputs: Inputs by name.
+            num_reqs: Requests in the batch; 0 where they are not known.
+            uniform: False for a mixed batch, True for a uniform decode batch.
+            loras: Active adapters.
+            ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
+
+        Returns:
+            What the step returns for these inputs.
+
+        Raises:
+            InputError: An input is missing, unknown, or of another type, device or shape.
+            DescriptorError: A fact of the batch is impossible or above its limit.
+            NoGraphError: Eager is not allowed, or a downgrade in a strict runner.
+            ReplayError: A replay failed after the step may have changed something.
+        """
+        tensors = self._inputs.bind(args, inputs)
+        num_tokens = self._inputs.check(tensors)
+        if self.backend.is_capturing():
+            return self.run_eager_for(INSIDE_CAPTURE, tensors, num_tokens, None)
+        with self._lock:
+            try:
+                while True:
+                    decision = self.dispatcher.dispatch(
+                        num_tokens, num_reqs, uniform, loras, ceiling
+                    )
+                    plan: Plan = decision.plan
+                    result = plan.run(tensors)
+                    if result is not AGAIN:
+                        return result
+            except Exception:
+                self.counters.failed_steps += 1
+                raise
+
+    def run_eager(self, tensors: list[torch.Tensor], num_tokens: int) -> Any:
+        """Run the step plainly on a checked call, uncounted."""
+        given = dict(zip(self._inputs.names, tensors, strict=True))
+        if self._row_count is not None:
+            given[self._row_count] = torch.full(
+                (), num_tokens, dtype=torch.int64, device=self._inputs.device
+            )
+        with torch.no_grad():
+            return self._step(given)
+
+    def run_eager_for(
+        self, reason: str, tensors: list[torch.Tensor], num_tokens: int, missed: GraphKey | None
+    ) -> Any:
+        """Run the step plainly, counted and told with a reason."""
+        if reason in DOWNGRADES:
+            self.tell_eager(reason, num_tokens, missed)
+        result = self.run_eager(tensors, num_tokens)
+        count = self.counters.of_eager(str(reason), missed)
+        count.steps += 1
+        count.tokens += num_tokens
+        return result
+
+    def tell_eager(self, reason: str, num_tokens: int, missed: GraphKey | None) -> None:
+        """Warn once of a downgrade; in a strict runner refuse it.
+
+        Raises:
+            NoGraphError: The runner is strict.
+        """
+        if not self.strict and reason in self._told:
+            return
+        near = sorted(self.lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
+        nearest = tuple(str(key) for key in near[:3])
+        what = f"{num_tokens} tokens" + (f" (graph {missed})" if missed else "")
+        have = f"Nearest captured: {', '.join(nearest) or 'none'}."
+        if self.strict:
+            raise NoGraphError(
+                f"A step of {what} has no graph to run: {reason}. {have} Capture one for it, "
+                "or make the runner with strict=False.",
+                reason=reason,
+                nearest=nearest,
+            )
+        self._told.add(reason)
+        warnings.warn(
+            f"Steps run eager, reason {reason}; the first had {what}. {have} "
+            "Told once; runner.stats() counts them, runner.explain() says why.",
+            EagerStepWarning,
+            stacklevel=2,
+        )
+
+    def replay_failed(
+        self, step: CapturedStep, error: LaunchError, tensors: list[torch.Tensor], num_tokens: int
+    ) -> Any:
+        """Mark the keys of a step whose launch failed; run eager if that is still once.
+
+        Raises:
+            ReplayError: Something of the step may have taken effect.
+        """
+        self.counters.replay_failures += 1
+        problem = f"replay: {type(error.cause).__name__}: {error.cause}"
+        for key, one in self.lifecycle.live().items():
+            if one is step:
+                self.lifecycle.fail(key, problem)
+        if error.has_effect:
+            raise ReplayError(
+                f"Replay of {step.key} failed: {error.cause}. The step changes state and may "
+                "have done so in part, so that it was not run again; its graph is not used any "
+                "more. Restore the state before the next step."
+            ) from error.cause
+        return self.run_eager_for(REPLAY_FAILED, tensors, num_tokens, step.key)
+
+    # -- graphs -------------------------------------------------------------------------
+
+    def capture(
+        self,
+        keys: Iterable[GraphKey] | None = None,
+        *,
+        progress: bool | Callable[[int, int, GraphKey | None], None] = False,
+    ) -> CaptureReport:
+        """Capture the keys that have no graph yet, largest first; failures are contained.
+
+        Args:
+            keys: Which; all declared ones by default.
+            progress: Show a progress bar on stderr, or call this with (done, total, key).
+        """
+        with progress_shower(progress) as show, self._lock:
+            return self.lifecycle.capture_all(keys, show)
+
+    def capture_next(self) -> GraphKey | None:
+        """Capture the key that was most asked for in vain; to be called in idle moments."""
+        with self._lock:
+            return self.lifecycle.capture_next()
+
+    def freeze(self, *, strict: bool | None = None) -> None:
+        """Capture nothing from now on; a key without a graph runs eager, or raises if strict."""
+        with self._lock:
+            self.lifecycle.is_frozen = True
+            if strict is not None:
+                self.strict = strict
+            self.dispatcher.set_lazy(False)
+
+    def register(
+        self,
+        key: GraphKey,
+        graph: Any,
+        *,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: Any,
+        output_batch_dims: Any = 0,
+        has_effect: bool = True,
+    ) -> None:
+        """Use a graph that was captured elsewhere for a key.
+
+        Args:
+            key: Its name; declared if it is not.
+            graph: Anything with ``replay()``, launched on the current stream.
+            inputs: The tensors it reads, of the key's size, by input name.
+            outputs: What it writes, padded.
+            output_batch_dims: Their batch dimension, as for the runner.
+            has_effect: A replay changes more than its outputs.
+
+        Raises:
+            InputError: The tensors do not fit the declared inputs at the key's size.
+        """
+        with self._lock:
+            step = external_step(
+                key,
+                graph,
+                self._lane,
+                self._inputs,
+                inputs,
+                outputs,
+                output_batch_dims,
+                guard=self.guard.now(),
+                has_effect=has_effect,
+            )
+            self.lifecycle.adopt(key, step)
+
+    def has(self, key: GraphKey) -> bool:
+        """Return whether a key has a graph now."""
+        entry = self.registry.get(key)
+        return entry is not None and entry.state is KeyState.CAPTURED
+
+    def get(self, key: GraphKey) -> CapturedStep | None:
+        """Return the captured step of a key, None if it has none."""
+        return self.lifecycle.live().get(key)
+
+    def evict(self, key: GraphKey) -> None:
+        """Give up the graph of a key.
+
+        Raises:
+            RegistryError: It has none.
+        """
+        with self._lock:
+            self.lifecycle.evict(key)
+
+    def clear(self) -> None:
+        """Give up all graphs."""
+        with self._lock:
+            for key in self.lifecycle.live():
+                self.lifecycle.evict(key)
+
+    def invalidate(self, reason: str = "weights") -> int:
+        """Give up all graphs because what they read was replaced; capture them again after.
+
+        Weights that are copied in place need none of this.
+
+        Returns:
+            How many keys lost their graph.
+        """
+        with self._lock:
+            return self.lifecycle.invalidate(reason)
+
+    def set_enabled(
+        self, enabled: bool, *, mode: RuntimeMode | str | None = None, key: GraphKey | None = None
+    ) -> None:
+        """Switch a runtime mode, or one key, on or off while serving."""
+        chosen = None if mode is None else RuntimeMode.parse(mode)
+        self.registry.set_enabled(enabled, mode=chosen, key=key)
+
+    def drain(self, *, wait: bool = False) -> int:
+        """Give the outcomes of measured steps that are done to the policy; how many."""
+        return self.timings.drain(wait=wait)
+
+    # -- reading ------------------------------------------------------------------------
+
+    @property
+    def can_split(self) -> bool:
+        """Whether PIECEWISE can run: the step is a list of pieces."""
+        return self._step.can_split
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the graphs take: their pool, and the outputs they share."""
+        return self._lane.num_bytes()
+
+    def stats(self) -> RunnerStats:
+        """Return what has been done so far."""
+        return self.counters.read()
+
+    def explain(
+        self,
+        num_tokens: int,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+    ) -> Explanation:
+        """Say what would happen to a batch and why, without running or counting anything."""
+        found = explain_batch(self.dispatcher, num_tokens, num_reqs, uniform, loras, ceiling)
+        reason = self._own_reason(found.decision.reason)
+        return attrs.evolve(found, decision=attrs.evolve(found.decision, reason=reason))
+
+    def __str__(self) -> str:
+        return ladder(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<GraphRunner {self.dispatcher.policy_name} on {self.backend.name}, "
+            f"{self.lifecycle.num_graphs()} of {len(self.registry)} keys captured>"
+        )
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _own_reason(self, reason: str) -> str:
+        """Say so where a mode is only missing because this step cannot be split."""
+        if reason == Reason.MODE_NONE and self.config.mode is not self.asked_mode:
+            return str(Reason.PIECEWISE_UNSUPPORTED)
+        return str(reason)
+
+    def _bind(self, decision: Decision, batch: Batch) -> Plan:
+        """Make the plan of a cell; called under the dispatcher's lock, writes nothing."""
+        num_tokens = batch.num_tokens
+        timer = timer_for(self, decision, batch)
+        if decision.key is not None:
+            entry = self.registry.get(decision.key)
+            if entry is None or entry.state is not KeyState.CAPTURED:
+                return LazyPlan(self, decision.key, num_tokens)
+            count = self.counters.of_key(decision.key)
+            return GraphPlan(self, entry.graph, num_tokens, count, timer)
+        reason = self._own_reason(decision.reason)
+        missed = [
+            key
+            for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
+            if batch.allows(mode) and num_tokens
+            for key in self.dispatcher.graphs.covering(batch, mode)
+        ]
+        first = missed[0] if missed else None
+        retry = self.lifecycle.retry_key(reason, missed)
+        count = self.counters.of_eager(reason, first)
+        return EagerPlan(self, num_tokens, reason, count, first, retry, timer)
+
+    def _notify(self, event: object) -> None:
+        if self._plugins is not None:
+            self._plugins.notify(event)

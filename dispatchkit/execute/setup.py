@@ -1,0 +1,103 @@
+"""Choosing what a runner is made of: configuration, backend, policy."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dispatchkit.backends.base import GraphBackend
+from dispatchkit.backends.resolve import AUTO, BUILT_IN_BACKENDS, resolve_backend
+from dispatchkit.dispatch import Policy
+from dispatchkit.errors import ConfigError
+from dispatchkit.keys.config import DispatchConfig
+from dispatchkit.keys.modes import CUDAGraphMode
+
+if TYPE_CHECKING:
+    from dispatchkit.plugins import PluginSet
+
+
+def make_config(config: DispatchConfig | None, **settings: Any) -> DispatchConfig:
+    """Return the configuration given, or one from single settings; not from both.
+
+    Raises:
+        ConfigError: Both were given, or a setting cannot be used.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    if config is None:
+        return DispatchConfig(**given)
+    if given:
+        raise ConfigError(
+            "config", sorted(given), "given alone", "These settings are part of the config."
+        )
+    if not isinstance(config, DispatchConfig):
+        raise ConfigError("config", config, "a DispatchConfig")
+    return config
+
+
+def with_mode(config: DispatchConfig, mode: CUDAGraphMode) -> DispatchConfig:
+    """Return the configuration with another mode, all else as it is.
+
+    A copy, not a new one: what its making warns of has been said.
+    """
+    changed = copy.copy(config)
+    object.__setattr__(changed, "mode", mode)
+    return changed
+
+
+def make_backend(
+    backend: str | GraphBackend, device: str | torch.device | None, plugins: PluginSet | None
+) -> GraphBackend:
+    """Return the backend that a name, or a device, stands for; an object is one already.
+
+    Raises:
+        ConfigError: Name and device contradict each other, or the object is no backend.
+        UnknownNameError: No backend goes by that name.
+        BackendUnavailableError: It cannot run here.
+    """
+    if device is not None:
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError("device", device, "a device that torch knows") from error
+    if not isinstance(backend, str):
+        made = resolve_backend(backend)
+        _check_device(made, device)
+        return made
+    built_in = backend.partition(":")[0] in (AUTO, "cpu", *BUILT_IN_BACKENDS)
+    if plugins is None and not built_in:
+        from dispatchkit.plugins import load_plugins
+
+        plugins = load_plugins()
+    registered = {} if plugins is None else plugins.backends
+    factories = {name: one.spec.factory for name, one in registered.items()}
+    return resolve_backend(backend, device=device, registered=factories)
+
+
+def _check_device(backend: GraphBackend, device: str | torch.device | None) -> None:
+    if device is not None and torch.device(device).type != torch.device(backend.torch_device).type:
+        raise ConfigError(
+            "device", str(device), f"on {backend.torch_device} for the {backend.name} backend"
+        )
+
+
+def make_policy(
+    policy: str | Policy, options: dict[str, Any] | None, plugins: PluginSet | None
+) -> tuple[Policy, str, PluginSet | None]:
+    """Return the policy that a name stands for, where it comes from, and the plugins.
+
+    Raises:
+        ConfigError: Options were given with an object, or its factory does not take them.
+        UnknownNameError: No policy goes by that name; the nearest are named.
+    """
+    if not isinstance(policy, str):
+        if options:
+            raise ConfigError("policy_options", options, "given with a policy's name alone")
+        return policy, "", plugins
+    if plugins is None:
+        from dispatchkit.plugins import load_plugins
+
+        plugins = load_plugins()
+    made = plugins.create_policy(policy, **(options or {}))
+    return made, str(plugins.get_policy(policy).origin), plugins

@@ -1,0 +1,185 @@
+"""What a step changes outside its outputs, and putting it back after a warmup.
+
+A warmup runs the step for nothing, so whatever it writes must be as before afterwards: the
+tensors that the user declared as state, the random generators, and writes that nobody
+declared. The latter are found by watching the operations of the first warmup (a torch
+dispatch mode): just before an operation writes a storage that the step did not make itself,
+the storage is saved, up to a limit.
+
+Not seen: kernels that are launched without an operator torch knows to be mutating.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dispatchkit.errors import CaptureError
+
+DEFAULT_STATE_LIMIT = 64 << 20
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, for as long as it lives."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+class Known:
+    """Storages by identity, kept alive so that an identity is never somebody else's.
+
+    Args:
+        tensors: Tensors whose storages to hold.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Hold a tensor's storage."""
+        self._storages[storage_of(tensor)] = tensor.untyped_storage()
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in self._storages
+
+    def __iter__(self) -> Iterator[torch.UntypedStorage]:
+        return iter(self._storages.values())
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+
+class Snapshot:
+    """Copies of storages and generator states, to be put back.
+
+    Args:
+        device: Whose default generator to save, beside the CPU's.
+        generators: Further generators.
+    """
+
+    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        found = [torch.default_generator, *generators]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            found.append(torch.cuda.default_generators[index])
+        self._generators = [(one, one.get_state()) for one in found]
+
+    def save(self, storage: torch.UntypedStorage) -> None:
+        """Copy a storage, unless it is saved already."""
+        if storage._cdata not in self._saved:
+            self._saved[storage._cdata] = (storage, storage.clone())
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in self._saved
+
+    def restore(self) -> None:
+        """Put everything back, on the current stream."""
+        for storage, saved in self._saved.values():
+            storage.copy_(saved)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+
+class WriteWatch(TorchDispatchMode):
+    """Watches one run: what it writes outside, and how much memory it needs at once.
+
+    Args:
+        ignore: Storages that may be written freely (static inputs, declared scratch).
+        declared: Storages that are known to be written and saved by the caller.
+        snapshot: Where others are saved before their first write.
+        limit: Most bytes of undeclared storages to save.
+
+    Attributes:
+        written: Tensors outside that were written without being declared.
+        peak_bytes: Most bytes of tensors made in the run that were alive at one time.
+    """
+
+    def __init__(self, *, ignore: Known, declared: Known, snapshot: Snapshot, limit: int) -> None:
+        super().__init__()
+        self.written: list[torch.Tensor] = []
+        self.peak_bytes = 0
+        self._ignore, self._declared = ignore, declared
+        self._snapshot, self._left = snapshot, limit
+        self._own: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        if schema.is_mutable:
+            values = itertools.chain(args, itertools.repeat(None))
+            for argument, value in zip(schema.arguments, values, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in tree_leaves(kwargs.get(argument.name, value)):
+                        if isinstance(tensor, torch.Tensor):
+                            self._before_write(tensor, schema.name)
+        result = func(*args, **kwargs)
+        if not schema.returns:
+            return None  # torch insists on it, also where the operation gives its list back
+        if any(not self._is_view(ret) for ret in schema.returns):
+            self._note_new(result, args, kwargs)
+        return result
+
+    @staticmethod
+    def _is_view(ret: Any) -> bool:
+        return ret.alias_info is not None
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        known = self._own.get(storage_of(tensor))
+        return known is not None and not known[0].expired()
+
+    def _before_write(self, tensor: torch.Tensor, operation: str) -> None:
+        if (
+            tensor in self._ignore
+            or tensor in self._declared
+            or tensor in self._snapshot
+            or self._is_own(tensor)
+        ):
+            return
+        storage = tensor.untyped_storage()
+        if storage.nbytes() > self._left:
+            raise CaptureError(
+                f"The step writes, by {operation}, a {tensor.dtype} tensor of shape "
+                f"{tuple(tensor.shape)} ({storage.nbytes()} bytes) that is not declared, and "
+                f"only {self._left} more bytes of such state are saved around a warmup. Declare "
+                "it: state=[tensor], or scratch=[tensor] if rows without a token write where "
+                "it does no harm; or raise state_limit_bytes.",
+                reason="undeclared_state",
+            )
+        self._left -= storage.nbytes()
+        self._snapshot.save(storage)
+        self.written.append(tensor)
+
+    def _note_new(self, result: Any, args: Any, kwargs: Any) -> None:
+        given = {
+            storage_of(leaf)
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and storage_of(leaf) not in given:
+                storage = leaf.untyped_storage()
+                self._own[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._own = {key: pair for key, pair in self._own.items() if not pair[0].expired()}
+        alive = sum(num_bytes for _, num_bytes in self._own.values())
+        self.peak_bytes = max(self.peak_bytes, alive)
+
+
+@contextmanager
+def restored(snapshot: Snapshot) -> Iterator[Snapshot]:
+    """Put everything in a snapshot back at the end, also after an error."""
+    try:
+        yield snapshot
+    finally:
+        snapshot.restore()

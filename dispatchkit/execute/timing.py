@@ -1,0 +1,101 @@
+"""Timed steps: events around a launch, read later without waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+
+from dispatchkit.backends.base import Event, GraphBackend
+from dispatchkit.dispatch import Decision, Outcome
+from dispatchkit.keys.batch import Batch
+
+# Measured steps that wait to be read; older ones are let go of unread.
+MAX_PENDING = 256
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class _Pending:
+    start: Event
+    end: Event
+    batch: Batch
+    decision: Decision
+    queued: bool
+
+
+class Timings:
+    """Measured steps of one runner that have not been read yet.
+
+    Args:
+        backend: Makes the events; where it has no device timing, times are host times.
+        tell: Called with each outcome when it is read.
+    """
+
+    def __init__(self, backend: GraphBackend, tell: Callable[[Outcome], None]) -> None:
+        self._backend, self._tell = backend, tell
+        self._clock = "device" if backend.capabilities.device_timing else "host"
+        self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
+        self._lock = threading.Lock()
+
+    def measure(self, run: Callable[[], T], batch: Batch, decision: Decision) -> T:
+        """Run something between two events; a run that raises is told as not completed."""
+        self.drain()
+        stream = self._backend.current_stream()
+        queued = not stream.query()
+        start = self._backend.new_event(timing=True)
+        end = self._backend.new_event(timing=True)
+        start.record(stream)
+        try:
+            result = run()
+        except Exception:
+            self._tell(Outcome(batch, decision, clock=self._clock, completed=False))
+            raise
+        end.record(stream)
+        with self._lock:
+            self._pending.append(_Pending(start, end, batch, decision, queued))
+        return result
+
+    def drain(self, *, wait: bool = False) -> int:
+        """Tell the outcomes of measured steps that are done, oldest first.
+
+        Args:
+            wait: Block until all are done; otherwise the first that is not ends it.
+
+        Returns:
+            How many outcomes were told.
+        """
+        told = 0
+        while True:
+            with self._lock:
+                if not self._pending:
+                    return told
+                head = self._pending[0]
+                if wait:
+                    head.end.synchronize()
+                elif not head.end.query():
+                    return told
+                self._pending.popleft()
+            elapsed = head.start.elapsed_us(head.end)
+            self._tell(Outcome(head.batch, head.decision, elapsed, self._clock, head.queued))
+            told += 1
+
+    def clear(self) -> None:
+        """Let go of all measurements unread."""
+        with self._lock:
+            self._pending.clear()
+
+
+class Timer:
+    """Measures the steps of one decision."""
+
+    def __init__(self, timings: Timings, decision: Decision, batch: Batch) -> None:
+        self._timings, self._decision, self._batch = timings, decision, batch
+
+    def measure(self, run: Callable[[], T]) -> T:
+        """Run something and note how long it takes on the device."""
+        return self._timings.measure(run, self._batch, self._decision)

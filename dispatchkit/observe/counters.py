@@ -1,0 +1,130 @@
+"""Counters of a runner: plain ints, added to by steps and put together when read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.modes import RuntimeMode
+
+
+class StepCount:
+    """Steps of one kind and the tokens in them; a step adds to both itself."""
+
+    __slots__ = ("steps", "tokens")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.tokens = 0
+
+
+class StepCounters:
+    """The counts of one runner, by graph and by reason for eager.
+
+    An eager step is counted with the smallest graph that could have served it, if any.
+    """
+
+    def __init__(self) -> None:
+        self._hits: dict[GraphKey, StepCount] = {}
+        self._eager: dict[tuple[str, GraphKey | None], StepCount] = {}
+        self.captures = 0
+        self.capture_failures = 0
+        self.replay_failures = 0
+        self.evictions = 0
+        self.failed_steps = 0
+
+    def of_key(self, key: GraphKey) -> StepCount:
+        """Return the count of replays of a key."""
+        return self._hits.setdefault(key, StepCount())
+
+    def of_eager(self, reason: str, missed: GraphKey | None) -> StepCount:
+        """Return the count of eager steps for a reason, beside a missed key."""
+        return self._eager.setdefault((reason, missed), StepCount())
+
+    def misses(self, key: GraphKey | None) -> dict[str, int]:
+        """Return eager steps by reason that a key could have served."""
+        return {
+            reason: count.steps
+            for (reason, missed), count in sorted(self._eager.items(), key=lambda item: item[0][0])
+            if missed == key and count.steps
+        }
+
+    def _eager_by_reason(self) -> Iterator[tuple[str, StepCount]]:
+        return ((reason, count) for (reason, _), count in self._eager.items())
+
+    def read(self) -> RunnerStats:
+        """Put the counts together."""
+        by_mode = dict.fromkeys(RuntimeMode.__members__, 0)
+        hits: dict[str, int] = {}
+        by_reason: dict[str, int] = {}
+        real = padded = 0
+        for key, count in tuple(self._hits.items()):
+            by_mode[key.mode.name] += count.steps
+            if count.steps:
+                hits[str(key)] = count.steps
+            real += count.tokens
+            padded += count.steps * key.num_tokens
+        for reason, count in tuple(self._eager_by_reason()):
+            by_mode[RuntimeMode.NONE.name] += count.steps
+            if count.steps:
+                by_reason[reason] = by_reason.get(reason, 0) + count.steps
+            real += count.tokens
+            padded += count.tokens
+        return RunnerStats(
+            steps=sum(by_mode.values()),
+            steps_by_mode=by_mode,
+            hits=hits,
+            eager_by_reason=by_reason,
+            real_tokens=real,
+            padded_tokens=padded,
+            captures=self.captures,
+            capture_failures=self.capture_failures,
+            replay_failures=self.replay_failures,
+            evictions=self.evictions,
+            failed_steps=self.failed_steps,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class RunnerStats:
+    """What a runner has done so far.
+
+    Attributes:
+        steps: Steps that gave a result.
+        steps_by_mode: Those steps by runtime mode.
+        hits: Replays by key, as text.
+        eager_by_reason: Eager steps by reason.
+        real_tokens: Tokens (rows) that callers gave.
+        padded_tokens: Tokens that were computed, padding included.
+        captures: Graphs captured.
+        capture_failures: Captures that failed.
+        replay_failures: Replays that failed; each marked its key.
+        evictions: Graphs given up.
+        failed_steps: Steps that raised rather than giving a result.
+    """
+
+    steps: int
+    steps_by_mode: dict[str, int]
+    hits: dict[str, int]
+    eager_by_reason: dict[str, int]
+    real_tokens: int
+    padded_tokens: int
+    captures: int
+    capture_failures: int
+    replay_failures: int
+    evictions: int
+    failed_steps: int
+
+    @property
+    def padding(self) -> float:
+        """Padding as a share of all tokens computed, 0 to 1."""
+        if not self.padded_tokens:
+            return 0.0
+        return 1.0 - self.real_tokens / self.padded_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**attrs.asdict(self), "padding": self.padding}
