@@ -35,8 +35,7 @@ from dispatchkit.backends.tape_poison import poison
 from dispatchkit.backends.tape_recorder import (
     SYNC_FUNCTIONS,
     is_data_dependent,
-    is_written_in_python,
-    run_inside,
+    run_parts,
     written_arguments,
 )
 from dispatchkit.backends.tape_streams import TapeStream
@@ -68,8 +67,9 @@ class _DeferredOperations(TorchDispatchMode):
         kwargs = kwargs or {}
         if capturing_device():
             return func(*args, **kwargs)  # the recorder above this mode has seen it
-        if is_written_in_python(func):
-            return run_inside(self, func, args, kwargs)
+        result = run_parts(self, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         if _reads_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags

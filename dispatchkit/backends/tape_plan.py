@@ -299,5 +299,7 @@ def compile_replay(steps: list[Step], tensors: Materialiser) -> Callable[[], Non
     body = "".join(f"        {line}\n" for line in source.lines) or "        pass\n"
     text = f"def replay():\n    with _guard(_keys):\n{body}"
     exec(compile(text, "<tape>", "exec"), namespace)  # noqa: S102 - text made of own names only
-    replay: Callable[[], None] = namespace["replay"]
+    # Taken out, or function and globals would hold each other, and the memory with them,
+    # until some later garbage collection.
+    replay: Callable[[], None] = namespace.pop("replay")
     return replay

@@ -102,11 +102,21 @@ def is_written_in_python(func: Any) -> bool:
     )
 
 
-def run_inside(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a Python operator's kernel with a mode on, so that the mode sees what it does."""
+def run_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation that is made of others, so that the mode sees those instead.
+
+    Custom operators written in Python would run their Python again at each replay. Composite
+    ones (``reshape``, ``contiguous``) arrive whole in inference mode, and whether they copy or
+    return a view only their parts tell.
+
+    Returns:
+        The result, or NotImplemented for an operation that is not made of others.
+    """
     with mode:
-        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-        return func.redispatch(keys, *args, **kwargs)
+        if is_written_in_python(func):
+            keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+            return func.redispatch(keys, *args, **kwargs)
+        return func.decompose(*args, **kwargs)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -220,8 +230,9 @@ class Recorder(TorchDispatchMode):
             )
             self.note_error(error)
             raise error
-        if is_written_in_python(func):
-            return run_inside(self, func, args, kwargs)
+        result = run_parts(self, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         written = written_arguments(func, args, kwargs)
         for tensor in written:
             self._save(tensor)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ class Pair(NamedTuple):
     second: Any
 
 
-class Failed(Exception):
+class PlannedError(Exception):
     """Raised by callables that are meant to fail."""
 
 
@@ -338,8 +339,8 @@ class BackendTests:
         runs: list[int] = []
         name = f"dispatchkit_backend_tests::scale_{id(runs)}"
 
-        @torch.library.custom_op(name, mutates_args=())  # type: ignore[untyped-decorator]
-        def scale(x: torch.Tensor) -> torch.Tensor:  # type: ignore[name-defined]
+        @torch.library.custom_op(name, mutates_args=(), schema="(Tensor x) -> Tensor")  # type: ignore[untyped-decorator]
+        def scale(x: Any) -> Any:
             runs.append(1)
             return x * 3 + 1
 
@@ -356,8 +357,10 @@ class BackendTests:
         torch = rig.torch
         name = f"dispatchkit_backend_tests::fill_{id(rig)}"
 
-        @torch.library.custom_op(name, mutates_args=("out",))  # type: ignore[untyped-decorator]
-        def fill(x: torch.Tensor, out: torch.Tensor) -> None:  # type: ignore[name-defined]
+        schema = "(Tensor x, Tensor(a!) out) -> ()"
+
+        @torch.library.custom_op(name, mutates_args=("out",), schema=schema)  # type: ignore[untyped-decorator]
+        def fill(x: Any, out: Any) -> None:
             out.copy_(x * 2)
 
         x, out = rig.zeros(4), rig.zeros(4)
@@ -396,8 +399,6 @@ class BackendTests:
     def test_a_callable_that_does_nothing_can_be_captured(self, rig: Rig) -> None:
         """A piece may return an input as it is; torch may warn of an empty graph."""
         x = rig.zeros(2)
-        import warnings
-
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph = rig.capture(lambda: x)
@@ -411,7 +412,7 @@ class BackendTests:
         """Whoever reads before the first replay must see it."""
         kind = getattr(rig.torch, dtype)
         x = rig.zeros(8, dtype=kind)
-        graph = rig.capture(lambda: x.clone())
+        graph = rig.capture(x.clone)
         before = graph.outputs.clone()
         if rig.backend.capabilities.poisons_outputs:
             self._assert_poisoned(rig, before)
@@ -667,11 +668,11 @@ class BackendTests:
         def run() -> None:
             for step in program[:num_steps]:
                 step()
-            raise Failed("on purpose")
+            raise PlannedError("on purpose")
 
         with pytest.raises(CaptureError) as caught:
             rig.capture(run, generators=[generator])
-        assert isinstance(caught.value.__cause__, Failed)
+        assert isinstance(caught.value.__cause__, PlannedError)
         assert caught.value.reason == "error"
         assert backend.current_stream_handle() == handle
         assert not backend.is_capturing()
@@ -780,8 +781,8 @@ class BackendTests:
         kinds: list[Callable[[], Any]] = [
             lambda: (x + 1).sum().item(),
             lambda: (x + 1)[x > 0],
-            lambda: (x + 1) / Failed,
-            lambda: (x + 1).cpu(),
+            lambda: (x + 1) / PlannedError,
+            lambda: (x + 1).cpu() + 1,
             lambda: (x + 1) @ rig.zeros(7),
         ]
         sizes: list[int] = []
@@ -802,7 +803,7 @@ class BackendTests:
         def run() -> Any:
             seen.append(gc.isenabled())
             if fails:
-                raise Failed("on purpose")
+                raise PlannedError("on purpose")
             return rig.zeros(1) + 1
 
         try:
@@ -821,7 +822,12 @@ class BackendTests:
     def test_is_capturing_is_true_only_inside(self, rig: Rig) -> None:
         """A call inside a capture passes straight through on this answer."""
         seen: list[bool] = []
-        rig.capture(lambda: seen.append(rig.backend.is_capturing()) or rig.zeros(1) + 1)
+
+        def run() -> Any:
+            seen.append(rig.backend.is_capturing())
+            return rig.zeros(1) + 1
+
+        rig.capture(run)
         assert seen == [True]
         assert not rig.backend.is_capturing()
 
@@ -882,7 +888,7 @@ class BackendTests:
 
         def run(size: int) -> Callable[[], Any]:
             part = base[:size]
-            return lambda: ((((part + 1) * 2).relu() - 3) * part).sum()
+            return lambda: rig.torch.sum((((part + 1) * 2).relu() - 3) * part)
 
         pools = [rig.backend.new_pool() for _ in sizes]
         graphs = [
@@ -894,8 +900,9 @@ class BackendTests:
         shared = rig.backend.pool_bytes(rig.pool)
         assert shared < sum(alone)
         assert shared <= 1.25 * alone[0]
-        expected = [size * -1.0 * 0 for size in sizes]
-        assert [rig.read(rig.replayed(graph)) for graph in graphs[4:]] == expected
+        base.fill_(2)
+        # (relu((2 + 1) * 2) - 3) * 2 is 6 for each element.
+        assert [rig.read(rig.replayed(graph)) for graph in graphs[4:]] == [6.0 * n for n in sizes]
 
     # -- streams and events ---------------------------------------------------------------
 
@@ -911,8 +918,8 @@ class BackendTests:
                 assert backend.current_stream_handle() == other.handle
                 assert backend.current_stream().handle == other.handle
             assert backend.current_stream_handle() == rig.stream.handle
-        with pytest.raises(Failed), backend.use_stream(rig.stream):
-            raise Failed
+        with pytest.raises(PlannedError), backend.use_stream(rig.stream):
+            raise PlannedError
         assert backend.current_stream_handle() == start
 
     def test_the_current_stream_is_the_threads_own(self, rig: Rig) -> None:
@@ -1051,9 +1058,9 @@ class BackendTests:
         start = rig.backend.current_stream_handle()
 
         def run() -> None:
-            raise Failed("on purpose")
+            raise PlannedError("on purpose")
 
-        with pytest.raises(Failed):
+        with pytest.raises(PlannedError):
             rig.backend.warmup(run, stream=rig.stream)
         assert rig.backend.current_stream_handle() == start
 
@@ -1075,7 +1082,7 @@ class BackendTests:
                 with backend.use_stream(stream):
                     for turn in range(5):
                         graph = backend.capture(
-                            lambda: ((x + 1) * (number + 1)).relu(), stream=stream, pool=pool
+                            lambda: rig.torch.relu((x + 1) * (number + 1)), stream=stream, pool=pool
                         )
                         x.fill_(turn)
                         graph.replay()
