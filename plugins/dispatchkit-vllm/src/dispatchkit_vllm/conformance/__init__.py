@@ -1,0 +1,141 @@
+"""Compare the facades with golden vectors: facts recorded from published dispatchers.
+
+``python -m dispatchkit_vllm.conformance FILE...`` reads JSON Lines, optionally gzipped, one
+configuration with its results per line, and says for each file how many records agree. The
+kind of a record is told by its id, not by the name of the file.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from dispatchkit_vllm.conformance._configuration import check_mode, check_resolution, check_sizes
+from dispatchkit_vllm.conformance._dispatchers import (
+    KINDS,
+    check_dispatcher,
+    check_drafter,
+    check_manager,
+)
+from dispatchkit_vllm.conformance._records import (
+    Findings,
+    FormatError,
+    Mismatch,
+    describe,
+    kind_of,
+    parse,
+)
+from dispatchkit_vllm.conformance._wrappers import check_wrapper
+
+__all__ = ["CHECKS", "FileReport", "FormatError", "Mismatch", "RecordReport", "check_file"]
+
+#: What compares a record, by the kind that its id begins with.
+CHECKS: Mapping[str, Callable[[Mapping[str, Any], Findings], None]] = MappingProxyType(
+    {
+        **dict.fromkeys(KINDS, check_dispatcher),
+        "manager": check_manager,
+        "seed-002-drafter": check_drafter,
+        "sizes": check_sizes,
+        "resolve": check_resolution,
+        "mode-enum": check_mode,
+        "wrapper": check_wrapper,
+    }
+)
+
+
+@attrs.frozen
+class RecordReport:
+    """What comparing one record found.
+
+    Attributes:
+        line: Its line in the file, from 1.
+        name: Its id, or what stands for one.
+        num_compared: Comparisons made.
+        problems: What failed, one text each; empty when the record agrees.
+    """
+
+    line: int
+    name: str
+    num_compared: int
+    problems: tuple[str, ...]
+
+
+@attrs.frozen
+class FileReport:
+    """What comparing one file found.
+
+    Attributes:
+        path: The file.
+        records: One report for each record.
+    """
+
+    path: str
+    records: tuple[RecordReport, ...]
+
+    @property
+    def failed(self) -> tuple[RecordReport, ...]:
+        """The records that do not agree."""
+        return tuple(record for record in self.records if record.problems)
+
+    @property
+    def num_passed(self) -> int:
+        """How many records agree."""
+        return len(self.records) - len(self.failed)
+
+    @property
+    def num_compared(self) -> int:
+        """How many single comparisons were made."""
+        return sum(record.num_compared for record in self.records)
+
+
+def check_file(path: str | Path, *, every: int = 1) -> FileReport:
+    """Compare the records of a file with the facades.
+
+    Args:
+        path: JSON Lines; gzipped where the name ends in ``.gz``.
+        every: Compare only each so-many-th record, for a sample.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    reports = tuple(
+        _check_line(number, line)
+        for index, (number, line) in enumerate(_lines(Path(path)))
+        if index % every == 0
+    )
+    if not reports:
+        reports = (RecordReport(1, "the file", 0, ("it holds no record",)),)
+    return FileReport(str(path), reports)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    opened: Any = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
+    with opened as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, line
+
+
+def _check_line(number: int, line: str) -> RecordReport:
+    found, name = Findings(), f"line {number}"
+    try:
+        record = parse(line)
+        kind = kind_of(record)
+        name = str(record.get("id", f"{kind}/{record.get('mode')}"))
+        if kind not in CHECKS:
+            raise FormatError(f"unknown kind {kind!r}; known: {', '.join(sorted(CHECKS))}.")
+        CHECKS[kind](record, found)
+    except FormatError as error:
+        return RecordReport(number, name, found.num_compared, (f"not in the format: {error}",))
+    except Exception as error:  # noqa: BLE001 - what the facade never should raise is a finding
+        problem = f"raised where no error was recorded: {describe(error)}"
+        return RecordReport(number, name, found.num_compared, (problem,))
+    problems = tuple(
+        f"{each.where}: expected {each.expected!r}, got {each.got!r}" for each in found.mismatches
+    )
+    return RecordReport(number, name, found.num_compared, problems)

@@ -8,8 +8,17 @@ from dispatchkit.keys import CUDAGraphMode
 
 from dispatchkit_vllm.dialects import V0_11_1
 from dispatchkit_vllm.facade._lookup import LookupDispatcher
+from dispatchkit_vllm.facade._wrapper import CUDAGraphEntry, CUDAGraphOptions
+from dispatchkit_vllm.facade._wrapper import OldCUDAGraphWrapper as CUDAGraphWrapper
 
-__all__ = ["BatchDescriptor", "CUDAGraphMode", "CudagraphDispatcher"]
+__all__ = [
+    "BatchDescriptor",
+    "CUDAGraphEntry",
+    "CUDAGraphMode",
+    "CUDAGraphOptions",
+    "CUDAGraphWrapper",
+    "CudagraphDispatcher",
+]
 
 
 class BatchDescriptor(NamedTuple):

@@ -12,8 +12,16 @@ from dispatchkit.keys import CUDAGraphMode, RuntimeMode, allowed_modes_code, pad
 from dispatchkit_vllm.dialects import V0_33
 from dispatchkit_vllm.facade import _config
 from dispatchkit_vllm.facade._padding import PaddingDispatcher
+from dispatchkit_vllm.facade._wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 
-__all__ = ["BatchDescriptor", "CUDAGraphMode", "CudagraphDispatcher"]
+__all__ = [
+    "BatchDescriptor",
+    "CUDAGraphEntry",
+    "CUDAGraphMode",
+    "CUDAGraphOptions",
+    "CUDAGraphWrapper",
+    "CudagraphDispatcher",
+]
 
 
 @dataclasses.dataclass(frozen=True)

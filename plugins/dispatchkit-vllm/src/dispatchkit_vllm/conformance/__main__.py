@@ -1,0 +1,70 @@
+"""Command line of the comparison with golden vectors."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+
+from dispatchkit_vllm.conformance import FileReport, check_file
+
+_MAX_RECORDS = 5
+_MAX_PROBLEMS = 3
+_MAX_TEXT = 400
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare files and print what agrees.
+
+    Returns:
+        0 if every record of every file agrees, 1 if any does not, 2 if a file cannot be
+        read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m dispatchkit_vllm.conformance",
+        description="Compare dispatchkit-vllm with golden vectors of published dispatchers.",
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", help="JSON Lines, or .jsonl.gz")
+    options = parser.parse_args(arguments)
+    num_passed = num_failed = num_compared = 0
+    unreadable = False
+    for path in options.files:
+        try:
+            # Sizes that cover only a part of the batches are what vectors are about.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                report = check_file(path)
+        except (OSError, UnicodeDecodeError) as error:
+            print(f"{path}: cannot be read: {error}", file=sys.stderr)
+            unreadable = True
+            continue
+        _print_report(report)
+        num_passed += report.num_passed
+        num_failed += len(report.failed)
+        num_compared += report.num_compared
+    print(f"all: {num_passed} passed, {num_failed} failed ({num_compared} comparisons)")
+    if unreadable:
+        return 2
+    return 1 if num_failed else 0
+
+
+def _print_report(report: FileReport) -> None:
+    failed = report.failed
+    print(
+        f"{report.path}: {report.num_passed} passed, {len(failed)} failed "
+        f"({report.num_compared} comparisons)"
+    )
+    for record in failed[:_MAX_RECORDS]:
+        print(f"  {record.name} (line {record.line}):")
+        for problem in record.problems[:_MAX_PROBLEMS]:
+            text = problem if len(problem) <= _MAX_TEXT else f"{problem[:_MAX_TEXT]}..."
+            print(f"    {text}")
+        if len(record.problems) > _MAX_PROBLEMS:
+            print(f"    and {len(record.problems) - _MAX_PROBLEMS} more")
+    if len(failed) > _MAX_RECORDS:
+        print(f"  and {len(failed) - _MAX_RECORDS} more records")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
