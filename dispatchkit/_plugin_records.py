@@ -76,8 +76,10 @@ class BackendSpec:
 
     Attributes:
         name: The name it is chosen by.
-        factory: Called with the user's options as keywords; returns a backend. It imports
-            what it needs when called, not before; a failing import says what to install.
+        factory: Called with options as keywords, by a runner with ``device`` alone (an index,
+            a name such as ``cuda:1``, or None for the current one); returns a backend. It
+            imports what it needs when called, not before; a failing import says what to
+            install.
         summary: One line for listings.
     """
 
