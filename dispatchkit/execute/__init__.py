@@ -14,11 +14,13 @@ except ImportError as error:
         "https://download.pytorch.org/whl/cpu)."
     ) from error
 
+from dispatchkit.execute.budget import ChurnWarning
 from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.inputs import StaticInput
-from dispatchkit.execute.lifecycle import CaptureReport, ChurnWarning
+from dispatchkit.execute.lifecycle import CaptureReport
 from dispatchkit.execute.pieces import Piece, eager_piece, graph_piece
-from dispatchkit.execute.runner import EagerStepWarning, GraphRunner
+from dispatchkit.execute.reasons import EagerStepWarning
+from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.observe.counters import RunnerStats
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Capture of one key: warmup, the layout of its outputs, and its graphs.
+"""Capture of one key: its warmup and its graphs.
 
 Everything a warmup changes is put back; a capture itself changes nothing (the backend's
 promise). Whatever happens, the step has not been run for the caller when this returns.
@@ -6,14 +6,14 @@ promise). Whatever happens, the step has not been run for the caller when this r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dispatchkit.backends.base import CapturedGraph, GraphBackend
-from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.errors import CaptureError
 from dispatchkit.execute.captured import (
     CapturedStep,
     EagerPart,
@@ -23,100 +23,39 @@ from dispatchkit.execute.captured import (
     PiecewiseStep,
 )
 from dispatchkit.execute.guard import Guard
-from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.lanes import Lane
-from dispatchkit.execute.outputs import (
-    DERIVED,
-    OutputLayout,
-    check_batch_dims,
-    declared_layout,
-    measure_layout,
-)
-from dispatchkit.execute.pieces import Step
-from dispatchkit.execute.state import (
-    DEFAULT_STATE_LIMIT,
-    Known,
-    Snapshot,
-    WriteWatch,
-    restored,
-)
+from dispatchkit.execute.outputs import OutputLayout
+from dispatchkit.execute.state import Known, restored
+from dispatchkit.execute.warmup import Warmups
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
-
-# Keys that differ in size only: one watched warmup and one layout serve them all.
-Family = tuple[Any, ...]
-
-
-def family_of(key: GraphKey) -> Family:
-    """Return what a key shares with those that differ from it in size only."""
-    own = key.descriptor
-    return (key.mode, own.uniform, own.query_len, own.max_query_len, own.num_active_loras, own.axes)
 
 
 class Capturer:
     """Captures keys of one runner.
 
     Args:
-        step: What is run.
-        inputs: What is declared of its inputs.
+        warmups: Warms keys up, and knows the step and what it changes.
         backend: The device.
         guard: Reads what graphs are made under.
-        row_count: Name of the input that tells the true row count.
-        state: Tensors that the step changes; saved and put back around warmups.
-        scratch: Tensors that the step may write in a warmup without harm.
-        state_limit_bytes: Most bytes of undeclared state to save.
-        output_batch_dims: Declared batch dimensions of the outputs.
-        warmups: Eager runs before each capture, after the watched one.
         share_outputs: Graphs write their outputs to one memory of the lane.
-        generators: Random generators that the step draws from, beside the default ones.
-
-    Raises:
-        ConfigError: ``warmups`` or ``output_batch_dims`` cannot be used.
     """
 
     def __init__(
         self,
-        step: Step,
-        inputs: InputSet,
+        warmups: Warmups,
         backend: GraphBackend,
         guard: Guard,
         *,
-        row_count: str | None = None,
-        state: Iterable[torch.Tensor] = (),
-        scratch: Iterable[torch.Tensor] = (),
-        state_limit_bytes: int = DEFAULT_STATE_LIMIT,
-        output_batch_dims: Any = DERIVED,
-        warmups: int = 1,
         share_outputs: bool = True,
-        generators: Iterable[torch.Generator] = (),
     ) -> None:
-        if isinstance(warmups, bool) or not isinstance(warmups, int) or warmups < 0:
-            raise ConfigError("warmups", warmups, "a whole number of at least 0")
-        check_batch_dims(output_batch_dims)
-        for setting, tensors in (("state", state), ("scratch", scratch)):
-            for tensor in tensors:
-                if not isinstance(tensor, torch.Tensor):
-                    raise ConfigError(setting, tensor, "a list of tensors")
-        self._step, self._inputs, self._backend, self._guard = step, inputs, backend, guard
-        self._row_count = row_count
-        self._state = Known(state)
-        self._written = Known()  # by any watched warmup, beside the declared state
-        self._scratch = tuple(scratch)
-        self._state_limit = state_limit_bytes
-        self._batch_dims = output_batch_dims
-        self._warmups = warmups
+        self._warmups, self._backend, self._guard = warmups, backend, guard
+        self._step = warmups.step
         self._share_outputs = share_outputs
-        self._generators = tuple(generators)
-        self._layouts: dict[Family, list[OutputLayout]] = {}
-        self._peaks: dict[Family, tuple[int, int]] = {}
 
     def forecast_bytes(self, key: GraphKey) -> int | None:
-        """Return the memory that a graph of a key is expected to need; None if not known.
-
-        From the watched warmup of its family, in proportion to the size.
-        """
-        known = self._peaks.get(family_of(key))
-        return None if known is None else known[0] * key.num_tokens // known[1]
+        """Return the memory that a graph of a key is expected to need; None if not known."""
+        return self._warmups.forecast_bytes(key)
 
     def capture(
         self,
@@ -143,131 +82,33 @@ class Capturer:
                 key=str(key),
                 reason="too_large",
             )
-        snapshot = Snapshot(self._inputs.device, self._generators)
+        warmups = self._warmups
         # Graphs carry no gradients, and their memory must be usable outside inference mode.
-        with torch.inference_mode(False), torch.no_grad(), restored(snapshot):
-            for storage in (*self._state, *self._written):
-                snapshot.save(storage)
+        with torch.inference_mode(False), torch.no_grad(), restored(warmups.snapshot()) as snapshot:
             lane.order()
             lane.buffers.reset()
             lane.set_rows(key.num_tokens)
-            outputs = self._warm_up(key, lane, snapshot)
-            layout = self._layout(key, lane, outputs, other_sizes)
+            outputs = warmups.run(key, lane, snapshot)
+            layout = warmups.layout(key, lane, outputs, other_sizes)
             admit()
             if key.mode is RuntimeMode.FULL:
                 return self._capture_full(key, lane, outputs, layout)
             return self._capture_pieces(key, lane, outputs, layout)
 
-    # -- warmup -------------------------------------------------------------------------
-
-    def _views(self, lane: Lane, num_rows: int) -> dict[str, torch.Tensor]:
-        views = dict(zip(self._inputs.names, lane.buffers.views(num_rows), strict=True))
-        if self._row_count is not None and lane.row_count is not None:
-            views[self._row_count] = lane.row_count
-        return views
-
-    def _warm_up(self, key: GraphKey, lane: Lane, snapshot: Snapshot) -> Any:
-        """Run the step at the key's size, watched the first time for each family."""
-        views = self._views(lane, key.num_tokens)
-        outputs: Any = None
-        family = family_of(key)
-        if self._warmups and family not in self._peaks:
-            ignore = Known([*lane.buffers.tensors, *self._scratch])
-            if lane.row_count is not None:
-                ignore.add(lane.row_count)
-            watch = WriteWatch(
-                ignore=ignore,
-                declared=self._state,
-                snapshot=snapshot,
-                limit=self._state_limit,
-            )
-
-            def watched() -> Any:
-                with watch:
-                    return self._step(views)
-
-            outputs = self._backend.warmup(watched, stream=lane.stream)
-            for tensor in watch.written:
-                self._written.add(tensor)
-            self._peaks[family] = (watch.peak_bytes, key.num_tokens)
-        if self._warmups:
-            outputs = self._backend.warmup(
-                lambda: self._step(views), stream=lane.stream, iterations=self._warmups
-            )
-        elif self._batch_dims == DERIVED and family not in self._layouts:
-            raise CaptureError(
-                "With warmups=0 nothing tells the batch dimension of the outputs. Give "
-                "output_batch_dims, or leave one warmup.",
-                key=str(key),
-                reason="output_layout",
-            )
-        return outputs
-
-    def _layout(
-        self, key: GraphKey, lane: Lane, outputs: Any, other_sizes: Sequence[int]
-    ) -> OutputLayout | None:
-        """Return the layout of a key's outputs, measuring it once for each family."""
-        if not self._warmups:
-            return None
-        size = key.num_tokens
-        known = self._layouts.setdefault(family_of(key), [])
-        for layout in known:
-            if layout.fits(outputs, size):
-                return layout
-        if self._batch_dims == DERIVED:
-            other, second = self._at_another_size(key, lane, other_sizes)
-            layout = measure_layout(outputs, size, second, other)
-        else:
-            layout = declared_layout(outputs, size, self._batch_dims)
-        known.append(layout)
-        return layout
-
-    def _at_another_size(
-        self, key: GraphKey, lane: Lane, other_sizes: Sequence[int]
-    ) -> tuple[int, Any]:
-        size = key.num_tokens
-        below = [one for one in other_sizes if one < size]
-        above = [one for one in other_sizes if one > size]
-        # A size of 1 says least: broadcasting makes dimensions of 1 out of nothing.
-        other = max(below, default=0)
-        if other <= 1:
-            other = min(above, default=other or 2 * size)
-        if other <= lane.buffers.num_rows:
-            views = self._views(lane, other)
-        else:
-            views = self._views(lane, size)
-            for name, spec in self._inputs.specs.items():
-                if spec.batch_dim is not None:
-                    views[name] = spec.full(other, self._inputs.device)
-        lane.set_rows(other)
-        try:
-            outputs = self._backend.warmup(lambda: self._step(views), stream=lane.stream)
-        except Exception as error:
-            raise CaptureError(
-                f"To measure its outputs the step was run at {other} rows, and raised "
-                f"{type(error).__name__}: {error}. Give output_batch_dims, and it is not run so.",
-                key=str(key),
-                reason="output_layout",
-            ) from error
-        finally:
-            lane.set_rows(size)
-        return other, outputs
-
     # -- graphs -------------------------------------------------------------------------
 
     def _graph(self, run: Callable[[], Any], lane: Lane) -> CapturedGraph:
         return self._backend.capture(
-            run, stream=lane.stream, pool=lane.pool, generators=self._generators
+            run, stream=lane.stream, pool=lane.pool, generators=self._warmups.generators
         )
-
-    def _is_state(self, leaf: torch.Tensor) -> bool:
-        return leaf in self._state or leaf in self._written
 
     def _homes(self, lane: Lane, outputs: Any) -> list[torch.Tensor | None]:
         """Return where the graph is to write each output; None where it stays as it is."""
         return [
             lane.outputs.take(index, leaf.shape, leaf.dtype)
-            if self._share_outputs and isinstance(leaf, torch.Tensor) and not self._is_state(leaf)
+            if self._share_outputs
+            and isinstance(leaf, torch.Tensor)
+            and not self._warmups.is_state(leaf)
             else None
             for index, leaf in enumerate(tree_leaves(outputs))
         ]
@@ -301,7 +142,7 @@ class Capturer:
     def _capture_full(
         self, key: GraphKey, lane: Lane, outputs: Any, layout: OutputLayout | None
     ) -> CapturedStep:
-        views = self._views(lane, key.num_tokens)
+        views = self._warmups.views(lane, key.num_tokens)
         found: list[Any] = []
         homes = self._homes(lane, outputs) if layout is not None else []
         run = self._writing_home(lambda: self._step(views), homes, found)
@@ -318,7 +159,7 @@ class Capturer:
     ) -> dict[str, Any]:
         """Return the fields that every captured step has."""
         if layout is None:
-            layout = declared_layout(outputs, key.num_tokens, self._batch_dims)
+            layout = self._warmups.declared(outputs, key.num_tokens)
         elif not layout.fits(outputs, key.num_tokens):
             raise CaptureError(
                 "The step's outputs were of another structure, shape or type in the capture "
@@ -334,12 +175,13 @@ class Capturer:
             "layout": layout,
             "leaves": leaves,
             "clones": tuple(
-                isinstance(leaf, torch.Tensor) and not self._is_state(leaf) for leaf in leaves
+                isinstance(leaf, torch.Tensor) and not self._warmups.is_state(leaf)
+                for leaf in leaves
             ),
             "graphs": graphs,
-            "holds": (*self._state, *self._written, self._step),
+            "holds": (*self._warmups.written(), self._step),
             "guard": self._guard.now(),
-            "has_effect": bool(len(self._state) or len(self._written))
+            "has_effect": any(True for _ in self._warmups.written())
             or any(graph.has_random_state for graph in graphs),
         }
 
@@ -347,8 +189,8 @@ class Capturer:
         self, key: GraphKey, lane: Lane, outputs: Any, layout: OutputLayout | None
     ) -> CapturedStep:
         """Capture piece by piece, replaying each so that eager pieces see real values."""
-        views = self._views(lane, key.num_tokens)
-        stable = Known([*views.values(), *self._scratch])
+        views = self._warmups.views(lane, key.num_tokens)
+        stable = Known(views.values())
         parts: list[GraphPart | EagerPart] = []
         graphs: list[CapturedGraph] = []
         value: Any = None
@@ -388,6 +230,9 @@ class Capturer:
             common["leaves"] = ()
         return PiecewiseStep(**common, parts=tuple(parts), ends_eager=ends_eager)
 
+    def _stays(self, leaf: torch.Tensor) -> bool:
+        return self._warmups.is_state(leaf) or self._warmups.is_scratch(leaf)
+
     def _link(self, lane: Lane, index: int, value: Any, stable: Known) -> tuple[Link, Any]:
         """Return how a value reaches the graph of a piece, and the static form of it."""
         leaves, spec = tree_flatten(value)
@@ -397,7 +242,7 @@ class Capturer:
             if not isinstance(leaf, torch.Tensor):
                 link.constants.append((number, leaf))
                 static.append(leaf)
-            elif leaf in stable or self._is_state(leaf):
+            elif leaf in stable or self._stays(leaf):
                 link.fixed.append((number, leaf.data_ptr(), leaf.shape))
                 static.append(leaf)
             else:

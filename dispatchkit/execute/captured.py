@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.errors import ReplayError
+from dispatchkit.execute.buffers import InputBuffers
 from dispatchkit.execute.guard import Fingerprint
-from dispatchkit.execute.inputs import InputBuffers
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.outputs import OutputLayout
 from dispatchkit.execute.pieces import Piece
@@ -207,6 +207,6 @@ class PiecewiseStep(CapturedStep):
         if not self.ends_eager:
             return self.leaves
         if not self.layout.fits(value, self.key.num_tokens):
-            error = ReplayError("The last eager piece returned another structure than at capture.")
-            raise LaunchError(error, has_effect=True)
+            problem = ReplayError("The last eager piece returned other shapes than at capture.")
+            raise LaunchError(problem, has_effect=True)
         return tree_leaves(value)

@@ -10,9 +10,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.execute.buffers import InputBuffers
 from dispatchkit.execute.captured import CapturedStep, FullStep
 from dispatchkit.execute.guard import Fingerprint
-from dispatchkit.execute.inputs import InputBuffers, InputSet
+from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.outputs import declared_layout
 from dispatchkit.keys.batch import GraphKey

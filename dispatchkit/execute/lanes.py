@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from dispatchkit.backends.base import GraphBackend, Stream
-from dispatchkit.execute.inputs import InputBuffers, InputSet
+from dispatchkit.execute.buffers import InputBuffers
+from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.outputs import SharedMemory
 
 # Plans that keep their views ready. A view costs about half a kilobyte, so that tables with

@@ -7,37 +7,30 @@ in between; what the device still has in flight is waited for before a graph is 
 from __future__ import annotations
 
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
 
-from dispatchkit.dispatch import Dispatcher, Reason
+from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, ConfigError, RegistryError
-from dispatchkit.execute.budget import Budget
-from dispatchkit.execute.capture import Capturer, family_of
+from dispatchkit.execute.budget import Budget, Room
+from dispatchkit.execute.capture import Capturer
 from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.lanes import Lane
+from dispatchkit.execute.reasons import CAPTURE_PENDING
+from dispatchkit.execute.warmup import family_of
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import StepCounters
 from dispatchkit.observe.events import CaptureEvent, CaptureFailedEvent, EvictEvent
 from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
 
-#: Reason of an eager step whose key has not been asked for often enough yet.
-CAPTURE_PENDING = "capture_pending"
 #: Captures tried for one key before it is left alone.
 MAX_ATTEMPTS = 3
 #: Steps that go by before a failed key is tried again; four times as many each time.
 RETRY_AFTER = 64
-# Evictions for each graph there is room for, after which churn is warned of.
-_CHURN = 4
-
-
-class ChurnWarning(RuntimeWarning):
-    """Graphs are captured and given up again and again."""
 
 
 @attrs.frozen
@@ -91,15 +84,14 @@ class Lifecycle:
             raise ConfigError("capture_after", capture_after, "a whole number of at least 1")
         if capture_after < 1:
             raise ConfigError("capture_after", capture_after, "a whole number of at least 1")
-        self.lazy, self.budget = lazy, budget
+        self.lazy = lazy
+        self._room = Room(budget, lane, counters, capturer.forecast_bytes, self.live, self.evict)
         self.is_frozen = False
-        self.dispatcher: Dispatcher | None = None
         self._capturer, self._lane, self._registry = capturer, lane, registry
         self._modes, self._counters, self._notify = modes, counters, notify
         self._capture_after = capture_after
         self._seen: Counter[GraphKey] = Counter()
         self._since_failure: Counter[GraphKey] = Counter()
-        self._is_churn_told = False
 
     # -- reading ------------------------------------------------------------------------
 
@@ -151,8 +143,8 @@ class Lifecycle:
         for done, key in enumerate(wanted):
             if progress is not None:
                 progress(done, len(wanted), key)
-            if not self._has_room_for_one():
-                skipped[key] = f"budget of {self.budget.max_graphs} graphs"
+            if not self._room.for_one_more():
+                skipped[key] = self._room.refusal
                 continue
             problem = self._try(key, evict=False)
             if problem is None:
@@ -279,7 +271,7 @@ class Lifecycle:
         self._registry.declare([key])
         if self._entry(key).state is KeyState.CAPTURED:
             self.evict(key, "replaced")
-        self._make_room()
+        self._room.make()
         self._registry.captured(key, step)
 
     # -- inside -------------------------------------------------------------------------
@@ -294,21 +286,17 @@ class Lifecycle:
         if self.is_frozen:
             raise RegistryError("The runner is frozen: nothing is captured after freeze().")
 
-    def _has_room_for_one(self) -> bool:
-        limit = self.budget.max_graphs
-        return limit is None or self.num_graphs() < limit
-
     def _try(self, key: GraphKey, *, evict: bool) -> CaptureError | None:
         """Capture a key; a failure is marked, counted and returned."""
         start = time.perf_counter()
         before = self._lane.num_bytes()
         try:
             if evict:
-                self._make_room()
+                self._room.make()
             step = self._capturer.capture(
-                key, self._lane, self._other_sizes(key), lambda: self._admit(key, evict=evict)
+                key, self._lane, self._other_sizes(key), lambda: self._room.admit(key, evict=evict)
             )
-            self._check_bytes(key, step)
+            self._room.check(key, step)
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
             problem = _as_capture_error(error, key)
             self._registry.failed(key, f"{problem.reason}: {problem}")
@@ -339,63 +327,6 @@ class Lifecycle:
         alike.discard(key.num_tokens)
         return sorted(alike or {one.num_tokens for one in self._registry} - {key.num_tokens})
 
-    def _make_room(self) -> None:
-        """Evict until one more graph may live."""
-        limit = self.budget.max_graphs
-        if limit == 0:
-            raise CaptureError("max_graphs is 0: no graph may live.", reason="over_budget")
-        while not self._has_room_for_one():
-            self._evict_one()
-        self._warn_of_churn()
-
-    def _evict_one(self) -> None:
-        live = self.live()
-        step = self.budget.victim(live.values())
-        for key, one in live.items():
-            if one is step:
-                self.evict(key, "budget")
-
-    def _admit(self, key: GraphKey, *, evict: bool) -> None:
-        """Refuse a capture that is forecast to break the budget of bytes, or make room.
-
-        Graphs of one pool share memory, so that evicting one frees little: when that is not
-        enough the pool goes as a whole, and what was in it is captured anew when asked for.
-        """
-        limit = self.budget.max_bytes
-        if limit is None:
-            return
-        need = self._capturer.forecast_bytes(key) or 0
-        if need > limit:
-            raise _over_budget(key, need, limit)
-        if self._lane.num_bytes() + self._growth(need) <= limit:
-            return
-        if not evict:
-            raise _over_budget(key, self._lane.num_bytes() + self._growth(need), limit)
-        while self.live() and self._lane.num_bytes() + self._growth(need) > limit:
-            self._evict_one()
-        if self._lane.num_bytes() + self._growth(need) > limit:
-            self._lane.drop_pool()
-        self._warn_of_churn()
-
-    def _growth(self, need: int) -> int:
-        """Return how much more memory a graph takes that needs so much by itself."""
-        reserved = [self._capturer.forecast_bytes(key) or 0 for key in self.live()]
-        return max(0, need - max(reserved, default=0))
-
-    def _check_bytes(self, key: GraphKey, step: CapturedStep) -> None:
-        """Give up a graph that took more than was forecast, and more than there may be."""
-        limit = self.budget.max_bytes
-        if limit is None or self._lane.num_bytes() <= limit:
-            return
-        taken = self._lane.num_bytes()
-        self._lane.settle()
-        step.release()
-        while self.live() and self._lane.num_bytes() > limit:
-            self._evict_one()
-        if self._lane.num_bytes() > limit:
-            self._lane.drop_pool()
-        raise _over_budget(key, taken, limit)
-
     def _release(self, step: CapturedStep) -> None:
         """Release a step once no key names it and nothing of it is in flight."""
         if any(one is step for one in self.live().values()):
@@ -403,32 +334,10 @@ class Lifecycle:
         step.lane.settle()
         step.release()
 
-    def _warn_of_churn(self) -> None:
-        evictions, room = self._counters.evictions, self.budget.max_graphs or 1
-        if self._is_churn_told or evictions < _CHURN * max(room, 4):
-            return
-        if evictions > 0.5 * self._counters.captures:
-            self._is_churn_told = True
-            warnings.warn(
-                f"{evictions} of {self._counters.captures} captured graphs were given up again: "
-                "the batches need more graphs than the budget holds. Raise max_graphs or "
-                "max_bytes, use fewer sizes, or raise capture_after.",
-                ChurnWarning,
-                stacklevel=2,
-            )
-
 
 def _largest_first(key: GraphKey) -> tuple[int, int, int]:
     own = key.descriptor
     return (-own.num_tokens, -int(key.mode), -own.num_active_loras)
-
-
-def _over_budget(key: GraphKey, need: int, limit: int) -> CaptureError:
-    return CaptureError(
-        f"{key} would bring the graphs to {need} bytes, and max_bytes is {limit}.",
-        key=str(key),
-        reason="over_budget",
-    )
 
 
 def _as_capture_error(error: Exception, key: GraphKey) -> CaptureError:

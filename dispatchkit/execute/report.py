@@ -21,12 +21,12 @@ def ladder(runner: GraphRunner) -> str:
     stats = runner.stats()
     resolved = "" if runner.config.mode is runner.asked_mode else f" (asked: {runner.asked_mode})"
     pieces = "FULL and PIECEWISE" if runner.can_split else "FULL alone: the step is not split"
+    policy = runner.dispatcher.policy_name
+    modes = ", ".join(f"{count} {mode}" for mode, count in stats.steps_by_mode.items())
     lines = [
-        f"GraphRunner: policy {runner.dispatcher.policy_name}, mode {runner.config.mode}{resolved}, "
+        f"GraphRunner: policy {policy}, mode {runner.config.mode}{resolved}",
         f"backend {runner.backend.name}; can run {pieces}",
-        f"{stats.steps} steps: "
-        + ", ".join(f"{count} {mode}" for mode, count in stats.steps_by_mode.items())
-        + f"; padding {stats.padding:.1%}; graph memory {runner.num_bytes} bytes",
+        f"{stats.steps} steps: {modes}; padding {stats.padding:.1%}; {runner.num_bytes} bytes",
     ]
     rows = []
     for key in sorted(runner.registry, key=lambda one: (-int(one.mode), one.num_tokens)):

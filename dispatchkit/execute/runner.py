@@ -4,68 +4,47 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 
 from dispatchkit.backends.base import GraphBackend
-from dispatchkit.dispatch import Decision, Dispatcher, Explanation, Policy, Reason
-from dispatchkit.dispatch import explain as explain_batch
+from dispatchkit.dispatch import Decision, Dispatcher, Policy
 from dispatchkit.errors import ConfigError, NoGraphError, ReplayError
 from dispatchkit.execute.budget import Budget
 from dispatchkit.execute.capture import Capturer
 from dispatchkit.execute.captured import CapturedStep, LaunchError
-from dispatchkit.execute.external import external_step
-from dispatchkit.execute.guard import FACTS, Guard
+from dispatchkit.execute.controls import Controls
+from dispatchkit.execute.guard import Guard
 from dispatchkit.execute.inputs import InputSet, StaticInput, inputs_from_example
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.launch import AGAIN, EagerPlan, GraphPlan, LazyPlan, Plan, timer_for
-from dispatchkit.execute.lifecycle import CaptureReport, Lifecycle
+from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.execute.outputs import DERIVED
 from dispatchkit.execute.pieces import Step
-from dispatchkit.execute.report import ladder, progress_shower
+from dispatchkit.execute.reasons import (
+    DOWNGRADES,
+    INSIDE_CAPTURE,
+    REPLAY_FAILED,
+    EagerStepWarning,
+)
+from dispatchkit.execute.report import ladder
 from dispatchkit.execute.setup import make_backend, make_config, make_policy, with_mode
 from dispatchkit.execute.state import DEFAULT_STATE_LIMIT
 from dispatchkit.execute.timing import Timings
+from dispatchkit.execute.warmup import Warmups
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
-from dispatchkit.observe.counters import RunnerStats, StepCounters
+from dispatchkit.observe.counters import StepCounters
 from dispatchkit.registry import GraphRegistry, KeyState
 
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
 
-#: Reason of a step inside a capture that somebody else began; it is recorded there.
-INSIDE_CAPTURE = "inside_capture"
-#: Reason of an eager step whose replay failed before it had any effect.
-REPLAY_FAILED = "replay_failed"
-#: Reasons that are a loss the user may want to know of; the others are what was asked for.
-DOWNGRADES = frozenset(
-    {
-        Reason.ABOVE_LARGEST,
-        Reason.NO_KEY,
-        Reason.NOT_CAPTURED,
-        Reason.CAPTURE_FAILED,
-        Reason.EVICTED,
-        Reason.STALE,
-        Reason.TOO_MANY_REQS,
-        Reason.PIECEWISE_UNSUPPORTED,
-        Reason.NOT_MINE,
-        Reason.POLICY_ERROR,
-        REPLAY_FAILED,
-        *FACTS,
-    }
-)
 
-
-class EagerStepWarning(RuntimeWarning):
-    """Steps run eager that a graph was wanted for; told once for each reason."""
-
-
-class GraphRunner:
+class GraphRunner(Controls):
     """Run a step through captured graphs, padded to the nearest size, or eager.
 
     A call gives what the step itself gives on the same inputs. Graphs carry no gradients:
@@ -99,6 +78,8 @@ class GraphRunner:
         state_limit_bytes: Most bytes of undeclared state to save around warmups.
         generators: Random generators of the step, beside the default ones.
         warmups: Eager runs before each capture.
+        share_outputs: Graphs write their outputs to one memory, by a copy inside the graph;
+            False saves the copy and spends memory for each graph.
         lazy: Capture a key when a call asks for it.
         capture_after: How often a key must be asked for before it is captured lazily.
         max_graphs: Most live graphs.
@@ -144,6 +125,7 @@ class GraphRunner:
         state_limit_bytes: int = DEFAULT_STATE_LIMIT,
         generators: Iterable[torch.Generator] = (),
         warmups: int = 1,
+        share_outputs: bool = True,
         lazy: bool = False,
         capture_after: int = 1,
         max_graphs: int | None = None,
@@ -197,11 +179,10 @@ class GraphRunner:
         num_rows = max((key.num_tokens for key in self.registry), default=1)
         self._lane = Lane(self.backend, self._inputs, num_rows, row_count=row_count is not None)
         self.timings = Timings(self.backend, self.dispatcher.observe)
-        capturer = Capturer(
+        warm = Warmups(
             self._step,
             self._inputs,
             self.backend,
-            self.guard,
             row_count=row_count,
             state=state,
             scratch=scratch,
@@ -211,7 +192,7 @@ class GraphRunner:
             generators=generators,
         )
         self.lifecycle = Lifecycle(
-            capturer,
+            Capturer(warm, self.backend, self.guard, share_outputs=share_outputs),
             self._lane,
             self.registry,
             modes,
@@ -342,148 +323,6 @@ class GraphRunner:
             ) from error.cause
         return self.run_eager_for(REPLAY_FAILED, tensors, num_tokens, step.key)
 
-    # -- graphs -------------------------------------------------------------------------
-
-    def capture(
-        self,
-        keys: Iterable[GraphKey] | None = None,
-        *,
-        progress: bool | Callable[[int, int, GraphKey | None], None] = False,
-    ) -> CaptureReport:
-        """Capture the keys that have no graph yet, largest first; failures are contained.
-
-        Args:
-            keys: Which; all declared ones by default.
-            progress: Show a progress bar on stderr, or call this with (done, total, key).
-        """
-        with progress_shower(progress) as show, self._lock:
-            return self.lifecycle.capture_all(keys, show)
-
-    def capture_next(self) -> GraphKey | None:
-        """Capture the key that was most asked for in vain; to be called in idle moments."""
-        with self._lock:
-            return self.lifecycle.capture_next()
-
-    def freeze(self, *, strict: bool | None = None) -> None:
-        """Capture nothing from now on; a key without a graph runs eager, or raises if strict."""
-        with self._lock:
-            self.lifecycle.is_frozen = True
-            if strict is not None:
-                self.strict = strict
-            self.dispatcher.set_lazy(False)
-
-    def register(
-        self,
-        key: GraphKey,
-        graph: Any,
-        *,
-        inputs: Mapping[str, torch.Tensor],
-        outputs: Any,
-        output_batch_dims: Any = 0,
-        has_effect: bool = True,
-    ) -> None:
-        """Use a graph that was captured elsewhere for a key.
-
-        Args:
-            key: Its name; declared if it is not.
-            graph: Anything with ``replay()``, launched on the current stream.
-            inputs: The tensors it reads, of the key's size, by input name.
-            outputs: What it writes, padded.
-            output_batch_dims: Their batch dimension, as for the runner.
-            has_effect: A replay changes more than its outputs.
-
-        Raises:
-            InputError: The tensors do not fit the declared inputs at the key's size.
-        """
-        with self._lock:
-            step = external_step(
-                key,
-                graph,
-                self._lane,
-                self._inputs,
-                inputs,
-                outputs,
-                output_batch_dims,
-                guard=self.guard.now(),
-                has_effect=has_effect,
-            )
-            self.lifecycle.adopt(key, step)
-
-    def has(self, key: GraphKey) -> bool:
-        """Return whether a key has a graph now."""
-        entry = self.registry.get(key)
-        return entry is not None and entry.state is KeyState.CAPTURED
-
-    def get(self, key: GraphKey) -> CapturedStep | None:
-        """Return the captured step of a key, None if it has none."""
-        return self.lifecycle.live().get(key)
-
-    def evict(self, key: GraphKey) -> None:
-        """Give up the graph of a key.
-
-        Raises:
-            RegistryError: It has none.
-        """
-        with self._lock:
-            self.lifecycle.evict(key)
-
-    def clear(self) -> None:
-        """Give up all graphs."""
-        with self._lock:
-            for key in self.lifecycle.live():
-                self.lifecycle.evict(key)
-
-    def invalidate(self, reason: str = "weights") -> int:
-        """Give up all graphs because what they read was replaced; capture them again after.
-
-        Weights that are copied in place need none of this.
-
-        Returns:
-            How many keys lost their graph.
-        """
-        with self._lock:
-            return self.lifecycle.invalidate(reason)
-
-    def set_enabled(
-        self, enabled: bool, *, mode: RuntimeMode | str | None = None, key: GraphKey | None = None
-    ) -> None:
-        """Switch a runtime mode, or one key, on or off while serving."""
-        chosen = None if mode is None else RuntimeMode.parse(mode)
-        self.registry.set_enabled(enabled, mode=chosen, key=key)
-
-    def drain(self, *, wait: bool = False) -> int:
-        """Give the outcomes of measured steps that are done to the policy; how many."""
-        return self.timings.drain(wait=wait)
-
-    # -- reading ------------------------------------------------------------------------
-
-    @property
-    def can_split(self) -> bool:
-        """Whether PIECEWISE can run: the step is a list of pieces."""
-        return self._step.can_split
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the graphs take: their pool, and the outputs they share."""
-        return self._lane.num_bytes()
-
-    def stats(self) -> RunnerStats:
-        """Return what has been done so far."""
-        return self.counters.read()
-
-    def explain(
-        self,
-        num_tokens: int,
-        num_reqs: int = 0,
-        uniform: int = 0,
-        loras: int = 0,
-        ceiling: int = 2,
-    ) -> Explanation:
-        """Say what would happen to a batch and why, without running or counting anything."""
-        found = explain_batch(self.dispatcher, num_tokens, num_reqs, uniform, loras, ceiling)
-        reason = self._own_reason(found.decision.reason)
-        return attrs.evolve(found, decision=attrs.evolve(found.decision, reason=reason))
-
     def __str__(self) -> str:
         return ladder(self)
 
@@ -494,12 +333,6 @@ class GraphRunner:
         )
 
     # -- inside -------------------------------------------------------------------------
-
-    def _own_reason(self, reason: str) -> str:
-        """Say so where a mode is only missing because this step cannot be split."""
-        if reason == Reason.MODE_NONE and self.config.mode is not self.asked_mode:
-            return str(Reason.PIECEWISE_UNSUPPORTED)
-        return str(reason)
 
     def _bind(self, decision: Decision, batch: Batch) -> Plan:
         """Make the plan of a cell; called under the dispatcher's lock, writes nothing."""

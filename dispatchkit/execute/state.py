@@ -12,7 +12,7 @@ Not seen: kernels that are launched without an operator torch knows to be mutati
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,8 +70,7 @@ class Snapshot:
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         found = [torch.default_generator, *generators]
         if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            found.append(torch.cuda.default_generators[index])
+            found.append(torch.cuda.default_generators[device.index])
         self._generators = [(one, one.get_state()) for one in found]
 
     def save(self, storage: torch.UntypedStorage) -> None:
@@ -94,8 +93,7 @@ class WriteWatch(TorchDispatchMode):
     """Watches one run: what it writes outside, and how much memory it needs at once.
 
     Args:
-        ignore: Storages that may be written freely (static inputs, declared scratch).
-        declared: Storages that are known to be written and saved by the caller.
+        ignore: Storages that may be written: static inputs, declared scratch and state.
         snapshot: Where others are saved before their first write.
         limit: Most bytes of undeclared storages to save.
 
@@ -104,11 +102,11 @@ class WriteWatch(TorchDispatchMode):
         peak_bytes: Most bytes of tensors made in the run that were alive at one time.
     """
 
-    def __init__(self, *, ignore: Known, declared: Known, snapshot: Snapshot, limit: int) -> None:
-        super().__init__()
+    def __init__(self, *, ignore: Sequence[Known], snapshot: Snapshot, limit: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.written: list[torch.Tensor] = []
         self.peak_bytes = 0
-        self._ignore, self._declared = ignore, declared
+        self._ignore = ignore
         self._snapshot, self._left = snapshot, limit
         self._own: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -141,8 +139,7 @@ class WriteWatch(TorchDispatchMode):
 
     def _before_write(self, tensor: torch.Tensor, operation: str) -> None:
         if (
-            tensor in self._ignore
-            or tensor in self._declared
+            any(tensor in known for known in self._ignore)
             or tensor in self._snapshot
             or self._is_own(tensor)
         ):

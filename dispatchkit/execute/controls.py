@@ -1,0 +1,193 @@
+"""What a runner's owner can do besides calling it: capture, freeze, evict, look."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from dispatchkit.dispatch import Dispatcher, Explanation, Reason
+from dispatchkit.dispatch import explain as explain_batch
+from dispatchkit.execute.captured import CapturedStep
+from dispatchkit.execute.external import external_step
+from dispatchkit.execute.guard import Guard
+from dispatchkit.execute.inputs import InputSet
+from dispatchkit.execute.lanes import Lane
+from dispatchkit.execute.lifecycle import CaptureReport, Lifecycle
+from dispatchkit.execute.pieces import Step
+from dispatchkit.execute.report import progress_shower
+from dispatchkit.execute.timing import Timings
+from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.config import DispatchConfig
+from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
+from dispatchkit.observe.counters import RunnerStats, StepCounters
+from dispatchkit.registry import GraphRegistry, KeyState
+
+
+class Controls:
+    """The part of GraphRunner that is not the step."""
+
+    dispatcher: Dispatcher
+    registry: GraphRegistry
+    config: DispatchConfig
+    asked_mode: CUDAGraphMode
+    strict: bool
+    guard: Guard
+    lifecycle: Lifecycle
+    counters: StepCounters
+    timings: Timings
+    _lock: threading.RLock
+    _lane: Lane
+    _inputs: InputSet
+    _step: Step
+
+    # -- graphs -------------------------------------------------------------------------
+
+    def capture(
+        self,
+        keys: Iterable[GraphKey] | None = None,
+        *,
+        progress: bool | Callable[[int, int, GraphKey | None], None] = False,
+    ) -> CaptureReport:
+        """Capture the keys that have no graph yet, largest first; failures are contained.
+
+        Args:
+            keys: Which; all declared ones by default.
+            progress: Show a progress bar on stderr, or call this with (done, total, key).
+        """
+        with progress_shower(progress) as show, self._lock:
+            return self.lifecycle.capture_all(keys, show)
+
+    def capture_next(self) -> GraphKey | None:
+        """Capture the key that was most asked for in vain; to be called in idle moments."""
+        with self._lock:
+            return self.lifecycle.capture_next()
+
+    def freeze(self, *, strict: bool | None = None) -> None:
+        """Capture nothing from now on; a key without a graph runs eager, or raises if strict."""
+        with self._lock:
+            self.lifecycle.is_frozen = True
+            if strict is not None:
+                self.strict = strict
+            self.dispatcher.set_lazy(False)
+
+    def register(
+        self,
+        key: GraphKey,
+        graph: Any,
+        *,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: Any,
+        output_batch_dims: Any = 0,
+        has_effect: bool = True,
+    ) -> None:
+        """Use a graph that was captured elsewhere for a key.
+
+        Args:
+            key: Its name; declared if it is not.
+            graph: Anything with ``replay()``, launched on the current stream.
+            inputs: The tensors it reads, of the key's size, by input name.
+            outputs: What it writes, padded.
+            output_batch_dims: Their batch dimension, as for the runner.
+            has_effect: A replay changes more than its outputs.
+
+        Raises:
+            InputError: The tensors do not fit the declared inputs at the key's size.
+        """
+        with self._lock:
+            step = external_step(
+                key,
+                graph,
+                self._lane,
+                self._inputs,
+                inputs,
+                outputs,
+                output_batch_dims,
+                guard=self.guard.now(),
+                has_effect=has_effect,
+            )
+            self.lifecycle.adopt(key, step)
+
+    def has(self, key: GraphKey) -> bool:
+        """Return whether a key has a graph now."""
+        entry = self.registry.get(key)
+        return entry is not None and entry.state is KeyState.CAPTURED
+
+    def get(self, key: GraphKey) -> CapturedStep | None:
+        """Return the captured step of a key, None if it has none."""
+        return self.lifecycle.live().get(key)
+
+    def evict(self, key: GraphKey) -> None:
+        """Give up the graph of a key.
+
+        Raises:
+            RegistryError: It has none.
+        """
+        with self._lock:
+            self.lifecycle.evict(key)
+
+    def clear(self) -> None:
+        """Give up all graphs."""
+        with self._lock:
+            for key in self.lifecycle.live():
+                self.lifecycle.evict(key)
+
+    def invalidate(self, reason: str = "weights") -> int:
+        """Give up all graphs because what they read was replaced; capture them again after.
+
+        Weights that are copied in place need none of this.
+
+        Returns:
+            How many keys lost their graph.
+        """
+        with self._lock:
+            return self.lifecycle.invalidate(reason)
+
+    def set_enabled(
+        self, enabled: bool, *, mode: RuntimeMode | str | None = None, key: GraphKey | None = None
+    ) -> None:
+        """Switch a runtime mode, or one key, on or off while serving."""
+        chosen = None if mode is None else RuntimeMode.parse(mode)
+        self.registry.set_enabled(enabled, mode=chosen, key=key)
+
+    def drain(self, *, wait: bool = False) -> int:
+        """Give the outcomes of measured steps that are done to the policy; how many."""
+        return self.timings.drain(wait=wait)
+
+    # -- reading ------------------------------------------------------------------------
+
+    @property
+    def can_split(self) -> bool:
+        """Whether PIECEWISE can run: the step is a list of pieces."""
+        return self._step.can_split
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the graphs take: their pool, and the outputs they share."""
+        return self._lane.num_bytes()
+
+    def stats(self) -> RunnerStats:
+        """Return what has been done so far."""
+        return self.counters.read()
+
+    def explain(
+        self,
+        num_tokens: int,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+    ) -> Explanation:
+        """Say what would happen to a batch and why, without running or counting anything."""
+        found = explain_batch(self.dispatcher, num_tokens, num_reqs, uniform, loras, ceiling)
+        reason = self._own_reason(found.decision.reason)
+        return attrs.evolve(found, decision=attrs.evolve(found.decision, reason=reason))
+
+    def _own_reason(self, reason: str) -> str:
+        """Say so where a mode is only missing because this step cannot be split."""
+        if reason == Reason.MODE_NONE and self.config.mode is not self.asked_mode:
+            return str(Reason.PIECEWISE_UNSUPPORTED)
+        return str(reason)

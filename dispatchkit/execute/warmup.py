@@ -1,0 +1,218 @@
+"""Warmup of a key: the step run plainly for nothing, and what is learnt from it.
+
+What it writes outside, how much memory it needs, and which dimension of its outputs is the
+batch. Whatever it changes is put back by the caller's snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dispatchkit.backends.base import GraphBackend
+from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.execute.inputs import InputSet
+from dispatchkit.execute.lanes import Lane
+from dispatchkit.execute.outputs import (
+    DERIVED,
+    OutputLayout,
+    check_batch_dims,
+    declared_layout,
+    measure_layout,
+)
+from dispatchkit.execute.pieces import Step
+from dispatchkit.execute.state import DEFAULT_STATE_LIMIT, Known, Snapshot, WriteWatch
+from dispatchkit.keys.batch import GraphKey
+
+# Keys that differ in size only: one watched warmup and one layout serve them all.
+Family = tuple[Any, ...]
+
+
+def family_of(key: GraphKey) -> Family:
+    """Return what a key shares with those that differ from it in size only."""
+    own = key.descriptor
+    return (key.mode, own.uniform, own.query_len, own.max_query_len, own.num_active_loras, own.axes)
+
+
+class Warmups:
+    """Warms keys of one runner up.
+
+    Args:
+        step: What is run.
+        inputs: What is declared of its inputs.
+        backend: The device.
+        row_count: Name of the input that tells the true row count.
+        state: Tensors that the step changes; saved and put back around warmups.
+        scratch: Tensors that the step may write in a warmup without harm.
+        state_limit_bytes: Most bytes of undeclared state to save.
+        output_batch_dims: Declared batch dimensions of the outputs.
+        warmups: Eager runs before each capture, after the watched one.
+        generators: Random generators that the step draws from, beside the default ones.
+
+    Attributes:
+        step: What is run.
+        generators: Random generators beside the default ones.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        inputs: InputSet,
+        backend: GraphBackend,
+        *,
+        row_count: str | None = None,
+        state: Iterable[torch.Tensor] = (),
+        scratch: Iterable[torch.Tensor] = (),
+        state_limit_bytes: int = DEFAULT_STATE_LIMIT,
+        output_batch_dims: Any = DERIVED,
+        warmups: Any = 1,
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
+        if isinstance(warmups, bool) or not isinstance(warmups, int) or warmups < 0:
+            raise ConfigError("warmups", warmups, "a whole number of at least 0")
+        check_batch_dims(output_batch_dims)
+        for setting, tensors in (("state", state), ("scratch", scratch)):
+            for tensor in tensors:
+                if not isinstance(tensor, torch.Tensor):
+                    raise ConfigError(setting, tensor, "a list of tensors")
+        self.step, self._inputs, self._backend = step, inputs, backend
+        self._row_count = row_count
+        self._state = Known(state)
+        self._written = Known()  # by any watched warmup, beside the declared state
+        self._scratch = Known(scratch)
+        self._state_limit = state_limit_bytes
+        self._batch_dims = output_batch_dims
+        self._warmups = warmups
+        self.generators = tuple(generators)
+        self._layouts: dict[Family, list[OutputLayout]] = {}
+        self._peaks: dict[Family, tuple[int, int]] = {}
+
+    def forecast_bytes(self, key: GraphKey) -> int | None:
+        """Return the memory that a graph of a key is expected to need; None if not known.
+
+        From the watched warmup of its family, in proportion to the size.
+        """
+        known = self._peaks.get(family_of(key))
+        return None if known is None else known[0] * key.num_tokens // known[1]
+
+    def written(self) -> Iterator[torch.UntypedStorage]:
+        """Yield the storages that the step is known to change."""
+        yield from self._state
+        yield from self._written
+
+    def is_state(self, leaf: torch.Tensor) -> bool:
+        """Return whether a tensor is part of what the step changes."""
+        return leaf in self._state or leaf in self._written
+
+    def is_scratch(self, leaf: torch.Tensor) -> bool:
+        """Return whether a tensor lies in declared scratch."""
+        return leaf in self._scratch
+
+    def snapshot(self) -> Snapshot:
+        """Return a snapshot of all that a warmup is known to change."""
+        snapshot = Snapshot(self._inputs.device, self.generators)
+        for storage in self.written():
+            snapshot.save(storage)
+        return snapshot
+
+    def views(self, lane: Lane, num_rows: int) -> dict[str, torch.Tensor]:
+        """Return the static inputs of a lane at a number of rows, by name."""
+        views = dict(zip(self._inputs.names, lane.buffers.views(num_rows), strict=True))
+        if self._row_count is not None and lane.row_count is not None:
+            views[self._row_count] = lane.row_count
+        return views
+
+    def run(self, key: GraphKey, lane: Lane, snapshot: Snapshot) -> Any:
+        """Run the step at the key's size, watched the first time for each family."""
+        views = self.views(lane, key.num_tokens)
+        outputs: Any = None
+        family = family_of(key)
+        if self._warmups and family not in self._peaks:
+            ours = Known(lane.buffers.tensors)
+            if lane.row_count is not None:
+                ours.add(lane.row_count)
+            watch = WriteWatch(
+                ignore=(ours, self._scratch, self._state),
+                snapshot=snapshot,
+                limit=self._state_limit,
+            )
+
+            def watched() -> Any:
+                with watch:
+                    return self.step(views)
+
+            outputs = self._backend.warmup(watched, stream=lane.stream)
+            for tensor in watch.written:
+                self._written.add(tensor)
+            self._peaks[family] = (watch.peak_bytes, key.num_tokens)
+        if self._warmups:
+            outputs = self._backend.warmup(
+                lambda: self.step(views), stream=lane.stream, iterations=self._warmups
+            )
+        elif self._batch_dims == DERIVED and family not in self._layouts:
+            raise CaptureError(
+                "With warmups=0 nothing tells the batch dimension of the outputs. Give "
+                "output_batch_dims, or leave one warmup.",
+                key=str(key),
+                reason="output_layout",
+            )
+        return outputs
+
+    def layout(
+        self, key: GraphKey, lane: Lane, outputs: Any, other_sizes: Sequence[int]
+    ) -> OutputLayout | None:
+        """Return the layout of a key's outputs, measuring it once for each family."""
+        if not self._warmups:
+            return None
+        size = key.num_tokens
+        known = self._layouts.setdefault(family_of(key), [])
+        for layout in known:
+            if layout.fits(outputs, size):
+                return layout
+        if self._batch_dims == DERIVED:
+            other, second = self._at_another_size(key, lane, other_sizes)
+            layout = measure_layout(outputs, size, second, other)
+        else:
+            layout = declared_layout(outputs, size, self._batch_dims)
+        known.append(layout)
+        return layout
+
+    def declared(self, outputs: Any, size: int) -> OutputLayout:
+        """Return the layout that the user declared, for outputs computed at a size."""
+        return declared_layout(outputs, size, self._batch_dims)
+
+    def _at_another_size(
+        self, key: GraphKey, lane: Lane, other_sizes: Sequence[int]
+    ) -> tuple[int, Any]:
+        size = key.num_tokens
+        below = [one for one in other_sizes if one < size]
+        above = [one for one in other_sizes if one > size]
+        # A size of 1 says least: broadcasting makes dimensions of 1 out of nothing.
+        other = max(below, default=0)
+        if other <= 1:
+            other = min(above, default=other or 2 * size)
+        if other <= lane.buffers.num_rows:
+            views = self.views(lane, other)
+        else:
+            views = self.views(lane, size)
+            for name, spec in self._inputs.specs.items():
+                if spec.batch_dim is not None:
+                    views[name] = spec.full(other, self._inputs.device)
+        lane.set_rows(other)
+        try:
+            outputs = self._backend.warmup(lambda: self.step(views), stream=lane.stream)
+        except Exception as error:
+            raise CaptureError(
+                f"To measure its outputs the step was run at {other} rows, and raised "
+                f"{type(error).__name__}: {error}. Give output_batch_dims, and it is not run so.",
+                key=str(key),
+                reason="output_layout",
+            ) from error
+        finally:
+            lane.set_rows(size)
+        return other, outputs
