@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.progress import Progress, TaskID
+from rich.table import Table
 from rich.text import Text
 
 from dispatchkit.cli.output import (
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from dispatchkit.demo.report import DemoReport
 
 MIB = 2**20
+MAX_SHOWN = 3  # of failed captures and of steps that differ
 
 
 def demo(
@@ -93,48 +95,89 @@ def _progress() -> Iterator[Tell]:
 
 def show(report: DemoReport, out: Console) -> None:
     """Print a report, readable at 80 columns and without colour."""
-    traffic, compared = report.traffic, report.comparison
-
-    def heading(text: str) -> None:
-        out.print(Text(f"\n{text}", style="bold"))
-
-    def line(text: str) -> None:
-        out.print(Padding(Text(text), (0, 0, 0, 2)))
-
-    heading("What ran")
-    line(f"policy   {report.policy} ({report.policy_origin})")
-    facts = ", ".join(f"{name} {value}" for name, value in report.device.items())
-    line(f"backend  {report.backend}: {facts}")
-    line(f"trace    {report.trace}: {len(traffic.steps)} steps, {traffic.num_requests} requests")
-    model = report.model
-    line(
-        f"model    {model['num_layers']} layers, {model['num_heads']} heads of "
-        f"{model['head_dim']}, random weights; cache of {model['num_slots']} requests x "
-        f"{model['cache_len']} tokens, {model['num_bytes_cache'] / MIB:.1f} MiB"
+    _heading(out, "What ran")
+    _indented(out, _facts(report))
+    _heading(out, "Capture")
+    _indented(out, *_capture_lines(report))
+    _heading(out, "Steps (milliseconds: median per step, warm)")
+    _indented(out, _times(report), *_step_lines(report))
+    _heading(out, "One request decoding alone")
+    one = report.batch1
+    _indented(
+        out,
+        f"eager {one.eager_us:.0f} µs, dispatched {one.dispatched_us:.0f} µs per step "
+        f"({_runs_as(one.mode)}): {one.ratio:.2f}x",
     )
+    _heading(out, "Same results?")
+    _indented(out, *_comparison_lines(report))
+    _heading(out, "What the numbers mean here")
+    _indented(out, *report.meaning(), f"({report.seconds:.0f} s in all)")
+
+
+def _heading(out: Console, text: str) -> None:
+    out.print(Text(f"\n{text}", style="bold"))
+
+
+def _indented(out: Console, *parts: RenderableType) -> None:
+    for part in parts:
+        out.print(
+            Padding(Text(part) if isinstance(part, str) else part, (0, 0, 0, 2), expand=False)
+        )
+
+
+def _runs_as(mode: str) -> str:
+    return "eager" if mode == "NONE" else mode
+
+
+def _facts(report: DemoReport) -> Table:
+    """Return labels and what they stand for, with what was cut of the trace."""
+    traffic, model = report.traffic, report.model
+    distribution = report.policy_origin.partition(", entry point")[0]
+    device = ", ".join(f"{name} {value}" for name, value in report.device.items())
+    sizes = (
+        f"{model['num_layers']} layers, {model['num_heads']} heads of {model['head_dim']}, "
+        f"random weights; cache of {model['num_slots']} requests x {model['cache_len']} "
+        f"tokens, {model['num_bytes_cache'] / MIB:.1f} MiB"
+    )
+    rows = [
+        ("policy", f"{report.policy} ({distribution})"),
+        ("backend", f"{report.backend}: {device}"),
+        ("trace", f"{report.trace}; {len(traffic.steps)} steps, {traffic.num_requests} requests"),
+        ("model", sizes),
+    ]
     if traffic.cut_tokens:
         whole = traffic.num_tokens + traffic.cut_tokens
-        line(
-            f"cut      {traffic.cut_tokens:,} of {whole:,} tokens, in {traffic.cut_steps} steps: "
+        cut = (
+            f"{traffic.cut_tokens:,} of {whole:,} tokens, in {traffic.cut_steps} steps: "
             f"prompts longer than {traffic.max_prompt} tokens do not fit the cache"
         )
+        rows.append(("cut", cut))
     if traffic.cut_requests:
-        line(f"cut      {traffic.cut_requests:,} places of requests beyond the cache's slots")
+        rows.append(("cut", f"{traffic.cut_requests:,} requests in steps with too many of them"))
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for label, text in rows:
+        grid.add_row(Text(label), Text(text))
+    return grid
 
+
+def _capture_lines(report: DemoReport) -> Iterator[str]:
     capture = report.capture
-    heading("Capture")
-    line(
+    failed = capture["failed"]
+    yield (
         f"{capture['num_graphs']} graphs in {capture['seconds']:.1f} s, "
-        f"{capture['num_bytes'] / MIB:.1f} MiB in their pool, {len(capture['failed'])} failed"
+        f"{capture['num_bytes'] / MIB:.1f} MiB for all of them, {len(failed)} failed"
     )
-    for key, reason in capture["failed"].items():
-        line(f"failed: {key}: {reason}")
+    for key, reason in list(failed.items())[:MAX_SHOWN]:
+        yield f"failed: {key}: {reason}"
+    if len(failed) > MAX_SHOWN:
+        yield f"{len(failed) - MAX_SHOWN} more failed; --json has them all"
 
-    heading("Steps (milliseconds: median per step, warm)")
+
+def _times(report: DemoReport) -> Table:
     rows = [
         [
             row.kind,
-            row.mode if row.mode != "NONE" else "eager",
+            _runs_as(row.mode),
             row.steps,
             f"{row.num_tokens:,}",
             f"{row.padding:,}",
@@ -144,37 +187,28 @@ def show(report: DemoReport, out: Console) -> None:
         ]
         for row in report.times
     ]
-    columns = ["Kind", "Runs as", "Steps", "Tokens", "Padding", "Eager", "Ours", "Ratio"]
-    out.print(Padding(table(columns, rows, right=range(2, 8)), (0, 0, 0, 2)))
-    share = report.padding / (report.num_tokens + report.padding)
-    line(
-        f"padding: {report.padding:,} of {report.num_tokens + report.padding:,} rows ({share:.1%})"
-    )
+    columns = ["Kind", "Runs as", "Steps", "Tokens", "Padding", "Eager", "Dispatched", "Ratio"]
+    return table(columns, rows, right=range(2, 8))
+
+
+def _step_lines(report: DemoReport) -> Iterator[str]:
+    computed = report.num_tokens + report.padding
+    yield f"padding: {report.padding:,} of {computed:,} rows ({report.padding / computed:.1%})"
     reasons = ", ".join(f"{count} {reason}" for reason, count in report.eager_reasons.items())
-    line(f"eager steps by reason: {reasons or 'none'}")
+    yield f"eager steps by reason: {reasons or 'none'}"
 
-    one = report.batch1
-    heading("One request decoding alone")
-    line(
-        f"eager {one.eager_us:.0f} µs, dispatched {one.dispatched_us:.0f} µs per step "
-        f"({one.mode}): {one.ratio:.2f}x"
-    )
 
-    heading("Same results?")
-    verdict = "yes" if compared.is_equal else "NO"
-    line(
-        f"{verdict}: {len(compared.different)} of {compared.steps} steps differ beyond "
-        f"{compared.atol:g} + {compared.rtol:g} x |eager|; largest difference {compared.worst:.2g}"
+def _comparison_lines(report: DemoReport) -> Iterator[str]:
+    compared = report.comparison
+    yield (
+        f"{'yes' if compared.is_equal else 'NO'}: {len(compared.different)} of {compared.steps} "
+        f"steps differ by more than {compared.atol:g} + {compared.rtol:g} x |eager|; largest "
+        f"difference {compared.worst:.2g}"
     )
-    for each in compared.different[:5]:
-        where = f"step {each.step} ({each.num_tokens} tokens, {each.mode})"
-        line(f"differs: {where}, by {each.worst:.2g}")
-    line(
+    for each in compared.different[:MAX_SHOWN]:
+        where = f"step {each.step} ({each.num_tokens} tokens, {_runs_as(each.mode)})"
+        yield f"differs: {where}, by {each.worst:.2g}"
+    yield (
         f"final caches {'DIFFER' if compared.caches_differ else 'agree'}; largest difference "
         f"{compared.worst_cache:.2g}"
     )
-
-    heading("What the numbers mean here")
-    for sentence in report.meaning():
-        line(sentence)
-    line(f"({report.seconds:.0f} s in all)")

@@ -81,9 +81,9 @@ def _show(findings: list[Finding]) -> None:
     for one in findings:
         head = Text(f"{one.level:<8}", style=styles[one.level])
         out.print(head + Text(one.about, style="bold"))
-        out.print(Padding(Text(one.says), (0, 0, 0, 8)))
+        out.print(Padding(Text(one.says), (0, 0, 0, 8), expand=False))
         if one.next_step:
-            out.print(Padding(Text(f"Next: {one.next_step}"), (0, 0, 0, 8)))
+            out.print(Padding(Text(f"Next: {one.next_step}"), (0, 0, 0, 8), expand=False))
     counts = {level: sum(one.level is level for one in findings) for level in Level}
     out.print(
         f"\n{counts[Level.PROBLEM]} problems, {counts[Level.SLOW]} slow, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache
 from dispatchkit.demo.report import Batch1, Comparison, DemoReport, Difference, KindTimes
 from dispatchkit.demo.traffic import PlannedStep, Traffic, plan_traffic
 from dispatchkit.errors import BackendUnavailableError, ConfigError, UnknownNameError
-from dispatchkit.execute import GraphRunner, StaticInput
+from dispatchkit.execute import EagerStepWarning, GraphRunner, RunnerStats, StaticInput
 from dispatchkit.keys import DispatchConfig
 from dispatchkit.observe.trace import StepTrace, read_trace
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 #: Sums are taken in another order at another batch size; float32 keeps about seven digits, and
 #: a result is a few hundred sums deep. Measured differences are below a tenth of this.
 ATOL, RTOL = 1e-3, 1e-3
-MAX_SLOTS = 512
+MIN_SLOTS, MAX_SLOTS = 8, 512
 DEFAULT_STEPS = 300
 DEVICES = ("auto", "tape", "cpu", "cuda")
 
@@ -120,11 +121,15 @@ def run_demo(
     device = resolve_device(options.device)
     trace_name, rows = _read(options.trace, options.steps)
     shape = options.shape or (CUDA_SHAPE if device.type == "cuda" else TAPE_SHAPE)
-    num_slots = max(1, min(MAX_SLOTS, max(rows.column("num_reqs"))))
+    # A power of two, as servers are set up with: every decode step then has a FULL graph.
+    most = min(MAX_SLOTS, max(rows.column("num_reqs")))
+    num_slots = max(MIN_SLOTS, 1 << (most - 1).bit_length())
     shape = attrs.evolve(shape, num_slots=num_slots)
     traffic = plan_traffic(rows, num_slots=num_slots, cache_len=shape.cache_len, vocab=shape.vocab)
     tell = progress or (lambda doing, done, total: None)
-    with _one_thread(device), torch.no_grad():
+    with _one_thread(device), torch.no_grad(), warnings.catch_warnings():
+        # The report counts eager steps by reason, which says more than a warning does.
+        warnings.simplefilter("ignore", EagerStepWarning)
         return _run(options, device, trace_name, shape, traffic, plugins, tell, start)
 
 
@@ -246,6 +251,7 @@ class _Pair:
             torch.tensor(values, dtype=torch.int64, device=self.device)
             for values in (step.tokens, step.positions, step.slots)
         )
+        before = self.runner.stats()
         self._synchronize()
         start = time.perf_counter()
         expected = self.decoder(tokens, positions, slots, self.cache)
@@ -260,7 +266,7 @@ class _Pair:
         )
         self._synchronize()
         end = time.perf_counter()
-        mode, padded = _last_step(self.runner)
+        mode, padded = _last_step(before, self.runner.stats())
         kind = "decode" if step.uniform else "mixed"
         sample = (step, padded - step.num_tokens, (middle - start) * 1e3, (end - middle) * 1e3)
         self._samples[kind, mode].append(sample)
@@ -321,6 +327,9 @@ class _Pair:
                 tokens=one, positions=position, slots=slot, num_reqs=1, uniform=uniform
             )
 
+        before = self.runner.stats()
+        dispatched(places[0])
+        mode, _ = _last_step(before, self.runner.stats())
         eager_us, dispatched_us = (
             statistics.median(self._mean_us(run, places) for _ in range(rounds))
             for run in (eager, dispatched)
@@ -328,7 +337,7 @@ class _Pair:
         return Batch1(
             eager_us=eager_us,
             dispatched_us=dispatched_us,
-            mode=_last_step(self.runner)[0],
+            mode=mode,
             ratio=eager_us / dispatched_us,
         )
 
@@ -339,6 +348,23 @@ class _Pair:
             run(position)
         self._synchronize()
         return (time.perf_counter() - start) / len(places) * 1e6
+
+
+def _last_step(before: RunnerStats, after: RunnerStats) -> tuple[str, int]:
+    """Return mode and computed tokens of the one step between two readings."""
+    mode = next(
+        mode for mode, count in after.steps_by_mode.items() if count > before.steps_by_mode[mode]
+    )
+    return mode, after.padded_tokens - before.padded_tokens
+
+
+def _eager_reasons(before: RunnerStats, after: RunnerStats) -> dict[str, int]:
+    """Return how often each reason for eager was counted between two readings."""
+    return {
+        reason: count - before.eager_by_reason.get(reason, 0)
+        for reason, count in after.eager_by_reason.items()
+        if count > before.eager_by_reason.get(reason, 0)
+    }
 
 
 def _compare(actual: torch.Tensor, expected: torch.Tensor) -> tuple[bool, float]:

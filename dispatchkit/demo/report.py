@@ -146,9 +146,9 @@ class DemoReport:
         )
         if self.is_tape:
             tape = (
-                "The tape has the semantics of CUDA graphs on a CPU, not their speed: it runs "
-                "the same operations one by one, and padding costs in full. Its times are no "
-                "speed-up and say nothing of a GPU."
+                "The tape is no speed-up: it has the semantics of CUDA graphs on a CPU and runs "
+                "the same operations one by one, padding in full. What a small step gains is "
+                "Python that does not run again; nothing here says what a GPU would gain."
             )
             return [equal, tape, "Run it with --device cuda for times that mean something."]
         launches = (

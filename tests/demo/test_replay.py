@@ -41,7 +41,7 @@ def run(trace: Path, **options: Any) -> DemoReport:
 def report(tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
     """One run of a few steps of both kinds, with one above the largest capture size."""
     folder = tmp_path_factory.mktemp("demo")
-    rows = [*ROWS, "530,20,60,0"]
+    rows = [*ROWS, "600,22,28,0"]
     return run(write(folder, rows))
 
 
