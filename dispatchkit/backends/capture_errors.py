@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import traceback
+
 import torch
 
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.errors import CaptureError
+
+# In the text of CUDA's errors 900 and 901: the capture is void after either.
+_REFUSED_BY_DRIVER = ("when stream is capturing", "capture was invalidated")
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the local variables of the frames an error came through.
+
+    Whoever keeps the error as the reason of a failed key would otherwise keep every tensor
+    that the callable held when it failed.
+    """
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__
 
 
 def capture_error(error: BaseException) -> CaptureError:
@@ -18,8 +38,17 @@ def capture_error(error: BaseException) -> CaptureError:
             "the captured function, or mark that piece eager.",
             reason="host_sync",
         )
+    text = str(error)
+    if isinstance(error, RuntimeError) and any(words in text for words in _REFUSED_BY_DRIVER):
+        return CaptureError(
+            f"The function did something that a stream cannot capture: {text.splitlines()[0]}. "
+            "Typical are copies to or from ordinary host memory, waits for the device inside "
+            "an extension, and work on the default stream. Move it out of the captured "
+            "function, or mark that piece eager.",
+            reason="host_sync",
+        )
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
     ):
         return CaptureError(
             f"The capture ran out of memory: {error}. Capture fewer or smaller sizes, or "

@@ -78,8 +78,18 @@ class _CollectorHold:
                 else:
                     gc.disable()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether any capture of the process runs."""
+        return self._holders > 0
+
 
 _collector = _CollectorHold()
+
+
+def is_any_capturing() -> bool:
+    """Return whether any thread of the process is inside a capture."""
+    return _collector.is_held
 
 
 def refuse_nested(device: str) -> None:

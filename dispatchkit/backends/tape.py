@@ -24,20 +24,22 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dispatchkit.backends.base import BackendCapabilities
-from dispatchkit.backends.capture_errors import capture_error
+from dispatchkit.backends.capture_errors import capture_error, forget_frames
 from dispatchkit.backends.capture_guard import (
     capturing_device,
     exclusive_capture,
     refuse_in_capture,
 )
+from dispatchkit.backends.host_sync import HostSyncGuard
 from dispatchkit.backends.tape_plan import Materialiser, compile_replay, place, view_of_storage
 from dispatchkit.backends.tape_poison import poison
-from dispatchkit.backends.tape_recorder import HostSyncGuard, Recorder
+from dispatchkit.backends.tape_recorder import Recorder
 from dispatchkit.backends.tape_streams import (
     Scheduler,
     TapeEvent,
     TapeStream,
 )
+from dispatchkit.backends.warmup import run_warmup
 from dispatchkit.errors import ConfigError, ReplayError
 
 # torch's pool of CUDA streams holds 32 for each priority; a device is no larger here.
@@ -317,16 +319,7 @@ class TapeBackend:
         Returns:
             What the last run returned. The caller's stream waits for the warm-up.
         """
-        caller = self.current_stream()
-        stream.wait_stream(caller)
-        result: Any = None
-        try:
-            with self.use_stream(stream):
-                for _ in range(iterations):
-                    result = run()
-        finally:
-            caller.wait_stream(stream)
-        return result
+        return run_warmup(self, run, stream, iterations)
 
     def capture(
         self,
@@ -355,6 +348,7 @@ class TapeBackend:
                     outputs = run()
                 recorder.raise_swallowed_error()
             except Exception as error:
+                forget_frames(error)
                 raise capture_error(recorder.first_error or error) from error
             finally:
                 recorder.restore()

@@ -30,11 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dispatchkit.backends.capture_guard import capturing_device
+from dispatchkit.backends.host_sync import SYNC_FUNCTIONS, is_data_dependent
 from dispatchkit.backends.tape_plan import LAUNCH_KEYS, flat_tensors
 from dispatchkit.backends.tape_poison import poison
 from dispatchkit.backends.tape_recorder import (
-    SYNC_FUNCTIONS,
-    is_data_dependent,
     run_parts,
     written_arguments,
 )

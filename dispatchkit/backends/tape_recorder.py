@@ -8,8 +8,7 @@ that this changes is put back, also when the callable fails half-way:
   moves, not even for the eyes of another thread.
 
 Operations are seen below autograd and autocast (TorchDispatchMode), so that a training step
-is recorded as the plain operations it is made of. Calls that never reach the dispatcher on a
-CPU tensor, and would wait for a device, are seen by a TorchFunctionMode.
+is recorded as the plain operations it is made of.
 """
 
 from __future__ import annotations
@@ -19,38 +18,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dispatchkit.backends.capture_guard import HostSyncError
+from dispatchkit.backends.host_sync import sync_of
 from dispatchkit.backends.tape_plan import LAUNCH_KEYS, Step, TensorRef, flat_tensors
 
 _Tensor = torch.Tensor
 _Guard = torch._C._ExcludeDispatchKeyGuard
-
-# On a device each of these copies to the host and waits.
-SYNC_FUNCTIONS: dict[Any, str] = {
-    getattr(_Tensor, name): f"Tensor.{name}"
-    for name in (
-        "item tolist numpy cpu nonzero is_nonzero equal allclose apply_ map_ "
-        "__bool__ __int__ __float__ __complex__ __index__ __repr__ __format__ "
-        "__array__ __dlpack__ __reduce_ex__"
-    ).split()
-}
-SYNC_FUNCTIONS |= {torch.equal: "torch.equal", torch.nonzero: "torch.nonzero"}
-
-# What the user called, for operations that go by another name below.
-_PUBLIC_NAMES = {
-    "aten::_local_scalar_dense": "Tensor.item",
-    "aten::index": "indexing by a mask",
-    "aten::index_put_": "assignment by a mask",
-    "aten::_index_put_impl_": "assignment by a mask",
-    "aten::_unique2": "torch.unique",
-    "aten::unique_dim": "torch.unique",
-}
-
-_DATA_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 # These make or rename memory and write none, so a replay on fixed memory skips them.
 _WRITES_NOTHING = frozenset(
@@ -66,23 +42,6 @@ _UNMARKED_WRITES = {
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::batch_norm": ("running_mean", "running_var"),
 }
-
-
-def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether the host has to read data to run an operation on a device."""
-    name = func._schema.name
-    if name in ("aten::index", "aten::_unsafe_index"):
-        # Tagged as a whole, but only a mask's result depends on data.
-        return _has_mask(args[1])
-    if name in ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_"):
-        # Untagged, but a mask is turned into indices, except for one value to fill in.
-        return _has_mask(args[1]) and args[2].numel() != 1
-    return any(tag in func.tags for tag in _DATA_TAGS)
-
-
-def _has_mask(indices: Any) -> bool:
-    masks = (torch.bool, torch.uint8)
-    return any(isinstance(index, _Tensor) and index.dtype in masks for index in indices)
 
 
 def is_written_in_python(func: Any) -> bool:
@@ -138,22 +97,6 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, _Tensor)]
     return written
-
-
-class HostSyncGuard(TorchFunctionMode):
-    """Refuses calls that would wait for a device and never reach the dispatcher here."""
-
-    def __init__(self, note: Callable[[HostSyncError], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = SYNC_FUNCTIONS.get(func)
-        if name is not None:
-            error = HostSyncError(name)
-            self._note(error)
-            raise error
-        return func(*args, **(kwargs or {}))
 
 
 class Recorder(TorchDispatchMode):
@@ -223,11 +166,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_data_dependent(func, args):
-            name = func._schema.name
-            error = HostSyncError(
-                _PUBLIC_NAMES.get(name, name), "its result's value or shape depends on data"
-            )
+        error = sync_of(func, args)
+        if error is not None:
             self.note_error(error)
             raise error
         result = run_parts(self, func, args, kwargs)

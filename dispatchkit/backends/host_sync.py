@@ -1,0 +1,84 @@
+"""Which calls wait for the device, so that a capture can refuse them by name.
+
+Two ways are needed. Operations are known by their tags, in a TorchDispatchMode. Calls that
+copy to the host are seen by a TorchFunctionMode: on a CPU tensor they never reach the
+dispatcher, and on a device it is too late there, since the driver then ends the capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from dispatchkit.backends.capture_guard import HostSyncError
+
+_Tensor = torch.Tensor
+
+# On a device each of these copies to the host and waits.
+SYNC_FUNCTIONS: dict[Any, str] = {
+    getattr(_Tensor, name): f"Tensor.{name}"
+    for name in (
+        "item tolist numpy cpu nonzero is_nonzero equal allclose apply_ map_ "
+        "__bool__ __int__ __float__ __complex__ __index__ __repr__ __format__ "
+        "__array__ __dlpack__ __reduce_ex__"
+    ).split()
+}
+SYNC_FUNCTIONS |= {torch.equal: "torch.equal", torch.nonzero: "torch.nonzero"}
+
+# What the user called, for operations that go by another name below.
+_PUBLIC_NAMES = {
+    "aten::_local_scalar_dense": "Tensor.item",
+    "aten::index": "indexing by a mask",
+    "aten::index_put_": "assignment by a mask",
+    "aten::_index_put_impl_": "assignment by a mask",
+    "aten::_unique2": "torch.unique",
+    "aten::unique_dim": "torch.unique",
+}
+
+_DATA_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether the host has to read data to run an operation on a device."""
+    name = func._schema.name
+    if name in ("aten::index", "aten::_unsafe_index"):
+        # Tagged as a whole, but only a mask's result depends on data.
+        return _has_mask(args[1])
+    if name in ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_"):
+        # Untagged, but a mask is turned into indices, except for one value to fill in.
+        return _has_mask(args[1]) and args[2].numel() != 1
+    return any(tag in func.tags for tag in _DATA_TAGS)
+
+
+def _has_mask(indices: Any) -> bool:
+    masks = (torch.bool, torch.uint8)
+    return any(isinstance(index, _Tensor) and index.dtype in masks for index in indices)
+
+
+def sync_of(func: Any, args: tuple[Any, ...]) -> HostSyncError | None:
+    """Return the error for an operation that the host has to wait for, or None."""
+    if not is_data_dependent(func, args):
+        return None
+    name = func._schema.name
+    return HostSyncError(
+        _PUBLIC_NAMES.get(name, name), "its result's value or shape depends on data"
+    )
+
+
+class HostSyncGuard(TorchFunctionMode):
+    """Refuses calls that would wait for a device and never reach the dispatcher here."""
+
+    def __init__(self, note: Callable[[HostSyncError], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = SYNC_FUNCTIONS.get(func)
+        if name is not None:
+            error = HostSyncError(name)
+            self._note(error)
+            raise error
+        return func(*args, **(kwargs or {}))
