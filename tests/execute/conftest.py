@@ -1,0 +1,146 @@
+"""Shared pieces of the runner's tests: a small policy, faulty devices, a model to compare with."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import (  # noqa: E402
+    BatchDescriptor,
+    Decision,
+    GraphKey,
+    GraphRunner,
+    Reason,
+    RuntimeMode,
+    StaticInput,
+)
+from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
+
+
+class SmallestPolicy:
+    """FULL, then PIECEWISE, each at the smallest key that covers the batch; then eager."""
+
+    name = "smallest"
+
+    def declare(self, config):
+        sizes = config.capture_sizes
+        modes = []
+        if config.mode.has_full_cudagraphs():
+            modes.append(RuntimeMode.FULL)
+        if config.mode.has_piecewise_cudagraphs():
+            modes.append(RuntimeMode.PIECEWISE)
+        return [GraphKey(mode, BatchDescriptor(size)) for mode in modes for size in sizes]
+
+    def decide(self, batch, graphs):
+        why = Reason.MODE_NONE if not len(graphs) else Reason.ABOVE_LARGEST
+        for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
+            for key in graphs.covering(batch, mode):
+                if not batch.allows(mode):
+                    why = Reason.CEILING
+                    break
+                problem = graphs.why_not(key)
+                if problem is None:
+                    return Decision.replay(key)
+                why = problem
+                break
+        return Decision.eager(why)
+
+
+class FaultyGraph:
+    """A graph of the tape that raises when told to, before or after it has run."""
+
+    def __init__(self, graph, backend):
+        self._graph, self._backend = graph, backend
+
+    @property
+    def outputs(self):
+        return self._graph.outputs
+
+    @property
+    def has_random_state(self):
+        return self._graph.has_random_state
+
+    def replay(self):
+        self._backend.replays += 1
+        if self._backend.replay_fault == "before":
+            raise RuntimeError("launch refused")
+        self._graph.replay()
+        if self._backend.replay_fault == "after":
+            raise RuntimeError("launch broke")
+
+    def release(self):
+        self._backend.live -= 1
+        self._graph.release()
+
+
+class WatchedTape(TapeBackend):
+    """The tape, with faults on demand and a count of live graphs."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.capture_fault = None
+        self.replay_fault = ""
+        self.live = self.most_live = self.replays = 0
+        self.streams_used = []
+
+    def warmup(self, run, *, stream, iterations=1):
+        self.streams_used.append(("warmup", stream.handle))
+        return super().warmup(run, stream=stream, iterations=iterations)
+
+    def capture(self, run, *, stream, pool, generators=()):
+        self.streams_used.append(("capture", stream.handle))
+        if self.capture_fault is not None:
+            raise self.capture_fault
+        graph = super().capture(run, stream=stream, pool=pool, generators=generators)
+        self.live += 1
+        self.most_live = max(self.most_live, self.live)
+        return FaultyGraph(graph, self)
+
+
+@pytest.fixture
+def policy():
+    return SmallestPolicy()
+
+
+@pytest.fixture
+def backend():
+    return WatchedTape()
+
+
+@pytest.fixture
+def make_runner(backend):
+    """Return a runner on the tape with the small policy, sizes 1, 2, 4, 8, limit 8."""
+
+    def make(step, inputs=None, **settings):
+        settings.setdefault("policy", SmallestPolicy())
+        settings.setdefault("backend", backend)
+        settings.setdefault("mode", "FULL_AND_PIECEWISE" if isinstance(step, list) else "FULL")
+        if "config" not in settings:
+            settings.setdefault("sizes", (1, 2, 4, 8))
+        if inputs is None and "example" not in settings:
+            inputs = {"tokens": StaticInput((None,), "int64")}
+        return GraphRunner(step, inputs, **settings)
+
+    return make
+
+
+@pytest.fixture
+def quiet():
+    """Do not turn warnings of downgrades into errors in this test; it expects them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerStepWarning)
+        yield
+
+
+@pytest.fixture
+def keys():
+    """Return full(size) and piecewise(size)."""
+    return SimpleNamespace(
+        full=lambda size: GraphKey(RuntimeMode.FULL, BatchDescriptor(size)),
+        piecewise=lambda size: GraphKey(RuntimeMode.PIECEWISE, BatchDescriptor(size)),
+    )

@@ -1,0 +1,442 @@
+"""The runner as a user meets it: sizes, results, reasons, statistics."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import (  # noqa: E402
+    DispatchConfig,
+    GraphRunner,
+    Reason,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
+from dispatchkit.errors import (  # noqa: E402
+    ConfigError,
+    DescriptorError,
+    NoGraphError,
+    UnknownNameError,
+)
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
+from dispatchkit.keys import CaptureSizeWarning  # noqa: E402
+
+TWO = {
+    "tokens": StaticInput((None,), "int64"),
+    "positions": StaticInput((None,), "int64"),
+}
+
+
+@pytest.fixture
+def model():
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(50, 8, generator=generator)
+    weight = torch.randn(8, 8, generator=generator)
+
+    def step(tokens, positions):
+        hidden = table[tokens] + positions[:, None]
+        return {"hidden": torch.relu(hidden @ weight), "pair": (hidden.sum(-1), tokens * 2)}
+
+    return step
+
+
+def batch(rows, seed=0):
+    generator = torch.Generator().manual_seed(seed * 100 + rows)
+    return {
+        "tokens": torch.randint(0, 50, (rows,), generator=generator),
+        "positions": torch.arange(rows),
+    }
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected)
+
+
+def test_every_size_gives_what_eager_gives(make_runner, model):
+    """One below, equal to and one above each size, through nested outputs."""
+    runner = make_runner(model, TWO)
+    report = runner.capture()
+    assert report.num_graphs == 4
+    assert report.failed == {}
+    for seed, rows in enumerate((8, 3, 1, 2, 4, 5, 7, 6, 8, 1)):
+        given = batch(rows, seed)
+        assert_same(runner(**given), model(**given))
+    stats = runner.stats()
+    assert stats.steps_by_mode == {"NONE": 0, "PIECEWISE": 0, "FULL": 10}
+    assert stats.real_tokens == 45
+    assert stats.padded_tokens == 8 + 4 + 1 + 2 + 4 + 8 + 8 + 8 + 8 + 1
+
+
+def test_inputs_by_position_and_by_name_are_the_same(make_runner, model):
+    runner = make_runner(model, TWO)
+    runner.capture()
+    given = batch(3)
+    assert_same(runner(given["tokens"], given["positions"]), model(**given))
+    assert_same(runner(given["tokens"], positions=given["positions"]), model(**given))
+
+
+def test_example_declares_inputs(make_runner):
+    """Dimension 0 of the first example is the batch; what does not share it is not batched."""
+    scale = torch.tensor([2.0])
+    runner = make_runner(
+        lambda x, scale: x * scale, example={"x": torch.ones(5, 3), "scale": scale}
+    )
+    runner.capture()
+    x = torch.randn(3, 3)
+    assert_same(runner(x=x, scale=scale * 3), x * 6)
+    assert runner.stats().hits == {"FULL tokens=4": 1}
+
+
+def test_empty_batch_runs_eager_and_is_counted(make_runner, model):
+    runner = make_runner(model, TWO)
+    runner.capture()
+    given = batch(0)
+    assert_same(runner(**given), model(**given))
+    assert runner.stats().eager_by_reason == {"empty_batch": 1}
+
+
+def test_batch_above_the_limit_is_refused(make_runner, model):
+    runner = make_runner(model, TWO)
+    runner.capture()
+    with pytest.raises(DescriptorError) as caught:
+        runner(**batch(9))
+    assert (caught.value.field, caught.value.value) == ("num_tokens", 9)
+    assert runner.stats().steps == 0
+
+
+def test_batch_above_the_last_size_runs_eager_though_the_limit_is_higher(make_runner, model):
+    """No size is invented beyond an explicit list."""
+    with pytest.warns(CaptureSizeWarning):
+        runner = make_runner(model, TWO, max_num_tokens=20)
+    runner.capture()
+    given = batch(9)
+    with pytest.warns(EagerStepWarning, match="above_largest_size"):
+        result = runner(**given)
+    assert_same(result, model(**given))
+    assert runner.stats().eager_by_reason == {"above_largest_size": 1}
+
+
+def test_each_downgrade_warns_once_and_is_counted_each_time(make_runner, model):
+    runner = make_runner(model, TWO)
+    with pytest.warns(EagerStepWarning, match="not_captured") as told:
+        for _ in range(3):
+            runner(**batch(3))
+    assert len(told) == 1
+    assert runner.stats().eager_by_reason == {"not_captured": 3}
+
+
+def test_strict_runner_raises_before_the_step_runs(make_runner):
+    ran = []
+
+    def step(tokens):
+        ran.append(1)
+        return tokens
+
+    runner = make_runner(step, strict=True)
+    runner.capture([key for key in runner.registry if key.num_tokens == 8])
+    runner(torch.arange(8))
+    runner.lifecycle.evict(next(iter(runner.lifecycle.live())))
+    runner.capture([key for key in runner.registry if key.num_tokens == 4])
+    ran.clear()
+    with pytest.raises(NoGraphError, match="FULL tokens=4") as caught:
+        runner(torch.arange(7))
+    assert caught.value.reason == "evicted"
+    assert ran == []
+
+
+def test_eager_only_by_request_is_no_downgrade(make_runner, model):
+    """A ceiling of NONE is what the caller asked for: counted, not warned of, not refused."""
+    runner = make_runner(model, TWO, strict=True)
+    runner.capture()
+    given = batch(3)
+    assert_same(runner(**given, ceiling=0), model(**given))
+    assert runner.stats().eager_by_reason == {"ceiling": 1}
+
+
+def test_step_that_is_not_split_has_no_piecewise(make_runner, model):
+    """The mode is resolved without piecewise, and such steps say why they are eager."""
+    runner = make_runner(model, TWO, mode="PIECEWISE")
+    assert not runner.can_split
+    assert str(runner.config.mode) == "NONE"
+    assert str(runner.asked_mode) == "PIECEWISE"
+    assert runner.capture().num_graphs == 0
+    given = batch(3)
+    with pytest.warns(EagerStepWarning, match="piecewise_unsupported"):
+        assert_same(runner(**given), model(**given))
+    assert runner.stats().eager_by_reason == {"piecewise_unsupported": 1}
+    assert runner.explain(3).decision.reason == Reason.PIECEWISE_UNSUPPORTED
+    assert "asked: PIECEWISE" in str(runner)
+    assert "FULL alone" in str(runner)
+
+
+def test_print_shows_the_ladder(make_runner, model, quiet):
+    runner = make_runner(model, TWO)
+    runner.capture([key for key in runner.registry if key.num_tokens >= 4])
+    for rows in (3, 3, 8, 1):
+        runner(**batch(rows))
+    lines = {line.split("  ")[0]: line.split() for line in str(runner).splitlines()}
+    assert lines["FULL tokens=4"][2:] == ["captured", "2"]
+    assert lines["FULL tokens=8"][2:] == ["captured", "1"]
+    assert lines["FULL tokens=1"][2:] == ["declared", "0", "not_captured", "1"]
+
+
+def test_explain_changes_nothing(make_runner, model):
+    runner = make_runner(model, TWO)
+    runner.capture()
+    before = runner.stats()
+    found = runner.explain(3)
+    assert str(found.decision.key) == "FULL tokens=4"
+    assert found.decision.padding == 1
+    assert runner.stats() == before
+
+
+def test_stats_are_plain_data(make_runner, model):
+    runner = make_runner(model, TWO)
+    runner.capture()
+    runner(**batch(3))
+    found = runner.stats().to_dict()
+    assert found["hits"] == {"FULL tokens=4": 1}
+    assert found["padding"] == 0.25
+    assert found["captures"] == 4
+
+
+def test_progress_is_told_largest_first(make_runner, model):
+    runner = make_runner(model, TWO)
+    told = []
+    runner.capture(progress=lambda done, total, key: told.append((done, total, key)))
+    sizes = [key.num_tokens for _, _, key in told if key is not None]
+    assert sizes == [8, 4, 2, 1]
+    assert [(done, total) for done, total, _ in told] == [(i, 4) for i in range(5)]
+
+
+def test_progress_bar_goes_to_stderr(make_runner, model, capsys):
+    make_runner(model, TWO).capture(progress=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_step_that_raises_raises_its_own_error(make_runner):
+    def step(tokens):
+        if not torch.compiler.is_compiling() and tokens.shape[0] == 0:
+            raise KeyError("mine")
+        return tokens
+
+    runner = make_runner(step)
+    with pytest.raises(KeyError, match="mine"):
+        runner(torch.arange(0))
+    assert runner.stats().failed_steps == 1
+
+
+class TestSettings:
+    def test_runner_of_a_runner_is_refused(self, make_runner, model):
+        runner = make_runner(model, TWO)
+        with pytest.raises(ConfigError, match="Wrap its step once"):
+            GraphRunner(runner, TWO)
+
+    def test_config_excludes_single_settings(self, model):
+        with pytest.raises(ConfigError, match="part of the config"):
+            GraphRunner(model, TWO, config=DispatchConfig(capture_sizes=(1, 2)), sizes=(1,))
+
+    def test_config_alone(self, make_runner, model):
+        config = DispatchConfig(capture_sizes=(2, 4), mode="FULL")
+        runner = make_runner(model, TWO, config=config, mode=None)
+        assert runner.config is config
+
+    @pytest.mark.parametrize("value", ["fresh", None, 3])
+    def test_unknown_kind_of_outputs(self, make_runner, model, value):
+        with pytest.raises(ConfigError, match="'owned' or 'view'"):
+            make_runner(model, TWO, outputs=value)
+
+    def test_inputs_or_example_but_not_both(self, model):
+        with pytest.raises(ConfigError, match="not both"):
+            GraphRunner(model)
+        with pytest.raises(ConfigError, match="not both"):
+            GraphRunner(model, TWO, example={"tokens": torch.ones(3)})
+
+    def test_unknown_policy_names_the_nearest(self, model):
+        with pytest.raises(UnknownNameError):
+            GraphRunner(model, TWO, policy="vlm", backend="tape")
+
+    def test_options_need_a_named_policy(self, make_runner, model):
+        with pytest.raises(ConfigError, match="policy's name"):
+            make_runner(model, TWO, policy_options={"a": 1})
+
+    def test_unknown_backend(self, make_runner, model):
+        with pytest.raises(UnknownNameError, match="tap"):
+            make_runner(model, TWO, backend="tap")
+
+    @pytest.mark.parametrize("device", ["cuda:0", "nonsense"])
+    def test_device_that_contradicts_the_backend(self, make_runner, model, device):
+        with pytest.raises(ConfigError, match="device"):
+            make_runner(model, TWO, device=device)
+
+    @pytest.mark.parametrize("sizes", [(0,), (-1,), (True,), (1.5,), ("x",), (9,)])
+    def test_bad_sizes_are_refused(self, make_runner, model, sizes):
+        with pytest.raises(ConfigError, match="capture_sizes"):
+            make_runner(model, TWO, sizes=sizes, max_num_tokens=8)
+
+    def test_no_sizes_gives_an_eager_runner(self, make_runner, model):
+        with pytest.warns(CaptureSizeWarning):
+            runner = make_runner(model, TWO, sizes=(), max_num_tokens=8)
+        assert runner.capture().num_graphs == 0
+        given = batch(3)
+        assert_same(runner(**given), model(**given))
+
+    @pytest.mark.parametrize(
+        ("setting", "value"),
+        [
+            ("warmups", -1),
+            ("warmups", True),
+            ("capture_after", 0),
+            ("max_graphs", -1),
+            ("max_bytes", 1.5),
+            ("eviction", "oldest"),
+            ("state", [3]),
+            ("output_batch_dims", "x"),
+        ],
+    )
+    def test_bad_settings_are_refused(self, make_runner, model, setting, value):
+        with pytest.raises(ConfigError, match=setting):
+            make_runner(model, TWO, **{setting: value})
+
+
+class TestPieces:
+    """A step cut at its eager piece."""
+
+    @pytest.fixture
+    def parts(self):
+        generator = torch.Generator().manual_seed(1)
+        table = torch.randn(50, 8, generator=generator)
+        weight = torch.randn(8, 8, generator=generator)
+
+        def embed(tokens, positions):
+            return table[tokens] + positions[:, None]
+
+        def mix(hidden):
+            return hidden.cumsum(0) * 2  # fresh memory at every call
+
+        def head(hidden, positions):
+            return hidden @ weight + positions[:, None]
+
+        def whole(tokens, positions):
+            return head(mix(embed(tokens, positions)), positions)
+
+        return [graph_piece(embed), eager_piece(mix), graph_piece(head)], whole
+
+    def test_all_modes_give_what_eager_gives(self, make_runner, parts):
+        pieces, whole = parts
+        runner = make_runner(pieces, TWO)
+        assert runner.can_split
+        assert runner.capture().num_graphs == 8
+        for ceiling in (2, 1, 0):
+            for seed, rows in enumerate((8, 3, 5, 1, 2, 8)):
+                given = batch(rows, seed)
+                assert_same(runner(**given, ceiling=ceiling), whole(**given))
+        assert runner.stats().steps_by_mode == {"NONE": 6, "PIECEWISE": 6, "FULL": 6}
+
+    def test_eager_piece_runs_python_each_time_and_graph_pieces_do_not(self, make_runner):
+        ran = []
+
+        def first(tokens):
+            ran.append("graph")
+            return tokens * 2
+
+        def second(x):
+            ran.append("eager")
+            return x + 1
+
+        runner = make_runner([graph_piece(first), eager_piece(second)])
+        runner.capture()
+        ran.clear()
+        assert_same(runner(torch.arange(3), ceiling=1), torch.arange(3) * 2 + 1)
+        assert ran == ["eager"]
+
+    def test_eager_piece_that_works_in_place_needs_no_copy(self, make_runner):
+        """What stays at its address is read there: the graph behind is given no buffer."""
+
+        def double(x):
+            x.mul_(2)
+            return x
+
+        pieces = [
+            graph_piece(lambda tokens: tokens + 1),
+            eager_piece(double),
+            graph_piece(lambda x: x - 1),
+        ]
+        runner = make_runner(pieces)
+        runner.capture()
+        for rows in (8, 3, 5):
+            given = torch.arange(rows)
+            assert_same(runner(given, ceiling=1), (given + 1) * 2 - 1)
+        assert runner._lane.between.num_bytes == 0
+
+    def test_fresh_memory_is_copied_to_where_the_graph_reads(self, make_runner, parts):
+        pieces, _ = parts
+        runner = make_runner(pieces, TWO)
+        runner.capture()
+        assert runner._lane.between.num_bytes == 8 * 8 * 4  # one buffer for all sizes
+
+    def test_eager_piece_at_both_ends(self, make_runner):
+        pieces = [
+            eager_piece(lambda tokens: (tokens * 3, 5)),
+            graph_piece(lambda pair: pair[0] + pair[1]),
+            eager_piece(lambda x: {"x": x, "y": x + 1}),
+        ]
+        runner = make_runner(pieces)
+        runner.capture()
+        for rows in (8, 3):
+            given = torch.arange(rows)
+            expected = {"x": given * 3 + 5, "y": given * 3 + 6}
+            assert_same(runner(given, ceiling=1), expected)
+
+    def test_error_of_an_eager_piece_is_the_users(self, make_runner):
+        def picky(x):
+            if int(x[0]) == 7:
+                raise ZeroDivisionError("seven")
+            return x
+
+        pieces = [graph_piece(lambda tokens: tokens + 0), eager_piece(picky)]
+        runner = make_runner(pieces, mode="PIECEWISE")
+        runner.capture()
+        with pytest.raises(ZeroDivisionError, match="seven"):
+            runner(torch.tensor([7, 1]), ceiling=1)
+        assert_same(runner(torch.tensor([6, 1]), ceiling=1), torch.tensor([6, 1]))
+
+    def test_python_value_that_changes_between_pieces_is_no_wrong_replay(self, make_runner):
+        """It is built into the graph behind it: refused, not silently old."""
+        factor = [2]
+        pieces = [
+            graph_piece(lambda tokens: tokens + 0),
+            eager_piece(lambda x: (x, factor[0])),
+            graph_piece(lambda pair: pair[0] * pair[1]),
+        ]
+        runner = make_runner(pieces, mode="PIECEWISE")
+        runner.capture()
+        assert_same(runner(torch.arange(3), ceiling=1), torch.arange(3) * 2)
+        factor[0] = 3
+        from dispatchkit.errors import ReplayError
+
+        with pytest.raises(ReplayError, match="built in"):
+            runner(torch.arange(3), ceiling=1)
+
+    @pytest.mark.parametrize(
+        ("pieces", "match"),
+        [
+            ([], "at least one piece"),
+            ([lambda tokens: tokens], "marked"),
+            ([eager_piece(lambda tokens: tokens)], "at least one graph_piece"),
+            ([graph_piece(lambda tokens: tokens), graph_piece(lambda: 1)], "first parameter"),
+        ],
+    )
+    def test_bad_pieces_are_refused(self, make_runner, pieces, match):
+        with pytest.raises(ConfigError, match=match):
+            make_runner(pieces)
+
+    def test_input_that_no_piece_takes_is_refused(self, make_runner):
+        with pytest.raises(ConfigError, match="positions"):
+            make_runner(lambda tokens: tokens, TWO)
+
+    def test_parameter_without_an_input_is_refused(self, make_runner):
+        with pytest.raises(ConfigError, match="missing: mask"):
+            make_runner(lambda tokens, mask: tokens)
