@@ -1,0 +1,21 @@
+"""What this distribution registers with dispatchkit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dispatchkit.hookspecs import PolicySpec, hookimpl
+
+from dispatchkit_threshold.policy import ThresholdPolicy
+
+
+@hookimpl
+def dispatchkit_register_policies() -> Sequence[PolicySpec]:
+    """Register the one policy."""
+    return [
+        PolicySpec(
+            "threshold",
+            ThresholdPolicy,
+            summary="Graphs between a minimum and a maximum of tokens, within a padding limit",
+        )
+    ]

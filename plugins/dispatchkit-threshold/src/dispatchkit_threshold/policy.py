@@ -1,0 +1,141 @@
+"""The policy ``threshold``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from dispatchkit import (
+    Batch,
+    BatchDescriptor,
+    Decision,
+    DispatchConfig,
+    GraphKey,
+    GraphView,
+    Reason,
+    RuntimeMode,
+)
+from dispatchkit.errors import ConfigError
+from dispatchkit.keys import CUDAGraphMode, check_count
+
+__all__ = ["ABOVE_MAX_TOKENS", "BELOW_MIN_TOKENS", "PADDING_LIMIT", "ThresholdPolicy"]
+
+BELOW_MIN_TOKENS = "below_min_tokens"
+ABOVE_MAX_TOKENS = "above_max_tokens"
+PADDING_LIMIT = "padding_limit"
+
+
+class ThresholdPolicy:
+    """Replay the smallest graph for batches of a middling size; run the others eager.
+
+    Args:
+        min_tokens: Batches of fewer tokens run eager.
+        max_tokens: Batches of more tokens run eager; None: no limit.
+        prefer_piecewise: Try PIECEWISE before FULL.
+        max_waste: Largest share of a bucket that may be padding, 0 (exact sizes only) to 1
+            (any). A mode whose smallest graph wastes more is passed over.
+
+    Options may be given as text, as a command line has them.
+
+    Raises:
+        ConfigError: An option cannot be used.
+    """
+
+    name = "threshold"
+
+    def __init__(
+        self,
+        min_tokens: int = 1,
+        max_tokens: int | None = None,
+        *,
+        prefer_piecewise: bool | str = False,
+        max_waste: float = 1.0,
+    ) -> None:
+        self.min_tokens = check_count(min_tokens, "min_tokens", minimum=0)
+        self.max_tokens = None if max_tokens is None else check_count(max_tokens, "max_tokens")
+        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
+            raise ConfigError("max_tokens", max_tokens, f"at least min_tokens ({min_tokens})")
+        self.prefer_piecewise = _flag(prefer_piecewise, "prefer_piecewise")
+        self.max_waste = _share(max_waste, "max_waste")
+        order = (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
+        self.order = order[::-1] if self.prefer_piecewise else order
+        traits = {"smallest_bucket", "monotone", "stateless"}
+        self.traits = frozenset(traits if self.prefer_piecewise else {*traits, "order"})
+
+    def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
+        """Return a key for each size and kind of batch that the limits let through."""
+        return [key for key in _keys(config) if self._is_useful(key.num_tokens, config)]
+
+    def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
+        """Return the smallest graph of the first mode that has one within the limits."""
+        if batch.num_tokens < self.min_tokens:
+            return Decision.eager(BELOW_MIN_TOKENS)
+        if self.max_tokens is not None and batch.num_tokens > self.max_tokens:
+            return Decision.eager(ABOVE_MAX_TOKENS)
+        obstacle: str | None = None
+        for mode in self.order:
+            if not batch.allows(mode):
+                continue
+            for key in graphs.covering(batch, mode):
+                if key.num_tokens - batch.num_tokens > self.max_waste * key.num_tokens:
+                    obstacle = obstacle or PADDING_LIMIT
+                    break  # the next ones are larger still
+                why = graphs.why_not(key)
+                if why is None:
+                    return Decision.replay(key)
+                obstacle = obstacle or why
+        return Decision.eager(obstacle or Reason.NO_KEY)
+
+    def __repr__(self) -> str:
+        return (
+            f"ThresholdPolicy({self.min_tokens}, {self.max_tokens}, "
+            f"prefer_piecewise={self.prefer_piecewise}, max_waste={self.max_waste})"
+        )
+
+    def _is_useful(self, size: int, config: DispatchConfig) -> bool:
+        """Tell whether any batch within the limits is padded to a size."""
+        below = max((other for other in config.capture_sizes if other < size), default=0)
+        return size >= self.min_tokens and (self.max_tokens is None or below < self.max_tokens)
+
+
+def _keys(config: DispatchConfig) -> Iterator[GraphKey]:
+    counts = sorted({config.max_loras, *([0] if config.specialize_lora else [])})
+    mixed = config.mode.mixed_mode()
+    for loras in counts:
+        if mixed is not CUDAGraphMode.NONE:
+            mode = mixed.runtime_mode
+            for size in config.capture_sizes:
+                reqs = min(size, config.max_num_seqs) if mode is RuntimeMode.FULL else None
+                yield GraphKey(mode, BatchDescriptor(size, reqs, num_active_loras=loras))
+        if config.mode.decode_mode() is CUDAGraphMode.FULL and config.mode.separate_routine():
+            for query_len in config.query_lens:
+                for size in _uniform_sizes(config, query_len):
+                    reqs = size // query_len
+                    facts = BatchDescriptor(size, reqs, True, loras, query_len)
+                    yield GraphKey(RuntimeMode.FULL, facts)
+
+
+def _uniform_sizes(config: DispatchConfig, query_len: int) -> list[int]:
+    """Return sizes of whole requests, of at most ``max_num_seqs`` of them."""
+    own = config.uniform_capture_sizes if query_len > 1 else None
+    sizes = config.capture_sizes if own is None else own
+    return [
+        size for size in sizes if size % query_len == 0 and size // query_len <= config.max_num_seqs
+    ]
+
+
+def _flag(value: bool | str, setting: str) -> bool:
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    found = value if isinstance(value, bool) else words.get(str(value).lower())
+    if found is None:
+        raise ConfigError(setting, value, "yes or no")
+    return found
+
+
+def _share(value: float, setting: str) -> float:
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        share = -1.0
+    if isinstance(value, bool) or not 0.0 <= share <= 1.0:
+        raise ConfigError(setting, value, "a share from 0 to 1")
+    return share

@@ -1,0 +1,92 @@
+"""The policy ``threshold``: the kit, and what its options mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from dispatchkit import DispatchConfig, Dispatcher, load_plugins
+from dispatchkit.errors import ConfigError
+from dispatchkit.testing import PolicyTests
+
+from dispatchkit_threshold import ThresholdPolicy
+
+SIZES = (8, 16, 32, 64)
+
+
+class TestPlain(PolicyTests):
+    def make_policy(self) -> ThresholdPolicy:
+        return ThresholdPolicy()
+
+
+class TestLimited(PolicyTests):
+    def make_policy(self) -> ThresholdPolicy:
+        return ThresholdPolicy(3, 20, max_waste=0.4)
+
+
+class TestPiecewiseFirst(PolicyTests):
+    def make_policy(self) -> ThresholdPolicy:
+        return ThresholdPolicy(prefer_piecewise=True)
+
+
+def dispatcher(policy: ThresholdPolicy, mode: str = "FULL_AND_PIECEWISE") -> Dispatcher:
+    config = DispatchConfig(mode=mode, capture_sizes=SIZES)
+    return Dispatcher(policy, config, lazy=True, strict=True)
+
+
+def test_batches_outside_the_limits_run_eager_with_the_reason() -> None:
+    table = dispatcher(ThresholdPolicy(4, 32))
+    answers = {n: table.dispatch(n).reason for n in (3, 4, 32, 33)}
+    assert answers == {
+        3: "below_min_tokens",
+        4: "hit",
+        32: "hit",
+        33: "above_max_tokens",
+    }
+
+
+def test_sizes_that_no_batch_could_get_are_not_declared() -> None:
+    config = DispatchConfig(capture_sizes=SIZES, mode="PIECEWISE")
+    assert [key.num_tokens for key in ThresholdPolicy(9, 20).declare(config)] == [16, 32]
+    assert [key.num_tokens for key in ThresholdPolicy(9, 16).declare(config)] == [16]
+
+
+def test_a_bucket_that_is_too_far_is_left_alone() -> None:
+    table = dispatcher(ThresholdPolicy(max_waste=0.25))
+    assert table.dispatch(12).padded_num_tokens == 16
+    assert table.dispatch(11).reason == "padding_limit"
+    assert table.dispatch(64).reason == "hit"
+
+
+def test_no_waste_at_all_means_exact_sizes() -> None:
+    table = dispatcher(ThresholdPolicy(max_waste=0))
+    assert [n for n in range(1, 65) if table.dispatch(n).key is not None] == list(SIZES)
+
+
+def test_preference_of_piecewise_holds_for_uniform_batches() -> None:
+    full = dispatcher(ThresholdPolicy()).dispatch(8, 8, uniform=1)
+    pieces = dispatcher(ThresholdPolicy(prefer_piecewise=True)).dispatch(8, 8, uniform=1)
+    assert (full.mode.name, pieces.mode.name) == ("FULL", "PIECEWISE")
+
+
+def test_options_are_taken_as_text() -> None:
+    policy = load_plugins().create_policy(
+        "threshold", min_tokens="2", max_tokens="16", prefer_piecewise="yes", max_waste="0.5"
+    )
+    assert repr(policy) == "ThresholdPolicy(2, 16, prefer_piecewise=True, max_waste=0.5)"
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 8, "max_tokens": 4}, "max_tokens"),
+        ({"max_waste": 1.5}, "max_waste"),
+        ({"max_waste": float("nan")}, "max_waste"),
+        ({"max_waste": True}, "max_waste"),
+        ({"prefer_piecewise": "perhaps"}, "prefer_piecewise"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options: dict[str, object], setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting) as caught:
+        ThresholdPolicy(**options)
+    assert caught.value.setting == setting
