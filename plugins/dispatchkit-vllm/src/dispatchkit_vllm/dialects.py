@@ -71,7 +71,7 @@ class Dialect:
     varies_query_len: bool = False
 
 
-_TRAITS = frozenset({"smallest_bucket", "monotone", "stateless", "all_keys_reachable"})
+_TRAITS = frozenset({"smallest_bucket", "monotone", "order", "stateless", "all_keys_reachable"})
 
 V0_11 = Dialect(
     name="vllm@0.11",
@@ -117,7 +117,7 @@ MANAGER = Dialect(
     caps_uniform_reqs=True,
     uniform_needs_separate=True,
     varies_query_len=True,
-    traits=_TRAITS - {"smallest_bucket", "monotone"},
+    traits=_TRAITS,
 )
 DRAFTER = Dialect(
     name="vllm-drafter",
@@ -125,7 +125,7 @@ DRAFTER = Dialect(
     padding=Padding.PER_QUERY_LEN,
     loras=Loras.NONE,
     names_requests=False,
-    traits=_TRAITS - {"smallest_bucket", "monotone"},
+    traits=_TRAITS,
 )
 LORA_COUNT = Dialect(
     name="vllm-lora-count",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import attrs
+
 from dispatchkit.keys import (
     BatchDescriptor,
     CUDAGraphMode,
@@ -19,8 +20,8 @@ from dispatchkit.keys import (
     RuntimeMode,
     padding_table,
     round_sizes_for_query_len,
+    rounds_for_query_len,
 )
-from dispatchkit.keys.capture_sizes import rounds_for_query_len
 
 from dispatchkit_vllm.dialects import Dialect, Loras, Padding
 
@@ -325,9 +326,7 @@ class Ladder:
     def _aligned_bucket(self, num_tokens: int, query_len: int) -> int:
         """The smallest size of whole requests that is large enough; 0 where there is none."""
         fitting = (
-            size
-            for size in self.uniform_sizes
-            if size >= num_tokens and size % query_len == 0
+            size for size in self.uniform_sizes if size >= num_tokens and size % query_len == 0
         )
         return min(fitting, default=0)
 

@@ -114,8 +114,8 @@ def check_file(path: str | Path, *, every: int = 1) -> FileReport:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    opened: Any = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as lines:
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield number, line

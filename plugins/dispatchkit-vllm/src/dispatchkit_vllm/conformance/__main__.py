@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("files", metavar="FILE", nargs="+", help="JSON Lines, or .jsonl.gz")
     options = parser.parse_args(arguments)
+    logging.getLogger("dispatchkit_vllm").setLevel(logging.ERROR)
     num_passed = num_failed = num_compared = 0
     unreadable = False
     for path in options.files:
@@ -35,35 +37,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 report = check_file(path)
-        except (OSError, UnicodeDecodeError) as error:
-            print(f"{path}: cannot be read: {error}", file=sys.stderr)
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            sys.stderr.write(f"{path}: cannot be read: {error}\n")
             unreadable = True
             continue
-        _print_report(report)
+        _say_report(report)
         num_passed += report.num_passed
         num_failed += len(report.failed)
         num_compared += report.num_compared
-    print(f"all: {num_passed} passed, {num_failed} failed ({num_compared} comparisons)")
+    _say(f"all: {num_passed} passed, {num_failed} failed ({num_compared} comparisons)")
     if unreadable:
         return 2
     return 1 if num_failed else 0
 
 
-def _print_report(report: FileReport) -> None:
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def _say_report(report: FileReport) -> None:
     failed = report.failed
-    print(
+    _say(
         f"{report.path}: {report.num_passed} passed, {len(failed)} failed "
         f"({report.num_compared} comparisons)"
     )
     for record in failed[:_MAX_RECORDS]:
-        print(f"  {record.name} (line {record.line}):")
+        _say(f"  {record.name} (line {record.line}):")
         for problem in record.problems[:_MAX_PROBLEMS]:
             text = problem if len(problem) <= _MAX_TEXT else f"{problem[:_MAX_TEXT]}..."
-            print(f"    {text}")
+            _say(f"    {text}")
         if len(record.problems) > _MAX_PROBLEMS:
-            print(f"    and {len(record.problems) - _MAX_PROBLEMS} more")
+            _say(f"    and {len(record.problems) - _MAX_PROBLEMS} more")
     if len(failed) > _MAX_RECORDS:
-        print(f"  and {len(failed) - _MAX_RECORDS} more records")
+        _say(f"  and {len(failed) - _MAX_RECORDS} more records")
 
 
 if __name__ == "__main__":

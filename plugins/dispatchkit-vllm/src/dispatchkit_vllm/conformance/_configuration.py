@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from dispatchkit.keys import (
@@ -72,16 +73,15 @@ def check_sizes(record: Record, found: Findings) -> None:
     expected = f"!{record['error']}" if "error" in record else [record["sizes"], record["max"]]
     found.compare("sizes", expected, attempt(expected, derived))
     for query_len, *rounded in record.get("adjusted", ()):
-        got = attempt(
-            rounded[0],
-            lambda query_len=query_len: round_sizes_for_query_len(
-                record["sizes"],
-                query_len,
-                generation=version,
-                max_size=record["max"],
-                **parallel,
-            ),
+        rounding = partial(
+            round_sizes_for_query_len,
+            record["sizes"],
+            query_len,
+            generation=version,
+            max_size=record["max"],
+            **parallel,
         )
+        got = attempt(rounded[0], rounding)
         if not isinstance(got, str):
             got = [list(got.sizes), got.max_size]
         found.compare(f"adjusted[{query_len}]", rounded, got if isinstance(got, list) else [got])
@@ -133,5 +133,5 @@ def check_mode(record: Record, found: Findings) -> None:
     found.compare("has_mode", set(CUDAGraphMode.__members__), set(record["has_mode"]))
     for name, expected in record["has_mode"].items():
         other = CUDAGraphMode[name]
-        answer = attempt(expected, lambda other=other: mode.has_mode(other))
+        answer = attempt(expected, partial(mode.has_mode, other))
         found.compare(f"has_mode[{name}]", expected, answer)

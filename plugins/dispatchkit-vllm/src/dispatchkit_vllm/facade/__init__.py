@@ -17,11 +17,11 @@ from __future__ import annotations
 from dispatchkit_vllm.facade._wrapper import current_device, use_device
 from dispatchkit_vllm.facade.v0_11_1 import (
     BatchDescriptor,
+    CudagraphDispatcher,
     CUDAGraphEntry,
     CUDAGraphMode,
     CUDAGraphOptions,
     CUDAGraphWrapper,
-    CudagraphDispatcher,
 )
 
 __all__ = [

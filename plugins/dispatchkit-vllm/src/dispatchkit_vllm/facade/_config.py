@@ -22,14 +22,10 @@ def capture_sizes(vllm_config: Any) -> list[int]:
     return list(getattr(vllm_config.compilation_config, "cudagraph_capture_sizes", None) or ())
 
 
-def max_capture_size(vllm_config: Any) -> int | None:
-    """The largest capture size as the configuration states it now."""
-    compilation = vllm_config.compilation_config
-    for name in ("max_cudagraph_capture_size", "max_capture_size"):
-        if hasattr(compilation, name):
-            size: int | None = getattr(compilation, name)
-            return size
-    return max(capture_sizes(vllm_config), default=0)
+def max_size_name(vllm_config: Any) -> str:
+    """The attribute of the compilation settings that holds the largest capture size."""
+    old = "max_capture_size"
+    return old if hasattr(vllm_config.compilation_config, old) else "max_cudagraph_capture_size"
 
 
 def max_num_seqs(vllm_config: Any) -> int:

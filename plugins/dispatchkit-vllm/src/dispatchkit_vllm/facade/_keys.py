@@ -10,7 +10,7 @@ from dispatchkit.errors import DispatchkitError
 
 #: Marks a key whose adapter flag and count contradict each other. vLLM accepts such
 #: descriptors; no batch of the native interface looks for them.
-CONTRADICTS = (1,)
+CONTRADICTS: tuple[int, ...] = (1,)
 
 
 class KeySet(MutableSet[Any]):

@@ -70,7 +70,7 @@ class FacadeBase:
         keys = []
         try:
             for key in ladder.keys(**options):
-                keys.append(self._key(key.mode, self._descriptor(key)))
+                keys.append(self._key(key.mode, self._descriptor(key)))  # noqa: PERF401 - those before an error stay
         finally:
             self.registry.declare(keys)
 
@@ -90,9 +90,7 @@ class LookupDispatcher(FacadeBase):
         self._memo: dict[tuple[Any, bool], tuple[Any, Any]] = {}
         self._unsubscribe = self.registry.subscribe(lambda event: self._memo.clear())
 
-    def initialize_cudagraph_keys(
-        self, cudagraph_mode: Any, uniform_decode_query_len: int
-    ) -> None:
+    def initialize_cudagraph_keys(self, cudagraph_mode: Any, uniform_decode_query_len: int) -> None:
         """Register the keys of a mode. Keys of an earlier call stay, as in vLLM.
 
         Args:

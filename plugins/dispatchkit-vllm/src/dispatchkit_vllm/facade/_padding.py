@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import attrs
+
 from dispatchkit import (
     Batch,
     CUDAGraphMode,
@@ -41,15 +42,16 @@ class PaddingDispatcher(FacadeBase):
         super().__init__(vllm_config)
         self.uniform_decode_query_len = _config.query_len(vllm_config)
         self._policy = policy
+        self._none = self._modes[RuntimeMode.NONE]
+        self._max_size_name = _config.max_size_name(vllm_config)
+        self._separate = False
         self._ladder: Ladder | None = None
         self._core: Dispatcher | None = None
         self._table: Sequence[int] = ()
 
     # -- set-up -------------------------------------------------------------------------
 
-    def initialize_cudagraph_keys(
-        self, cudagraph_mode: Any, uniform_decode_query_len: int = 1
-    ) -> None:
+    def _initialize(self, cudagraph_mode: Any, uniform_decode_query_len: int) -> None:
         """Register the keys of a mode. Keys of an earlier call stay, as in vLLM.
 
         Args:
@@ -109,7 +111,7 @@ class PaddingDispatcher(FacadeBase):
             return
         config = DispatchConfig(
             mode=ladder.mode,
-            capture_sizes=sorted(ladder.sizes),
+            capture_sizes=tuple(sorted(ladder.sizes)),
             max_num_tokens=ladder.max_size,
             max_num_seqs=ladder.max_num_seqs,
             query_lens=ladder.query_lens,
@@ -127,7 +129,13 @@ class PaddingDispatcher(FacadeBase):
 
     def _finish(self, mode: CUDAGraphMode) -> None:
         self.cudagraph_mode = self.mode_type[mode.name]
+        self._separate = mode.separate_routine()
         self.keys_initialized = True
+
+    @property
+    def padding_table(self) -> Sequence[int]:
+        """The bucket of every number of tokens; empty before initialisation."""
+        return self._table
 
     def _bind(self, decision: Decision, batch: Batch) -> Any:
         """Prepare the answer of a cell: what ``dispatch`` returns for it, made once."""
@@ -139,9 +147,10 @@ class PaddingDispatcher(FacadeBase):
 
     def _is_off(self, num_tokens: int) -> bool:
         """Whether nothing is asked: not initialised, no graphs, or a batch above them."""
-        if not self.keys_initialized or self._mode_is_none():
+        if not self.keys_initialized or self.cudagraph_mode is self._none:
             return True
-        most = _config.max_capture_size(self.vllm_config)
+        # The configuration is read anew each time, as in vLLM.
+        most = getattr(self.compilation_config, self._max_size_name, None)
         return most is None or num_tokens > most
 
     def _eager(self, num_tokens: int) -> tuple[Any, Any]:
@@ -198,7 +207,7 @@ class PaddingDispatcher(FacadeBase):
         The native interface refuses a flag and a count that contradict each other, and a
         count above the largest. vLLM looks for such a key all the same.
         """
-        marks = CONTRADICTS if has_lora != (loras > 0) else ()
+        marks: Any = CONTRADICTS if has_lora != (loras > 0) else ()
         query_len = self.uniform_decode_query_len if uniform else 0
         for key in ladder.chain(bucket, query_len, loras):
             marked = GraphKey(key.mode, attrs.evolve(key.descriptor, axes=marks))
@@ -216,13 +225,14 @@ class PaddingDispatcher(FacadeBase):
     def _key(self, mode: RuntimeMode, descriptor: Any) -> GraphKey:
         has_lora = bool(descriptor.has_lora)
         count = descriptor.num_active_loras if self._counts_loras else int(has_lora)
+        marks: Any = CONTRADICTS if has_lora != (count > 0) else ()
         native = NativeDescriptor(
             descriptor.num_tokens,
             num_reqs=descriptor.num_reqs,
             uniform=descriptor.uniform,
             num_active_loras=count,
             query_len=self.uniform_decode_query_len if descriptor.uniform else 0,
-            axes=CONTRADICTS if has_lora != (count > 0) else (),
+            axes=marks,
         )
         return GraphKey(mode, native)
 

@@ -63,7 +63,7 @@ class CudagraphDispatcher(LookupDispatcher):
         self._aligned_table = padding_table(self._aligned)
 
     def initialize_cudagraph_keys(
-        self, cudagraph_mode: Any, uniform_query_lens: int | Iterable[int]
+        self, cudagraph_mode: Any, uniform_query_lens: int | Iterable[Any]
     ) -> None:
         """Register the keys of a mode. Keys of an earlier call stay.
 
@@ -120,7 +120,9 @@ class CudagraphDispatcher(LookupDispatcher):
         """
         if not uniform_decode:
             mode = self.cudagraph_mode.mixed_mode()
-            sizes = [] if mode.name == "NONE" else sorted(self.cudagraph_capture_sizes, reverse=True)
+            sizes = (
+                [] if mode.name == "NONE" else sorted(self.cudagraph_capture_sizes, reverse=True)
+            )
             return sizes, [BatchDescriptor(size) for size in sizes], mode
         if uniform_query_len not in self.uniform_cudagraph_capture_sizes:
             raise AssertionError(

@@ -41,11 +41,19 @@ class CudagraphDispatcher(PaddingDispatcher):
     descriptor_type = BatchDescriptor
     _counts_loras = False
 
-    def initialize_cudagraph_keys(
-        self, cudagraph_mode: Any, uniform_decode_query_len: int
-    ) -> None:
-        """Register the keys of a mode; the query length bounds the sizes of decode keys."""
-        super().initialize_cudagraph_keys(cudagraph_mode, uniform_decode_query_len)
+    def initialize_cudagraph_keys(self, cudagraph_mode: Any, uniform_decode_query_len: int) -> None:
+        """Register the keys of a mode. Keys of an earlier call stay, as in vLLM.
+
+        Args:
+            cudagraph_mode: The mode resolved from what the attention backend supports.
+            uniform_decode_query_len: Query length that bounds the sizes of decode keys;
+                whole requests and their number follow the one of the configuration.
+
+        Raises:
+            AssertionError: A decode size is not made of whole requests. Keys before it
+                stay registered, and the dispatcher uninitialised.
+        """
+        self._initialize(cudagraph_mode, uniform_decode_query_len)
 
     def dispatch(
         self, num_tokens: int, uniform_decode: bool, has_lora: bool, disable_full: bool = False

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from dispatchkit import Policy
 from dispatchkit.keys import CUDAGraphMode, RuntimeMode, allowed_modes_code, padding_table
 
 from dispatchkit_vllm.dialects import V0_33
@@ -42,6 +43,11 @@ class CudagraphDispatcher(PaddingDispatcher):
     descriptor_type = BatchDescriptor
     _ends_early = True
 
+    def __init__(self, vllm_config: Any, policy: Policy | None = None) -> None:
+        super().__init__(vllm_config, policy)
+        self._all_modes = frozenset(self._modes.values())
+        self._codes: dict[frozenset[Any], int] = {}
+
     def _sizes(self) -> list[int] | None:
         return sorted(set(super()._sizes() or ()))
 
@@ -62,6 +68,23 @@ class CudagraphDispatcher(PaddingDispatcher):
                     f"out of compile_sizes."
                 )
         return table
+
+    def initialize_cudagraph_keys(
+        self, cudagraph_mode: Any, uniform_decode_query_len: int = 1
+    ) -> None:
+        """Register the keys of a mode. Keys of an earlier call stay, as in vLLM.
+
+        Args:
+            cudagraph_mode: The mode resolved from what the attention backend supports.
+            uniform_decode_query_len: Query length that bounds the sizes of decode keys;
+                whole requests and their number follow the one of the configuration.
+
+        Raises:
+            AssertionError: A decode size is not made of whole requests. Keys before it
+                stay registered, and the dispatcher uninitialised.
+            ValueError: A compile size would be padded, and never run at its own size.
+        """
+        self._initialize(cudagraph_mode, uniform_decode_query_len)
 
     def dispatch(
         self,
@@ -94,18 +117,22 @@ class CudagraphDispatcher(PaddingDispatcher):
             return self._eager(num_tokens)
         if has_lora and num_active_loras > 0:
             num_active_loras = self._effective_loras(num_active_loras)
-        uniform = bool(uniform_decode) and self.cudagraph_mode.separate_routine()
+        uniform = bool(uniform_decode) and self._separate
         return self._decide(num_tokens, uniform, bool(has_lora), num_active_loras, allowed)
 
     def _allowed(
         self, valid_modes: AbstractSet[Any] | None, invalid_modes: AbstractSet[Any] | None
     ) -> int:
-        modes = valid_modes or set(self._modes.values())
+        modes = valid_modes or self._all_modes
         if invalid_modes:
             modes -= invalid_modes  # in place where the caller's set is mutable, as in vLLM
         if not modes:
             raise AssertionError("valid_modes less invalid_modes leaves no mode to choose from.")
-        return allowed_modes_code(modes)
+        frozen = frozenset(modes)  # the same object where it is one already
+        code = self._codes.get(frozen)
+        if code is None:
+            code = self._codes[frozen] = allowed_modes_code(frozen)
+        return code
 
     def _effective_loras(self, count: int) -> int:
         config = self.vllm_config
