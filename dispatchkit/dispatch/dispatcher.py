@@ -220,10 +220,8 @@ class Dispatcher:
         """Let keys without a graph be dispatched, or no longer; cells are decided anew."""
         with self._lock:
             self._lazy = lazy
-            table = self._table
-            for cell in [*table.filled, *table.one_shot]:
-                self._empty(table, cell)
-            table.by_reqs.clear()
+            for key in self.registry:
+                self._table.invalidate(key.mode, key.num_tokens)
 
     def close(self) -> None:
         """Stop listening to the registry."""
