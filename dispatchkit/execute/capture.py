@@ -6,7 +6,8 @@ promise). Whatever happens, the step has not been run for the caller when this r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from dispatchkit.execute.captured import (
 from dispatchkit.execute.guard import Guard
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.outputs import OutputLayout
-from dispatchkit.execute.state import Known, restored
+from dispatchkit.execute.state import Known, Snapshot, restored
 from dispatchkit.execute.warmup import Warmups
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
@@ -75,6 +76,26 @@ class Capturer:
         Raises:
             CaptureError: It cannot be captured, for a reason to count.
         """
+        with self._set_up(key, lane) as snapshot:
+            outputs = self._warmups.run(key, lane, snapshot)
+            layout = self._warmups.layout(key, lane, outputs, other_sizes)
+            admit()
+            if key.mode is RuntimeMode.FULL:
+                return self._capture_full(key, lane, outputs, layout)
+            return self._capture_pieces(key, lane, outputs, layout)
+
+    def warm(self, key: GraphKey, lane: Lane) -> None:
+        """Warm a key up without capturing it; what it changes is put back.
+
+        Raises:
+            CaptureError: It is larger than the static inputs.
+        """
+        with self._set_up(key, lane) as snapshot:
+            self._warmups.run(key, lane, snapshot)
+
+    @contextmanager
+    def _set_up(self, key: GraphKey, lane: Lane) -> Iterator[Snapshot]:
+        """Prepare the lane for a key, and put back at the end what is changed in between."""
         if key.num_tokens > lane.buffers.num_rows:
             raise CaptureError(
                 f"{key} is larger than the static inputs ({lane.buffers.num_rows} rows). Declare "
@@ -82,18 +103,16 @@ class Capturer:
                 key=str(key),
                 reason="too_large",
             )
-        warmups = self._warmups
         # Graphs carry no gradients, and their memory must be usable outside inference mode.
-        with torch.inference_mode(False), torch.no_grad(), restored(warmups.snapshot()) as snapshot:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            restored(self._warmups.snapshot()) as snapshot,
+        ):
             lane.order()
             lane.buffers.reset()
             lane.set_rows(key.num_tokens)
-            outputs = warmups.run(key, lane, snapshot)
-            layout = warmups.layout(key, lane, outputs, other_sizes)
-            admit()
-            if key.mode is RuntimeMode.FULL:
-                return self._capture_full(key, lane, outputs, layout)
-            return self._capture_pieces(key, lane, outputs, layout)
+            yield snapshot
 
     # -- graphs -------------------------------------------------------------------------
 

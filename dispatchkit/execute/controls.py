@@ -61,6 +61,15 @@ class Controls:
         with progress_shower(progress) as show, self._lock:
             return self.lifecycle.capture_all(keys, show)
 
+    def warm_up(self) -> dict[GraphKey, str]:
+        """Warm all keys up before the first is captured; returns those whose warmup raised.
+
+        For libraries whose scratch memory grows with the size: all of it is there before a
+        graph reads its address.
+        """
+        with self._lock:
+            return self.lifecycle.warm_all()
+
     def capture_next(self) -> GraphKey | None:
         """Capture the key that was most asked for in vain; to be called in idle moments."""
         with self._lock:

@@ -158,6 +158,27 @@ class Lifecycle:
         seconds = time.perf_counter() - start
         return CaptureReport(captured, seconds, self._lane.num_bytes(), failed, skipped)
 
+    def warm_all(self) -> dict[GraphKey, str]:
+        """Warm every key without a graph up, largest first, capturing none.
+
+        For libraries whose scratch memory grows with the size: all of it is there before the
+        first graph that reads its address.
+
+        Returns:
+            Keys whose warmup raised, with the reason; they are not marked.
+        """
+        self._refuse_frozen()
+        failed = {}
+        for key in sorted(self._registry, key=_largest_first):
+            if self._entry(key).state is KeyState.CAPTURED or key.mode not in self._modes:
+                continue
+            try:
+                self._capturer.warm(key, self._lane)
+            except Exception as error:  # noqa: BLE001 - as in a capture: it stays in its key
+                problem = _as_capture_error(error, key)
+                failed[key] = f"{problem.reason}: {problem}"
+        return failed
+
     def capture_next(self) -> GraphKey | None:
         """Capture the key that was asked for most and has no graph; for idle moments.
 
@@ -220,7 +241,7 @@ class Lifecycle:
             return False
         if entry.state is KeyState.FAILED:
             self._since_failure[key] += 1
-            if self._since_failure[key] < RETRY_AFTER * 4 ** (entry.attempts - 1):
+            if self._since_failure[key] <= RETRY_AFTER * 4 ** (entry.attempts - 1):
                 return False
         elif entry.state is not KeyState.STALE:
             return False

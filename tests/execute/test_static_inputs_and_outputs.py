@@ -1,0 +1,540 @@
+"""What a replay reads and gives: stale rows, fills, poison, results, types, state."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+from dispatchkit.errors import ConfigError, InputError, UnknownNameError  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+# -- rows without a token ---------------------------------------------------------------------
+
+
+def test_stale_tail_of_a_larger_batch_is_gone(make_runner):
+    """After a large batch a smaller one, in this or another bucket, shows nothing of it."""
+    runner = make_runner(lambda tokens: (tokens, tokens.sum()))
+    runner.capture()
+    for rows in (8, 5, 3, 8, 3, 1, 7, 2):
+        given = torch.randint(1, 100, (rows,))
+        same(runner(given), (given, given.sum()))
+
+
+def test_only_stale_rows_are_reset(make_runner):
+    """Rows that hold fill already are not written again."""
+    runner = make_runner(lambda tokens: tokens)
+    runner.capture()
+    buffers = runner._lane.buffers
+    assert buffers.dirty == 0
+    runner(torch.ones(5, dtype=torch.int64))
+    assert buffers.dirty == 5
+    buffers.tensors[0][6] = 99  # beyond what any call wrote: nobody resets it
+    runner(torch.ones(3, dtype=torch.int64))
+    assert buffers.tensors[0].tolist() == [1, 1, 1, 0, 0, 0, 99, 0]
+    assert buffers.dirty == 3
+
+
+def test_each_input_has_its_own_fill_everywhere(make_runner, backend):
+    """The same fill in warmup, in the capture and at each replay."""
+    seen = set()
+
+    def step(tokens, scale):
+        if not backend.is_capturing():  # reading a value there would be refused
+            seen.add((frozenset(tokens.tolist()), frozenset(scale.tolist())))
+        return tokens, (tokens == 7).sum(), (scale == 0.5).sum()
+
+    inputs = {
+        "tokens": StaticInput((None,), "int64", fill=7),
+        "scale": StaticInput((None,), torch.float32, fill=0.5),
+    }
+    runner = make_runner(step, inputs)
+    assert runner.capture().failed == {}
+    assert seen == {(frozenset({7}), frozenset({0.5}))}
+    runner(torch.zeros(8, dtype=torch.int64), torch.zeros(8))
+    _, sevens, halves = runner(torch.zeros(5, dtype=torch.int64), torch.zeros(5))
+    assert (int(sevens), int(halves)) == (3, 3)
+
+
+def test_poisoned_buffers_do_not_show(make_runner):
+    """Buffers full of NaN beforehand: real rows are as in eager."""
+    weight = torch.randn(4, 4)
+    runner = make_runner(
+        lambda x: torch.softmax(x @ weight, -1), {"x": StaticInput((None, 4), "float32")}
+    )
+    runner.capture()
+    for rows in (3, 8, 5):
+        runner._lane.buffers.poison()
+        x = torch.randn(rows, 4)
+        same(runner(x), torch.softmax(x @ weight, -1))
+
+
+def test_function_across_rows_sees_fill_and_the_true_row_count(make_runner):
+    """A step that looks across rows masks by the device's row count; poison does not show."""
+
+    def step(x, num_rows):
+        real = torch.arange(x.shape[0]) < num_rows
+        kept = torch.where(real[:, None], x, torch.zeros(()))
+        return x - kept.sum(0) / num_rows, kept.sum(0)
+
+    runner = make_runner(
+        step, {"x": StaticInput((None, 3), "float32", fill=9.0)}, row_count="num_rows"
+    )
+    runner.capture()
+    for rows in (8, 3, 5, 1, 3):
+        runner._lane.buffers.poison()
+        x = torch.randn(rows, 3)
+        same(runner(x), (x - x.mean(0), x.sum(0)))
+        same(runner(x, ceiling=0), (x - x.mean(0), x.sum(0)))
+
+
+def test_unused_rows_write_to_a_sink(make_runner):
+    """Rows of fill write by index to a place that is never read; real places are kept."""
+    cache = torch.zeros(10)  # place 9 is the sink
+
+    def step(slots, values):
+        cache.index_copy_(0, slots, values)
+        return cache[slots] * 2
+
+    inputs = {
+        "slots": StaticInput((None,), "int64", fill=9),
+        "values": StaticInput((None,), "float32", fill=-1.0),
+    }
+    runner = make_runner(step, inputs, scratch=[cache])
+    runner.capture()
+    assert cache[:9].tolist() == [0.0] * 9
+    same(runner(torch.tensor([4, 2, 0]), torch.tensor([1.0, 2.0, 3.0])), torch.tensor([2.0, 4, 6]))
+    assert cache[:9].tolist() == [3.0, 0, 2, 0, 1, 0, 0, 0, 0]
+
+
+# -- results ----------------------------------------------------------------------------------
+
+
+def test_owned_results_keep_their_values(make_runner):
+    """Over later calls of this and other keys, nested ones and views of views too."""
+    runner = make_runner(lambda tokens: {"a": (tokens * 2, tokens[None].T), "b": [tokens.sum()]})
+    runner.capture()
+    kept = []
+    for rows in (8, 3, 3, 5, 8, 1):
+        given = torch.randint(0, 100, (rows,))
+        kept.append((given, runner(given)))
+    for given, result in kept:
+        same(result, {"a": (given * 2, given[:, None]), "b": [given.sum()]})
+
+
+def test_views_are_valid_until_the_next_call(make_runner):
+    runner = make_runner(lambda tokens: tokens * 2, outputs="view")
+    runner.capture()
+    first = runner(torch.arange(3))
+    same(first, torch.arange(3) * 2)
+    second = runner(torch.arange(5) + 10)
+    assert second.data_ptr() == first.data_ptr()
+    assert first.tolist() == [20, 22, 24]  # overwritten, as documented
+
+
+def test_owned_results_do_not_hold_the_bucket(make_runner):
+    runner = make_runner(lambda tokens: tokens * 2)
+    runner.capture()
+    assert runner(torch.arange(5)).untyped_storage().nbytes() == 5 * 8
+
+
+def test_output_without_a_batch_dimension_is_measured_not_guessed(make_runner):
+    """A fixed dimension that equals one bucket is not taken for the batch."""
+    table = torch.arange(8)
+    runner = make_runner(lambda tokens: (tokens, table * tokens.sum()))
+    runner.capture()
+    result = runner(torch.tensor([1, 2, 3, 4, 5]))
+    assert result[1].shape == (8,)
+    same(result[1], table * 15)
+    assert runner(torch.tensor([1, 2]))[1].shape == (8,)
+
+
+def test_batch_dimension_elsewhere_than_in_front(make_runner):
+    runner = make_runner(lambda x: x.T.contiguous(), {"x": StaticInput((3, None), "float32")})
+    runner.capture()
+    x = torch.randn(3, 5)
+    same(runner(x), x.T)
+    columns = make_runner(lambda x: x + 1, {"x": StaticInput((3, None), "float32")})
+    columns.capture()
+    same(columns(x), x + 1)
+
+
+def test_single_size_is_measured_at_another(make_runner):
+    runner = make_runner(lambda tokens: tokens.repeat(2, 1), sizes=(1,), max_num_tokens=1)
+    runner.capture()
+    same(runner(torch.tensor([5])), torch.tensor([[5], [5]]))
+    assert runner.stats().steps_by_mode["FULL"] == 1
+
+
+def test_ambiguous_output_is_refused_with_the_way_out(make_runner, quiet):
+    def outer(tokens):
+        return tokens[:, None] * tokens
+
+    runner = make_runner(outer)
+    report = runner.capture()
+    assert report.num_graphs == 0
+    assert all("output_batch_dims" in why for why in report.failed.values())
+    same(runner(torch.arange(3)), outer(torch.arange(3)))
+    doubled = make_runner(lambda tokens: tokens.repeat(2))
+    assert all("output_batch_dims" in why for why in doubled.capture().failed.values())
+
+
+def test_declared_batch_dimensions(make_runner):
+    def step(tokens):
+        return {"rows": tokens, "table": torch.ones(8, 4) * tokens.sum()}
+
+    runner = make_runner(step, output_batch_dims={"rows": 0, "table": None}, warmups=0)
+    assert runner.capture().failed == {}
+    same(runner(torch.arange(5)), step(torch.arange(5)))
+
+
+@pytest.mark.parametrize("dims", [1, {"rows": None}, [0, 0, 0]])
+def test_declared_batch_dimensions_that_do_not_fit(make_runner, dims):
+    runner = make_runner(lambda tokens: (tokens, tokens + 1), output_batch_dims=dims)
+    failed = runner.capture().failed
+    assert len(failed) == 4
+    assert all("output_layout" in why for why in failed.values())
+
+
+def test_python_numbers_among_outputs(make_runner):
+    """The number of rows is given as it is for the call; a constant as it is."""
+    runner = make_runner(lambda tokens: (tokens, tokens.shape[0], "fixed", None, 3))
+    runner.capture()
+    for rows in (5, 8, 2):
+        assert runner(torch.arange(rows))[1:] == (rows, "fixed", None, 3)
+
+
+def test_state_that_is_returned_is_the_callers_own(make_runner):
+    """As in eager: the tensor itself, not a copy of a cache."""
+    cache = torch.zeros(4)
+
+    def step(tokens):
+        cache.add_(1)
+        return tokens, cache
+
+    runner = make_runner(step, state=[cache])
+    runner.capture()
+    _, found = runner(torch.arange(3))
+    assert found.data_ptr() == cache.data_ptr()
+    assert cache.tolist() == [1.0] * 4
+
+
+# -- order ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_order_with_the_callers_streams_in_both_directions(make_runner, seed):
+    """Inputs are read after the caller's stream wrote them; results are there when read.
+
+    The deferred tape runs work of two streams in a seeded order that only waits constrain.
+    """
+    backend = TapeBackend(scheduler=seed)
+    runner = make_runner(lambda tokens: tokens * 2 + 1, backend=backend)
+    runner.capture()
+    streams = [backend.new_stream(), backend.new_stream()]
+    kept = []
+    for number, rows in enumerate((8, 3, 5, 8, 1, 4, 2, 7)):
+        with backend.use_stream(streams[number % 2]):
+            given = torch.arange(rows) + number
+            given = given * 3
+            kept.append((number, rows, runner(given)))
+    backend.synchronize()
+    for number, rows, result in kept:
+        same(result, (torch.arange(rows) + number) * 3 * 2 + 1)
+
+
+def test_stream_change_is_the_only_wait(make_runner, backend, monkeypatch):
+    """On one stream nothing is waited for; a change makes the new one wait for the old."""
+    runner = make_runner(lambda tokens: tokens + 1)
+    runner.capture()
+    other = backend.new_stream()
+    waits = []
+    plain = type(other).wait_stream
+    monkeypatch.setattr(
+        type(other), "wait_stream", lambda self, one: (waits.append(one), plain(self, one))
+    )
+    for _ in range(3):
+        runner(torch.arange(3))
+    assert waits == []
+    with backend.use_stream(other):
+        runner(torch.arange(3))
+        runner(torch.arange(3))
+    assert len(waits) == 1
+
+
+# -- what fits --------------------------------------------------------------------------------
+
+X = {"x": StaticInput((None, 2), "float32"), "bias": StaticInput((2,), "float32")}
+
+
+@pytest.fixture
+def linear(make_runner):
+    runner = make_runner(lambda x, bias: x + bias, X)
+    runner.capture()
+    return runner
+
+
+GOOD = {"x": torch.ones(3, 2), "bias": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"x": torch.ones(3, 2, dtype=torch.float64)}, "must be torch.float32, got torch.float64"),
+        ({"x": torch.ones(3, 2, device="meta")}, "must be on cpu, got meta"),
+        ({"x": torch.ones(3)}, "shape"),
+        ({"x": torch.ones(3, 3)}, r"must have shape \(rows, 2\), got \(3, 3\)"),
+        ({"x": torch.ones(())}, "shape"),
+        ({"x": [[1.0, 2.0]]}, "must be a tensor"),
+        ({"x": None}, "must be a tensor"),
+        ({"bias": torch.ones(3)}, "'bias'"),
+        ({"x": torch.ones(3, 2, requires_grad=True)}, "gradient"),
+        ({"extra": torch.ones(3)}, "no input 'extra'"),
+    ],
+)
+def test_input_that_does_not_fit_is_refused_before_anything_is_touched(linear, changed, match):
+    linear(**GOOD)
+    before = [tensor.clone() for tensor in linear._lane.buffers.tensors]
+    stats = linear.stats()
+    with pytest.raises(InputError, match=match):
+        linear(**{**GOOD, **changed})
+    same(linear._lane.buffers.tensors, before)
+    assert linear.stats() == stats
+
+
+def test_missing_and_doubled_inputs_are_refused(linear):
+    with pytest.raises(InputError, match="'bias' is missing"):
+        linear(x=GOOD["x"])
+    with pytest.raises(InputError, match="given twice"):
+        linear(GOOD["x"], x=GOOD["x"])
+    with pytest.raises(InputError, match="3 inputs were given"):
+        linear(GOOD["x"], GOOD["bias"], GOOD["bias"])
+
+
+def test_batched_inputs_of_different_rows_are_refused(make_runner):
+    inputs = {"a": StaticInput((None,), "int64"), "b": StaticInput((None,), "int64")}
+    runner = make_runner(lambda a, b: a + b, inputs)
+    runner.capture()
+    with pytest.raises(InputError, match="'b' has 1 rows, but 'a' has 3"):
+        runner(torch.arange(3), torch.arange(1))
+
+
+def test_keyword_tensors_are_copied_on_every_replay(linear):
+    for value in (1.0, 2.0, 3.0):
+        given = {"x": torch.full((3, 2), value), "bias": torch.full((2,), value)}
+        same(linear(**given), torch.full((3, 2), 2 * value))
+
+
+def test_gradient_inputs_are_fine_where_gradients_are_off(linear):
+    x = torch.ones(3, 2, requires_grad=True)
+    with torch.no_grad():
+        result = linear(x=x, bias=GOOD["bias"])
+    assert not result.requires_grad
+    assert all(not tensor.requires_grad for tensor in linear._lane.buffers.tensors)
+
+
+def test_results_carry_no_gradient_in_any_mode(make_runner):
+    weight = torch.ones(2, 2, requires_grad=True)
+    runner = make_runner(lambda x: x @ weight, {"x": StaticInput((None, 2), "float32")})
+    runner.capture()
+    x = torch.ones(3, 2)
+    assert not runner(x).requires_grad
+    assert not runner(x, ceiling=0).requires_grad
+
+
+def test_inference_mode_of_the_caller(make_runner):
+    """Captured outside and called inside, and the other way round."""
+    runner = make_runner(lambda tokens: tokens * 2, lazy=True)
+    with torch.inference_mode():
+        same(runner(torch.arange(3)), torch.arange(3) * 2)
+    same(runner(torch.arange(3)), torch.arange(3) * 2)
+    with torch.inference_mode():
+        same(runner(torch.arange(7)), torch.arange(7) * 2)
+    assert runner.stats().steps_by_mode["FULL"] == 3
+
+
+def test_other_autocast_than_at_capture_runs_eager(make_runner):
+    """Never a silent conversion: the result is what eager gives under that setting."""
+    weight = torch.randn(4, 4)
+    runner = make_runner(lambda x: x @ weight, {"x": StaticInput((None, 4), "float32")})
+    runner.capture()
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.warns(EagerStepWarning, match="autocast"):
+            result = runner(x)
+    assert result.dtype is torch.bfloat16
+    assert runner(x).dtype is torch.float32
+    assert runner.stats().eager_by_reason == {"autocast": 1}
+
+
+def test_capture_under_autocast_serves_calls_under_it(make_runner, quiet):
+    weight = torch.randn(4, 4)
+    runner = make_runner(lambda x: x @ weight, {"x": StaticInput((None, 4), "float32")})
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        runner.capture()
+        assert runner(x).dtype is torch.bfloat16
+    assert runner(x).dtype is torch.float32
+    assert runner.stats().steps_by_mode == {"NONE": 1, "PIECEWISE": 0, "FULL": 1}
+
+
+def test_training_mode_of_a_module_is_part_of_what_a_graph_was_made_for(make_runner, quiet):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return x * (2 if self.training else 3)
+
+    module = Model().eval()
+    runner = make_runner(module, {"x": StaticInput((None, 4), "float32")})
+    runner.capture()
+    x = torch.ones(3, 4)
+    same(runner(x), x * 3)
+    module.train()
+    same(runner(x), x * 2)
+    module.eval()
+    same(runner(x), x * 3)
+    assert runner.stats().eager_by_reason == {"training_mode": 1}
+
+
+def test_python_effects_happen_at_capture_not_at_replay(make_runner):
+    """Documented: appends, attribute writes and prints of the step."""
+    log = []
+
+    def step(tokens):
+        log.append(tokens.shape[0])
+        return tokens
+
+    runner = make_runner(step)
+    runner.capture()
+    assert log
+    log.clear()
+    runner(torch.arange(3))
+    assert log == []
+
+
+# -- declarations -----------------------------------------------------------------------------
+
+
+class TestStaticInput:
+    @pytest.mark.parametrize("shape", [(None, None), (-1,), (True,), (1.5,), ("rows",)])
+    def test_bad_shapes(self, shape):
+        with pytest.raises(ConfigError, match="shape"):
+            StaticInput(shape, "int64")
+
+    def test_bad_dtype_names_the_nearest(self):
+        with pytest.raises(UnknownNameError) as caught:
+            StaticInput((None,), "int46")
+        assert "int4" in caught.value.nearest or "int16" in caught.value.nearest
+
+    def test_fill_must_be_of_the_type(self):
+        with pytest.raises(ConfigError, match="fill"):
+            StaticInput((None,), "int64", fill="x")
+
+    def test_no_batched_input(self, make_runner):
+        with pytest.raises(ConfigError, match="at least one batched input"):
+            make_runner(lambda x: x, {"x": StaticInput((3,), "int64")})
+
+    @pytest.mark.parametrize("name", ["num_reqs", "ceiling", "not a name"])
+    def test_names_of_a_calls_own_words(self, make_runner, name):
+        with pytest.raises(ConfigError, match="names other than"):
+            make_runner(lambda **x: x, {name: StaticInput((None,), "int64")})
+
+
+# -- state ------------------------------------------------------------------------------------
+
+
+def test_one_call_is_one_step_of_visible_state(make_runner):
+    """Whatever warmups and captures it causes."""
+    counter = torch.zeros(1)
+
+    def step(tokens):
+        counter.add_(1)
+        return tokens + counter.long()
+
+    runner = make_runner(step, state=[counter], lazy=True)
+    for number, rows in enumerate((8, 3, 5, 8, 1)):
+        same(runner(torch.arange(rows)), torch.arange(rows) + number + 1)
+    assert counter.item() == 5
+
+
+def test_undeclared_writes_are_found_saved_and_put_back(make_runner):
+    counter = torch.zeros(3)
+    cache = torch.arange(12.0).view(3, 4)
+
+    def step(tokens):
+        counter[1] += 1  # through a view
+        torch.add(cache[0], 1, out=cache[0])
+        return tokens
+
+    runner = make_runner(step)
+    runner.capture()
+    assert counter.tolist() == [0, 0, 0]
+    assert cache[0].tolist() == [0, 1, 2, 3]
+    runner(torch.arange(3))
+    assert counter.tolist() == [0, 1, 0]
+    assert cache[0].tolist() == [1, 2, 3, 4]
+
+
+def test_undeclared_state_beyond_the_limit_is_named(make_runner, quiet):
+    cache = torch.zeros(100)
+
+    def step(tokens):
+        cache.add_(1)
+        return tokens
+
+    runner = make_runner(step, state_limit_bytes=399)
+    failed = runner.capture().failed
+    assert len(failed) == 4
+    text = next(iter(failed.values()))
+    assert "undeclared_state" in text
+    assert "(100,)" in text
+    assert "state=[tensor]" in text
+    assert cache[0] == 0
+    runner(torch.arange(3))  # eager, once
+    assert cache[0] == 1
+
+
+def test_random_numbers_come_as_in_eager(make_runner):
+    """At the bucket's own size the sequence is eager's, and a capture draws nothing."""
+    runner = make_runner(lambda x: x + torch.randn_like(x), {"x": StaticInput((None,), "float32")})
+    torch.manual_seed(3)
+    runner.capture()
+    x = torch.zeros(8)
+    torch.manual_seed(5)
+    got = [runner(x) for _ in range(3)]
+    torch.manual_seed(5)
+    assert torch.equal(torch.stack(got), torch.stack([torch.randn(8) for _ in range(3)]))
+    torch.manual_seed(3)
+    make_runner(lambda x: x + torch.randn_like(x), {"x": StaticInput((None,), "float32")}).capture()
+    first = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(first, torch.rand(1))
+
+
+def test_state_between_pieces(make_runner):
+    """A cache written by an eager piece and read by a graph piece."""
+    cache = torch.zeros(16)
+
+    def write(x):
+        cache[: x.shape[0]] += x
+        return x
+
+    pieces = [
+        graph_piece(lambda tokens: tokens * 1.0),
+        eager_piece(write),
+        graph_piece(lambda x: x + cache.sum()),
+    ]
+    runner = make_runner(pieces, state=[cache])
+    runner.capture()
+    assert cache.sum() == 0
+    expected = 0
+    for rows, ceiling in ((3, 1), (5, 2), (8, 1), (2, 0)):
+        x = torch.arange(rows)
+        expected += int(x.sum())
+        same(runner(x, ceiling=ceiling), x + float(expected))
