@@ -77,23 +77,28 @@ def sequence_parallel(vllm_config: Any) -> bool:
 
 
 def splits_at_attention(vllm_config: Any) -> bool:
-    """Whether attention is compiled piecewise, or graphs can be broken there."""
+    """Whether attention is compiled piecewise."""
     compilation = vllm_config.compilation_config
-    whole = getattr(compilation, "is_attention_compiled_piecewise", None)
-    if whole is not None:
-        return bool(whole()) or bool(getattr(compilation, "use_breakable_cudagraph", False))
+    splits = getattr(compilation, "is_attention_compiled_piecewise", None)
+    if splits is not None:
+        return bool(splits())
     contains = getattr(compilation, "splitting_ops_contain_attention", None)
     return contains is None or bool(contains())
 
 
-def require_splittable(vllm_config: Any) -> None:
+def require_splittable(vllm_config: Any, *, breakable: bool = False) -> None:
     """Refuse a piecewise mode for a model that is compiled whole.
+
+    Args:
+        vllm_config: The configuration.
+        breakable: One capture can be interrupted at attention, so that nothing is split.
 
     Raises:
         AssertionError: As vLLM's dispatchers do.
     """
     mode = mode_of(vllm_config)
-    if mode.requires_piecewise_compilation() and not splits_at_attention(vllm_config):
+    splits = breakable or splits_at_attention(vllm_config)
+    if mode.requires_piecewise_compilation() and not splits:
         raise AssertionError(
             f"cudagraph_mode {mode} needs a model that is compiled in pieces at attention, and "
             f"this one is not. Split it there, or use {mode.without_piecewise()}."

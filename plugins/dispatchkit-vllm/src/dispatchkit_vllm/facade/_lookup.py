@@ -34,7 +34,7 @@ class FacadeBase:
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
         self.compilation_config = vllm_config.compilation_config
-        _config.require_splittable(vllm_config)
+        _config.require_splittable(vllm_config, breakable=self.breaks_graphs())
         self.registry = GraphRegistry()
         self._modes = {mode: self.mode_type[mode.name] for mode in RuntimeMode}
         self.cudagraph_keys = KeySets(
@@ -45,6 +45,11 @@ class FacadeBase:
         )
         self.keys_initialized = False
         self.cudagraph_mode = self._modes[RuntimeMode.NONE]
+
+    @staticmethod
+    def breaks_graphs() -> bool:
+        """Return whether one capture can be interrupted at attention."""
+        return False
 
     def add_cudagraph_key(self, runtime_mode: Any, batch_descriptor: Any) -> None:
         """Register a key.

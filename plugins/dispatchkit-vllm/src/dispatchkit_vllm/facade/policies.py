@@ -1,0 +1,341 @@
+"""Names of a third party's dispatcher that keeps graphs, policies and statistics together.
+
+Only the names are published, with no behaviour to compare with; what they do here is what
+their documentation says, over dispatchkit's registry. Learning, composing and several
+streams are policies of other distributions, and their names say so until those are there.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import attrs
+
+from dispatchkit import BatchDescriptor, GraphKey, GraphRegistry, RuntimeMode
+from dispatchkit.errors import ConfigError, DispatchkitError
+from dispatchkit.keys import check_count
+
+__all__ = [
+    "AdaptiveDispatchPolicy",
+    "CompositeDispatcher",
+    "CudagraphDispatcher",
+    "DefaultDispatchPolicy",
+    "DispatchKey",
+    "DispatchMode",
+    "DispatchPolicy",
+    "DispatchStats",
+    "GraphEntry",
+    "NotBuiltError",
+    "StreamDispatcher",
+    "create_dispatch_key",
+    "get_padded_key",
+]
+
+
+class NotBuiltError(DispatchkitError, NotImplementedError):
+    """A name of this module stands for something that no installed distribution has yet."""
+
+    def __init__(self, name: str, policy: str) -> None:
+        self.name, self.policy = name, policy
+        super().__init__(
+            f"{name} stands for the policy {policy!r}, which this distribution does not bring. "
+            f"Use dispatchkit's Dispatcher with a policy from `dispatchkit policies`."
+        )
+
+
+class DispatchMode(enum.Enum):
+    """How one batch runs."""
+
+    EAGER = "eager"
+    PIECEWISE = "piecewise"
+    FULL = "full"
+
+    @property
+    def runtime_mode(self) -> RuntimeMode:
+        """The same in dispatchkit's words."""
+        return RuntimeMode.NONE if self is DispatchMode.EAGER else RuntimeMode[self.name]
+
+
+@attrs.frozen
+class DispatchKey:
+    """What a graph is named by.
+
+    Attributes:
+        num_tokens: Tokens of the batch.
+        num_reqs: Requests of the batch.
+        max_seq_len: Longest sequence, in tokens.
+        is_prefill: The batch holds prompts.
+    """
+
+    num_tokens: int
+    num_reqs: int = 1
+    max_seq_len: int = 0
+    is_prefill: bool = False
+
+    def graph_key(self, mode: RuntimeMode) -> GraphKey:
+        """Return the key in dispatchkit's registry.
+
+        Raises:
+            DescriptorError: A number is not one that a batch can have.
+        """
+        facts: Any = (self.max_seq_len, int(self.is_prefill))
+        return GraphKey(mode, BatchDescriptor(self.num_tokens, num_reqs=self.num_reqs, axes=facts))
+
+
+def create_dispatch_key(
+    num_tokens: int, num_reqs: int = 1, max_seq_len: int = 0, is_prefill: bool = False
+) -> DispatchKey:
+    """Return a key, its numbers checked.
+
+    Raises:
+        ConfigError: A number is negative, or there are more requests than tokens.
+    """
+    check_count(num_tokens, "num_tokens")
+    check_count(num_reqs, "num_reqs")
+    check_count(max_seq_len, "max_seq_len", minimum=0)
+    if num_reqs > num_tokens:
+        raise ConfigError("num_reqs", num_reqs, f"at most num_tokens ({num_tokens})")
+    return DispatchKey(num_tokens, num_reqs, max_seq_len, is_prefill)
+
+
+def get_padded_key(key: DispatchKey, pad_to: int) -> DispatchKey:
+    """Return the key with its tokens rounded up to a multiple.
+
+    Raises:
+        ConfigError: The multiple is not a number of at least one.
+    """
+    check_count(pad_to, "pad_to")
+    return attrs.evolve(key, num_tokens=-(-key.num_tokens // pad_to) * pad_to)
+
+
+@attrs.define
+class DispatchStats:
+    """How batches ran."""
+
+    num_full: int = 0
+    num_piecewise: int = 0
+    num_eager: int = 0
+
+    @property
+    def total(self) -> int:
+        """All batches."""
+        return self.num_full + self.num_piecewise + self.num_eager
+
+    @property
+    def graph_ratio(self) -> float:
+        """Part of the batches that replayed a graph; 0 before the first."""
+        return (self.num_full + self.num_piecewise) / self.total if self.total else 0.0
+
+
+class DispatchPolicy(abc.ABC):
+    """Decides whether and how a batch replays."""
+
+    @abc.abstractmethod
+    def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
+        """Return whether a batch should replay a graph."""
+
+    @abc.abstractmethod
+    def select_mode(
+        self, key: DispatchKey, available_modes: Collection[DispatchMode]
+    ) -> DispatchMode:
+        """Return one of the modes that a graph is available in."""
+
+
+class DefaultDispatchPolicy(DispatchPolicy):
+    """Replays within a range of tokens.
+
+    Args:
+        min_tokens_for_graph: Fewest tokens that replay.
+        max_tokens_for_graph: Most tokens that replay.
+        prefer_piecewise: PIECEWISE goes before FULL where both are there.
+
+    Raises:
+        ConfigError: The range is empty, or an end of it is not a number.
+    """
+
+    def __init__(
+        self,
+        min_tokens_for_graph: int = 1,
+        max_tokens_for_graph: int = 8192,
+        prefer_piecewise: bool = False,
+    ) -> None:
+        check_count(min_tokens_for_graph, "min_tokens_for_graph", minimum=0)
+        check_count(max_tokens_for_graph, "max_tokens_for_graph")
+        if min_tokens_for_graph > max_tokens_for_graph:
+            raise ConfigError(
+                "min_tokens_for_graph",
+                min_tokens_for_graph,
+                f"at most max_tokens_for_graph ({max_tokens_for_graph})",
+            )
+        self.min_tokens_for_graph = min_tokens_for_graph
+        self.max_tokens_for_graph = max_tokens_for_graph
+        self.prefer_piecewise = prefer_piecewise
+
+    def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
+        """Return whether there is a graph and the batch is within the range."""
+        inside = self.min_tokens_for_graph <= key.num_tokens <= self.max_tokens_for_graph
+        return graph_available and inside
+
+    def select_mode(
+        self, key: DispatchKey, available_modes: Collection[DispatchMode]
+    ) -> DispatchMode:
+        """Return the preferred mode of those available, EAGER for none."""
+        order = [DispatchMode.FULL, DispatchMode.PIECEWISE]
+        if self.prefer_piecewise:
+            order.reverse()
+        return next((mode for mode in order if mode in available_modes), DispatchMode.EAGER)
+
+
+@attrs.frozen
+class GraphEntry:
+    """A graph that was registered.
+
+    Attributes:
+        key: What it is named by.
+        mode: FULL or PIECEWISE.
+        graph: Anything with ``replay()``, or callable without arguments.
+        input_ptrs: Addresses of its inputs.
+    """
+
+    key: DispatchKey
+    mode: DispatchMode
+    graph: Any
+    input_ptrs: tuple[int, ...] = ()
+
+    def replay(self) -> Any:
+        """Run the graph."""
+        replay = getattr(self.graph, "replay", self.graph)
+        return replay()
+
+
+class CudagraphDispatcher:
+    """Keeps graphs, replays the one of a key, and runs eager otherwise.
+
+    Args:
+        eager_runner: Called with the key of a batch that has no graph.
+        policy: Decides whether and how a batch replays.
+        max_cached_graphs: Most graphs kept; the one not used for longest goes first.
+
+    Thread safety: every method may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        eager_runner: Callable[[DispatchKey], Any],
+        policy: DispatchPolicy | None = None,
+        max_cached_graphs: int = 64,
+    ) -> None:
+        self._eager_runner = eager_runner
+        self._policy = DefaultDispatchPolicy() if policy is None else policy
+        self._max_graphs = check_count(max_cached_graphs, "max_cached_graphs")
+        self._lock = threading.RLock()
+        self._used: OrderedDict[GraphKey, None] = OrderedDict()
+        self._stats = DispatchStats()
+        self.registry = GraphRegistry()
+
+    @property
+    def stats(self) -> DispatchStats:
+        """How batches ran so far."""
+        return self._stats
+
+    def register_graph(
+        self,
+        key: DispatchKey,
+        graph: Any,
+        input_ptrs: Sequence[int] = (),
+        mode: DispatchMode = DispatchMode.FULL,
+    ) -> None:
+        """Keep a graph; the least recently used makes room before it is taken in.
+
+        Raises:
+            DescriptorError: The mode is EAGER, or the key is not one a batch can have.
+        """
+        name = key.graph_key(mode.runtime_mode)
+        with self._lock:
+            if name not in self.registry:
+                while len(self._used) >= self._max_graphs:
+                    oldest, _ = self._used.popitem(last=False)
+                    self.registry.forget(oldest)
+            self.registry.declare([name])
+            self.registry.captured(name, GraphEntry(key, mode, graph, tuple(input_ptrs)))
+            self._used[name] = None
+            self._used.move_to_end(name)
+
+    def _available(self, key: DispatchKey) -> dict[DispatchMode, GraphEntry]:
+        found = {}
+        for mode in (DispatchMode.FULL, DispatchMode.PIECEWISE):
+            name = key.graph_key(mode.runtime_mode)
+            entry = self.registry.get(name)
+            if entry is not None and self.registry.is_enabled(name):
+                found[mode] = entry.graph
+        return found
+
+    def has_graph(self, key: DispatchKey) -> bool:
+        """Return whether a graph of an enabled mode is there."""
+        return bool(self._available(key))
+
+    def get_graph(self, key: DispatchKey) -> GraphEntry | None:
+        """Return the graph of a key, FULL before PIECEWISE; None without one."""
+        return next(iter(self._available(key).values()), None)
+
+    def dispatch(self, key: DispatchKey) -> Any:
+        """Replay the graph of a key, or run it eager; return what that returned."""
+        with self._lock:
+            available = self._available(key)
+            mode = DispatchMode.EAGER
+            if self._policy.should_use_graph(key, bool(available)):
+                mode = self._policy.select_mode(key, tuple(available))
+            entry = available.get(mode)
+            if entry is None:
+                self._stats.num_eager += 1
+            else:
+                self._used.move_to_end(key.graph_key(mode.runtime_mode))
+                if mode is DispatchMode.FULL:
+                    self._stats.num_full += 1
+                else:
+                    self._stats.num_piecewise += 1
+        return self._eager_runner(key) if entry is None else entry.replay()
+
+    def clear_cache(self) -> None:
+        """Let go of all graphs."""
+        with self._lock:
+            self._used.clear()
+            self.registry.clear()
+
+    def enable_mode(self, mode: DispatchMode) -> None:
+        """Let graphs of a mode be replayed again."""
+        self.registry.set_enabled(True, mode=mode.runtime_mode)
+
+    def disable_mode(self, mode: DispatchMode) -> None:
+        """Replay no graphs of a mode until it is enabled."""
+        self.registry.set_enabled(False, mode=mode.runtime_mode)
+
+
+class AdaptiveDispatchPolicy(DefaultDispatchPolicy):
+    """Learns from latency; brought by the policy ``adaptive``."""
+
+    def __init__(self, history_size: int = 100) -> None:
+        raise NotBuiltError("AdaptiveDispatchPolicy", "adaptive")
+
+    def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
+        """Learn how long a batch took in a mode."""
+        raise NotBuiltError("AdaptiveDispatchPolicy.record", "adaptive")
+
+
+class CompositeDispatcher:
+    """Asks several dispatchers by priority; brought by the policy ``composite``."""
+
+    def __init__(self) -> None:
+        raise NotBuiltError("CompositeDispatcher", "composite")
+
+
+class StreamDispatcher:
+    """Dispatches to several streams; brought by the policy ``multistream``."""
+
+    def __init__(self, eager_runner: Callable[[DispatchKey], Any], num_streams: int = 2) -> None:
+        raise NotBuiltError("StreamDispatcher", "multistream")

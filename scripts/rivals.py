@@ -1,0 +1,70 @@
+"""Fetch the dispatchers of published vLLM releases, to compare ours with them.
+
+Downloads the wheels of two releases without their dependencies and keeps the few files that
+define the dispatcher, its descriptor, its modes and its caller. They lie in ``.rivals/``,
+which is ignored; nothing of them becomes part of this project.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+RELEASES = ("0.33.0", "0.13.0")
+FILES = (
+    "vllm/v1/cudagraph_dispatcher.py",
+    "vllm/forward_context.py",
+    "vllm/config/compilation.py",
+    "vllm/lora/utils.py",
+    "vllm/v1/worker/gpu_model_runner.py",
+)
+FOLDER = Path(__file__).resolve().parent.parent / ".rivals"
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def unpack(wheel: Path, target: Path) -> None:
+    """Write the files that are compared with, and the licence they come under."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        missing = sorted(set(FILES) - names)
+        if missing:
+            sys.exit(f"{wheel.name} holds no {', '.join(missing)}; is it another release?")
+        licences = [name for name in names if ".dist-info/" in name and "LICENSE" in name]
+        for name in (*FILES, *licences):
+            path = target / (name if name in FILES else "LICENSE")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(archive.read(name))
+
+
+def main() -> None:
+    """Fetch what is not there yet."""
+    for release in RELEASES:
+        target = FOLDER / f"vllm-{release}"
+        if all((target / name).is_file() for name in FILES):
+            say(f"{target}: there already")
+            continue
+        say(f"vllm {release}: downloading the wheel (several hundred MB)")
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", folder]
+            fetched = subprocess.run([*command, f"vllm=={release}"], check=False)
+            wheels = list(Path(folder).glob("*.whl"))
+            if fetched.returncode or len(wheels) != 1:
+                sys.exit(
+                    f"vllm {release} could not be downloaded. It needs a package index and "
+                    f"Linux on x86-64; try again there."
+                )
+            unpack(wheels[0], target)
+        say(f"{target}: {len(FILES)} files")
+
+
+if __name__ == "__main__":
+    main()
