@@ -16,22 +16,55 @@ except ImportError as error:
 
 from dispatchkit.execute.budget import ChurnWarning
 from dispatchkit.execute.captured import CapturedStep
+from dispatchkit.execute.context import (
+    ForwardContext,
+    NoForwardContextError,
+    forward_context_is_available,
+    get_forward_context,
+    set_forward_context,
+)
 from dispatchkit.execute.inputs import StaticInput
 from dispatchkit.execute.lifecycle import CaptureReport
 from dispatchkit.execute.pieces import Piece, eager_piece, graph_piece
 from dispatchkit.execute.reasons import EagerStepWarning
 from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.wrapper import (
+    GraphWrapper,
+    WrappedEntry,
+    WrapperError,
+    WrapperOptions,
+    WrapperRules,
+    capture_counter,
+    capturing_is_enabled,
+    set_capturing_enabled,
+)
+from dispatchkit.execute.wrapper_device import BackendDevice, WrapperDevice
 from dispatchkit.observe.counters import RunnerStats
 
 __all__ = [
+    "BackendDevice",
     "CaptureReport",
     "CapturedStep",
     "ChurnWarning",
     "EagerStepWarning",
+    "ForwardContext",
     "GraphRunner",
+    "GraphWrapper",
+    "NoForwardContextError",
     "Piece",
     "RunnerStats",
     "StaticInput",
+    "WrappedEntry",
+    "WrapperDevice",
+    "WrapperError",
+    "WrapperOptions",
+    "WrapperRules",
+    "capture_counter",
+    "capturing_is_enabled",
     "eager_piece",
+    "forward_context_is_available",
+    "get_forward_context",
     "graph_piece",
+    "set_capturing_enabled",
+    "set_forward_context",
 ]
