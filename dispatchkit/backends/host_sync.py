@@ -23,7 +23,7 @@ SYNC_FUNCTIONS: dict[Any, str] = {
     for name in (
         "item tolist numpy cpu nonzero is_nonzero equal allclose apply_ map_ "
         "__bool__ __int__ __float__ __complex__ __index__ __repr__ __format__ "
-        "__array__ __dlpack__ __reduce_ex__"
+        "__array__ __dlpack__"
     ).split()
 }
 SYNC_FUNCTIONS |= {torch.equal: "torch.equal", torch.nonzero: "torch.nonzero"}
@@ -69,15 +69,21 @@ def sync_of(func: Any, args: tuple[Any, ...]) -> HostSyncError | None:
 
 
 class HostSyncGuard(TorchFunctionMode):
-    """Refuses calls that would wait for a device and never reach the dispatcher here."""
+    """Refuses calls that copy a device's data to the host.
 
-    def __init__(self, note: Callable[[HostSyncError], None]) -> None:
+    Args:
+        note: Is told of each refused call, since the callable may swallow the error.
+        device_type: Whose tensors may not be read; others are the host's own.
+    """
+
+    def __init__(self, note: Callable[[HostSyncError], None], device_type: str) -> None:
         super().__init__()
         self._note = note
+        self._device_type = device_type
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = SYNC_FUNCTIONS.get(func)
-        if name is not None:
+        if name is not None and args and args[0].device.type == self._device_type:
             error = HostSyncError(name)
             self._note(error)
             raise error

@@ -344,7 +344,7 @@ class TapeBackend:
             recorder = Recorder()
             try:
                 recorder.add_generators([torch.default_generator, *generators])
-                with HostSyncGuard(recorder.note_error), recorder:
+                with HostSyncGuard(recorder.note_error, "cpu"), recorder:
                     outputs = run()
                 recorder.raise_swallowed_error()
             except Exception as error:

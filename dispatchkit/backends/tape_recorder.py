@@ -328,7 +328,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if public is not None:
             try:
                 with _Guard(LAUNCH_KEYS):
-                    return public, public(*args)
+                    result = public(*args)
+                return public, result if func._schema.returns else None
             except TypeError:
                 pass  # for instance None among the indices of index_put_
     return func, func(*args, **kwargs)

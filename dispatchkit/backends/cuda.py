@@ -1,0 +1,506 @@
+"""CUDA graphs, streams and events, by torch.
+
+Source for what a graph may hold and do: torch's documentation, "CUDA semantics", section
+"CUDA Graphs"; torch/cuda/graphs.py of torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dispatchkit.backends.base import BackendCapabilities
+from dispatchkit.backends.capture_errors import capture_error, forget_frames
+from dispatchkit.backends.capture_guard import (
+    capturing_device,
+    exclusive_capture,
+    is_any_capturing,
+    refuse_in_capture,
+    refuse_nested,
+)
+from dispatchkit.backends.cuda_capture import CaptureWatch, close_pool_if_open, repair
+from dispatchkit.backends.cuda_streams import CudaEvent, CudaStream, UseStream, make_current
+from dispatchkit.backends.warmup import run_warmup
+from dispatchkit.errors import (
+    BackendUnavailableError,
+    CaptureError,
+    ConfigError,
+    ReplayError,
+)
+
+# torch hands out streams of one priority from a ring of 32; a 33rd is the first one again.
+MAX_STREAMS = 32
+
+CAPTURE_ERROR_MODES = ("thread_local", "global", "relaxed")
+
+# Graphs let go of while a capture was running: destroying one calls the driver, which could
+# void that capture. They are destroyed after it.
+_graveyard: list[Any] = []
+
+
+def _bury() -> None:
+    """Destroy the graphs that were let go of, unless a capture is running."""
+    while _graveyard and not is_any_capturing():
+        _graveyard.pop().reset()
+
+
+class CudaPool:
+    """A private memory pool; its graphs must not run at the same time.
+
+    Attributes:
+        handle: torch's pool handle for the next capture.
+        graphs: The live graphs.
+    """
+
+    def __init__(self) -> None:
+        self.handle = self._new_handle()
+        self.graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+        self._given_up: list[Any] = []
+
+    @staticmethod
+    def _new_handle() -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    @property
+    def handles(self) -> list[Any]:
+        """All handles that memory of this pool goes by."""
+        return [self.handle, *self._given_up]
+
+    def give_up_handle(self) -> None:
+        """Capture into a new pool from here on; earlier graphs keep the old one."""
+        self._given_up.append(self.handle)
+        self.handle = self._new_handle()
+
+
+def _refuse_replay() -> None:
+    raise ReplayError(
+        "A released graph was asked to replay. Capture it again, or keep it until its last use."
+    )
+
+
+class CudaGraph:
+    """One captured and instantiated CUDA graph.
+
+    It holds its outputs and the host memory that its copies use, not the device memory that
+    it reads: whoever owns the graph must hold its inputs, weights and state.
+    """
+
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        outputs: Any,
+        pool: CudaPool,
+        *,
+        host_tensors: list[torch.Tensor],
+        generators: list[Any],
+        draws: bool,
+    ) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._outputs = outputs
+        self._pool = pool
+        self._host_tensors = host_tensors
+        self._generators = generators
+        self._draws = draws
+        self._launch: Callable[[], None] = self._first_replay if draws else graph.replay
+        pool.graphs.add(self)
+
+    @property
+    def outputs(self) -> Any:
+        """What the callable returned at capture; overwritten by every replay.
+
+        Raises:
+            ReplayError: The graph was released.
+        """
+        if self._graph is None:
+            _refuse_replay()
+        return self._outputs
+
+    @property
+    def has_random_state(self) -> bool:
+        """Whether a replay draws from a random generator.
+
+        True from the start where an operation was seen that may draw; the first replay
+        settles it by the generators' offsets.
+        """
+        return self._draws
+
+    @property
+    def raw_exec_handle(self) -> int:
+        """The ``cudaGraphExec_t``, for launches past torch; only without random state.
+
+        Raises:
+            ReplayError: The graph was released.
+        """
+        if self._graph is None:
+            _refuse_replay()
+            return 0
+        return int(self._graph.raw_cuda_graph_exec())
+
+    def replay(self) -> None:
+        """Queue the graph once on the current stream.
+
+        Raises:
+            ReplayError: The graph was released.
+        """
+        self._launch()
+
+    def _first_replay(self) -> None:
+        graph = self._graph
+        if graph is None:
+            return _refuse_replay()
+        # Offsets live on the host and move when the graph is launched: no waiting here. A
+        # draw of another thread meanwhile leaves the answer at yes, which is only slower.
+        before = [generator.get_offset() for generator in self._generators]
+        graph.replay()
+        after = [generator.get_offset() for generator in self._generators]
+        self._draws = before != after
+        self._launch = graph.replay
+        return None
+
+    def release(self) -> None:
+        """Let go of the graph and its memory; replays already queued still run."""
+        graph, self._graph = self._graph, None
+        self._launch = _refuse_replay
+        self._outputs = None
+        self._host_tensors = []
+        self._pool.graphs.discard(self)
+        if graph is not None:
+            _graveyard.append(graph)
+            _bury()
+
+    def __del__(self) -> None:
+        # A collection may come in the middle of a capture; release knows what to do then.
+        if getattr(self, "_graph", None) is not None:
+            self.release()
+
+
+class CudaBackend:
+    """Captures and replays on one CUDA device.
+
+    Args:
+        device: Index, ``"cuda"``, ``"cuda:1"`` or torch.device; None: the current device.
+        capture_error_mode: What the driver lets other threads do during a capture; see
+            torch.cuda.graph. ``"thread_local"`` lets them copy, allocate and poll.
+        refuse_host_syncs: Refuse calls that wait for the device by name, before the driver
+            voids the capture. Turn off for functions that a dispatch mode disturbs.
+
+    Raises:
+        BackendUnavailableError: This torch has no CUDA, or it finds no device.
+        ConfigError: The device does not exist, or the mode is not known.
+    """
+
+    def __init__(
+        self,
+        device: Any = None,
+        *,
+        capture_error_mode: str = "thread_local",
+        refuse_host_syncs: bool = True,
+    ) -> None:
+        if capture_error_mode not in CAPTURE_ERROR_MODES:
+            allowed = "one of " + ", ".join(map(repr, CAPTURE_ERROR_MODES))
+            raise ConfigError("capture_error_mode", capture_error_mode, allowed)
+        require_cuda()
+        self._index = device_index(device)
+        torch.cuda.init()
+        self._mode = capture_error_mode
+        self._refuse_host_syncs = refuse_host_syncs
+        self._streams: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()
+        self._streams_guard = threading.Lock()
+        self._raw_handle: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+    @property
+    def name(self) -> str:
+        """The name it is chosen by."""
+        return "cuda"
+
+    @property
+    def torch_device(self) -> str:
+        """The device string tensors are made on."""
+        return f"cuda:{self._index}"
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """What this backend can do."""
+        return BackendCapabilities(
+            graphs=True,
+            max_streams=MAX_STREAMS,
+            device_timing=True,
+            concurrent_streams=True,
+            poisons_outputs=False,
+        )
+
+    def device_info(self) -> dict[str, str]:
+        """Return device name and library versions for reports."""
+        properties = torch.cuda.get_device_properties(self._index)
+        return {
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_mib": str(properties.total_memory >> 20),
+            "torch": torch.__version__,
+            "cuda": str(torch.version.cuda),
+        }
+
+    # -- streams and events -------------------------------------------------------------
+
+    def current_stream(self) -> CudaStream:
+        """Return the stream that new work of this thread goes to; 4 us on torch's side."""
+        return CudaStream(torch.cuda.current_stream(self._index))
+
+    def current_stream_handle(self) -> int:
+        """Return the raw handle of the current stream."""
+        return self._raw_handle(self._index)
+
+    def new_stream(self) -> CudaStream:
+        """Return a stream that no other live one of this backend shares a queue with.
+
+        Raises:
+            ConfigError: All of the device's streams are alive already.
+        """
+        with self._streams_guard:
+            for _ in range(2 * MAX_STREAMS):  # others take from the ring, too
+                stream = CudaStream(torch.cuda.Stream(device=self._index))
+                if stream.handle not in self._streams:
+                    self._streams[stream.handle] = stream
+                    return stream
+        raise ConfigError(
+            "number of streams",
+            len(self._streams) + 1,
+            f"at most {MAX_STREAMS} at a time on this device",
+            "Use fewer lanes, or let go of streams that are not needed.",
+        )
+
+    def use_stream(self, stream: Any) -> UseStream:
+        """Make a stream current for the duration of a ``with`` block."""
+        return UseStream(stream.raw)
+
+    def new_event(self, *, timing: bool = False) -> CudaEvent:
+        """Return a new event; only a timing event measures."""
+        return CudaEvent(self._index, timing=timing)
+
+    def synchronize(self) -> None:
+        """Block the host until all work of the device is done."""
+        refuse_in_capture("backend.synchronize()")
+        torch.cuda.synchronize(self._index)
+
+    # -- memory -------------------------------------------------------------------------
+
+    def new_pool(self) -> CudaPool:
+        """Return a private memory pool for captures."""
+        return CudaPool()
+
+    def pool_bytes(self, pool: Any) -> int:
+        """Return the bytes the pool reserves now; 0 once it is unused.
+
+        torch keeps the memory of an unused pool until it needs it; asking here gives it back
+        to the device, unless a capture is running. Not for the hot path.
+        """
+        if not pool.graphs and not is_any_capturing():
+            _bury()
+            torch.cuda.empty_cache()
+        return sum(
+            int(segment["total_size"])
+            for handle in pool.handles
+            for segment in torch.cuda.memory_snapshot(handle)
+            if segment["device"] == self._index
+            and tuple(segment.get("segment_pool_id", handle)) == tuple(handle)
+        )
+
+    # -- graphs -------------------------------------------------------------------------
+
+    def warmup(self, run: Callable[[], Any], *, stream: Any, iterations: int = 1) -> Any:
+        """Run the callable eagerly on a stream, ordered after the caller's stream.
+
+        Returns:
+            What the last run returned. The caller's stream waits for the warm-up.
+        """
+        result = run_warmup(self, run, stream, iterations)
+        caller = torch.cuda.current_stream(self._index)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                # The memory belongs to the other stream: it must not be used again there
+                # while the caller's stream still reads it.
+                leaf.record_stream(caller)
+        return result
+
+    def capture(
+        self,
+        run: Callable[[], Any],
+        *,
+        stream: Any,
+        pool: Any,
+        generators: Iterable[Any] = (),
+    ) -> CudaGraph:
+        """Capture the callable on a stream into a pool; nothing runs.
+
+        The default generator is registered by torch; any other one that the callable draws
+        from must be in ``generators``. Generators of the host are no part of the device:
+        what Python draws from them is drawn at capture.
+
+        Raises:
+            CaptureError: With reason ``host_sync``, ``out_of_memory``, ``nested`` or
+                ``error``; its ``__cause__`` is the original exception. Nothing outside
+                has changed.
+            ConfigError: A generator is not one of this device.
+        """
+        own_generators = self._check_generators(generators)
+        refuse_nested(self.torch_device)
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                f"A capture on {self.torch_device!r} was begun on a stream that somebody else "
+                "is capturing; captures do not nest. Call the inner function directly: the "
+                "outer capture records it.",
+                reason="nested",
+            )
+        try:
+            with exclusive_capture(self.torch_device), UseStream(stream.raw):
+                return self._capture(run, stream.raw, pool, own_generators)
+        finally:
+            _bury()
+
+    def _capture(
+        self,
+        run: Callable[[], Any],
+        stream: torch.cuda.Stream,
+        pool: CudaPool,
+        generators: list[Any],
+    ) -> CudaGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for generator in generators:
+            graph.register_generator_state(generator)
+        watch = CaptureWatch()
+        outputs: Any = None
+        failure = self._begin(graph, pool)
+        if failure is None:
+            try:
+                if self._refuse_host_syncs:
+                    with watch.watching():
+                        outputs = run()
+                else:
+                    outputs = run()
+                watch.raise_swallowed_error()
+            except BaseException as error:  # noqa: BLE001 - raised below, once it has ended
+                failure = error
+            make_current(stream)  # the callable may have left another one
+            failure = self._end(graph, pool, generators, failure)
+        if failure is not None:
+            outputs = None
+            forget_frames(failure)
+            graph.reset()
+            try:
+                if not isinstance(failure, Exception):
+                    raise failure
+                raise capture_error(watch.first_error or failure) from failure
+            finally:
+                del failure  # or frame and error would hold each other
+        default = torch.cuda.default_generators[self._index]
+        return CudaGraph(
+            graph,
+            outputs,
+            pool,
+            host_tensors=watch.host_tensors,
+            generators=[default, *generators],
+            # Unwatched, nobody knows: the first replay tells.
+            draws=watch.draws or not self._refuse_host_syncs,
+        )
+
+    def _begin(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> BaseException | None:
+        """Begin the capture; return what went wrong."""
+        try:
+            graph.capture_begin(pool=pool.handle, capture_error_mode=self._mode)
+        except RuntimeError as error:
+            close_pool_if_open(self._index, pool.handle)
+            return error
+        return None
+
+    def _end(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        pool: CudaPool,
+        generators: list[Any],
+        failure: BaseException | None,
+    ) -> BaseException | None:
+        """End the capture and make it launchable; return the first thing that went wrong."""
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            usable = repair(
+                graph,
+                device_index=self._index,
+                handle=pool.handle,
+                generators=generators,
+                mode=self._mode,
+            )
+            if not usable:
+                pool.give_up_handle()
+            return failure or error
+        if failure is None:
+            try:
+                graph.instantiate()
+            except RuntimeError as error:
+                return error
+        return failure
+
+    def _check_generators(self, generators: Iterable[Any]) -> list[Any]:
+        own = list(generators)
+        default = torch.cuda.default_generators[self._index]
+        for generator in own:
+            device = getattr(generator, "device", None)
+            if device is None or device.type != "cuda" or device.index not in (None, self._index):
+                raise ConfigError(
+                    "generators",
+                    generator,
+                    f"generators of {self.torch_device}",
+                    f"Make it with torch.Generator(device={self.torch_device!r}).",
+                )
+        return [generator for generator in own if generator is not default]
+
+    def is_capturing(self) -> bool:
+        """Return whether this thread is inside a capture, ours or the caller's."""
+        return bool(capturing_device()) or torch.cuda.is_current_stream_capturing()
+
+
+def require_cuda() -> None:
+    """Raise BackendUnavailableError where torch cannot use a CUDA device."""
+    if not torch.backends.cuda.is_built():
+        raise BackendUnavailableError(
+            f"The backend 'cuda' needs a torch with CUDA; {torch.__version__} is built without "
+            "it. Install a CUDA build of torch, or choose the backend 'tape'."
+        )
+    if not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
+        raise BackendUnavailableError(
+            "The backend 'cuda' needs a CUDA device; torch finds no driver or no device."
+            f"{hidden} Look at nvidia-smi, or choose the backend 'tape'."
+        )
+
+
+def device_index(device: Any) -> int:
+    """Return the index of an existing CUDA device.
+
+    Raises:
+        ConfigError: It is no CUDA device, or there is none of that index.
+    """
+    count = torch.cuda.device_count()
+    allowed = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
+    if device is None or str(device) == "cuda":
+        return int(torch.cuda.current_device())
+    index: int | None = None
+    if isinstance(device, int) and not isinstance(device, bool):
+        index = device
+    elif isinstance(device, (str, torch.device)):
+        try:
+            parsed = torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError("device", device, f"a CUDA device, {allowed}") from error
+        if parsed.type == "cuda":
+            index = parsed.index
+    if index is None or not 0 <= index < count:
+        raise ConfigError("device", device, f"a CUDA device that exists here, {allowed}")
+    return index

@@ -1,0 +1,506 @@
+"""CUDA graphs keep the promises of every backend, and those only a device can be asked for."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from dispatchkit.errors import BackendUnavailableError, CaptureError, ConfigError
+from dispatchkit.testing.backend_tests import BackendTests, Rig
+
+pytestmark = pytest.mark.gpu
+
+
+def cuda_backend(**options):
+    from dispatchkit.backends.cuda import CudaBackend
+
+    return CudaBackend(**options)
+
+
+def new_rig(**options):
+    torch = pytest.importorskip("torch")
+    backend = cuda_backend(**options)
+    return Rig(torch, backend, backend.new_stream(), backend.new_pool())
+
+
+class TestCuda(BackendTests):
+    def make_backend(self):
+        return cuda_backend()
+
+    def settle(self, rig):
+        gc.collect()
+        rig.backend.synchronize()
+        rig.torch.cuda.empty_cache()
+
+
+class TestCudaUnwatched(BackendTests):
+    """Without the watch the driver refuses; everything must be cleaned up all the same."""
+
+    def make_backend(self):
+        return cuda_backend(refuse_host_syncs=False)
+
+    def settle(self, rig):
+        gc.collect()
+        rig.backend.synchronize()
+        rig.torch.cuda.empty_cache()
+
+    def test_a_refused_call_is_named(self, rig):
+        pytest.skip("names come from the watch, which is off here")
+
+    def test_a_graph_says_whether_it_draws(self, rig):
+        """Nobody looked at the capture: the first replay tells."""
+        x = rig.zeros(4)
+        quiet = rig.capture(lambda: x + 1)
+        drawing = rig.capture(lambda: rig.torch.rand(4, device="cuda"))
+        assert quiet.has_random_state
+        quiet.replay()
+        drawing.replay()
+        assert not quiet.has_random_state
+        assert drawing.has_random_state
+
+
+# -- failures -------------------------------------------------------------------------------
+
+
+def _raises(rig, x):
+    raise ValueError("on purpose")
+
+
+FAILURES = {
+    "exception": _raises,
+    "item": lambda rig, x: x.sum().item(),
+    "pageable copy": lambda rig, x: rig.torch.tensor([1.0, 2.0], device="cuda") + x[:2],
+    "device wait": lambda rig, x: rig.torch.cuda.synchronize(),
+    "out of memory": lambda rig, x: rig.torch.empty(1 << 45, device="cuda"),
+}
+
+
+@pytest.mark.parametrize("refuse_host_syncs", [True, False])
+def test_twenty_failing_captures_leave_memory_flat_and_everything_working(refuse_host_syncs):
+    rig = new_rig(refuse_host_syncs=refuse_host_syncs)
+    torch = rig.torch
+    x = rig.randn(1 << 16)
+    generator = rig.generator()
+    healthy = rig.warm_capture(lambda: torch.nn.functional.dropout(x, 0.5) + 1)
+    torch.rand(4, device="cuda")
+    reserved, allocated, pools = [], [], []
+    for turn in range(20):
+        run = list(FAILURES.values())[turn % 5]
+
+        def step(run=run):
+            hidden = (x + 1) * 2
+            torch.rand(16, device="cuda")
+            torch.rand(16, device="cuda", generator=generator)
+            return run(rig, hidden)
+
+        default_before = rig.default_generator().get_state()
+        own_before = generator.get_state()
+        with pytest.raises(CaptureError):
+            rig.capture(step, generators=[generator])
+        assert torch.equal(rig.default_generator().get_state(), default_before)
+        assert torch.equal(generator.get_state(), own_before)
+        assert not torch.cuda.is_current_stream_capturing()
+        with torch.cuda.stream(rig.stream.raw):
+            assert not torch.cuda.is_current_stream_capturing()
+        torch.rand(4, device="cuda")
+        torch.rand(4, device="cuda", generator=generator)
+        healthy.replay()
+        torch.cuda.synchronize()
+        if turn % 5 == 4:
+            gc.collect()
+            torch.cuda.empty_cache()
+            reserved.append(torch.cuda.memory_reserved())
+            allocated.append(torch.cuda.memory_allocated())
+            pools.append(rig.backend.pool_bytes(rig.pool))
+    assert len(set(allocated)) == 1
+    assert len(set(reserved)) == 1
+    assert len(set(pools)) == 1
+    again = rig.capture(lambda: x * 3)
+    torch.testing.assert_close(rig.replayed(again), x * 3)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("refuse_host_syncs", [True, False])
+def test_each_failure_has_its_reason(name, refuse_host_syncs):
+    rig = new_rig(refuse_host_syncs=refuse_host_syncs)
+    x = rig.zeros(8)
+    with pytest.raises(CaptureError) as caught:
+        rig.capture(lambda: FAILURES[name](rig, x + 1))
+    expected = {"exception": "error", "out of memory": "out_of_memory"}
+    assert caught.value.reason == expected.get(name, "host_sync")
+    assert caught.value.__cause__ is not None
+
+
+def test_random_sequence_is_eagers_after_a_capture_that_the_driver_voided():
+    rig = new_rig(refuse_host_syncs=False)
+    torch = rig.torch
+    graph = rig.capture(lambda: torch.rand(16, device="cuda"))
+
+    def voided():
+        torch.rand(16, device="cuda")
+        torch.cuda.synchronize()
+
+    rig.default_generator().manual_seed(5)
+    expected = [torch.rand(16, device="cuda") for _ in range(4)]
+    rig.default_generator().manual_seed(5)
+    first = rig.replayed(graph)
+    with pytest.raises(CaptureError):
+        rig.capture(voided)
+    drawn = [first, torch.rand(16, device="cuda"), rig.replayed(graph), rig.replayed(graph)]
+    assert [rig.equal(a, b) for a, b in zip(drawn, expected, strict=True)] == [True] * 4
+
+
+def test_a_pool_stays_usable_and_shared_after_a_voided_capture():
+    rig = new_rig(refuse_host_syncs=False)
+    x = rig.zeros(1 << 20)
+    first = rig.capture(lambda: rig.torch.sum((x + 1) * 2))
+    with pytest.raises(CaptureError):
+        rig.capture(lambda: ((x + 1) * 2).sum().item())
+    before = rig.backend.pool_bytes(rig.pool)
+    second = rig.capture(lambda: rig.torch.sum((x + 2) * 2))
+    assert rig.backend.pool_bytes(rig.pool) == before
+    assert rig.read(rig.replayed(first)) == 2.0 * (1 << 20)
+    assert rig.read(rig.replayed(second)) == 4.0 * (1 << 20)
+
+
+def test_memory_of_a_released_pool_comes_back_after_a_voided_capture():
+    rig = new_rig(refuse_host_syncs=False)
+    torch = rig.torch
+    x = rig.zeros(1 << 20)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    graph = rig.capture(lambda: rig.torch.sum((x + 1) * 2))
+    with pytest.raises(CaptureError):
+        rig.capture(lambda: ((x + 1) * 2).sum().item())
+    graph.release()
+    gc.collect()
+    assert rig.backend.pool_bytes(rig.pool) == 0
+    assert torch.cuda.memory_reserved() == before
+
+
+# -- generators ------------------------------------------------------------------------------
+
+
+def test_an_unregistered_generator_fails_the_capture_and_nothing_else():
+    rig = new_rig()
+    generator = rig.generator()
+    x = rig.zeros(4)
+    try:
+        graph = rig.capture(lambda: rig.torch.rand(4, device="cuda", generator=generator))
+    except CaptureError:
+        pass  # torch up to 2.11 wants it registered; later ones register by themselves
+    else:
+        graph.replay()
+    assert rig.read(rig.replayed(rig.capture(lambda: x + 1))) == [1.0] * 4
+    rig.torch.rand(4, device="cuda", generator=generator)
+
+
+def test_a_generator_of_the_host_is_refused_by_name():
+    rig = new_rig()
+    with pytest.raises(ConfigError, match="generators"):
+        rig.capture(lambda: rig.zeros(1), generators=[rig.torch.Generator()])
+
+
+def test_the_default_generator_may_be_named_too():
+    rig = new_rig()
+    graph = rig.capture(
+        lambda: rig.torch.rand(4, device="cuda"), generators=[rig.default_generator()]
+    )
+    assert not rig.equal(rig.replayed(graph), rig.replayed(graph))
+
+
+def test_an_operator_that_might_draw_and_does_not_is_settled_by_the_first_replay():
+    rig = new_rig()
+    x = rig.randn(1, 2, 16, 64).half()
+    attention = rig.torch.nn.functional.scaled_dot_product_attention
+    graph = rig.warm_capture(lambda: attention(x, x, x, is_causal=True))
+    graph.replay()
+    assert not graph.has_random_state
+
+
+# -- host memory -----------------------------------------------------------------------------
+
+
+def test_a_copy_from_pinned_memory_is_a_node_that_reads_it_at_each_replay():
+    rig = new_rig()
+    torch = rig.torch
+    host = torch.zeros(64, pin_memory=True)
+    static = rig.zeros(64)
+
+    def step():
+        static.copy_(host, non_blocking=True)
+        return static * 2
+
+    graph = rig.capture(step)
+    for value in (3.0, 4.0):
+        host.fill_(value)
+        graph.replay()
+        assert rig.read(graph.outputs) == [2 * value] * 64
+
+
+def test_pinned_memory_that_a_graph_reads_lives_as_long_as_the_graph():
+    rig = new_rig()
+    torch = rig.torch
+    static = rig.zeros(1 << 12)
+
+    def make():
+        host = torch.full((1 << 12,), 7.0, pin_memory=True)
+        return rig.capture(lambda: static.copy_(host, non_blocking=True) * 1)
+
+    graph = make()
+    gc.collect()
+    others = [torch.full((1 << 12,), -1.0, pin_memory=True) for _ in range(8)]
+    graph.replay()
+    assert rig.read(graph.outputs.unique()) == [7.0]
+    assert len(others) == 8
+
+
+def test_host_tensors_may_be_read_in_a_capture():
+    rig = new_rig()
+    lengths = rig.torch.tensor([3, 5])
+    x = rig.zeros(8)
+    graph = rig.capture(lambda: x + lengths.max().item())
+    assert rig.read(rig.replayed(graph)) == [5.0] * 8
+
+
+# -- streams ---------------------------------------------------------------------------------
+
+
+def test_a_callable_that_leaves_another_stream_current_is_ended_on_its_own():
+    rig = new_rig()
+    torch = rig.torch
+    other = rig.backend.new_stream()
+    x = rig.zeros(4)
+    before = rig.backend.current_stream_handle()
+
+    def step():
+        y = x + 1
+        torch.cuda.set_stream(other.raw)
+        return y
+
+    graph = rig.capture(step)
+    assert rig.backend.current_stream_handle() == before
+    assert rig.read(rig.replayed(graph)) == [1.0] * 4
+
+
+def test_work_forked_to_another_stream_and_joined_is_captured():
+    rig = new_rig()
+    side = rig.backend.new_stream()
+    x = rig.zeros(1 << 12)
+
+    def step():
+        y = x + 1
+        side.wait_stream(rig.backend.current_stream())
+        with rig.backend.use_stream(side):
+            z = y * 3
+        rig.backend.current_stream().wait_stream(side)
+        return z + y
+
+    graph = rig.capture(step)
+    x.fill_(1)
+    assert rig.read(rig.replayed(graph)[:2]) == [8.0, 8.0]
+
+
+def test_a_fork_that_is_not_joined_fails_the_capture_and_nothing_else():
+    rig = new_rig()
+    side = rig.backend.new_stream()
+    x = rig.zeros(1 << 12)
+
+    def step():
+        side.wait_stream(rig.backend.current_stream())
+        with rig.backend.use_stream(side):
+            return x * 3
+
+    with pytest.raises(CaptureError):
+        rig.capture(step)
+    with rig.backend.use_stream(side):
+        y = x + 1
+    side.synchronize()
+    assert rig.read(y[:1]) == [1.0]
+    assert rig.read(rig.replayed(rig.capture(lambda: x + 2))[:1]) == [2.0]
+
+
+def test_inside_a_capture_the_caller_began_ours_is_refused_and_theirs_goes_on():
+    rig = new_rig()
+    torch = rig.torch
+    x = rig.zeros(4)
+    graph = torch.cuda.CUDAGraph()
+    seen = []
+    with torch.cuda.graph(graph):
+        y = x + 1
+        seen.append(rig.backend.is_capturing())
+        with pytest.raises(CaptureError) as caught:
+            rig.capture(lambda: x + 2)
+        z = y * 2
+    assert caught.value.reason == "nested"
+    assert seen == [True]
+    graph.replay()
+    assert rig.read(z) == [2.0] * 4
+
+
+def test_device_time_grows_with_the_work():
+    rig = new_rig()
+    x = rig.randn(2048, 2048)
+    one = rig.warm_capture(lambda: x @ x)
+
+    def many():
+        y = x
+        for _ in range(40):
+            y = y @ x
+        return y
+
+    forty = rig.warm_capture(many)
+
+    def device_us(graph):
+        start, end = (rig.backend.new_event(timing=True) for _ in range(2))
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_us(end)
+
+    assert device_us(forty) > 5 * device_us(one)
+
+
+# -- neighbours ------------------------------------------------------------------------------
+
+
+def test_busy_neighbours_do_not_disturb_a_capture():
+    rig = new_rig()
+    torch = rig.torch
+    stop, rounds, errors = threading.Event(), [], []
+
+    def busy():
+        try:
+            stream = torch.cuda.Stream()
+            event = torch.cuda.Event()
+            with torch.cuda.stream(stream):
+                while not stop.is_set():
+                    device = torch.full((1 << 14,), 2.0).cuda() * 3
+                    event.record()
+                    event.query()
+                    rounds.append(float(device[0].cpu()))
+        except BaseException as error:  # noqa: BLE001 - reported by the main thread
+            errors.append(error)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        x = rig.zeros(1 << 12)
+        for value in range(30):
+            graph = rig.capture(lambda value=value: (x + value) * 2)
+            assert rig.read(rig.replayed(graph)[:1]) == [2.0 * value]
+    finally:
+        stop.set()
+        thread.join()
+    assert errors == []
+    assert set(rounds) <= {6.0}
+
+
+def test_a_collection_in_mid_capture_may_let_go_of_old_graphs():
+    rig = new_rig()
+    x = rig.zeros(4)
+
+    class Cycle:
+        pass
+
+    for _ in range(5):
+        holder = Cycle()
+        holder.graph, holder.me = rig.capture(lambda: x + 1), holder
+    del holder
+
+    def step():
+        y = x + 1
+        gc.collect()
+        return y * 2
+
+    assert rig.read(rig.replayed(rig.capture(step))) == [2.0] * 4
+
+
+def test_a_thousand_captures_and_releases_leave_nothing():
+    rig = new_rig()
+    torch = rig.torch
+    x = rig.zeros(1 << 12)
+    sizes = []
+    for turn in range(1000):
+        graph = rig.capture(lambda: (x + 1) * 2)
+        graph.replay()
+        graph.release()
+        if turn in (99, 999):
+            torch.cuda.synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+            sizes.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert sizes[0] == sizes[1]
+
+
+def test_a_compiled_function_is_captured_as_compiled():
+    rig = new_rig()
+    torch = rig.torch
+    pytest.importorskip("triton")
+    x = rig.randn(64, 64)
+    compiled = torch.compile(lambda: (x * 2 + 1).relu().sum(0), dynamic=False)
+    try:
+        compiled()
+    except (RuntimeError, OSError, ImportError) as error:  # no compiler for the launcher
+        pytest.skip(f"torch.compile does not work here: {error}")
+    graph = rig.warm_capture(compiled)
+    x.copy_(rig.randn(64, 64))
+    torch.testing.assert_close(rig.replayed(graph), (x * 2 + 1).relu().sum(0))
+
+
+# -- devices and settings ---------------------------------------------------------------------
+
+
+def test_a_device_that_does_not_exist_is_refused_with_those_that_do():
+    torch = pytest.importorskip("torch")
+    count = torch.cuda.device_count()
+    for device in (count, f"cuda:{count}", -1, "cpu", True, "gpu"):
+        with pytest.raises(ConfigError, match="cuda:0"):
+            cuda_backend(device=device)
+
+
+def test_devices_may_be_named_in_several_ways():
+    torch = pytest.importorskip("torch")
+    for device in (None, 0, "cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0)):
+        assert cuda_backend(device=device).torch_device == "cuda:0"
+
+
+def test_an_unknown_capture_error_mode_is_refused():
+    with pytest.raises(ConfigError, match="thread_local"):
+        cuda_backend(capture_error_mode="threadlocal")
+
+
+def test_auto_chooses_cuda_where_there_is_a_device():
+    from dispatchkit.backends import resolve_backend
+
+    assert resolve_backend("auto").name == "cuda"
+    assert resolve_backend("cuda:0").torch_device == "cuda:0"
+    assert resolve_backend("auto", device="cpu").name == "tape"
+
+
+def test_hidden_devices_are_an_error_that_says_so():
+    import os
+    import subprocess
+    import sys
+
+    program = (
+        "from dispatchkit.backends.cuda import CudaBackend\n"
+        "from dispatchkit.errors import BackendUnavailableError\n"
+        "try:\n    CudaBackend()\n"
+        "except BackendUnavailableError as error:\n    print('caught', error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("caught")
+    assert "CUDA_VISIBLE_DEVICES is ''" in done.stdout
+    assert BackendUnavailableError.__mro__[1].__name__ == "DispatchkitError"
