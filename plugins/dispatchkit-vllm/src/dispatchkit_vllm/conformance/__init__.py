@@ -30,9 +30,15 @@ from dispatchkit_vllm.conformance._records import (
     kind_of,
     parse,
 )
-from dispatchkit_vllm.conformance._wrappers import check_wrapper
 
 __all__ = ["CHECKS", "FileReport", "FormatError", "Mismatch", "RecordReport", "check_file"]
+
+
+def _check_wrapper(record: Mapping[str, Any], found: Findings) -> None:
+    from dispatchkit_vllm.conformance._wrappers import check_wrapper  # loads torch
+
+    check_wrapper(record, found)
+
 
 #: What compares a record, by the kind that its id begins with.
 CHECKS: Mapping[str, Callable[[Mapping[str, Any], Findings], None]] = MappingProxyType(
@@ -43,7 +49,7 @@ CHECKS: Mapping[str, Callable[[Mapping[str, Any], Findings], None]] = MappingPro
         "sizes": check_sizes,
         "resolve": check_resolution,
         "mode-enum": check_mode,
-        "wrapper": check_wrapper,
+        "wrapper": _check_wrapper,
     }
 )
 

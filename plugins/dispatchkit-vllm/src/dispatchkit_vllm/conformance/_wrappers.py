@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from dispatchkit.execute import wrapper as core
-from dispatchkit.execute.context import set_forward_context
+from dispatchkit.execute import (
+    GraphWrapper,
+    WrapperOptions,
+    capture_counter,
+    set_capturing_enabled,
+    set_forward_context,
+)
 
 from dispatchkit_vllm.conformance._records import Fields, Findings, FormatError, error_names
 from dispatchkit_vllm.facade import _wrapper
@@ -116,7 +121,7 @@ class _LogEvents(logging.Handler):
 
 @contextmanager
 def _logged(events: list[list[Any]]) -> Iterator[None]:
-    logger, handler = logging.getLogger(core.__name__), _LogEvents(events)
+    logger, handler = logging.getLogger(GraphWrapper.__module__), _LogEvents(events)
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
@@ -167,11 +172,11 @@ def check_wrapper(record: Record, found: Findings) -> None:
     runnable, device = _Runnable(events), _FakeDevice(events, record["pool"])
     options = record["options"]
     if options is not None:
-        options = core.WrapperOptions(**_OPTIONS.check("options", options))
+        options = WrapperOptions(**_OPTIONS.check("options", options))
     traced = type("_Traced", (_Traced,), {"release_rules": _RULES[record["version"]]})
     before = list(_wrapper._device)  # noqa: SLF001 - put back below
     _wrapper.use_device(device)
-    captured = core.capture_counter.num_captured
+    captured = capture_counter.num_captured
     try:
         with _debugging(record["debug"]), _logged(events):
             try:
@@ -185,7 +190,7 @@ def check_wrapper(record: Record, found: Findings) -> None:
                 _check_step(f"steps[{number}]", outcome, wrapper, runnable, captured, found)
     finally:
         _wrapper._device[:] = before  # noqa: SLF001
-        core.set_capturing_enabled(True)
+        set_capturing_enabled(True)
     found.compare("attr_passthrough", record["attr_passthrough"], wrapper.attribute)
     try:
         _ = wrapper.missing
@@ -209,7 +214,7 @@ def _check_step(
     step = _STEP.check(f"{where}.step", outcome["step"])
     events = wrapper.events
     events.clear()
-    core.set_capturing_enabled(step.get("allow", True))
+    set_capturing_enabled(step.get("allow", True))
     runnable.fails = step.get("boom", False)
     wrapper.hides_context = not step.get("ctx", True)
     result: dict[str, Any] = {}
@@ -231,7 +236,7 @@ def _check_step(
         if name in outcome or name in result:
             found.compare(f"{where}.{name}", outcome.get(name), result.get(name))
     found.compare(f"{where}.events", outcome["events"], list(events))
-    num_captured = core.capture_counter.num_captured - captured
+    num_captured = capture_counter.num_captured - captured
     found.compare(f"{where}.captured", outcome["captured"], num_captured)
     entries = [
         [entry.batch_descriptor, entry.cudagraph is not None, entry.input_addresses]

@@ -14,15 +14,19 @@ knows cascade attention.
 
 from __future__ import annotations
 
-from dispatchkit_vllm.facade._wrapper import current_device, use_device
-from dispatchkit_vllm.facade.v0_11_1 import (
-    BatchDescriptor,
-    CudagraphDispatcher,
-    CUDAGraphEntry,
-    CUDAGraphMode,
-    CUDAGraphOptions,
-    CUDAGraphWrapper,
-)
+from typing import TYPE_CHECKING
+
+from dispatchkit_vllm.facade._lazy import wrapper_names
+from dispatchkit_vllm.facade.v0_11_1 import BatchDescriptor, CudagraphDispatcher, CUDAGraphMode
+
+if TYPE_CHECKING:
+    from dispatchkit_vllm.facade._wrapper import (
+        CUDAGraphEntry,
+        CUDAGraphOptions,
+        current_device,
+        use_device,
+    )
+    from dispatchkit_vllm.facade._wrapper import OldCUDAGraphWrapper as CUDAGraphWrapper
 
 __all__ = [
     "BatchDescriptor",
@@ -34,3 +38,12 @@ __all__ = [
     "current_device",
     "use_device",
 ]
+
+__getattr__ = wrapper_names(
+    __name__,
+    CUDAGraphEntry="CUDAGraphEntry",
+    CUDAGraphOptions="CUDAGraphOptions",
+    CUDAGraphWrapper="OldCUDAGraphWrapper",
+    current_device="current_device",
+    use_device="use_device",
+)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from dispatchkit.execute.wrapper import (
+from dispatchkit.execute import (
+    BackendDevice,
     GraphWrapper,
     WrappedEntry,
     WrapperOptions,
@@ -35,8 +36,6 @@ def use_device(device: Any) -> None:
         device: A backend, the name of one (``"cuda"``, ``"tape"``) or a WrapperDevice.
             All wrappers made with it share its pool.
     """
-    from dispatchkit.execute.wrapper_device import BackendDevice
-
     _device[:] = [device if hasattr(device, "weak_ref") else BackendDevice(device)]
 
 

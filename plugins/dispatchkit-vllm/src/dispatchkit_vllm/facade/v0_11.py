@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dispatchkit.keys import CUDAGraphMode
 
 from dispatchkit_vllm.dialects import V0_11
+from dispatchkit_vllm.facade._lazy import wrapper_names
 from dispatchkit_vllm.facade._lookup import LookupDispatcher
-from dispatchkit_vllm.facade._wrapper import CUDAGraphEntry, CUDAGraphOptions
-from dispatchkit_vllm.facade._wrapper import OldCUDAGraphWrapper as CUDAGraphWrapper
+
+if TYPE_CHECKING:
+    from dispatchkit_vllm.facade._wrapper import CUDAGraphEntry, CUDAGraphOptions
+    from dispatchkit_vllm.facade._wrapper import OldCUDAGraphWrapper as CUDAGraphWrapper
 
 __all__ = [
     "BatchDescriptor",
@@ -20,6 +23,13 @@ __all__ = [
     "CUDAGraphWrapper",
     "CudagraphDispatcher",
 ]
+
+__getattr__ = wrapper_names(
+    __name__,
+    CUDAGraphEntry="CUDAGraphEntry",
+    CUDAGraphOptions="CUDAGraphOptions",
+    CUDAGraphWrapper="OldCUDAGraphWrapper",
+)
 
 _log = logging.getLogger(__name__)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dispatchkit.keys import CUDAGraphMode
 
 from dispatchkit_vllm.dialects import V0_11_1
+from dispatchkit_vllm.facade._lazy import wrapper_names
 from dispatchkit_vllm.facade._lookup import LookupDispatcher
-from dispatchkit_vllm.facade._wrapper import CUDAGraphEntry, CUDAGraphOptions
-from dispatchkit_vllm.facade._wrapper import OldCUDAGraphWrapper as CUDAGraphWrapper
+
+if TYPE_CHECKING:
+    from dispatchkit_vllm.facade._wrapper import CUDAGraphEntry, CUDAGraphOptions
+    from dispatchkit_vllm.facade._wrapper import OldCUDAGraphWrapper as CUDAGraphWrapper
 
 __all__ = [
     "BatchDescriptor",
@@ -19,6 +22,13 @@ __all__ = [
     "CUDAGraphWrapper",
     "CudagraphDispatcher",
 ]
+
+__getattr__ = wrapper_names(
+    __name__,
+    CUDAGraphEntry="CUDAGraphEntry",
+    CUDAGraphOptions="CUDAGraphOptions",
+    CUDAGraphWrapper="OldCUDAGraphWrapper",
+)
 
 
 class BatchDescriptor(NamedTuple):

@@ -5,15 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dispatchkit import Policy
 from dispatchkit.keys import CUDAGraphMode, RuntimeMode, allowed_modes_code, padding_table
 
 from dispatchkit_vllm.dialects import V0_33
 from dispatchkit_vllm.facade import _config
+from dispatchkit_vllm.facade._lazy import wrapper_names
 from dispatchkit_vllm.facade._padding import PaddingDispatcher
-from dispatchkit_vllm.facade._wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
+
+if TYPE_CHECKING:
+    from dispatchkit_vllm.facade._wrapper import (
+        CUDAGraphEntry,
+        CUDAGraphOptions,
+        CUDAGraphWrapper,
+    )
 
 __all__ = [
     "BatchDescriptor",
@@ -23,6 +30,13 @@ __all__ = [
     "CUDAGraphWrapper",
     "CudagraphDispatcher",
 ]
+
+__getattr__ = wrapper_names(
+    __name__,
+    CUDAGraphEntry="CUDAGraphEntry",
+    CUDAGraphOptions="CUDAGraphOptions",
+    CUDAGraphWrapper="CUDAGraphWrapper",
+)
 
 
 @dataclasses.dataclass(frozen=True)
