@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         configs,
         graph_keys,
         registries,
+        sample_batch,
     )
 
 _HOME = {
@@ -51,6 +52,7 @@ _HOME = {
     "graph_view": "samples",
     "make_batch": "samples",
     "registries": "strategies",
+    "sample_batch": "strategies",
     "run_policy_conformance": "conformance",
 }
 
@@ -71,6 +73,7 @@ __all__ = [
     "make_batch",
     "registries",
     "run_policy_conformance",
+    "sample_batch",
 ]
 
 

@@ -13,7 +13,6 @@ import unittest
 from collections.abc import Callable, Iterable, Iterator
 
 import attrs
-from hypothesis import strategies as st
 
 from dispatchkit.dispatch import CellUpdate, Dispatcher, Outcome, Policy, Reason
 from dispatchkit.dispatch.constraints import broken_constraint
@@ -29,6 +28,7 @@ from dispatchkit.testing.samples import (
     usual_configs,
 )
 
+_OF_ONE_KEY = ("captured", "failed", "evicted", "stale", "disabled", "enabled")
 _ONE_MODE = {RuntimeMode.PIECEWISE: 1, RuntimeMode.FULL: 6}  # that mode or eager
 
 
@@ -255,7 +255,7 @@ class PolicyTests(CaseRunner):
         millions of steps. An answer that is different by the hour is never seen, and two
         ranks that filled the cell at different times disagree.
         """
-        batches = case.batches()
+        batches = list(case.batches())
         first = [case.decide(batch) for batch in batches]
         for batch, before in zip(reversed(batches), reversed(first), strict=True):
             if (now := case.decide(batch)) != before:
@@ -307,21 +307,21 @@ class PolicyTests(CaseRunner):
         looks at others (how many are captured, say) is not asked for again, and stays as it
         was.
         """
-        batch = case.draw(strategies.batches(case.config))
-        elsewhere = [
-            key
-            for key in case.keys
-            if key.num_tokens < batch.num_tokens or not batch.allows(key.mode)
-        ]
-        if not elsewhere:
-            return
-        before = case.decide(batch)
-        kinds = ("captured", "failed", "evicted", "disabled", "enabled")
-        change = case.draw(strategies.changes(elsewhere, kinds=kinds))
-        strategies.apply_change(case.registry, change)
-        after = case.decide(batch)
-        if before.key != after.key:
-            case.fail(f"answered {before}, and {after} once {change.key} was {change.kind}", batch)
+        for batch in case.batches(10):
+            elsewhere = [
+                key
+                for key in case.keys
+                if key.num_tokens < batch.num_tokens or not batch.allows(key.mode)
+            ]
+            if not elsewhere:
+                continue
+            before = case.decide(batch)
+            for _ in range(3):
+                change = case.change(elsewhere, _OF_ONE_KEY)
+                after = case.decide(batch)
+                if change is not None and before.key != after.key:
+                    what = f"{change.key} was {change.kind}"
+                    case.fail(f"answered {before}, and {after} once {what}", batch)
 
     @for_all_cases(share=0.5)
     def test_table_follows_captures_evictions_and_failures(self, case: Case) -> None:
@@ -333,11 +333,9 @@ class PolicyTests(CaseRunner):
             case.policy, case.config, registry=case.registry, strict=True, origin="under test"
         )
         try:
-            for _ in range(case.draw(st.integers(1, 12))):
-                if case.keys and case.draw(st.booleans()):
-                    strategies.apply_change(case.registry, case.draw(strategies.changes(case.keys)))
-                    continue
-                batch = case.draw(strategies.batches(case.config))
+            for batch in case.batches(30):
+                if case.keys and case.rng.random() < 0.4:
+                    case.change(case.keys, strategies.CHANGE_KINDS)
                 self._step(case, dispatcher, batch)
         finally:
             dispatcher.close()
@@ -374,7 +372,7 @@ class PolicyTests(CaseRunner):
 
         A refused change is counted as a fault, and what was learnt is lost.
         """
-        for outcome in self._outcomes(case, case.policy, failures=True):
+        for outcome in self._outcomes(case, case.policy, [*case.batches(4)], failures=True):
             for update in self._observe(case, case.policy, outcome):
                 if not isinstance(update, CellUpdate):
                     case.fail(f"observe returned {update!r}; CellUpdates are allowed")
@@ -394,7 +392,7 @@ class PolicyTests(CaseRunner):
         """
         other = case.make_policy()
         case.declare(other)
-        for outcome in self._outcomes(case, case.policy, failures=True):
+        for outcome in self._outcomes(case, case.policy, [*case.batches(4)], failures=True):
             twin = outcome
             if not outcome.completed:
                 outcome = attrs.evolve(outcome, elapsed_us=0.001)
@@ -415,25 +413,26 @@ class PolicyTests(CaseRunner):
         """
         other = case.make_policy()
         case.declare(other)
-        for outcome in self._outcomes(case, case.policy, failures=False):
+        for outcome in self._outcomes(case, case.policy, [*case.batches(4)], failures=False):
             mine = self._observe(case, case.policy, outcome)
             theirs = self._observe(case, other, outcome)
             if mine != theirs:
                 case.fail(f"the same outcome gave {mine} and {theirs}", outcome.batch)
 
-    def _outcomes(self, case: Case, policy: Policy, *, failures: bool) -> Iterator[Outcome]:
+    def _outcomes(
+        self, case: Case, policy: Policy, batches: list[Batch], *, failures: bool
+    ) -> Iterator[Outcome]:
         """Yield outcomes of steps, each decided when the ones before have been learnt from."""
-        batches = case.batches(most=3)
-        for _ in range(case.draw(st.integers(1, 12))):
-            batch = case.draw(st.sampled_from(batches))
+        rng = case.rng
+        for _ in range(20):
+            batch = rng.choice(batches)
             decision = case.decide(batch, policy)
-            measured = case.draw(st.integers(0, 3)) > 0
             yield Outcome(
                 batch,
                 attrs.evolve(decision, num_tokens=batch.num_tokens, policy="under test"),
-                elapsed_us=case.draw(st.integers(1, 5000)) / 4 if measured else None,
-                queued=case.draw(st.booleans()),
-                completed=not failures or case.draw(st.integers(0, 2)) > 0,
+                elapsed_us=rng.randint(1, 5000) / 4 if rng.random() < 0.8 else None,
+                queued=rng.random() < 0.5,
+                completed=not failures or rng.random() < 0.7,
             )
 
     @staticmethod
@@ -466,12 +465,15 @@ class PolicyTests(CaseRunner):
 
         Times then grow with the batch, and whoever plans sizes may bisect.
         """
-        batch = case.draw(strategies.batches(case.config, known_reqs=False))
-        more = case.draw(st.integers(batch.num_tokens, case.config.max_num_tokens))
-        small = case.decide(batch).key
-        large = case.decide(attrs.evolve(batch, num_tokens=more)).key
-        if small is not None and large is not None and large.num_tokens < small.num_tokens:
-            case.fail(f"chose {small}, but {large} for {more} tokens", batch)
+        for batch in case.batches(4, known_reqs=False):
+            below: GraphKey | None = None
+            for num_tokens in range(1, case.config.max_num_tokens + 1):
+                key = case.decide(attrs.evolve(batch, num_tokens=num_tokens)).key
+                if key is None:
+                    continue
+                if below is not None and key.num_tokens < below.num_tokens:
+                    case.fail(f"chose {below}, but {key} for more tokens ({num_tokens})", batch)
+                below = key
 
     @for_all_cases(trait="order")
     def test_trait_order(self, case: Case) -> None:
@@ -494,10 +496,10 @@ class PolicyTests(CaseRunner):
 
         Any process, at any time, gives the same answer: ranks need not agree on anything.
         """
-        batches = case.batches()
+        batches = list(case.batches())
         answers = [case.decide(batch) for batch in batches]
         if hasattr(case.policy, "observe"):
-            for outcome in self._outcomes(case, case.policy, failures=True):
+            for outcome in self._outcomes(case, case.policy, batches[:4], failures=True):
                 self._observe(case, case.policy, outcome)
         fresh = case.make_policy()
         for batch, before in zip(reversed(batches), reversed(answers), strict=True):

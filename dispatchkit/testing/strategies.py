@@ -7,6 +7,7 @@ all edges close together.
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
@@ -27,6 +28,7 @@ from dispatchkit.registry import GraphRegistry, KeyState
 from dispatchkit.testing.samples import make_batch
 
 __all__ = [
+    "CHANGE_KINDS",
     "Change",
     "apply_change",
     "batches",
@@ -34,6 +36,7 @@ __all__ = [
     "configs",
     "graph_keys",
     "registries",
+    "sample_batch",
 ]
 
 
@@ -55,11 +58,15 @@ def configs(
         query_lens: Values of ``query_lens`` to draw from.
         max_loras: Largest number of adapters.
     """
-    limit = draw(st.integers(1, max_tokens))
-    sizes = draw(st.lists(st.integers(1, limit), max_size=7))
+    odd = draw(st.integers(0, 3)) == 0  # tiny limits, no sizes: allowed, and seldom the point
+    limit = draw(st.integers(1 if odd else max_tokens // 2, max_tokens))
+    lens = draw(st.sampled_from(query_lens))
+    one_size = st.integers(1, limit)
+    sizes = draw(st.lists(one_size, min_size=0 if odd else 3, max_size=7))
+    if draw(st.booleans()):  # sizes that hold whole requests
+        sizes = [min(limit, -(-size // lens[0]) * lens[0]) for size in sizes]
     if draw(st.booleans()) and sizes:
         sizes.append(limit)
-    lens = draw(st.sampled_from(query_lens))
     uniform_sizes: list[int] | None = None
     if draw(st.integers(0, 4)) == 0:
         most = limit // lens[0]
@@ -72,7 +79,7 @@ def configs(
             mode=draw(st.sampled_from(modes)),
             capture_sizes=tuple(sizes),
             max_num_tokens=limit,
-            max_num_seqs=draw(st.integers(1, limit)),
+            max_num_seqs=draw(st.integers(1, limit) | st.just(limit)),
             query_lens=lens,
             varlen_decode=draw(st.integers(0, 3)) == 0,
             uniform_capture_sizes=None if uniform_sizes is None else tuple(uniform_sizes),
@@ -92,26 +99,58 @@ def batches(draw: st.DrawFn, config: DispatchConfig, *, known_reqs: bool = True)
         known_reqs: Sometimes say the number of requests; a dispatcher asks without first.
     """
     limit = config.max_num_tokens
-    sizes = (*config.capture_sizes, *(config.uniform_capture_sizes or ()), limit)
-    edges = sorted({n + d for n in sizes for d in (-1, 0, 1) if 1 <= n + d <= limit})
-    num_tokens = draw(st.sampled_from(edges) | st.integers(1, limit))
-    uniform = draw(st.integers(0, config.num_query_classes - 1))
+    return _batch(
+        config,
+        num_tokens=draw(st.sampled_from(_edges(config)) | st.integers(1, limit)),
+        uniform=draw(st.integers(0, config.num_query_classes - 1)),
+        reqs=draw(st.integers(1, limit)) if known_reqs and draw(st.booleans()) else None,
+        loras=draw(st.integers(0, config.max_loras)),
+        allowed=draw(st.sampled_from(_ALLOWED)),
+    )
+
+
+def sample_batch(config: DispatchConfig, rng: random.Random, *, known_reqs: bool = True) -> Batch:
+    """Return a batch as ``batches`` does, by a generator: many at little cost, not shrunk."""
+    limit = config.max_num_tokens
+    edge = rng.random() < 0.7
+    return _batch(
+        config,
+        num_tokens=rng.choice(_edges(config)) if edge else rng.randint(1, limit),
+        uniform=rng.randrange(config.num_query_classes),
+        reqs=rng.randint(1, limit) if known_reqs and rng.random() < 0.5 else None,
+        loras=rng.randint(0, config.max_loras),
+        allowed=rng.choice(_ALLOWED),
+    )
+
+
+_ALLOWED = (2, 2, 2, *range(len(ALLOWED_MODES)))
+
+
+def _edges(config: DispatchConfig) -> list[int]:
+    limit = config.max_num_tokens
+    sizes = (*config.capture_sizes, *(config.uniform_capture_sizes or ()), 1, limit)
+    return sorted({n + d for n in sizes for d in (-1, 0, 1) if 1 <= n + d <= limit})
+
+
+def _batch(
+    config: DispatchConfig,
+    *,
+    num_tokens: int,
+    uniform: int,
+    reqs: int | None,
+    loras: int,
+    allowed: int,
+) -> Batch:
+    """Make facts agree: a uniform batch is made of whole requests where it says how many."""
     is_uniform, query_len, _ = config.query_class(uniform)
     num_reqs = None
-    if known_reqs and draw(st.booleans()):
-        most = min(num_tokens, config.max_num_seqs)
+    if reqs is not None:
+        num_reqs = min(reqs, num_tokens, config.max_num_seqs)
         if is_uniform and query_len <= num_tokens:
-            num_reqs = min(num_tokens // query_len, most)
+            num_reqs = min(num_tokens // query_len, config.max_num_seqs)
             num_tokens = num_reqs * query_len
-        else:
-            num_reqs = draw(st.integers(1, most))
     return make_batch(
-        config,
-        num_tokens,
-        num_reqs=num_reqs,
-        uniform=uniform,
-        loras=draw(st.integers(0, config.max_loras)),
-        allowed=draw(st.sampled_from((2, 2, 2, *range(len(ALLOWED_MODES))))),
+        config, num_tokens, num_reqs=num_reqs, uniform=uniform, loras=loras, allowed=allowed
     )
 
 
@@ -153,14 +192,14 @@ class Change:
     key: GraphKey
 
 
-_KINDS = (
+CHANGE_KINDS = (
     *("captured", "failed", "evicted", "stale", "disabled", "enabled"),
     *("mode_disabled", "mode_enabled"),
 )
 
 
 def changes(
-    keys: Sequence[GraphKey], *, kinds: Sequence[str] = _KINDS
+    keys: Sequence[GraphKey], *, kinds: Sequence[str] = CHANGE_KINDS
 ) -> st.SearchStrategy[Change]:
     """Return changes to the graphs of some keys; nothing when there are no keys."""
     if not keys:

@@ -20,30 +20,33 @@ class SmallestPolicy:
         keys = []
         mixed, decode = config.mode.mixed_mode(), config.mode.decode_mode()
         counts = self.lora_counts(config)
-        for size in config.capture_sizes:
-            for loras in counts:
-                if mixed is not CUDAGraphMode.NONE:
-                    keys.append(self.mixed_key(config, RuntimeMode[mixed.name], size, loras))
+        if mixed is not CUDAGraphMode.NONE:
+            mode = RuntimeMode[mixed.name]
+            keys += [
+                self.mixed_key(config, mode, size, loras)
+                for size in config.capture_sizes
+                for loras in counts
+            ]
         if config.mode.separate_routine() and decode is CUDAGraphMode.FULL:
-            for query_len in config.query_lens:
-                for size in config.uniform_capture_sizes or config.capture_sizes:
-                    num_reqs = size // query_len
-                    if size % query_len or not 1 <= num_reqs <= config.max_num_seqs:
-                        continue
-                    for loras in counts:
-                        keys.append(
-                            GraphKey(
-                                FULL,
-                                BatchDescriptor(
-                                    num_tokens=size,
-                                    num_reqs=num_reqs,
-                                    uniform=True,
-                                    num_active_loras=loras,
-                                    query_len=query_len,
-                                ),
-                            )
-                        )
+            sizes = config.uniform_capture_sizes or config.capture_sizes
+            keys += [
+                self.uniform_key(size, query_len, loras)
+                for query_len in config.query_lens
+                for size in sizes
+                for loras in counts
+                if size % query_len == 0 and size // query_len <= config.max_num_seqs
+            ]
         return keys
+
+    def uniform_key(self, size, query_len, loras):
+        descriptor = BatchDescriptor(
+            num_tokens=size,
+            num_reqs=size // query_len,
+            uniform=True,
+            num_active_loras=loras,
+            query_len=query_len,
+        )
+        return GraphKey(FULL, descriptor)
 
     def lora_counts(self, config):
         return sorted({0, config.max_loras})

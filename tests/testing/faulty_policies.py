@@ -1,0 +1,397 @@
+"""Policies that each make one realistic mistake, with the property that must find it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from typing import ClassVar
+
+import attrs
+from sample_policies import FULL, PIECEWISE, CountingPolicy, LargestPolicy, SmallestPolicy
+
+from dispatchkit.dispatch import CellUpdate, Decision, Reason
+from dispatchkit.keys import BatchDescriptor, GraphKey, RuntimeMode
+
+#: (faulty policy, property that finds it, what the message says)
+PLANTED = []
+
+
+def planted(finding, message):
+    def add(policy):
+        PLANTED.append((policy, finding, message))
+        return policy
+
+    return add
+
+
+def ready_keys(batch, graphs):
+    """All ready keys of allowed modes, whether or not they cover the batch."""
+    return [key for key in graphs if batch.allows(key.mode) and graphs.is_ready(key)]
+
+
+@planted("chosen graph covers the batch", r"chose .* for \d+ tokens")
+class RoundsDownPolicy(SmallestPolicy):
+    """bisect_right where bisect_left belongs: the bucket below."""
+
+    def decide(self, batch, graphs):
+        below = [
+            key
+            for key in ready_keys(batch, graphs)
+            if key.num_tokens <= batch.num_tokens
+            and key.covers(attrs.evolve(batch, num_tokens=1, num_reqs=None))
+        ]
+        if below:
+            return Decision.replay(max(below, key=lambda key: key.num_tokens))
+        return super().decide(batch, graphs)
+
+
+@planted("chosen graph covers the batch", r"chose .* for [1-9] adapters")
+class ForgetsAdaptersPolicy(SmallestPolicy):
+    """Looks a key up without the adapters of the batch."""
+
+    def decide(self, batch, graphs):
+        return super().decide(attrs.evolve(batch, num_active_loras=0), graphs)
+
+
+@planted("chosen graph covers the batch", r"chose .* for \d+ requests")
+class ForgetsRequestsPolicy(SmallestPolicy):
+    """Checks tokens only; a bucket captured for fewer requests is taken."""
+
+    def declare(self, config):
+        return [
+            attrs.evolve(key, descriptor=attrs.evolve(key.descriptor, num_reqs=1))
+            if key.descriptor.num_reqs and not key.descriptor.uniform
+            else key
+            for key in super().declare(config)
+        ]
+
+    def decide(self, batch, graphs):
+        return super().decide(attrs.evolve(batch, num_reqs=None), graphs)
+
+
+@planted("uniform graph serves only its own query length", r"chose FULL .*uniform.* for a mixed")
+class UniformForMixedPolicy(SmallestPolicy):
+    """Takes any FULL graph that is large enough."""
+
+    def decide(self, batch, graphs):
+        for key in sorted(ready_keys(batch, graphs), key=lambda key: key.num_tokens):
+            own = key.descriptor
+            if (
+                own.num_tokens >= batch.num_tokens
+                and own.num_active_loras >= batch.num_active_loras
+                and (own.num_reqs is None or own.num_reqs >= (batch.num_reqs or 1))
+            ):
+                return Decision.replay(key)
+        return Decision.eager(Reason.NO_KEY)
+
+
+@planted("constraints go before preferences", r"chose \w+ .*, but .* may run")
+class IgnoresCeilingPolicy(SmallestPolicy):
+    """Prefers FULL so much that it forgets what is allowed."""
+
+    def decide(self, batch, graphs):
+        return super().decide(attrs.evolve(batch, allowed=2), graphs)
+
+
+@planted("only ready graphs are chosen", r"which cannot run: \w+")
+class NeverAsksWhetherReadyPolicy(SmallestPolicy):
+    """What was declared is taken for captured."""
+
+    def decide(self, batch, graphs):
+        for mode in (FULL, PIECEWISE):
+            if batch.allows(mode):
+                for key in graphs.covering(batch, mode):
+                    return Decision.replay(key)
+        return Decision.eager(Reason.NO_KEY)
+
+
+@planted("chosen key was declared", r"which was not declared")
+class TwoKeyFunctionsPolicy(SmallestPolicy):
+    """Computes the key again in decide, and forgets the bound on requests there."""
+
+    def decide(self, batch, graphs):
+        answer = super().decide(batch, graphs)
+        if answer.key is None:
+            return answer
+        again = attrs.evolve(answer.key.descriptor, num_reqs=None)
+        return Decision.replay(GraphKey(answer.key.mode, again))
+
+
+@planted("same batch same decision", r"answered .*, then ")
+class AlternatesPolicy(LargestPolicy):
+    """Takes turns between graphs, so that each gets samples."""
+
+    traits = ()
+
+    def __init__(self):
+        self.turn = 0
+
+    def decide(self, batch, graphs):
+        self.turn += 1
+        usual = super() if self.turn % 2 else None
+        return usual.decide(batch, graphs) if usual else Decision.eager("exploring")
+
+
+@planted("same history same decision", r"and a fresh policy")
+class OwnChancePolicy(SmallestPolicy):
+    """Draws a start of its own in each process and object."""
+
+    traits = ()
+    _made = itertools.count()
+
+    def __init__(self):
+        self.prefers_eager = next(self._made) % 2
+
+    def decide(self, batch, graphs):
+        if self.prefers_eager:
+            return Decision.eager("exploring")
+        return super().decide(batch, graphs)
+
+
+@planted("trait stateless in another process", r"Another process answers otherwise")
+class HashOrderPolicy(SmallestPolicy):
+    """Declares in the order of a set of names."""
+
+    def declare(self, config):
+        return sorted(super().declare(config), key=lambda key: hash(str(key)))
+
+
+@planted("declare is deterministic", r"asked again, differs")
+class GeneratorKeptPolicy(SmallestPolicy):
+    """Keeps one generator of keys, which is empty the second time."""
+
+    def __init__(self):
+        self.keys = None
+
+    def declare(self, config):
+        if self.keys is None:
+            self.keys = iter(super().declare(config))
+        return self.keys
+
+
+@planted("declared keys keep within the limits", r"more tokens than max_num_tokens")
+class RoundsSizesUpPolicy(SmallestPolicy):
+    """Rounds sizes up to a multiple of eight, past the end of the buffers."""
+
+    def mixed_key(self, config, mode, size, loras):
+        return super().mixed_key(config, mode, -(-size // 8) * 8, loras)
+
+
+@planted("declared keys keep within the limits", r"mode FULL though the configured mode is")
+class IgnoresModePolicy(SmallestPolicy):
+    """Declares FULL graphs whatever mode is configured."""
+
+    def mixed_key(self, config, mode, size, loras):
+        return super().mixed_key(config, FULL, size, loras)
+
+
+@planted("declared keys keep within the limits", r"more requests than max_num_seqs")
+class AsManyRequestsAsTokensPolicy(SmallestPolicy):
+    """Forgets that requests have a limit of their own."""
+
+    def mixed_key(self, config, mode, size, loras):
+        return GraphKey(mode, BatchDescriptor(size, num_reqs=size, num_active_loras=loras))
+
+
+@planted("declared keys keep within the limits", r"a part of a request of \d+ tokens")
+class PartsOfRequestsPolicy(SmallestPolicy):
+    """Captures uniform decode at every size, multiple of the query length or not."""
+
+    def declare(self, config):
+        keys = super().declare(config)
+        query_len = config.query_len
+        extra = [
+            GraphKey(FULL, BatchDescriptor(size, uniform=True, query_len=query_len))
+            for size in config.capture_sizes
+            if config.mode.separate_routine() and config.mode.has_full_cudagraphs()
+        ]
+        return keys + extra
+
+
+@planted("every batch gets an answer", r"decide raised IndexError")
+class RunsOffTheLadderPolicy(SmallestPolicy):
+    """Indexes a padding table that ends at the largest size."""
+
+    def declare(self, config):
+        self.table = [
+            next(size for size in config.capture_sizes if size >= n)
+            for n in range(1, config.max_capture_size + 1)
+        ]
+        return super().declare(config)
+
+    def decide(self, batch, graphs):
+        _ = self.table[batch.num_tokens - 1]
+        return super().decide(batch, graphs)
+
+
+@planted("every batch gets an answer", r"a Decision or None is allowed")
+class AnswersATuplePolicy(SmallestPolicy):
+    """Answers as another project's dispatcher does."""
+
+    def decide(self, batch, graphs):
+        answer = super().decide(batch, graphs)
+        return (answer.mode, answer.key)
+
+
+@planted("every batch gets an answer", r"decide changed the registry")
+class TidiesUpPolicy(SmallestPolicy):
+    """Evicts while it decides."""
+
+    def decide(self, batch, graphs):
+        answer = super().decide(batch, graphs)
+        if answer.key is not None and answer.key.num_tokens < 8:
+            graphs._registry.failed(answer.key, "not worth it")
+        return answer
+
+
+@planted("a batch that fits a graph gets one or a reason", r"though .* is ready and fits")
+class WrongReasonPolicy(SmallestPolicy):
+    """Blames the capture sizes for everything."""
+
+    def decide(self, batch, graphs):
+        if batch.num_tokens % 3 == 0:
+            return Decision.eager(Reason.ABOVE_LARGEST)
+        return super().decide(batch, graphs)
+
+
+@planted("a batch that fits a graph gets one or a reason", r"eager with the reason ''")
+class SilentEagerPolicy(SmallestPolicy):
+    """Runs eager and does not say why."""
+
+    def decide(self, batch, graphs):
+        answer = super().decide(batch, graphs)
+        return answer if answer.key is not None else Decision.eager("")
+
+
+@planted("a plain batch gets a graph", r"No batch at a capture size got a graph")
+class NeverReplaysPolicy(SmallestPolicy):
+    """Compares with a size that was never set."""
+
+    def decide(self, batch, graphs):
+        return Decision.eager("below_threshold")
+
+
+@planted("number of requests only bounds", r"for an unknown number of requests")
+class RequestsDecidePolicy(SmallestPolicy):
+    """Few requests run eager, and no bound says so."""
+
+    def decide(self, batch, graphs):
+        if batch.num_reqs is not None and batch.num_reqs <= 2:
+            return Decision.eager("few_requests")
+        return super().decide(batch, graphs)
+
+
+@planted("answers depend only on graphs that could serve", r"answered .*, and .* once .* was")
+class WaitsForAllPolicy(SmallestPolicy):
+    """No graph is used until nearly all are captured."""
+
+    def decide(self, batch, graphs):
+        if sum(map(graphs.is_ready, graphs)) < len(graphs) - 1:
+            return Decision.eager("warming_up")
+        return super().decide(batch, graphs)
+
+
+@planted("table follows captures evictions and failures", r"cannot run now|cannot run:")
+class RemembersWhatWasReadyPolicy(SmallestPolicy):
+    """Keeps its answers in a cache of its own, which nobody empties."""
+
+    def __init__(self):
+        self.cache = {}
+
+    def decide(self, batch, graphs):
+        if batch not in self.cache:
+            self.cache[batch] = super().decide(batch, graphs)
+        return self.cache[batch]
+
+
+@planted("failures teach nothing about latency", r"a failed step's time changed")
+class LearnsFromFailuresPolicy(CountingPolicy):
+    """Takes the time of a replay that failed for a measurement."""
+
+    def observe(self, outcome):
+        return super().observe(attrs.evolve(outcome, completed=True))
+
+
+@planted("what is learnt keeps the constraints", r"observe asked for a decision that chose")
+class LearnsASmallerBucketPolicy(CountingPolicy):
+    """Asks for the fastest bucket it has seen, whatever batch it was for."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def observe(self, outcome):
+        if outcome.decision.key is None or outcome.elapsed_us is None:
+            return None
+        self.seen.append((outcome.elapsed_us, outcome.decision.key))
+        fastest = min(self.seen, key=lambda pair: pair[0])[1]
+        return [CellUpdate(outcome.batch, Decision.replay(fastest))]
+
+
+@planted("same outcomes same updates", r"the same outcome gave")
+class SharedMemoryPolicy(CountingPolicy):
+    """Keeps what it learnt on the class, so that all objects share and count it twice."""
+
+    counts: ClassVar = defaultdict(int)
+
+    def observe(self, outcome):
+        self.counts[self._cell(outcome.batch)] += 1
+        if self.counts[self._cell(outcome.batch)] % 2 and outcome.batch.allows(RuntimeMode.NONE):
+            return [CellUpdate(outcome.batch, Decision.eager("probe"), one_shot=True)]
+        return None
+
+
+@planted("trait smallest_bucket", r"is smaller and ready")
+class ClaimsSmallestPolicy(LargestPolicy):
+    """Claims what it is not."""
+
+    traits = ("smallest_bucket",)
+
+
+@planted("trait monotone", r"for more tokens")
+class ClaimsMonotonePolicy(SmallestPolicy):
+    """Even sizes are padded to the largest bucket."""
+
+    traits = ("monotone",)
+
+    def decide(self, batch, graphs):
+        chosen = LargestPolicy if batch.num_tokens % 2 == 0 else SmallestPolicy
+        return chosen.decide(LargestPolicy(), batch, graphs)
+
+
+@planted("trait order", r"is chosen by itself")
+class ClaimsOrderPolicy(SmallestPolicy):
+    """Prefers PIECEWISE."""
+
+    traits = ("order",)
+
+    def decide(self, batch, graphs):
+        if batch.allows(PIECEWISE) and batch.allows(RuntimeMode.NONE):
+            lesser = super().decide(attrs.evolve(batch, allowed=1), graphs)
+            if lesser.key is not None:
+                return lesser
+        return super().decide(batch, graphs)
+
+
+@planted("trait stateless", r"answered .*, and later")
+class ClaimsStatelessPolicy(CountingPolicy):
+    """Learns, and claims that it does not."""
+
+    traits = ("stateless",)
+
+    def __init__(self):
+        super().__init__(slow_us=0.0)
+
+
+@planted("trait all_keys_reachable", r"which no batch of its size is given")
+class ClaimsReachablePolicy(SmallestPolicy):
+    """Declares a FULL twin of each graph that its own decide never reaches."""
+
+    traits = ("all_keys_reachable",)
+
+    def decide(self, batch, graphs):
+        if batch.allows(PIECEWISE):
+            lesser = super().decide(attrs.evolve(batch, allowed=1), graphs)
+            if lesser.key is not None:
+                return lesser
+        return Decision.eager(Reason.NO_KEY)

@@ -1,0 +1,240 @@
+"""The kit itself: every planted fault is rejected by name, every correct policy passes."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+import unittest
+
+import pytest
+from faulty_policies import PLANTED
+from sample_policies import CORRECT, CountingPolicy, PiecewiseOnlyPolicy, SmallestPolicy
+
+from dispatchkit.dispatch import TRAITS
+from dispatchkit.errors import ConfigError
+from dispatchkit.testing import PolicyTests, Verdict, configs, run_policy_conformance
+from dispatchkit.testing.conformance import _find
+
+
+class TestSmallest(PolicyTests):
+    """The three lines of a plugin's tests."""
+
+    def make_policy(self):
+        return SmallestPolicy()
+
+
+class TestCounting(PolicyTests):
+    def make_policy(self):
+        return CountingPolicy()
+
+
+@pytest.mark.parametrize("policy", CORRECT, ids=lambda policy: policy.name)
+def test_correct_policy_passes(policy):
+    verdict = run_policy_conformance(policy, max_examples=5)
+    assert verdict.passed, str(verdict)
+    assert verdict.policy == policy.name
+    assert set(verdict.claimed) == set(policy.traits)
+    assert set(verdict.not_claimed) == TRAITS - set(policy.traits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 10))
+@pytest.mark.parametrize("policy", CORRECT, ids=lambda policy: policy.name)
+def test_correct_policy_passes_whatever_the_seed(policy, seed):
+    run_policy_conformance(policy, seed=seed).raise_if_failed()
+
+
+def find(policy, finding):
+    """Run the one property that is to find a fault, as the verdict does."""
+
+    class Tests(PolicyTests):
+        def make_policy(self):
+            return policy()
+
+    name = "test_" + finding.replace(" ", "_")
+    return _find(Tests(), name)
+
+
+@pytest.mark.parametrize(
+    ("policy", "finding", "message"), PLANTED, ids=[policy.__name__ for policy, _, _ in PLANTED]
+)
+def test_planted_fault_is_rejected_by_name(policy, finding, message):
+    """Each is a mistake that people make; the message must lead to it."""
+    found = find(policy, finding)
+    assert found.holds is False, f"not found: {policy.__doc__}"
+    assert re.search(message, found.message), found.message
+    assert found.why
+
+
+def test_no_two_planted_faults_are_one():
+    assert len({policy for policy, _, _ in PLANTED}) == len(PLANTED) >= 30
+    assert len({message for _, _, message in PLANTED}) == len(PLANTED)
+
+
+def test_every_property_has_a_planted_fault():
+    """A property that no fault breaks may be one that tests nothing."""
+    names = {name for name in vars(PolicyTests) if name.startswith("test_")}
+    broken = {"test_" + finding.replace(" ", "_") for _, finding, _ in PLANTED}
+    assert names == broken
+
+
+def test_every_property_says_why():
+    for name, test in vars(PolicyTests).items():
+        if name.startswith("test_"):
+            assert len(test.__doc__.split()) > 20, name
+
+
+def test_message_has_what_is_needed_to_try_it_again():
+    policy, finding, _ = PLANTED[0]
+    message = find(policy, finding).message
+    assert "batch:  num_tokens=" in message
+    assert "config: mode=" in message or "config: capture_sizes=" in message
+
+
+def test_same_seed_gives_the_same_verdict():
+    faulty = next(policy for policy, *_ in PLANTED if not policy.traits)
+    first, second = (run_policy_conformance(faulty, seed=3, max_examples=5) for _ in range(2))
+    assert first == second
+    assert str(first) == str(second)
+
+
+def test_verdict_of_a_faulty_policy_reads_well():
+    verdict = run_policy_conformance(PLANTED[4][0], max_examples=5)
+    text = str(verdict)
+    assert not verdict.passed
+    assert text.startswith("Policy 'smallest' breaks the contract (seed 0).")
+    assert "FAILS       constraints go before preferences" in text
+    assert "why: A mode that is not allowed" in text
+    with pytest.raises(AssertionError, match="breaks the contract"):
+        verdict.raise_if_failed()
+
+
+def test_trait_that_does_not_exist_fails_the_verdict():
+    class Claims(CountingPolicy):
+        traits = ("fastest",)
+
+    verdict = run_policy_conformance(Claims, max_examples=5)
+    assert verdict.unknown == ("fastest",)
+    assert not verdict.passed
+    assert "claimed, but no trait: fastest" in str(verdict)
+
+
+def test_trait_not_claimed_is_skipped_by_name():
+    tests = TestSmallest()
+    with pytest.raises(unittest.SkipTest, match="all_keys_reachable is not claimed"):
+        tests.test_trait_all_keys_reachable()
+    verdict = Verdict("x", (), claimed=("order",), unknown=(), seed=0)
+    assert "not claimed, not tested: all_keys_reachable, monotone" in str(verdict)
+
+
+def test_instance_is_left_as_it_was():
+    policy = CountingPolicy()
+    before = copy.deepcopy(vars(policy))
+    assert run_policy_conformance(policy, max_examples=5).passed
+    assert vars(policy) == before
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(TypeError, match="must be a policy or make one, got 7"):
+        run_policy_conformance(7)
+
+
+def test_make_policy_must_be_defined():
+    with pytest.raises(NotImplementedError, match="must define make_policy"):
+        PolicyTests().make_policy()
+
+
+def test_policy_may_refuse_some_configurations():
+    class Picky(PiecewiseOnlyPolicy):
+        traits = ()
+
+        def declare(self, config):
+            if len(config.query_lens) > 1:
+                raise ConfigError("query_lens", config.query_lens, "one length")
+            return super().declare(config)
+
+    assert run_policy_conformance(Picky, max_examples=5).passed
+
+
+def test_policy_that_refuses_everything_fails():
+    """Else it would keep every property by never being asked."""
+
+    class Refuses(SmallestPolicy):
+        def declare(self, config):
+            raise ConfigError("mode", config.mode, "another one")
+
+    found = find(Refuses, "chosen key was declared")
+    assert found.holds is False
+    assert "too few configurations are accepted" in found.message
+
+
+def test_policy_for_few_configurations_narrows_them():
+    class OnlyPlain(SmallestPolicy):
+        def declare(self, config):
+            if config.query_lens != (1,) or config.max_loras:
+                raise ConfigError("query_lens", config.query_lens, "(1,), without adapters")
+            return super().declare(config)
+
+    plain = configs(query_lens=[(1,)], max_loras=0)
+    assert run_policy_conformance(OnlyPlain, max_examples=5, configs=plain).passed
+
+
+@pytest.mark.parametrize("answer", [7, None, object()])
+def test_declared_thing_that_is_no_key_is_named(answer):
+    class Odd(SmallestPolicy):
+        def declare(self, config):
+            return [answer]
+
+    found = find(Odd, "chosen key was declared")
+    assert found.holds is False
+    assert f"declare returned {answer!r}, which is no GraphKey" in found.message
+
+
+def test_declare_that_raises_is_named():
+    class Raises(SmallestPolicy):
+        def declare(self, config):
+            return 1 / 0
+
+    found = find(Raises, "every batch gets an answer")
+    assert found.holds is False
+    assert "declare raised ZeroDivisionError" in found.message
+
+
+def test_policy_of_a_local_class_is_not_tried_in_another_process():
+    class Local(SmallestPolicy):
+        pass
+
+    found = find(Local, "trait stateless in another process")
+    assert found.holds is None
+    assert "cannot be pickled" in found.message
+
+
+def test_kit_for_policies_loads_no_torch():
+    """Whoever writes a rule needs no torch to test it."""
+    code = (
+        "import sys; from dispatchkit.testing import run_policy_conformance, PolicyTests, "
+        "DispatcherMachine; assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_kit_can_be_looked_at_without_hypothesis():
+    """Names are loaded on first use; what is missing is said with the next step."""
+    code = (
+        "import sys; sys.modules['hypothesis'] = None\n"
+        "import dispatchkit.testing as kit\n"
+        "assert 'PolicyTests' in dir(kit)\n"
+        "try: kit.PolicyTests\n"
+        "except ModuleNotFoundError as error: print(error.__notes__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "pip install 'dispatchkit[testing]'" in done.stdout
+
+
+def test_unknown_name_of_the_kit_is_an_attribute_error():
+    import dispatchkit.testing as kit
+
+    with pytest.raises(AttributeError, match="no attribute 'PolicyTest'"):
+        _ = kit.PolicyTest
