@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -163,12 +164,22 @@ class DemoReport:
         return [equal, launches, limits]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, ready for JSON."""
+        """Return the report as plain values, ready for JSON; None for what is not a number."""
         traffic = attrs.asdict(self.traffic, filter=lambda field, _: field.name != "steps")
         made = attrs.asdict(self, filter=lambda field, _: field.name != "traffic")
-        return {
+        value = {
             "ok": self.comparison.is_equal,
             **made,
             "traffic": {"num_steps": len(self.traffic.steps), **traffic},
             "meaning": self.meaning(),
         }
+        return {name: _finite(each) for name, each in value.items()}
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None for what is no number, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

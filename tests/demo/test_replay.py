@@ -145,6 +145,24 @@ def test_a_wrong_cache_is_found_though_every_step_is_right(
     assert "NOT" in report.meaning()[0]
 
 
+def test_a_result_that_is_not_a_number_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN compares with nothing, and JSON has no word for it."""
+    pieces = Decoder.pieces
+
+    def undefined(self: Decoder, cache: Any) -> list[Any]:
+        *rest, last = pieces(self, cache)
+        return [*rest, graph_piece(lambda carried: last.fn(carried) * float("nan"))]
+
+    monkeypatch.setattr(Decoder, "pieces", undefined)
+    report = run(write(tmp_path, ROWS), steps=3)
+    assert len(report.comparison.different) == 3
+    value = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert value["ok"] is False
+    assert value["comparison"]["worst"] is None
+
+
 def test_steps_limits_how_much_of_the_trace_runs(tmp_path: Path) -> None:
     """From the start."""
     assert run(write(tmp_path, ROWS), steps=2).comparison.steps == 2
