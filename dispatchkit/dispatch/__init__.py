@@ -1,5 +1,6 @@
 """Who decides, and how: policies, decisions, hard constraints and the dispatcher."""
 
+from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.decision import CellUpdate, Decision, Outcome, Reason
 from dispatchkit.dispatch.dispatcher import Dispatcher
 from dispatchkit.dispatch.explain import Explanation, explain
@@ -23,6 +24,7 @@ __all__ = [
     "Outcome",
     "Policy",
     "Reason",
+    "broken_constraint",
     "explain",
     "policy_name",
     "policy_traits",

@@ -19,11 +19,15 @@ class TestPlain(PolicyTests):
 
 
 class TestLimited(PolicyTests):
+    max_examples = 20
+
     def make_policy(self) -> ThresholdPolicy:
         return ThresholdPolicy(3, 20, max_waste=0.4)
 
 
 class TestPiecewiseFirst(PolicyTests):
+    max_examples = 20
+
     def make_policy(self) -> ThresholdPolicy:
         return ThresholdPolicy(prefer_piecewise=True)
 

@@ -1,0 +1,148 @@
+"""Members of a composite: how they are written down, and what is kept of each."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from dispatchkit import Policy
+from dispatchkit.errors import ConfigError
+from dispatchkit.plugins import PluginSet, load_plugins
+
+__all__ = ["Member", "MemberReport", "members_from_pyproject"]
+
+
+@attrs.frozen
+class Member:
+    """One member of a composite.
+
+    Attributes:
+        name: What it is called in the composite; no two have the same.
+        policy: A policy, or the name of one; by default the name of the member.
+        priority: Higher ones are asked first; equal ones in the order they were added.
+        options: Given to the policy's factory, where the policy is a name.
+    """
+
+    name: str
+    policy: Policy | str = ""
+    priority: int = 0
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        name: Any = self.name  # whatever a file has there
+        if not isinstance(name, str) or not name or set(name) & set("/,:= "):
+            allowed = "a word without any of '/,:=' and spaces"
+            raise ConfigError("member name", self.name, allowed)
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise ConfigError(f"priority of member {self.name!r}", self.priority, "a whole number")
+
+    @classmethod
+    def parse(cls, text: str) -> Member:
+        """Return the member written ``name[=policy][:priority]``.
+
+        Raises:
+            ConfigError: The text is not of that form.
+        """
+        what, colon, number = text.strip().partition(":")
+        name, _, policy = (part.strip() for part in what.partition("="))
+        try:
+            return cls(name, policy, int(number) if colon else 0)
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError("member", text, "name[=policy][:priority]") from error
+
+
+@attrs.frozen
+class MemberReport:
+    """What a composite says of a member.
+
+    Attributes:
+        name: Its name.
+        priority: Its priority.
+        policy: The name its policy goes by.
+        faults: How often it raised or broke a hard constraint.
+        last_fault: The last of these, in words; empty without any.
+        suspended: It is not asked any more, until it is resumed.
+    """
+
+    name: str
+    priority: int
+    policy: str
+    faults: int = 0
+    last_fault: str = ""
+    suspended: bool = False
+
+
+@attrs.define(eq=False)
+class Seat:
+    """A member in force, with its faults."""
+
+    name: str
+    priority: int
+    policy: Policy
+    faults: int = 0
+    faults_in_a_row: Counter[str] = attrs.field(factory=Counter)
+    last_fault: str = ""
+    suspended: bool = False
+
+
+def read_members(members: str | Iterable[Member | str | Mapping[str, Any]]) -> list[Member]:
+    """Return members from any of the forms they may be written in.
+
+    Raises:
+        ConfigError: One of them cannot be read.
+    """
+    items: Iterable[Member | str | Mapping[str, Any]] = members
+    if isinstance(members, str):
+        items = [part for part in members.split(",") if part.strip()]
+    return [_read(item) for item in items]
+
+
+def _read(item: Member | str | Mapping[str, Any]) -> Member:
+    if isinstance(item, Member):
+        return item
+    if isinstance(item, str):
+        return Member.parse(item)
+    if not isinstance(item, Mapping):
+        raise ConfigError("members", item, "Members, tables or text")
+    known = [field.name for field in attrs.fields(Member)]
+    for name in item:
+        if name not in known:
+            raise ConfigError("member", dict(item), f"a table with {', '.join(known)} only")
+    given = dict(item)
+    given.setdefault("name", given.get("policy", ""))
+    return Member(**given)
+
+
+def members_from_pyproject(path: str | Path = "pyproject.toml") -> list[Member]:
+    """Return the members listed in a file's ``[[tool.dispatchkit.composite.members]]``.
+
+    Raises:
+        ConfigError: The file cannot be read, or lists no members.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError("pyproject", str(path), "a TOML file", f"It says: {error}.") from error
+    where: Any = table
+    for part in ("tool", "dispatchkit", "composite", "members"):
+        where = where.get(part) if isinstance(where, dict) else None
+    if not isinstance(where, list) or not where:
+        allowed = "a file with tables [[tool.dispatchkit.composite.members]]"
+        raise ConfigError("pyproject", str(path), allowed)
+    return read_members(where)
+
+
+def seat(member: Member, plugins: PluginSet | None = None) -> Seat:
+    """Make a member's policy, where it is given by name."""
+    policy = member.policy or member.name
+    if isinstance(policy, str):
+        plugins = load_plugins() if plugins is None else plugins
+        policy = plugins.create_policy(policy, **member.options)
+    return Seat(member.name, member.priority, policy)

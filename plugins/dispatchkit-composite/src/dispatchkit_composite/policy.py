@@ -1,0 +1,273 @@
+"""The policy ``composite``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from dispatchkit import (
+    Batch,
+    CellUpdate,
+    Decision,
+    DispatchConfig,
+    GraphKey,
+    GraphView,
+    Outcome,
+    Policy,
+    RuntimeMode,
+)
+from dispatchkit.dispatch import broken_constraint, policy_name, policy_traits
+from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.keys import check_count
+from dispatchkit.plugins import PluginSet, load_plugins
+
+from dispatchkit_composite.members import (
+    Member,
+    MemberReport,
+    Seat,
+    members_from_pyproject,
+    read_members,
+    seat,
+)
+
+__all__ = ["CompositePolicy"]
+
+_log = logging.getLogger("dispatchkit.composite")
+
+
+class CompositePolicy:
+    """Ask members in the order of their priority; the first that answers decides.
+
+    A member that raises, or breaks a hard constraint, is named in the log, counted and
+    passed over; after several faults in a row it is suspended. Decisions carry the name of
+    the member that made them.
+
+    Args:
+        members: Members; tables with their attributes; or ``name[=policy][:priority]``, as a
+            list or with commas. ``vllm`` alone by default.
+        pyproject: A TOML file that lists them, in place of ``members``.
+        max_faults: Faults in a row after which a member is suspended.
+        plugins: Where policies are found by name; by default plugins are loaded.
+
+    Raises:
+        ConfigError: Members cannot be read, or two have one name.
+        UnknownNameError: No policy goes by the name of a member's.
+    """
+
+    name = "composite"
+
+    def __init__(
+        self,
+        members: str | Iterable[Member | str | Mapping[str, Any]] | None = None,
+        *,
+        pyproject: str | Path | None = None,
+        max_faults: int = 3,
+        plugins: PluginSet | None = None,
+    ) -> None:
+        if members is not None and pyproject is not None:
+            raise ConfigError("pyproject", pyproject, "left out where members are given")
+        self.max_faults = check_count(max_faults, "max_faults")
+        self._seats: tuple[Seat, ...] = ()
+        self._graphs: GraphView | None = None
+        if pyproject is not None:
+            listed = members_from_pyproject(pyproject)
+        else:
+            listed = read_members("vllm" if members is None else members)
+        if plugins is None and any(isinstance(member.policy, str) for member in listed):
+            plugins = load_plugins()
+        for member in listed:
+            self._take(seat(member, plugins))
+
+    # -- members ------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[MemberReport, ...]:
+        """The members in the order in which they are asked."""
+        return tuple(
+            MemberReport(
+                one.name,
+                one.priority,
+                policy_name(one.policy),
+                one.faults,
+                one.last_fault,
+                one.suspended,
+            )
+            for one in self._seats
+        )
+
+    @property
+    def traits(self) -> frozenset[str]:
+        """The traits of the only member; of several, only ``stateless`` outlives mixing."""
+        claimed = [policy_traits(one.policy) for one in self._seats]
+        if len(claimed) == 1:
+            return claimed[0]
+        return frozenset({"stateless"}).intersection(*claimed) if claimed else frozenset()
+
+    def add(self, name: str, policy: Policy | str = "", priority: int = 0, **options: Any) -> None:
+        """Add a member. Call ``dispatcher.swap()`` afterwards, which empties the table.
+
+        Raises:
+            ConfigError: The name is taken or cannot be used.
+            UnknownNameError: No policy goes by that name.
+        """
+        self._take(seat(Member(name, policy, priority, options)))
+
+    def remove(self, name: str) -> None:
+        """Remove a member. Call ``dispatcher.swap()`` afterwards, which empties the table.
+
+        Raises:
+            UnknownNameError: There is no such member.
+        """
+        gone = self._find(name)
+        self._seats = tuple(one for one in self._seats if one is not gone)
+
+    def resume(self, name: str) -> None:
+        """Ask a suspended member again. Cells decided by others stay until they are swapped.
+
+        Raises:
+            UnknownNameError: There is no such member.
+        """
+        one = self._find(name)
+        one.suspended = False
+        one.faults_in_a_row.clear()
+
+    def _take(self, new: Seat) -> None:
+        if new.policy is self:
+            raise ConfigError(f"member {new.name!r}", new.policy, "another policy than its own")
+        if any(one.name == new.name for one in self._seats):
+            raise ConfigError("member name", new.name, "one that no other member has")
+        # Sorting is stable, so that equal priorities stay in the order of addition.
+        self._seats = tuple(sorted((*self._seats, new), key=lambda one: -one.priority))
+
+    def _find(self, name: str) -> Seat:
+        for one in self._seats:
+            if one.name == name:
+                return one
+        raise UnknownNameError("member", name, [one.name for one in self._seats])
+
+    # -- the policy ---------------------------------------------------------------------
+
+    def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
+        """Return the keys of all members, those of the first members first."""
+        keys: dict[GraphKey, None] = {}
+        for one in self._active():
+            keys.update(dict.fromkeys(self._guarded(one, "declare", _declared, config) or ()))
+        return list(keys)
+
+    def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
+        """Return the answer of the first member that has one within the constraints."""
+        self._graphs = graphs
+        refused: Decision | None = None
+        for one in self._active():
+            answer = self._ask(one, batch, graphs)
+            if answer is None:
+                continue
+            if answer.key is not None or batch.allows(RuntimeMode.NONE):
+                return answer
+            refused = refused or answer  # eager is no fault, but others may have a graph
+        return refused
+
+    def observe(self, outcome: Outcome) -> list[CellUpdate]:
+        """Tell every member; one whose decision did not run is told so (``won``)."""
+        who, _, rest = outcome.decision.policy.partition("/")
+        updates = []
+        for one in self._active():
+            if not hasattr(one.policy, "observe"):
+                continue
+            told = attrs.evolve(outcome, won=outcome.won and who == one.name)
+            if told.won:
+                label = rest or policy_name(one.policy)
+                told = attrs.evolve(told, decision=attrs.evolve(told.decision, policy=label))
+            answer = self._guarded(one, "observe", _learnt, told)
+            updates += [kept for update in answer or () if (kept := self._own(one, update))]
+        return updates
+
+    def wants_seeding(self, graphs: GraphView) -> list[Any]:
+        """Return the timed runs that members ask for after a capture."""
+        runs: list[Any] = []
+        for one in self._active():
+            if hasattr(one.policy, "wants_seeding"):
+                asked = self._guarded(one, "wants_seeding", _wanted, graphs)
+                runs += [run for run in asked or () if run not in runs]
+        return runs
+
+    def __repr__(self) -> str:
+        listed = ", ".join(f"{one.name}:{one.priority}" for one in self._seats)
+        return f"CompositePolicy({listed!r})"
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _active(self) -> Iterator[Seat]:
+        return (one for one in self._seats if not one.suspended)
+
+    def _ask(self, one: Seat, batch: Batch, graphs: GraphView) -> Decision | None:
+        answer: Decision | None = self._guarded(one, "decide", _decided, batch, graphs)
+        return None if answer is None else attrs.evolve(answer, policy=_label(one, answer))
+
+    def _own(self, one: Seat, update: CellUpdate) -> CellUpdate | None:
+        """Return an update a member may make: of a cell that is its to decide."""
+        answer, graphs = update.decision, self._graphs
+        if graphs is None:
+            return None
+        for other in self._active():
+            if other is one:
+                break
+            if self._ask(other, update.batch, graphs) is not None:
+                return None
+        if answer is None:
+            return update
+        return attrs.evolve(update, decision=attrs.evolve(answer, policy=_label(one, answer)))
+
+    def _guarded(self, one: Seat, method: str, ask: Callable[..., Any], *args: Any) -> Any:
+        try:
+            answer = ask(one.policy, *args)
+        except Exception as error:  # noqa: BLE001 - a member may raise anything; it is named
+            self._blame(one, method, f"{type(error).__name__}: {error}")
+            return None
+        one.faults_in_a_row[method] = 0
+        return answer
+
+    def _blame(self, one: Seat, method: str, problem: str) -> None:
+        one.faults += 1
+        one.faults_in_a_row[method] += 1
+        one.last_fault = f"{method}: {problem}"
+        one.suspended = one.faults_in_a_row[method] >= self.max_faults
+        if one.faults == 1 or one.suspended:
+            end = " It is suspended; resume() asks it again." if one.suspended else ""
+            _log.warning("Member %r of the composite, %s.%s", one.name, one.last_fault, end)
+
+
+def _declared(policy: Policy, config: DispatchConfig) -> list[GraphKey]:
+    keys = list(policy.declare(config))
+    for key in keys:
+        if not isinstance(key, GraphKey):
+            raise TypeError(f"it returned {key!r}; only GraphKeys are keys")
+    return keys
+
+
+def _decided(policy: Policy, batch: Batch, graphs: GraphView) -> Decision | None:
+    answer = policy.decide(batch, graphs)
+    problem = None if answer is None else broken_constraint(answer, batch, graphs)
+    if problem is not None:
+        raise ValueError(problem)
+    return answer
+
+
+def _learnt(policy: Any, outcome: Outcome) -> list[CellUpdate]:
+    updates = list(policy.observe(outcome) or ())
+    for update in updates:
+        if not isinstance(update, CellUpdate):
+            raise TypeError(f"it returned {update!r}; only CellUpdates are updates")
+    return updates
+
+
+def _wanted(policy: Any, graphs: GraphView) -> list[Any]:
+    return list(policy.wants_seeding(graphs))
+
+
+def _label(one: Seat, answer: Decision) -> str:
+    return f"{one.name}/{answer.policy}" if answer.policy else one.name
