@@ -10,7 +10,7 @@ from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.errors import CaptureError
 
 # In the text of CUDA's errors 900 and 901: the capture is void after either.
-_REFUSED_BY_DRIVER = ("when stream is capturing", "capture was invalidated")
+_REFUSED_BY_DRIVER = ("when stream is capturing", "previous error during capture")
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 
 

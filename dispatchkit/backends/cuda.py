@@ -6,7 +6,6 @@ Source for what a graph may hold and do: torch's documentation, "CUDA semantics"
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -25,159 +24,19 @@ from dispatchkit.backends.capture_guard import (
     refuse_nested,
 )
 from dispatchkit.backends.cuda_capture import CaptureWatch, close_pool_if_open, repair
+from dispatchkit.backends.cuda_device import device_index, require_cuda
+from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury
 from dispatchkit.backends.cuda_streams import CudaEvent, CudaStream, UseStream, make_current
 from dispatchkit.backends.warmup import run_warmup
 from dispatchkit.errors import (
-    BackendUnavailableError,
     CaptureError,
     ConfigError,
-    ReplayError,
 )
 
 # torch hands out streams of one priority from a ring of 32; a 33rd is the first one again.
 MAX_STREAMS = 32
 
 CAPTURE_ERROR_MODES = ("thread_local", "global", "relaxed")
-
-# Graphs let go of while a capture was running: destroying one calls the driver, which could
-# void that capture. They are destroyed after it.
-_graveyard: list[Any] = []
-
-
-def _bury() -> None:
-    """Destroy the graphs that were let go of, unless a capture is running."""
-    while _graveyard and not is_any_capturing():
-        _graveyard.pop().reset()
-
-
-class CudaPool:
-    """A private memory pool; its graphs must not run at the same time.
-
-    Attributes:
-        handle: torch's pool handle for the next capture.
-        graphs: The live graphs.
-    """
-
-    def __init__(self) -> None:
-        self.handle = self._new_handle()
-        self.graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
-        self._given_up: list[Any] = []
-
-    @staticmethod
-    def _new_handle() -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    @property
-    def handles(self) -> list[Any]:
-        """All handles that memory of this pool goes by."""
-        return [self.handle, *self._given_up]
-
-    def give_up_handle(self) -> None:
-        """Capture into a new pool from here on; earlier graphs keep the old one."""
-        self._given_up.append(self.handle)
-        self.handle = self._new_handle()
-
-
-def _refuse_replay() -> None:
-    raise ReplayError(
-        "A released graph was asked to replay. Capture it again, or keep it until its last use."
-    )
-
-
-class CudaGraph:
-    """One captured and instantiated CUDA graph.
-
-    It holds its outputs and the host memory that its copies use, not the device memory that
-    it reads: whoever owns the graph must hold its inputs, weights and state.
-    """
-
-    def __init__(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        outputs: Any,
-        pool: CudaPool,
-        *,
-        host_tensors: list[torch.Tensor],
-        generators: list[Any],
-        draws: bool,
-    ) -> None:
-        self._graph: torch.cuda.CUDAGraph | None = graph
-        self._outputs = outputs
-        self._pool = pool
-        self._host_tensors = host_tensors
-        self._generators = generators
-        self._draws = draws
-        self._launch: Callable[[], None] = self._first_replay if draws else graph.replay
-        pool.graphs.add(self)
-
-    @property
-    def outputs(self) -> Any:
-        """What the callable returned at capture; overwritten by every replay.
-
-        Raises:
-            ReplayError: The graph was released.
-        """
-        if self._graph is None:
-            _refuse_replay()
-        return self._outputs
-
-    @property
-    def has_random_state(self) -> bool:
-        """Whether a replay draws from a random generator.
-
-        True from the start where an operation was seen that may draw; the first replay
-        settles it by the generators' offsets.
-        """
-        return self._draws
-
-    @property
-    def raw_exec_handle(self) -> int:
-        """The ``cudaGraphExec_t``, for launches past torch; only without random state.
-
-        Raises:
-            ReplayError: The graph was released.
-        """
-        if self._graph is None:
-            _refuse_replay()
-            return 0
-        return int(self._graph.raw_cuda_graph_exec())
-
-    def replay(self) -> None:
-        """Queue the graph once on the current stream.
-
-        Raises:
-            ReplayError: The graph was released.
-        """
-        self._launch()
-
-    def _first_replay(self) -> None:
-        graph = self._graph
-        if graph is None:
-            return _refuse_replay()
-        # Offsets live on the host and move when the graph is launched: no waiting here. A
-        # draw of another thread meanwhile leaves the answer at yes, which is only slower.
-        before = [generator.get_offset() for generator in self._generators]
-        graph.replay()
-        after = [generator.get_offset() for generator in self._generators]
-        self._draws = before != after
-        self._launch = graph.replay
-        return None
-
-    def release(self) -> None:
-        """Let go of the graph and its memory; replays already queued still run."""
-        graph, self._graph = self._graph, None
-        self._launch = _refuse_replay
-        self._outputs = None
-        self._host_tensors = []
-        self._pool.graphs.discard(self)
-        if graph is not None:
-            _graveyard.append(graph)
-            _bury()
-
-    def __del__(self) -> None:
-        # A collection may come in the middle of a capture; release knows what to do then.
-        if getattr(self, "_graph", None) is not None:
-            self.release()
 
 
 class CudaBackend:
@@ -301,7 +160,7 @@ class CudaBackend:
         to the device, unless a capture is running. Not for the hot path.
         """
         if not pool.graphs and not is_any_capturing():
-            _bury()
+            bury()
             torch.cuda.empty_cache()
         return sum(
             int(segment["total_size"])
@@ -361,7 +220,7 @@ class CudaBackend:
             with exclusive_capture(self.torch_device), UseStream(stream.raw):
                 return self._capture(run, stream.raw, pool, own_generators)
         finally:
-            _bury()
+            bury()
 
     def _capture(
         self,
@@ -463,44 +322,3 @@ class CudaBackend:
     def is_capturing(self) -> bool:
         """Return whether this thread is inside a capture, ours or the caller's."""
         return bool(capturing_device()) or torch.cuda.is_current_stream_capturing()
-
-
-def require_cuda() -> None:
-    """Raise BackendUnavailableError where torch cannot use a CUDA device."""
-    if not torch.backends.cuda.is_built():
-        raise BackendUnavailableError(
-            f"The backend 'cuda' needs a torch with CUDA; {torch.__version__} is built without "
-            "it. Install a CUDA build of torch, or choose the backend 'tape'."
-        )
-    if not torch.cuda.is_available():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
-        raise BackendUnavailableError(
-            "The backend 'cuda' needs a CUDA device; torch finds no driver or no device."
-            f"{hidden} Look at nvidia-smi, or choose the backend 'tape'."
-        )
-
-
-def device_index(device: Any) -> int:
-    """Return the index of an existing CUDA device.
-
-    Raises:
-        ConfigError: It is no CUDA device, or there is none of that index.
-    """
-    count = torch.cuda.device_count()
-    allowed = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
-    if device is None or str(device) == "cuda":
-        return int(torch.cuda.current_device())
-    index: int | None = None
-    if isinstance(device, int) and not isinstance(device, bool):
-        index = device
-    elif isinstance(device, (str, torch.device)):
-        try:
-            parsed = torch.device(device)
-        except RuntimeError as error:
-            raise ConfigError("device", device, f"a CUDA device, {allowed}") from error
-        if parsed.type == "cuda":
-            index = parsed.index
-    if index is None or not 0 <= index < count:
-        raise ConfigError("device", device, f"a CUDA device that exists here, {allowed}")
-    return index

@@ -31,12 +31,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dispatchkit.backends.capture_guard import capturing_device
 from dispatchkit.backends.host_sync import SYNC_FUNCTIONS, is_data_dependent
+from dispatchkit.backends.tape_calls import run_parts, written_arguments
 from dispatchkit.backends.tape_plan import LAUNCH_KEYS, flat_tensors
 from dispatchkit.backends.tape_poison import poison
-from dispatchkit.backends.tape_recorder import (
-    run_parts,
-    written_arguments,
-)
 from dispatchkit.backends.tape_streams import TapeStream
 
 _Tensor = torch.Tensor

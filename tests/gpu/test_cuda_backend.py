@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from dispatchkit.errors import BackendUnavailableError, CaptureError, ConfigError
+from dispatchkit.testing.backend_rig import HOST_SYNCS
 from dispatchkit.testing.backend_tests import BackendTests, Rig
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +46,11 @@ class TestCudaUnwatched(BackendTests):
         gc.collect()
         rig.backend.synchronize()
         rig.torch.cuda.empty_cache()
+
+    @pytest.mark.parametrize("name", sorted({*HOST_SYNCS} - {"numpy"}))
+    def test_calls_that_wait_for_the_device_are_refused(self, rig, name):
+        """All but ``numpy``, where torch itself refuses before the driver does."""
+        super().test_calls_that_wait_for_the_device_are_refused(rig, name)
 
     def test_a_refused_call_is_named(self, rig):
         pytest.skip("names come from the watch, which is off here")

@@ -1,0 +1,51 @@
+"""Whether there is a CUDA device, and which one is meant."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from dispatchkit.errors import BackendUnavailableError, ConfigError
+
+
+def require_cuda() -> None:
+    """Raise BackendUnavailableError where torch cannot use a CUDA device."""
+    if not torch.backends.cuda.is_built():
+        raise BackendUnavailableError(
+            f"The backend 'cuda' needs a torch with CUDA; {torch.__version__} is built without "
+            "it. Install a CUDA build of torch, or choose the backend 'tape'."
+        )
+    if not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
+        raise BackendUnavailableError(
+            "The backend 'cuda' needs a CUDA device; torch finds no driver or no device."
+            f"{hidden} Look at nvidia-smi, or choose the backend 'tape'."
+        )
+
+
+def device_index(device: Any) -> int:
+    """Return the index of an existing CUDA device.
+
+    Raises:
+        ConfigError: It is no CUDA device, or there is none of that index.
+    """
+    count = torch.cuda.device_count()
+    allowed = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
+    if device is None or str(device) == "cuda":
+        return int(torch.cuda.current_device())
+    index: int | None = None
+    if isinstance(device, int) and not isinstance(device, bool):
+        index = device
+    elif isinstance(device, (str, torch.device)):
+        try:
+            parsed = torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError("device", device, f"a CUDA device, {allowed}") from error
+        if parsed.type == "cuda":
+            index = parsed.index
+    if index is None or not 0 <= index < count:
+        raise ConfigError("device", device, f"a CUDA device that exists here, {allowed}")
+    return index

@@ -1,0 +1,220 @@
+"""Promises about captures that fail, for BackendTests."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dispatchkit.errors import CaptureError
+from dispatchkit.testing.backend_rig import HOST_SYNCS, PlannedError, Rig
+
+
+class FailureTests:
+    """A capture that fails has a reason and leaves everything as before."""
+
+    def settle(self, rig: Rig) -> None:
+        """Give unused memory back to the device; see BackendTests."""
+        raise NotImplementedError
+
+    # -- captures that fail ---------------------------------------------------------------
+
+    def _program(self, rig: Rig, state: Any, generator: Any) -> list[Callable[[], Any]]:
+        """Return steps of every kind; a callable fails after some number of them."""
+        device = rig.backend.torch_device
+        torch = rig.torch
+        return [
+            lambda: state * 2,
+            lambda: state.add_(1),
+            lambda: state.view(2, 4)[1].mul_(3),
+            lambda: torch.rand(8, device=device),
+            lambda: torch.rand(8, device=device, generator=generator),
+            lambda: torch.nn.functional.dropout(state, 0.5),
+            lambda: state.uniform_(generator=generator),
+            lambda: state.index_copy_(0, torch.arange(2, device=device), state[:2] + 1),
+            lambda: torch.add(state, 1, out=state),
+            lambda: state.exp_().log_(),
+        ]
+
+    @pytest.mark.parametrize("num_steps", range(11))
+    def test_a_capture_that_fails_leaves_everything_as_before(
+        self, rig: Rig, num_steps: int
+    ) -> None:
+        """At whatever step: state, generators, stream, collector and other graphs."""
+        backend, torch = rig.backend, rig.torch
+        state, generator = rig.randn(8), rig.generator()
+        x = rig.zeros(8)
+        healthy = rig.capture(lambda: (x + 1) * 2)
+        default_before = rig.default_generator().get_state()
+        own_before = generator.get_state()
+        state_before = state.clone()
+        handle = backend.current_stream_handle()
+        program = self._program(rig, state, generator)
+
+        def run() -> None:
+            for step in program[:num_steps]:
+                step()
+            raise PlannedError("on purpose")
+
+        with pytest.raises(CaptureError) as caught:
+            rig.capture(run, generators=[generator])
+        assert isinstance(caught.value.__cause__, PlannedError)
+        assert caught.value.reason == "error"
+        assert backend.current_stream_handle() == handle
+        assert not backend.is_capturing()
+        assert gc.isenabled()
+        assert torch.equal(rig.default_generator().get_state(), default_before)
+        assert torch.equal(generator.get_state(), own_before)
+        assert rig.equal(state, state_before)
+        torch.rand(2, device=backend.torch_device)  # eager draws go on working
+        x.fill_(4)
+        assert rig.read(rig.replayed(healthy)) == [10.0] * 8
+        again = rig.capture(lambda: x - 1)
+        assert rig.read(rig.replayed(again)) == [3.0] * 8
+
+    @pytest.mark.parametrize("name", HOST_SYNCS)
+    def test_calls_that_wait_for_the_device_are_refused(self, rig: Rig, name: str) -> None:
+        """With a reason to count, and without harm to what comes after."""
+        x = rig.torch.ones(4, 8, device=rig.backend.torch_device)
+        before = rig.default_generator().get_state()
+        with pytest.raises(CaptureError) as caught:
+            rig.capture(lambda: HOST_SYNCS[name](rig.torch, x + 1))
+        assert caught.value.reason == "host_sync"
+        assert caught.value.__cause__ is not None
+        assert rig.torch.equal(rig.default_generator().get_state(), before)
+        graph = rig.capture(lambda: x + 1)
+        assert rig.read(rig.replayed(graph)[0]) == [2.0] * 8
+
+    def test_a_refused_call_is_named(self, rig: Rig) -> None:
+        """The user has to find it in a model of a thousand lines."""
+        x = rig.zeros(3)
+        with pytest.raises(CaptureError, match=r"Tensor\.item"):
+            rig.capture(lambda: x.sum().item())
+
+    def test_a_refused_call_that_the_callable_catches_still_fails(self, rig: Rig) -> None:
+        """The capture is lost anyway: nothing may look as if it had worked."""
+        x = rig.zeros(3)
+
+        def run() -> Any:
+            try:
+                x.tolist()
+            except RuntimeError:
+                return x + 1
+            return x
+
+        with pytest.raises(CaptureError) as caught:
+            rig.capture(run)
+        assert caught.value.reason == "host_sync"
+
+    @pytest.mark.parametrize(
+        "wait",
+        [
+            lambda rig: rig.stream.synchronize(),
+            lambda rig: rig.backend.synchronize(),
+            lambda rig: rig.backend.new_event().synchronize(),
+            lambda rig: rig.stream.query(),
+        ],
+        ids=["stream", "device", "event", "query"],
+    )
+    def test_waits_through_the_backend_are_refused(
+        self, rig: Rig, wait: Callable[[Rig], Any]
+    ) -> None:
+        """A device forbids them in a capture; so does every backend."""
+        with pytest.raises(CaptureError) as caught:
+            rig.capture(lambda: wait(rig))
+        assert caught.value.reason == "host_sync"
+        assert rig.read(rig.replayed(rig.capture(lambda: rig.zeros(1) + 1))) == [1.0]
+
+    def test_captures_do_not_nest(self, rig: Rig) -> None:
+        """Exactly one layer acts; the inner function is to be called itself."""
+        x = rig.zeros(2)
+        with pytest.raises(CaptureError) as caught:
+            rig.capture(lambda: rig.capture(lambda: x + 1))
+        assert caught.value.reason == "nested"
+        assert rig.read(rig.replayed(rig.capture(lambda: x + 1))) == [1.0, 1.0]
+
+    def test_running_out_of_memory_is_reported_as_such(self, rig: Rig) -> None:
+        """The key goes to eager for this reason, and other graphs live on."""
+        x = rig.zeros(4)
+        healthy = rig.capture(lambda: x + 1)
+
+        def run() -> Any:
+            return rig.torch.empty(2**50, dtype=rig.torch.uint8, device=rig.backend.torch_device)
+
+        with pytest.raises(CaptureError) as caught:
+            rig.capture(run)
+        assert caught.value.reason == "out_of_memory"
+        assert rig.read(rig.replayed(healthy)) == [1.0] * 4
+
+    def test_an_interrupt_passes_through_and_leaves_everything_as_before(self, rig: Rig) -> None:
+        """Ctrl-C is not a capture error, but must not break the device either."""
+        state = rig.zeros(2)
+
+        def run() -> None:
+            state.add_(1)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            rig.capture(run)
+        assert rig.read(state) == [0.0, 0.0]
+        assert not rig.backend.is_capturing()
+        assert rig.read(rig.replayed(rig.capture(lambda: state + 1))) == [1.0, 1.0]
+
+    def test_failing_captures_reserve_no_memory(self, rig: Rig) -> None:
+        """Twenty failures of several kinds leave the pool as it was."""
+        x = rig.zeros(1024)
+        rig.capture(lambda: (x + 1) * 2)
+        kinds: list[Callable[[], Any]] = [
+            lambda: (x + 1).sum().item(),
+            lambda: (x + 1)[x > 0],
+            lambda: (x + 1) / PlannedError,
+            lambda: (x + 1).cpu() + 1,
+            lambda: (x + 1) @ rig.zeros(7),
+        ]
+        sizes: list[int] = []
+        for turn in range(20):
+            with pytest.raises(CaptureError):
+                rig.capture(kinds[turn % 5])
+            if turn % 5 == 4:
+                self.settle(rig)
+                sizes.append(rig.backend.pool_bytes(rig.pool))
+        assert len(set(sizes)) == 1
+
+    @pytest.mark.parametrize("enabled", [True, False])
+    @pytest.mark.parametrize("fails", [True, False])
+    def test_the_collector_is_held_and_put_back(self, rig: Rig, enabled: bool, fails: bool) -> None:
+        """A collection in mid-capture may destroy an old graph; the setting is the user's."""
+        seen: list[bool] = []
+
+        def run() -> Any:
+            seen.append(gc.isenabled())
+            if fails:
+                raise PlannedError("on purpose")
+            return rig.zeros(1) + 1
+
+        try:
+            if not enabled:
+                gc.disable()
+            if fails:
+                with pytest.raises(CaptureError):
+                    rig.capture(run)
+            else:
+                rig.capture(run)
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+        assert seen == [False]
+
+    def test_is_capturing_is_true_only_inside(self, rig: Rig) -> None:
+        """A call inside a capture passes straight through on this answer."""
+        seen: list[bool] = []
+
+        def run() -> Any:
+            seen.append(rig.backend.is_capturing())
+            return rig.zeros(1) + 1
+
+        rig.capture(run)
+        assert seen == [True]
+        assert not rig.backend.is_capturing()
