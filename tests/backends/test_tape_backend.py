@@ -15,6 +15,7 @@ class TestTapeAtOnce(BackendTests):
         return TapeBackend()
 
 
+@pytest.mark.slow
 class TestTapeDeferred(BackendTests):
     def make_backend(self):
         return TapeBackend(scheduler=1)

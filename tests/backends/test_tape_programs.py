@@ -61,7 +61,7 @@ def run_program(names, x, state):
 programs = st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=10)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(names=programs, mode=st.sampled_from(["no_grad", "inference_mode"]))
 def test_replays_of_random_programs_equal_eager(names, mode):
     backend = TapeBackend()
@@ -89,7 +89,7 @@ def test_replays_of_random_programs_equal_eager(names, mode):
             other.replay()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(names=programs, fails_at=st.integers(0, 10))
 def test_random_programs_that_fail_change_nothing(names, fails_at):
     backend = TapeBackend()
@@ -110,7 +110,7 @@ def test_random_programs_that_fail_change_nothing(names, fails_at):
     assert backend.pool_bytes(pool) == 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     work=st.lists(st.tuples(st.booleans(), st.sampled_from(sorted(STEPS))), max_size=12),
     scheduler=st.integers(0, 1000),
