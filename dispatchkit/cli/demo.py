@@ -40,6 +40,10 @@ def demo(
         typer.Option(metavar="FILE", help="A step trace; by default an excerpt of a real one."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Most steps to run.")] = 300,
+    sizes: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="Capture sizes; by default the usual ones."),
+    ] = None,
     device: Annotated[
         str,
         typer.Option(
@@ -64,7 +68,7 @@ def demo(
             f"The demo runs a model, and {error.name} is not installed. "
             "Next: pip install 'dispatchkit[torch]'."
         ) from error
-    options = DemoOptions(policy=policy, trace=trace, steps=steps, device=device)
+    options = DemoOptions(policy=policy, trace=trace, steps=steps, sizes=sizes, device=device)
     plugins = load_installed_plugins()
     mention_problems(plugins)
     with _progress() as tell:

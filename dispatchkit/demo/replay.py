@@ -48,6 +48,7 @@ class DemoOptions:
         policy: Name of the policy.
         trace: A step trace; None for the excerpt that comes with the package.
         steps: Most steps to run, from the start of the trace.
+        sizes: Capture sizes, as numbers or as text with commas; None for the usual ones.
         device: ``tape`` or ``cpu`` for the stand-in on a CPU, ``cuda`` or ``cuda:N`` for a
             GPU, ``auto`` for a GPU where torch finds one, else the tape.
         shape: Sizes of the decoder; None for those that suit the device. Its number of
@@ -57,6 +58,7 @@ class DemoOptions:
     policy: str = "vllm"
     trace: Path | None = None
     steps: int = attrs.field(default=DEFAULT_STEPS)
+    sizes: Sequence[int] | str | None = None
     device: str = "auto"
     shape: DecoderShape | None = None
 
@@ -145,7 +147,7 @@ def _run(
 ) -> DemoReport:
     decoder = Decoder(shape, device=device)
     eager_cache, cache = KVCache(shape, device), KVCache(shape, device)
-    runner = make_runner(decoder, cache, traffic, options.policy, device, plugins)
+    runner = make_runner(decoder, cache, traffic, options, device, plugins)
     tell("capturing", 0, 1)
     captured = runner.capture()
     tell("capturing", 1, 1)
@@ -190,7 +192,7 @@ def make_runner(
     decoder: Decoder,
     cache: KVCache,
     traffic: Traffic,
-    policy: str,
+    options: DemoOptions,
     device: torch.device,
     plugins: PluginSet | None = None,
 ) -> GraphRunner:
@@ -198,10 +200,12 @@ def make_runner(
 
     Padding rows are tokens of nobody: they write to the sink slot.
     """
+    sizes: dict[str, Any] = {} if options.sizes is None else {"capture_sizes": options.sizes}
     config = DispatchConfig(
         max_num_tokens=max(step.num_tokens for step in traffic.steps),
         max_num_seqs=decoder.shape.num_slots,
         query_lens=traffic.query_len,
+        **sizes,
     )
     return GraphRunner(
         decoder.pieces(cache),
@@ -211,7 +215,7 @@ def make_runner(
             "slots": StaticInput((None,), "int64", fill=decoder.shape.sink_slot),
         },
         config=config,
-        policy=policy,
+        policy=options.policy,
         backend="cuda" if device.type == "cuda" else "tape",
         device=str(device),
         outputs="view",  # every result is read before the next step

@@ -21,6 +21,7 @@ from dispatchkit.errors import (  # noqa: E402
     UnknownNameError,
 )
 from dispatchkit.execute import graph_piece  # noqa: E402
+from dispatchkit.keys import CaptureSizeWarning  # noqa: E402
 
 SMALL = DecoderShape(num_layers=1, num_heads=2, head_dim=8, cache_len=32, vocab=32)
 HEADER = "num_tokens,num_reqs,max_query_len,uniform_decode\n"
@@ -41,8 +42,9 @@ def run(trace: Path, **options: Any) -> DemoReport:
 def report(tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
     """One run of a few steps of both kinds, with one above the largest capture size."""
     folder = tmp_path_factory.mktemp("demo")
-    rows = [*ROWS, "600,22,28,0"]
-    return run(write(folder, rows))
+    rows = [*ROWS, "30,4,25,0"]
+    with pytest.warns(CaptureSizeWarning, match="17 to 30 tokens run eager"):
+        return run(write(folder, rows), sizes="1,2,4,8,16")
 
 
 def test_every_step_and_the_final_caches_equal_eager(report: DemoReport) -> None:
@@ -211,6 +213,12 @@ def test_impossible_numbers_of_steps_are_refused(steps: object) -> None:
     """At least one."""
     with pytest.raises(ConfigError, match="steps"):
         DemoOptions(steps=steps)
+
+
+def test_capture_sizes_beyond_the_traffic_are_refused(tmp_path: Path) -> None:
+    """As everywhere: nothing is trimmed in silence."""
+    with pytest.raises(ConfigError, match="capture_sizes"):
+        run(write(tmp_path, ROWS), sizes=[4, 4096])
 
 
 def test_an_unknown_policy_names_the_nearest(tmp_path: Path) -> None:
