@@ -103,6 +103,7 @@ class Outcome:
         queued: Other work was ahead of it on the stream when it was launched.
         completed: It ran to its end; an outcome that did not teaches nothing.
         won: False when another policy's decision ran instead (inside a composite).
+        step: How many steps had begun, measured or not, this one included; 0: not known.
     """
 
     batch: Batch
@@ -112,6 +113,7 @@ class Outcome:
     queued: bool = False
     completed: bool = True
     won: bool = True
+    step: int = 0
 
 
 @attrs.frozen
