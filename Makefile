@@ -12,7 +12,7 @@ PYTEST := $(VENV_PY) -m pytest
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow nightly check lint types contracts format wheels bench clean
+.PHONY: help setup demo test test-slow nightly check lint types contracts format wheels bench rivals clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -59,6 +59,9 @@ contracts: $(READY)
 format: $(READY) ## Rewrite the code in the project's format
 	$(VENV_PY) -m ruff check --fix-only .
 	$(VENV_PY) -m ruff format .
+
+rivals: $(READY) ## Fetch published vLLM dispatchers into .rivals/, which tests then compare with
+	@$(VENV_PY) scripts/rivals.py
 
 wheels: $(READY) ## Build core and every plugin into .wheels/ (needs no network)
 	@rm -rf .wheels

@@ -6,7 +6,8 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from dispatchkit_vllm.conformance import FileReport, check_file
 
@@ -28,13 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("files", metavar="FILE", nargs="+", help="JSON Lines, or .jsonl.gz")
     options = parser.parse_args(arguments)
-    logging.getLogger("dispatchkit_vllm").setLevel(logging.ERROR)
     num_passed = num_failed = num_compared = 0
     unreadable = False
     for path in options.files:
         try:
             # Sizes that cover only a part of the batches are what vectors are about.
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _quiet_log():
                 warnings.simplefilter("ignore")
                 report = check_file(path)
         except (OSError, EOFError, UnicodeDecodeError) as error:
@@ -49,6 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unreadable:
         return 2
     return 1 if num_failed else 0
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Vectors of dispatchers that were never initialised are no news."""
+    logger = logging.getLogger("dispatchkit_vllm")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _say(text: str) -> None:
