@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.capture_guard import HostSyncError
-from dispatchkit.backends.host_sync import HostSyncGuard, sync_of
+from dispatchkit.backends.host_sync import HostSyncGuard, run_composite, sync_of
 
 _logger = logging.getLogger(__name__)
 
@@ -83,8 +83,7 @@ class CaptureWatch(TorchDispatchMode):
         if error is not None:
             self.note_error(error)
             raise error
-        with self:  # composite operations arrive whole in inference mode
-            result = func.decompose(*args, **kwargs)
+        result = run_composite(self, func, args, kwargs)
         if result is not NotImplemented:
             return result
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatchkit.backends.capture_guard import HostSyncError
 
@@ -39,6 +40,25 @@ _PUBLIC_NAMES = {
 }
 
 _DATA_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def run_composite(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation that is only made of others, so that the mode sees those instead.
+
+    Composite operations (``reshape``, ``linear``, ``allclose``) arrive whole in inference mode;
+    whether they copy, or wait, only their parts tell. The kernel is the one eager runs, not
+    one of torch's decompositions in Python, which may draw differently.
+
+    Returns:
+        The result, or NotImplemented for an operation with a kernel of its own.
+    """
+    name = func.name()
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not has_kernel(name, composite) or has_kernel(name, "CPU") or has_kernel(name, "CUDA"):
+        return NotImplemented
+    with mode:
+        return func._op_dk(composite, *args, **kwargs)
 
 
 def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dispatchkit.backends.host_sync import run_composite
 from dispatchkit.backends.tape_plan import LAUNCH_KEYS
 
 _Tensor = torch.Tensor
@@ -40,18 +41,17 @@ def is_written_in_python(func: Any) -> bool:
 def run_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation that is made of others, so that the mode sees those instead.
 
-    Custom operators written in Python would run their Python again at each replay. Composite
-    ones (``reshape``, ``contiguous``) arrive whole in inference mode, and whether they copy or
-    return a view only their parts tell.
+    Besides composite ones these are custom operators written in Python, whose Python would
+    run again at each replay.
 
     Returns:
         The result, or NotImplemented for an operation that is not made of others.
     """
-    with mode:
-        if is_written_in_python(func):
+    if is_written_in_python(func):
+        with mode:
             keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
             return func.redispatch(keys, *args, **kwargs)
-        return func.decompose(*args, **kwargs)
+    return run_composite(mode, func, args, kwargs)
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
