@@ -17,6 +17,7 @@ import attrs
 import torch
 
 from dispatchkit.errors import ConfigError
+from dispatchkit.keys.modes import AttentionSupport
 
 
 @attrs.frozen
@@ -27,11 +28,15 @@ class Piece:
         fn: What it does.
         is_graph: It may be captured; otherwise it always runs plainly.
         names: Static inputs it is given as keywords.
+        support: For which batches it may be captured inside a FULL graph.
+        limited_by: The operator or module that does not allow it for all.
     """
 
     fn: Callable[..., Any]
     is_graph: bool
     names: tuple[str, ...] = ()
+    support: AttentionSupport = AttentionSupport.ALWAYS
+    limited_by: str = ""
 
     @property
     def name(self) -> str:
@@ -48,9 +53,21 @@ def graph_piece(fn: Callable[..., Any]) -> Piece:
     return Piece(fn, is_graph=True)
 
 
-def eager_piece(fn: Callable[..., Any]) -> Piece:
-    """Mark a part of a step that is never captured in PIECEWISE, such as attention."""
-    return Piece(fn, is_graph=False)
+def eager_piece(
+    fn: Callable[..., Any], *, support: AttentionSupport | str = AttentionSupport.ALWAYS
+) -> Piece:
+    """Mark a part of a step that is never captured in PIECEWISE, such as attention.
+
+    Args:
+        fn: What it does.
+        support: For which batches it may be captured inside a FULL graph.
+
+    Raises:
+        UnknownNameError: No level of support goes by that name.
+    """
+    level = AttentionSupport.parse(support)
+    piece = Piece(fn, is_graph=False, support=level)
+    return attrs.evolve(piece, limited_by="" if level is AttentionSupport.ALWAYS else piece.name)
 
 
 class Step:

@@ -28,6 +28,7 @@ def ladder(runner: GraphRunner) -> str:
         f"backend {runner.backend.name}; can run {pieces}",
         f"{stats.steps} steps: {modes}; padding {stats.padding:.1%}; {runner.num_bytes} bytes",
     ]
+    lines += [f"mode {reason}" for reason in runner.mode_reasons]
     rows = []
     for key in sorted(runner.registry, key=lambda one: (-int(one.mode), one.num_tokens)):
         entry = runner.registry.entries[key]

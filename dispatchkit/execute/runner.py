@@ -32,6 +32,7 @@ from dispatchkit.execute.reasons import (
 from dispatchkit.execute.report import ladder
 from dispatchkit.execute.setup import make_backend, make_config, make_policy, with_mode
 from dispatchkit.execute.state import DEFAULT_STATE_LIMIT
+from dispatchkit.execute.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.execute.timing import Timings
 from dispatchkit.execute.warmup import Warmups
 from dispatchkit.keys.batch import Batch, GraphKey
@@ -92,6 +93,8 @@ class GraphRunner(Controls):
         dispatcher: Decides.
         registry: The keys and their graphs.
         config: Sizes, limits and modes in force; without PIECEWISE where the step is whole.
+        mode_reasons: Why the mode in force is less than what was asked for, where a piece or
+            the backend says that it supports less.
         backend: The device.
 
     Raises:
@@ -156,7 +159,17 @@ class GraphRunner(Controls):
         self._step = Step(step, self._inputs.names, row_count)
         self._row_count = row_count
         self.asked_mode = asked.mode
-        resolved = asked.mode if self._step.can_split else asked.mode.without_piecewise()
+        supported = mode_for_pieces(
+            self._step.pieces,
+            asked.mode,
+            query_len=max(asked.query_lens),
+            captures=self.backend.capabilities.graphs,
+        )
+        warn_of_downgrade(supported)
+        self.mode_reasons = supported.reasons
+        resolved = supported.mode
+        if not self._step.can_split:
+            resolved = resolved.without_piecewise()
         self.config = asked if resolved is asked.mode else with_mode(asked, resolved)
         self.guard = Guard(self._inputs.device.type, self._step.module)
         self.counters = StepCounters()

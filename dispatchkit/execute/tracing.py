@@ -1,0 +1,324 @@
+"""From a step in plain Python to one graph of operations, the same for every batch size.
+
+TorchDynamo reads the step once, with the size of the batch as an unknown. What cannot be
+read so (a branch on data or on the size, a call that Dynamo cannot follow) is refused with
+the line it is on: a graph that had settled such a question at one size would be wrong at
+another. Nothing of the step is run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch._dynamo.decorators
+import torch._dynamo.exc
+from torch import fx
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from dispatchkit.errors import CaptureError, ConfigError
+
+# Sizes stand for unknowns in what the traced step returns; these occur in no program.
+_FIRST_STAND_IN = 0x5D15_7A7C_0000
+
+
+@attrs.frozen
+class Input:
+    """A graph argument that is one of the step's inputs."""
+
+    name: str
+
+
+@attrs.frozen
+class Size:
+    """A graph argument that is the size of an input's dimension."""
+
+    name: str
+    dim: int
+
+
+@attrs.frozen
+class Held:
+    """A graph argument that stays the same tensor: a weight, a buffer, a cache."""
+
+    index: int
+
+
+@attrs.frozen
+class Result:
+    """A value that the graph computed, by its place among the graph's results."""
+
+    index: int
+
+
+@attrs.frozen
+class Constant:
+    """A Python value that no input changes."""
+
+    value: Any
+
+
+Role = Input | Size | Held
+
+
+@attrs.frozen
+class Traced:
+    """A step as a graph.
+
+    Attributes:
+        graph: Its operations; parameters of the model are arguments too.
+        inputs: The step's inputs, by name.
+        roles: For each argument of the graph, in order, what it is given.
+        held: The tensors that stay.
+        leaves: What the step returns, flat.
+        spec: The structure of it.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[str, ...]
+    roles: tuple[Role, ...]
+    held: tuple[torch.Tensor, ...]
+    leaves: tuple[Input | Held | Result | Constant, ...]
+    spec: TreeSpec
+
+
+def trace(
+    step: Callable[..., Any], example: Mapping[str, torch.Tensor], batch_dims: Mapping[str, int]
+) -> Traced:
+    """Read a step once for all sizes of its batch.
+
+    Args:
+        step: A function or module, called with the inputs as keywords.
+        example: One tensor for each input; the values do not matter.
+        batch_dims: The batch dimension of each batched input.
+
+    Raises:
+        CaptureError: It cannot be read as one graph: reason ``not_traceable``; or reading it
+            has effects in Python that a graph would lose: ``python_effects``.
+    """
+    # Other tensor objects on the same memory: the caller's are left without marks.
+    inputs = {name: tensor.detach() for name, tensor in example.items()}
+    for name, dim in batch_dims.items():
+        mark_batch(inputs[name], dim)
+    seen: list[tuple[fx.GraphModule, tuple[Any, ...], list[Any]]] = []
+
+    def keep(graph: fx.GraphModule, _: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        def stand_in(*args: Any) -> tuple[Any, ...]:
+            results = _stand_ins(graph)
+            seen.append((graph, args, results))
+            return tuple(results)
+
+        return stand_in
+
+    before = _python_state(step)
+    try:
+        with torch.no_grad():
+            returned = torch.compile(_fresh_caller(step), backend=keep, fullgraph=True)(inputs)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise _not_traceable(error) from error
+    changed = _restore_python_state(before)
+    if changed:
+        raise CaptureError(
+            f"The step sets {', '.join(changed)}; a graph does not run Python again, so that "
+            "this would happen once and never again. Write into a tensor in place, or return "
+            "the value.",
+            reason="python_effects",
+        )
+    if not seen:
+        raise CaptureError(
+            "The step has no tensor operation to put into a graph.", reason="not_traceable"
+        )
+    graph, args, results = seen[0]
+    roles, held = _roles(graph, args, inputs)
+    flat, spec = tree_flatten(returned)
+    leaves = tuple(_leaf(leaf, results, inputs, held) for leaf in flat)
+    lost = set(range(len(results))) - {leaf.index for leaf in leaves if isinstance(leaf, Result)}
+    if lost:
+        raise CaptureError(
+            f"The step returns a {type(returned).__name__} that torch does not know how to take "
+            "apart. Return tensors, lists, tuples or dicts, or register the type with "
+            "torch.utils._pytree.register_dataclass.",
+            reason="not_traceable",
+        )
+    return Traced(graph, tuple(inputs), roles, held, leaves, spec)
+
+
+def mark_batch(tensor: torch.Tensor, dim: int) -> None:
+    """Mark a dimension as of unknown size, so that one graph serves every size, 1 too."""
+    mark = torch._dynamo.decorators.mark_unbacked
+    if _MARK_TAKES_ID:
+        mark(tensor, dim, shape_id="batch")
+    else:
+        mark(tensor, dim)
+
+
+_MARK_TAKES_ID = "shape_id" in inspect.signature(torch._dynamo.decorators.mark_unbacked).parameters
+
+
+def size_source(size: Any, tensors: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Return which dimension of which tensor a symbolic size is, None if of none."""
+    expression = _expression(size)
+    for name, tensor in tensors.items():
+        for dim, length in enumerate(tensor.shape):
+            if isinstance(length, torch.SymInt) and _expression(length) == expression:
+                return name, dim
+    return None
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def example_of(node: fx.Node) -> Any:
+    """Return the fake value that the tracer gave an argument of a graph."""
+    return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
+
+
+# -- inside -------------------------------------------------------------------------------
+
+
+def _fresh_caller(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls the step, with code that Dynamo has never seen.
+
+    What Dynamo compiles it keeps with the code object. On one of its own it goes away with
+    the trace, and neither fills nor is refused by the limits of the user's own compilations.
+    """
+
+    def call(inputs: dict[str, torch.Tensor]) -> Any:
+        return step(**inputs)
+
+    return types.FunctionType(
+        call.__code__.replace(), call.__globals__, "call", None, call.__closure__
+    )
+
+
+def _stand_ins(graph: fx.GraphModule) -> list[Any]:
+    """Return an object to recognise for each result of a graph."""
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    numbers = itertools.count(_FIRST_STAND_IN)
+    return [
+        next(numbers)
+        if isinstance(result, int) or isinstance(example_of(result), (torch.SymInt, int))
+        else torch.empty(0)
+        for result in output.args[0]
+    ]
+
+
+def _roles(
+    graph: fx.GraphModule, args: tuple[Any, ...], inputs: Mapping[str, torch.Tensor]
+) -> tuple[tuple[Role, ...], tuple[torch.Tensor, ...]]:
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    names = {id(tensor): name for name, tensor in inputs.items()}
+    fakes = {
+        names[id(arg)]: example_of(node)
+        for node, arg in zip(nodes, args, strict=True)
+        if id(arg) in names
+    }
+    roles: list[Role] = []
+    held: list[torch.Tensor] = []
+    for node, arg in zip(nodes, args, strict=True):
+        if isinstance(arg, torch.Tensor):
+            if id(arg) in names:
+                roles.append(Input(names[id(arg)]))
+            else:
+                roles.append(Held(len(held)))
+                held.append(arg)
+            continue
+        source = size_source(example_of(node), fakes)
+        if source is None:
+            raise CaptureError(
+                f"The step's graph takes {node.name!r} = {arg!r:.40}, which is neither a tensor "
+                "nor the size of an input. Pass it as a tensor, or fix it with functools.partial.",
+                reason="not_traceable",
+            )
+        roles.append(Size(*source))
+    return tuple(roles), tuple(held)
+
+
+def _leaf(
+    leaf: Any,
+    results: Sequence[Any],
+    inputs: Mapping[str, torch.Tensor],
+    held: Sequence[torch.Tensor],
+) -> Input | Held | Result | Constant:
+    for index, result in enumerate(results):
+        if leaf is result or (isinstance(result, int) and type(leaf) is int and leaf == result):
+            return Result(index)
+    for name, tensor in inputs.items():
+        if leaf is tensor:
+            return Input(name)
+    for index, tensor in enumerate(held):
+        if leaf is tensor:
+            return Held(index)
+    return Constant(leaf)
+
+
+def _not_traceable(error: Exception) -> CaptureError:
+    text = str(error)
+    problem = text.strip().splitlines()[0].rstrip(".")
+    where = re.findall(r'File "([^"]+)", line (\d+)', text) or re.findall(r"# (\S+):(\d+) in", text)
+    place = f" ({where[-1][0]}:{where[-1][1]})" if where else ""
+    return CaptureError(
+        f"The step cannot be read as one graph for all sizes: {problem}{place}. Make what is "
+        "there a custom operator (torch.library.custom_op) and split at it, or list the pieces "
+        "by hand with graph_piece and eager_piece. torch.compile(backend='dispatchkit') without "
+        "fullgraph=True accepts such steps, as several graphs.",
+        reason="not_traceable",
+    )
+
+
+_ModuleState = list[tuple[torch.nn.Module, dict[str, Any], tuple[dict[str, Any], ...]]]
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _python_state(step: Callable[..., Any]) -> _ModuleState:
+    """Return what the modules of a step hold, to see whether reading it changed that."""
+    if not isinstance(step, torch.nn.Module):
+        step = getattr(step, "__self__", step)  # of a bound method
+    if not isinstance(step, torch.nn.Module):
+        return []
+    return [
+        (module, dict(vars(module)), tuple(dict(vars(module)[name]) for name in _TABLES))
+        for module in step.modules()
+    ]
+
+
+def _restore_python_state(before: _ModuleState) -> list[str]:
+    """Put attributes back; return the names of those that had changed."""
+    changed = []
+    for module, attributes, tables in before:
+        now = vars(module)
+        pairs = [(attributes, now)]
+        pairs += [(old, attributes[name]) for name, old in zip(_TABLES, tables, strict=True)]
+        for old, new in pairs:
+            names = [
+                name
+                for name in {*old, *new}
+                if old.get(name, _ABSENT) is not new.get(name, _ABSENT)
+            ]
+            if names:
+                new.clear()
+                new.update(old)
+                changed += [f"{type(module).__name__}.{name}" for name in names]
+    return sorted(changed)
+
+
+_ABSENT = object()
+
+
+def batch_dims_of(specs: Mapping[str, Any]) -> dict[str, int]:
+    """Return the batch dimension of each batched input.
+
+    Raises:
+        ConfigError: No input is batched.
+    """
+    dims = {name: spec.batch_dim for name, spec in specs.items() if spec.batch_dim is not None}
+    if not dims:
+        raise ConfigError("example", sorted(specs), "given with at least one batched input")
+    return dims
