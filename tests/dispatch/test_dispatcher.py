@@ -1,0 +1,1143 @@
+"""The dispatcher: what a step gets, what empties a cell, and whose fault a bad answer is."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import attrs
+import pytest
+
+from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, Outcome, Reason, explain
+from dispatchkit.dispatch import table as table_module
+from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError
+from dispatchkit.keys import (
+    ALLOWED_MODES,
+    Batch,
+    BatchDescriptor,
+    DispatchConfig,
+    GraphKey,
+    RuntimeMode,
+)
+from dispatchkit.registry import GraphRegistry
+
+NONE, PIECEWISE, FULL = RuntimeMode
+
+
+def mixed(num_tokens, **facts):
+    return GraphKey(PIECEWISE, BatchDescriptor(num_tokens, **facts))
+
+
+def decode(num_tokens, query_len=1, **facts):
+    return GraphKey(
+        FULL,
+        BatchDescriptor(
+            num_tokens,
+            num_reqs=num_tokens // query_len,
+            uniform=True,
+            query_len=query_len,
+            **facts,
+        ),
+    )
+
+
+class SmallestPolicy:
+    """Decode graphs and piecewise graphs of every size; the smallest that can run."""
+
+    name = "smallest"
+
+    def __init__(self):
+        self.asked = []
+
+    def declare(self, config):
+        for size in config.capture_sizes:
+            for loras in sorted({0, config.max_loras}):
+                yield mixed(size, num_active_loras=loras)
+                for query_len in config.query_lens:
+                    if size % query_len == 0 and size // query_len <= config.max_num_seqs:
+                        yield decode(size, query_len, num_active_loras=loras)
+
+    def decide(self, batch, graphs):
+        self.asked.append(batch)
+        why = None
+        for mode in (FULL, PIECEWISE):
+            if batch.allows(mode):
+                for key in graphs.covering(batch, mode):
+                    why_not = graphs.why_not(key)
+                    if why_not is None:
+                        return Decision.replay(key)
+                    why = why or why_not
+        return Decision.eager(why or Reason.NO_KEY)
+
+
+def make(policy=None, *, captured=True, registry=None, **options):
+    """A dispatcher of sizes 8, 16, 32, with every graph captured."""
+    config_options = {
+        name: options.pop(name)
+        for name in ("capture_sizes", "max_num_tokens", "max_num_seqs", "query_lens", "max_loras")
+        if name in options
+    }
+    config = options.pop("config", None) or DispatchConfig(
+        **{"capture_sizes": (8, 16, 32), **config_options}
+    )
+    dispatcher = Dispatcher(policy or SmallestPolicy(), config, registry=registry, **options)
+    if captured:
+        for key in dispatcher.registry:
+            dispatcher.registry.captured(key, object())
+    if isinstance(dispatcher.policy, SmallestPolicy):
+        dispatcher.policy.asked.clear()
+    return dispatcher
+
+
+# -- what a step gets --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [8, 16, 32])
+def test_below_at_and_above_every_size(size):
+    dispatcher = make()
+    above = {8: 16, 16: 32}.get(size)
+    assert dispatcher.dispatch(size - 1).key == mixed(size)
+    assert dispatcher.dispatch(size).key == mixed(size)
+    if above:
+        assert dispatcher.dispatch(size + 1).key == mixed(above)
+
+
+def test_maximum_off_the_step_has_a_bucket():
+    dispatcher = make(config=DispatchConfig(max_num_tokens=100))
+    assert dispatcher.dispatch(100).key == mixed(100)
+    assert dispatcher.dispatch(97).key == mixed(100)
+    with pytest.raises(DescriptorError, match=r"from 0 to 100 \(max_num_tokens\), got 101"):
+        dispatcher.dispatch(101)
+
+
+def test_batch_above_the_last_size_runs_eager():
+    """No size is invented, even where the limit is far higher."""
+    with pytest.warns(UserWarning, match="33 to 64"):
+        dispatcher = make(capture_sizes=(8, 32), max_num_tokens=64)
+    decision = dispatcher.dispatch(33)
+    assert (decision.mode, decision.key, decision.reason) == (NONE, None, "no_key")
+    assert decision.padded_num_tokens == 33
+    assert decision.padding == 0
+
+
+def test_uniform_batch_gets_its_own_graph_and_mixed_the_other():
+    dispatcher = make()
+    assert dispatcher.dispatch(7, 7, True).key == decode(8)
+    assert dispatcher.dispatch(7, 7, 1).key == decode(8)
+    assert dispatcher.dispatch(7, 3, False).key == mixed(8)
+
+
+def test_uniform_argument_indexes_query_lengths():
+    dispatcher = make(query_lens=(4, 2))
+    assert dispatcher.dispatch(8, 2, 1).key == decode(8, 4)
+    assert dispatcher.dispatch(8, 4, 2).key == decode(8, 2)
+    assert dispatcher.dispatch(8, 4, 0).key == mixed(8)
+
+
+def test_adapters_have_an_axis_of_their_own():
+    dispatcher = make(max_loras=2)
+    assert dispatcher.dispatch(8, 0, 0, 0).key == mixed(8)
+    assert dispatcher.dispatch(8, 0, 0, 1).key == mixed(8, num_active_loras=2)
+    assert dispatcher.dispatch(8, 8, 1, 2).key == decode(8, num_active_loras=2)
+
+
+@pytest.mark.parametrize("code", range(len(ALLOWED_MODES)))
+@pytest.mark.parametrize("uniform", [0, 1])
+def test_allowed_modes_are_obeyed(code, uniform):
+    dispatcher = make()
+    wanted = [FULL, PIECEWISE] if uniform else [PIECEWISE]
+    best = next((mode for mode in wanted if mode in ALLOWED_MODES[code]), NONE)
+    if best is NONE and NONE not in ALLOWED_MODES[code]:
+        with pytest.raises(NoGraphError):
+            dispatcher.dispatch(8, 8 * uniform, uniform, 0, code)
+        return
+    assert dispatcher.dispatch(8, 8 * uniform, uniform, 0, code).mode is best
+
+
+def test_runtime_mode_is_a_ceiling():
+    """Cascade attention: never FULL, whatever is preferred."""
+    dispatcher = make()
+    assert dispatcher.dispatch(8, 8, 1, 0, PIECEWISE).key == mixed(8)
+    assert dispatcher.dispatch(8, 8, 1, 0, FULL).key == decode(8)
+    assert dispatcher.dispatch(8, 8, 1, 0, NONE).mode is NONE
+
+
+def test_empty_batch_is_eager_without_asking():
+    dispatcher = make()
+    assert dispatcher.dispatch(0).reason == "empty_batch"
+    assert dispatcher.policy.asked == []
+    with pytest.raises(DescriptorError, match="num_reqs"):
+        dispatcher.dispatch(0, 1)
+
+
+def test_decision_is_bound_to_its_cell():
+    decision = make().dispatch(5)
+    assert (decision.num_tokens, decision.padded_num_tokens, decision.padding) == (5, 8, 3)
+    assert decision.policy == "smallest"
+    assert decision.max_num_reqs == 5
+    assert str(decision) == "replay PIECEWISE tokens=8 (hit)"
+
+
+def test_policy_is_asked_once_per_cell():
+    dispatcher = make()
+    first = dispatcher.dispatch(5)
+    assert dispatcher.dispatch(5) is first
+    assert dispatcher.dispatch(5, 3) is first
+    assert len(dispatcher.policy.asked) == 1
+    dispatcher.dispatch(6)
+    assert len(dispatcher.policy.asked) == 2
+    assert dispatcher.num_filled_cells == 2
+
+
+def test_batch_of_a_policy_says_nothing_that_is_not_known():
+    dispatcher = make(query_lens=(2,), max_loras=1)
+    dispatcher.dispatch(8, 4, 1, 1, 1)
+    assert dispatcher.policy.asked == [
+        Batch(8, uniform=True, query_len=2, max_query_len=2, num_active_loras=1, allowed=1)
+    ]
+
+
+def test_plan_is_made_once_per_cell_by_the_executor():
+    made = []
+    dispatcher = make(bind=lambda decision, batch: made.append((decision, batch)) or len(made))
+    assert dispatcher.dispatch(5).plan == 1
+    assert dispatcher.dispatch(5).plan == 1
+    assert dispatcher.dispatch(6).plan == 2
+    assert [(d.key, b.num_tokens) for d, b in made] == [(mixed(8), 5), (mixed(8), 6)]
+
+
+# -- facts that are refused --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("num_tokens", -1, "max_num_tokens"),
+        ("num_tokens", -33, "max_num_tokens"),
+        ("num_tokens", -34, "max_num_tokens"),
+        ("num_tokens", 33, "max_num_tokens"),
+        ("num_tokens", 8.0, "max_num_tokens"),
+        ("num_tokens", 8.5, "max_num_tokens"),
+        ("num_tokens", None, "max_num_tokens"),
+        ("num_tokens", "8", "max_num_tokens"),
+        ("num_tokens", [8], "max_num_tokens"),
+        ("num_tokens", 10**30, "max_num_tokens"),
+        ("num_reqs", -1, "no more tokens"),
+        ("num_reqs", 9, "no more tokens"),
+        ("num_reqs", 2.0, "no more tokens"),
+        ("num_reqs", None, "no more tokens"),
+        ("uniform", -1, "query lengths"),
+        ("uniform", 2, "query lengths"),
+        ("uniform", None, "query lengths"),
+        ("uniform", 1.0, "query lengths"),
+        ("loras", -1, "max_loras"),
+        ("loras", 2, "max_loras"),
+        ("loras", 0.0, "max_loras"),
+        ("ceiling", -1, "codes of allowed modes"),
+        ("ceiling", -7, "codes of allowed modes"),
+        ("ceiling", 7, "codes of allowed modes"),
+        ("ceiling", "FULL", "codes of allowed modes"),
+        ("ceiling", None, "codes of allowed modes"),
+    ],
+)
+@pytest.mark.parametrize("warm", [False, True])
+def test_impossible_fact_is_refused_by_name(field, value, limit, warm):
+    """A negative index reads a list from its end: it must not, also once rows exist."""
+    dispatcher = make(max_loras=1)
+    if warm:
+        for allowed in range(3):
+            for uniform in (0, 1):
+                for loras in (0, 1):
+                    for num_tokens in (8, 31, 32):
+                        dispatcher.dispatch(num_tokens, 0, uniform, loras, allowed)
+    facts = {"num_tokens": 8, "num_reqs": 1, "uniform": 0, "loras": 0, "ceiling": 2}
+    with pytest.raises(DescriptorError) as caught:
+        dispatcher.dispatch(**{**facts, field: value})
+    assert caught.value.field == field
+    assert limit in str(caught.value)
+
+
+def test_more_requests_than_the_limit_are_refused():
+    dispatcher = make(max_num_seqs=4)
+    assert dispatcher.dispatch(8, 4).key == mixed(8)
+    with pytest.raises(DescriptorError, match=r"num_reqs .* from 0 to 4 \(max_num_seqs\), got 5"):
+        dispatcher.dispatch(8, 5)
+
+
+@pytest.mark.parametrize("kind", ["int64", "int32", "int16", "uint8", "uint64", "intp"])
+def test_numpy_numbers_are_numbers(kind):
+    number = getattr(pytest.importorskip("numpy"), kind)
+    dispatcher = make(max_loras=1)
+    expected = dispatcher.dispatch(7, 7, 1, 1, 2)
+    for _ in range(2):
+        got = dispatcher.dispatch(number(7), number(7), number(1), number(1), number(2))
+        assert got is expected
+    with pytest.raises(DescriptorError):
+        dispatcher.dispatch(number(33))
+
+
+def test_numpy_flags_are_flags():
+    """``(lens == lens[0]).all()`` is what callers have in hand."""
+    np = pytest.importorskip("numpy")
+    dispatcher = make()
+    assert dispatcher.dispatch(7, 7, np.bool_(True)) is dispatcher.dispatch(7, 7, 1)
+    assert dispatcher.dispatch(7, 3, np.bool_(False)) is dispatcher.dispatch(7, 3, 0)
+
+
+def test_small_numpy_number_beside_a_large_one_does_not_overflow():
+    """An 8-bit number joined with a large int raises OverflowError inside numpy."""
+    np = pytest.importorskip("numpy")
+    dispatcher = make(config=DispatchConfig(max_num_tokens=512))
+    assert dispatcher.dispatch(400, np.int8(3)).key == mixed(400)
+    with pytest.raises(DescriptorError):
+        dispatcher.dispatch(np.int8(3), 400)
+
+
+# -- requests ----------------------------------------------------------------------------
+
+
+class TwoWidthsPolicy:
+    """FULL for few requests, PIECEWISE for any number."""
+
+    name = "two-widths"
+
+    def declare(self, config):
+        self.few = GraphKey(FULL, BatchDescriptor(16, num_reqs=4))
+        self.any = mixed(16)
+        return [self.few, self.any]
+
+    def decide(self, batch, graphs):
+        ready = [
+            key
+            for mode in (FULL, PIECEWISE)
+            for key in graphs.covering(batch, mode)
+            if batch.allows(mode) and graphs.is_ready(key)
+        ]
+        return Decision.replay(ready[0]) if ready else Decision.eager("nothing")
+
+
+def test_more_requests_than_the_graph_holds_take_another():
+    dispatcher = make(TwoWidthsPolicy())
+    policy = dispatcher.policy
+    assert dispatcher.dispatch(10).key == policy.few
+    assert dispatcher.dispatch(10, 4).key == policy.few
+    assert dispatcher.dispatch(10, 5).key == policy.any
+    assert dispatcher.dispatch(10, 5) is dispatcher.dispatch(10, 5)
+    assert dispatcher.dispatch(10, 4).key == policy.few
+
+
+def test_bound_of_a_decision_is_obeyed():
+    class Bounded(TwoWidthsPolicy):
+        def decide(self, batch, graphs):
+            if batch.num_reqs is None or batch.num_reqs <= 2:
+                return attrs.evolve(Decision.eager("few"), max_num_reqs=2)
+            return Decision.replay(self.any) if batch.allows(PIECEWISE) else Decision.eager("no")
+
+    dispatcher = make(Bounded())
+    reasons = [dispatcher.dispatch(10, num_reqs).reason for num_reqs in (0, 1, 2, 3, 10)]
+    assert reasons == ["few", "few", "few", "hit", "hit"]
+
+
+def test_answers_by_requests_are_forgotten_with_their_cell():
+    """They were learnt with it, and are as old."""
+    dispatcher = make(TwoWidthsPolicy())
+    policy = dispatcher.policy
+    assert dispatcher.dispatch(10, 5).key == policy.any
+    dispatcher.update(CellUpdate(Batch(10), Decision.eager("learnt")))
+    assert dispatcher.dispatch(10, 5).reason == "learnt"
+    dispatcher.update(CellUpdate(Batch(10), None))
+    assert dispatcher.dispatch(10, 5).key == policy.any
+
+
+def test_answers_by_requests_follow_the_registry():
+    dispatcher = make(TwoWidthsPolicy())
+    policy = dispatcher.policy
+    assert dispatcher.dispatch(10, 5).key == policy.any
+    dispatcher.registry.evicted(policy.any)
+    assert dispatcher.dispatch(10, 5).reason == "nothing"
+    assert dispatcher.dispatch(10, 4).key == policy.few
+
+
+def test_answers_by_requests_are_bounded(monkeypatch):
+    """A server sees any number of requests; memory must not grow with them."""
+    monkeypatch.setattr(table_module, "MAX_COLD_CELLS", 10)
+    dispatcher = make(TwoWidthsPolicy(), config=DispatchConfig(capture_sizes=(16,)))
+    for num_tokens in range(5, 17):
+        for num_reqs in range(5, num_tokens + 1):
+            assert dispatcher.dispatch(num_tokens, num_reqs).key == dispatcher.policy.any
+    kept = dispatcher._table.by_reqs
+    assert sum(map(len, kept.values())) <= 10
+
+
+# -- where eager is not allowed ----------------------------------------------------------
+
+
+def test_no_graph_and_no_eager_is_an_error_that_names_what_is_near():
+    """A rank that agreed on FULL must not run something else by itself."""
+    dispatcher = make(captured=False)
+    with pytest.raises(NoGraphError) as caught:
+        dispatcher.dispatch(10, 10, 1, 0, 5)
+    assert caught.value.reason == "not_captured"
+    assert caught.value.nearest == (
+        "FULL tokens=16 reqs=16 uniform=1",
+        "PIECEWISE tokens=16",
+    )
+    assert "only FULL, PIECEWISE may run" in str(caught.value)
+
+
+def test_refused_step_is_served_once_the_graph_is_there():
+    dispatcher = make(captured=False)
+    for _ in range(2):
+        with pytest.raises(NoGraphError):
+            dispatcher.dispatch(10, 0, 0, 0, 3)
+    dispatcher.registry.captured(mixed(16), object())
+    assert dispatcher.dispatch(10, 0, 0, 0, 3).key == mixed(16)
+    dispatcher.registry.failed(mixed(16), "error")
+    with pytest.raises(NoGraphError):
+        dispatcher.dispatch(10, 0, 0, 0, 3)
+
+
+def test_eager_cannot_be_learnt_where_it_is_not_allowed():
+    dispatcher = make()
+    batch = Batch(10, allowed=3)
+    for one_shot in (False, True):
+        with pytest.raises(PolicyError, match="chose eager, but this batch allows only PIECEWISE"):
+            dispatcher.update(CellUpdate(batch, Decision.eager("slow"), one_shot))
+    assert dispatcher.dispatch(10, 0, 0, 0, 3).key == mixed(16)
+
+
+def test_one_shot_on_a_cell_without_a_graph_leaves_no_eager_behind():
+    """The steady answer of such a cell is an error, not a decision to put back."""
+    dispatcher = make(captured=False)
+    dispatcher.registry.captured(mixed(32), object())
+    with pytest.raises(NoGraphError):
+        dispatcher.dispatch(10, 0, 0, 0, 4)
+    policy_says = dispatcher.dispatch(10, 0, 0, 0, 3)
+    assert policy_says.key == mixed(32)
+    dispatcher.update(CellUpdate(Batch(10, allowed=3), Decision.replay(mixed(32)), one_shot=True))
+    dispatcher.registry.evicted(mixed(32))
+    for _ in range(3):
+        with pytest.raises(NoGraphError):
+            dispatcher.dispatch(10, 0, 0, 0, 3)
+
+
+def test_empty_batch_where_eager_is_not_allowed_is_refused():
+    with pytest.raises(NoGraphError) as caught:
+        make().dispatch(0, 0, 0, 0, 4)
+    assert caught.value.reason == "empty_batch"
+
+
+# -- which graphs may run ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda registry, key: registry.failed(key, "error"), "capture_failed"),
+        (lambda registry, key: registry.evicted(key), "evicted"),
+        (lambda registry, key: registry.stale(key, "moved"), "stale"),
+        (lambda registry, key: registry.set_enabled(False, key=key), "disabled"),
+        (lambda registry, key: registry.set_enabled(False, mode=key.mode), "disabled"),
+        (lambda registry, key: registry.forget(key), "no_key"),
+    ],
+)
+def test_lost_graph_empties_its_cells_and_gives_the_reason(change, reason):
+    dispatcher = make(capture_sizes=(8,))
+    assert dispatcher.dispatch(5).key == mixed(8)
+    change(dispatcher.registry, mixed(8))
+    decision = dispatcher.dispatch(5)
+    assert (decision.key, decision.reason) == (None, reason)
+
+
+def test_lost_graph_makes_room_for_the_next_larger():
+    dispatcher = make()
+    before = dispatcher.dispatch(5)
+    dispatcher.registry.evicted(mixed(8))
+    after = dispatcher.dispatch(5)
+    assert after.key == mixed(16)
+    assert after.revision > before.revision
+    dispatcher.registry.captured(mixed(8), object())
+    assert dispatcher.dispatch(5).key == mixed(8)
+    assert dispatcher.dispatch(5).revision > after.revision
+
+
+def test_only_cells_that_the_key_could_serve_are_emptied():
+    dispatcher = make()
+    large, full = dispatcher.dispatch(20), dispatcher.dispatch(5, 5, 1)
+    small = dispatcher.dispatch(5)
+    ceiling = dispatcher.dispatch(5, 0, 0, 0, 1)
+    dispatcher.registry.evicted(mixed(8))
+    assert dispatcher.dispatch(20) is large, "larger than the key"
+    dispatcher.registry.evicted(decode(8))
+    assert dispatcher.dispatch(5, 0, 0, 0, 1) is not ceiling
+    assert dispatcher.dispatch(5, 5, 1) is not full
+    assert dispatcher.dispatch(5) is not small
+
+
+def test_change_of_a_full_graph_leaves_cells_that_may_not_use_it():
+    dispatcher = make()
+    ceiling = dispatcher.dispatch(5, 5, 1, 0, PIECEWISE)
+    dispatcher.registry.evicted(decode(8))
+    assert dispatcher.dispatch(5, 5, 1, 0, PIECEWISE) is ceiling
+
+
+def test_declared_graphs_run_only_where_capture_is_lazy():
+    eager = make(captured=False).dispatch(8)
+    assert (eager.key, eager.reason) == (None, "not_captured")
+    assert make(captured=False, lazy=True).dispatch(8).key == mixed(8)
+
+
+def test_lazy_capture_does_not_try_a_failed_key_again():
+    dispatcher = make(captured=False, lazy=True)
+    dispatcher.registry.failed(mixed(8), "host_sync")
+    assert dispatcher.dispatch(8).key == mixed(16)
+    dispatcher.registry.captured(mixed(16), object())
+    dispatcher.registry.evicted(mixed(16))
+    assert dispatcher.dispatch(8).key == mixed(16), "an evicted one is captured anew"
+
+
+def test_mode_the_executor_cannot_do_is_named():
+    dispatcher = make(modes=[FULL])
+    decision = dispatcher.dispatch(8)
+    assert (decision.key, decision.reason) == (None, "piecewise_unsupported")
+    assert dispatcher.dispatch(8, 8, 1).key == decode(8)
+
+
+# -- whose fault -------------------------------------------------------------------------
+
+
+class Faulty(SmallestPolicy):
+    """Correct until it is told otherwise: probes find nothing."""
+
+    name = "faulty"
+
+    def __init__(self, answer=None):
+        super().__init__()
+        self.bad = False
+        self.answer = answer
+
+    def decide(self, batch, graphs):
+        if not self.bad:
+            return super().decide(batch, graphs)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+FAULTS = [
+    (Decision.replay(mixed(4)), "not in the registry"),
+    (Decision.replay(mixed(8)), "for 10 tokens; a bucket is never smaller"),
+    (Decision.replay(decode(16)), "which cannot serve"),
+    (Decision(FULL, None, "x"), "chose mode FULL without a key"),
+    (Decision(FULL, mixed(16), "x"), "chose mode FULL with a key of mode PIECEWISE"),
+    ((PIECEWISE, mixed(16)), "a Decision or None is allowed"),
+    (mixed(16), "a Decision or None is allowed"),
+    (True, "a Decision or None is allowed"),
+    (ZeroDivisionError("by zero"), "raised ZeroDivisionError on .*: by zero"),
+]
+
+
+@pytest.mark.parametrize(("answer", "said"), FAULTS)
+def test_late_fault_runs_eager_is_counted_and_warned_of_once(answer, said):
+    dispatcher = make(Faulty(answer), origin="dispatchkit-faulty 1.0")
+    dispatcher.policy.bad = True
+    with pytest.warns(RuntimeWarning, match=said) as told:
+        decision = dispatcher.dispatch(10)
+    assert len(told) == 1
+    assert "'faulty' (dispatchkit-faulty 1.0), decide" in str(told[0].message)
+    assert (decision.key, decision.reason) == (None, "policy_error")
+    assert dispatcher.num_policy_errors == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatcher.dispatch(10) is decision
+        dispatcher.dispatch(11)
+    assert dispatcher.num_policy_errors == 2
+
+
+@pytest.mark.parametrize(("answer", "said"), FAULTS)
+def test_late_fault_raises_in_strict_mode(answer, said):
+    dispatcher = make(Faulty(answer), strict=True)
+    dispatcher.policy.bad = True
+    with pytest.raises(PolicyError, match=said) as caught:
+        dispatcher.dispatch(10)
+    error = caught.value
+    assert (error.policy, error.hook) == ("faulty", "decide")
+    if isinstance(answer, Exception):
+        assert error.__cause__ is answer
+    else:
+        assert error.value == answer
+    dispatcher.policy.bad = False
+    assert dispatcher.dispatch(10).key == mixed(16), "a raised step fills no cell"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [pair for pair in FAULTS if "10 tokens" not in pair[1]]
+)
+def test_fault_is_found_when_built_and_when_swapped(answer, said):
+    bad = Faulty(answer)
+    bad.bad = True
+    said = said.replace("which cannot serve", "chose FULL tokens=16")
+    with pytest.raises(PolicyError, match=said) as caught:
+        make(bad, origin="dispatchkit-faulty 1.0")
+    assert caught.value.origin == "dispatchkit-faulty 1.0"
+    dispatcher = make()
+    kept = dispatcher.dispatch(10)
+    with pytest.raises(PolicyError, match=said):
+        dispatcher.swap(bad)
+    assert dispatcher.dispatch(10) is kept, "a refused policy changes nothing"
+    assert (dispatcher.epoch, dispatcher.policy_name) == (0, "smallest")
+
+
+def test_mode_that_is_not_allowed_is_a_fault():
+    """Hard constraints outrank preferences."""
+    dispatcher = make(Faulty(Decision.replay(mixed(16))))
+    dispatcher.policy.bad = True
+    with pytest.warns(RuntimeWarning, match="but this batch allows only NONE"):
+        assert dispatcher.dispatch(10, 0, 0, 0, 0).reason == "policy_error"
+
+
+def test_graph_that_cannot_run_is_a_fault():
+    dispatcher = make(Faulty(Decision.replay(mixed(16))))
+    dispatcher.policy.bad = True
+    dispatcher.registry.evicted(mixed(16))
+    with pytest.warns(RuntimeWarning, match="which cannot run now: evicted"):
+        assert dispatcher.dispatch(10).reason == "policy_error"
+
+
+def test_not_mine_is_eager_with_a_reason():
+    dispatcher = make(Faulty(None))
+    dispatcher.policy.bad = True
+    assert dispatcher.dispatch(10).reason == "no_policy_answered"
+    assert dispatcher.num_policy_errors == 0
+
+
+@pytest.mark.parametrize(
+    ("declare", "said"),
+    [
+        (lambda config: [8], "returned 8; only GraphKeys"),
+        (lambda config: [None], "returned None; only GraphKeys"),
+        (lambda config: 1 / 0, "declare: raised ZeroDivisionError"),
+        (lambda config: None, "declare: raised TypeError"),
+    ],
+)
+def test_bad_declaration_is_refused(declare, said):
+    policy = SmallestPolicy()
+    policy.declare = declare
+    with pytest.raises(PolicyError, match=said) as caught:
+        make(policy)
+    assert caught.value.hook == "declare"
+
+
+@pytest.mark.parametrize("method", ["declare", "decide"])
+def test_policy_without_a_method_is_refused(method):
+    policy = SmallestPolicy()
+    setattr(policy, method, None)
+    with pytest.raises(PolicyError, match=f"{method}: is missing; a policy has declare and decide"):
+        make(policy)
+
+
+def test_refused_policy_declares_nothing():
+    registry = GraphRegistry()
+    bad = Faulty(True)
+    bad.bad = True
+    with pytest.raises(PolicyError):
+        make(bad, registry=registry)
+    assert len(registry) == 0
+
+
+# -- learning ----------------------------------------------------------------------------
+
+
+def test_steady_change_stays_until_something_could_matter():
+    dispatcher = make()
+    before = dispatcher.dispatch(5)
+    dispatcher.update(CellUpdate(Batch(5), Decision.replay(mixed(32), "faster")))
+    after = dispatcher.dispatch(5, 3)
+    assert (after.key, after.reason, after.padding) == (mixed(32), "faster", 27)
+    assert after.revision > before.revision
+    assert dispatcher.dispatch(5) is after
+    dispatcher.registry.evicted(mixed(8))
+    assert dispatcher.dispatch(5).key == mixed(16)
+
+
+def test_one_shot_is_served_once_and_the_steady_one_is_back():
+    dispatcher = make()
+    steady = dispatcher.dispatch(5)
+    probe = Decision.replay(mixed(32), "probe", timed=True)
+    dispatcher.update(CellUpdate(Batch(5), probe, one_shot=True))
+    shot = dispatcher.dispatch(5, 2)
+    assert (shot.key, shot.reason, shot.timed, shot.one_shot) == (mixed(32), "probe", True, True)
+    assert [dispatcher.dispatch(5) for _ in range(3)] == [steady] * 3
+    assert not steady.one_shot
+
+
+def test_steady_one_is_back_before_the_step_runs():
+    """So that a step that fails, or another thread, never runs the probe again."""
+    dispatcher = make()
+    steady = dispatcher.dispatch(5)
+    dispatcher.update(CellUpdate(Batch(5), Decision.eager("probe"), one_shot=True))
+    dispatcher.dispatch(5)
+    assert dispatcher._rows[2][0][0][5] is steady
+
+
+def test_one_shots_wait_in_order():
+    dispatcher = make()
+    for number in range(3):
+        dispatcher.update(CellUpdate(Batch(5), Decision.eager(f"probe {number}"), one_shot=True))
+    reasons = [dispatcher.dispatch(5).reason for _ in range(4)]
+    assert reasons == ["probe 0", "probe 1", "probe 2", "hit"]
+
+
+def test_steady_change_leaves_a_waiting_probe():
+    dispatcher = make()
+    dispatcher.update(CellUpdate(Batch(5), Decision.eager("probe"), one_shot=True))
+    dispatcher.update(CellUpdate(Batch(5), Decision.eager("steady")))
+    assert [dispatcher.dispatch(5).reason for _ in range(3)] == ["probe", "steady", "steady"]
+
+
+def test_probe_waits_for_a_batch_it_holds_for():
+    """Too many requests for the probe's graph: the step is served, the probe is not lost."""
+    dispatcher = make(TwoWidthsPolicy())
+    policy = dispatcher.policy
+    dispatcher.update(CellUpdate(Batch(10), Decision.eager("steady")))
+    dispatcher.update(CellUpdate(Batch(10), Decision.replay(policy.few, "probe"), one_shot=True))
+    assert dispatcher.dispatch(10, 5).reason == "steady"
+    assert dispatcher.dispatch(10, 5).reason == "steady"
+    assert dispatcher.dispatch(10, 4).reason == "probe"
+    assert dispatcher.dispatch(10, 4).reason == "steady"
+
+
+def test_probe_of_a_lost_graph_is_dropped():
+    dispatcher = make()
+    dispatcher.update(CellUpdate(Batch(5), Decision.replay(mixed(32)), one_shot=True))
+    dispatcher.registry.failed(mixed(32), "error")
+    assert dispatcher.dispatch(5).key == mixed(8)
+
+
+def test_ask_again_asks_again():
+    dispatcher = make()
+    dispatcher.update(CellUpdate(Batch(5), Decision.eager("learnt")))
+    assert dispatcher.dispatch(5).reason == "learnt"
+    dispatcher.update(CellUpdate(Batch(5), None))
+    assert dispatcher.dispatch(5).key == mixed(8)
+
+
+def test_change_for_one_cell_changes_no_other():
+    dispatcher = make(query_lens=(1, 2), max_loras=1)
+    cells = [
+        (5, 0, uniform, loras, allowed)
+        for uniform in range(3)
+        for loras in range(2)
+        for allowed in (0, 1, 2)
+    ]
+    before = {cell: dispatcher.dispatch(*cell) for cell in cells}
+    batch = dispatcher.batch(5, 0, 2, 1, 1)
+    dispatcher.update(CellUpdate(batch, Decision.eager("learnt")))
+    for cell in cells:
+        changed = dispatcher.dispatch(*cell) is not before[cell]
+        assert changed is (cell == (5, 0, 2, 1, 1))
+
+
+def test_mixed_batch_with_a_known_longest_request_is_a_mixed_cell():
+    """Without varying decode there is no class for it, least of all the last uniform one."""
+    dispatcher = make()
+    dispatcher.update(CellUpdate(Batch(5, max_query_len=3), Decision.eager("learnt")))
+    assert dispatcher.dispatch(5).reason == "learnt"
+    assert dispatcher.dispatch(5, 5, 1).key == decode(8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "field"),
+    [
+        (Batch(33), "num_tokens"),
+        (Batch(0), "num_tokens"),
+        (Batch(5, num_reqs=6), "num_reqs"),
+        (Batch(5, num_active_loras=1), "loras"),
+        (Batch(4, uniform=True, query_len=2), "query_len"),
+        (Batch(4, uniform=True), "query_len"),
+    ],
+)
+def test_change_for_an_impossible_batch_is_refused_by_name(batch, field):
+    with pytest.raises(DescriptorError) as caught:
+        make().update(CellUpdate(batch, Decision.eager("learnt")))
+    assert caught.value.field == field
+
+
+def test_change_to_a_graph_lost_since_is_no_fault():
+    """A policy learns from a step that ran before the eviction, and cannot see it."""
+    dispatcher = make(strict=True)
+    dispatcher.update(CellUpdate(Batch(5), Decision.eager("old")))
+    dispatcher.registry.evicted(mixed(32))
+    dispatcher.update(CellUpdate(Batch(5), Decision.replay(mixed(32))))
+    dispatcher.update(CellUpdate(Batch(5), Decision.replay(mixed(32)), one_shot=True))
+    assert dispatcher.dispatch(5).key == mixed(8)
+    assert dispatcher.num_policy_errors == 0
+
+
+class Learner(SmallestPolicy):
+    """Gives what it was handed to, and keeps what it is told."""
+
+    name = "learner"
+
+    def __init__(self, *answers):
+        super().__init__()
+        self.answers = list(answers)
+        self.told = []
+
+    def observe(self, outcome):
+        self.told.append(outcome)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def outcome_of(dispatcher, num_tokens=5):
+    decision = dispatcher.dispatch(num_tokens)
+    return Outcome(dispatcher.batch(num_tokens), decision, elapsed_us=10.0)
+
+
+def test_observed_outcome_reaches_policy_and_table():
+    update = CellUpdate(Batch(5), Decision.eager("faster_eager"))
+    dispatcher = make(Learner([update], None, ()))
+    for _ in range(3):
+        outcome = outcome_of(dispatcher)
+        dispatcher.observe(outcome)
+        assert dispatcher.policy.told[-1] is outcome
+        assert dispatcher.dispatch(5).reason == "faster_eager"
+
+
+def test_policy_that_does_not_learn_is_not_told():
+    dispatcher = make()
+    dispatcher.observe(outcome_of(dispatcher))
+    assert dispatcher.num_policy_errors == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (RuntimeError("no sample"), "RuntimeError: no sample"),
+        ([CellUpdate(Batch(5), Decision.replay(mixed(4)))], "not in the registry"),
+        ([CellUpdate(Batch(10), Decision.replay(mixed(8)))], "a bucket is never smaller"),
+        ([Decision.eager("x")], "AttributeError"),
+        (7, "TypeError"),
+        ([CellUpdate(Batch(99), Decision.eager("x"))], "DescriptorError"),
+    ],
+)
+def test_faulty_observe_is_named_counted_and_does_not_stop_the_step(answer, said):
+    dispatcher = make(Learner(answer, answer), origin="dispatchkit-learner 2")
+    outcome = outcome_of(dispatcher)
+    with pytest.warns(RuntimeWarning, match=said) as told:
+        dispatcher.observe(outcome)
+    text = str(told[0].message)
+    assert text.startswith("Policy 'learner' (dispatchkit-learner 2), observe: ")
+    assert text.count("learner 2") == 1
+    dispatcher.observe(outcome)
+    assert (len(told), dispatcher.num_policy_errors) == (1, 2)
+    assert dispatcher.dispatch(5) is outcome.decision
+
+
+def test_faulty_observe_raises_in_strict_mode():
+    dispatcher = make(Learner(RuntimeError("no sample")), strict=True)
+    with pytest.raises(PolicyError, match="no sample"):
+        dispatcher.observe(outcome_of(dispatcher))
+
+
+def test_changes_before_a_faulty_one_stay():
+    good = CellUpdate(Batch(5), Decision.eager("learnt"))
+    bad = CellUpdate(Batch(6), Decision.replay(mixed(4)))
+    dispatcher = make(Learner([good, bad]))
+    with pytest.warns(RuntimeWarning, match="not in the registry"):
+        dispatcher.observe(outcome_of(dispatcher))
+    assert dispatcher.dispatch(5).reason == "learnt"
+    assert dispatcher.dispatch(6).key == mixed(8)
+
+
+# -- swaps -------------------------------------------------------------------------------
+
+
+def test_swap_installs_an_empty_table_and_grows_the_epoch():
+    dispatcher = make()
+    old = dispatcher.dispatch(5)
+    dispatcher.update(CellUpdate(Batch(6), Decision.eager("learnt")))
+    assert dispatcher.swap(SmallestPolicy()) == 1
+    assert dispatcher.num_filled_cells == 0
+    new = dispatcher.dispatch(5)
+    assert new.key == old.key
+    assert new.revision > old.revision
+    assert dispatcher.dispatch(6).reason == "hit"
+    assert dispatcher.swap(origin="ignored") == 2
+    assert dispatcher.epoch == 2
+
+
+def test_swap_to_another_policy_takes_name_and_origin():
+    dispatcher = make(origin="first 1.0")
+    dispatcher.swap(Faulty(), origin="second 2.0")
+    assert (dispatcher.policy_name, dispatcher.policy_origin) == ("faulty", "second 2.0")
+    dispatcher.swap(config=DispatchConfig(capture_sizes=(4,)))
+    assert (dispatcher.policy_name, dispatcher.policy_origin) == ("faulty", "second 2.0")
+
+
+def test_swap_of_the_configuration_takes_its_limits():
+    dispatcher = make()
+    dispatcher.swap(config=DispatchConfig(capture_sizes=(64,)))
+    assert dispatcher.dispatch(64).reason == "not_captured"
+    dispatcher.registry.captured(mixed(64), object())
+    assert dispatcher.dispatch(64).key == mixed(64)
+    dispatcher.swap(config=DispatchConfig(capture_sizes=(4,)))
+    with pytest.raises(DescriptorError, match="from 0 to 4"):
+        dispatcher.dispatch(5)
+
+
+def test_swap_keeps_graphs_that_both_policies_know():
+    dispatcher = make()
+    graph = dispatcher.registry.get(mixed(8)).graph
+    dispatcher.swap(SmallestPolicy())
+    assert dispatcher.registry.get(mixed(8)).graph is graph
+
+
+def test_closed_dispatcher_no_longer_listens():
+    dispatcher = make()
+    before = dispatcher.dispatch(5)
+    dispatcher.close()
+    dispatcher.registry.evicted(mixed(8))
+    assert dispatcher.dispatch(5) is before
+
+
+def test_dispatchers_sharing_a_registry_follow_the_same_changes():
+    """Lanes have a table each, and one truth about graphs."""
+    registry = GraphRegistry()
+    first, second = make(registry=registry), make(registry=registry)
+    assert first.dispatch(5).key == second.dispatch(5).key == mixed(8)
+    registry.evicted(mixed(8))
+    assert first.dispatch(5).key == second.dispatch(5).key == mixed(16)
+
+
+# -- large tables ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def huge():
+    """Rows as dicts: more than a million cells."""
+    dispatcher = make(
+        config=DispatchConfig(capture_sizes=(8, 16, 60_000), max_num_tokens=60_000, max_loras=4)
+    )
+    assert isinstance(dispatcher.dispatch(1), Decision)
+    assert isinstance(dispatcher._rows[2][0][0], dict)
+    return dispatcher
+
+
+def test_huge_table_answers_as_a_list_does(huge):
+    assert huge.dispatch(59_999).key == mixed(60_000)
+    assert huge.dispatch(5, 5, 1, 3).key == decode(8, num_active_loras=4)
+    first = huge.dispatch(9)
+    assert huge.dispatch(9) is first
+    huge.registry.evicted(mixed(16))
+    assert huge.dispatch(9).key == mixed(16, num_active_loras=4)
+    assert huge.dispatch(59_999).key == mixed(60_000)
+
+
+@pytest.mark.parametrize("value", [-1, -60_001, 60_001, 8.0, 0.5, None, "8"])
+def test_huge_table_refuses_what_a_list_does(huge, value):
+    """A dict finds 8.0 where 8 is, and has no end to run off."""
+    huge.dispatch(8)
+    with pytest.raises(DescriptorError, match="num_tokens"):
+        huge.dispatch(value)
+
+
+def test_huge_table_has_one_shots_and_changes_too(huge):
+    steady = huge.dispatch(7)
+    huge.update(CellUpdate(Batch(7), Decision.eager("probe"), one_shot=True))
+    assert huge.dispatch(7).reason == "probe"
+    assert huge.dispatch(7) is steady
+    huge.update(CellUpdate(Batch(7), None))
+    assert huge.dispatch(7) is not steady
+    huge.update(CellUpdate(Batch(2000), Decision.eager("probe"), one_shot=True))
+    assert [huge.dispatch(2000).reason for _ in range(2)] == ["probe", "hit"]
+
+
+def test_huge_table_is_bounded(huge, monkeypatch):
+    """Endless new sizes do not fill memory; a dropped cell is decided anew."""
+    monkeypatch.setattr(table_module, "MAX_COLD_CELLS", 50)
+    for num_tokens in range(1, 301):
+        assert huge.dispatch(num_tokens).padded_num_tokens >= num_tokens
+    assert len(huge._rows[2][0][0]) <= 50
+    assert huge.num_filled_cells <= 50
+    assert huge.dispatch(3).key == mixed(8)
+
+
+@pytest.mark.slow
+def test_hundred_thousand_keys():
+    """As many as sizes times adapters can give; each batch finds its own, by hand."""
+
+    class Many:
+        name = "many"
+
+        def declare(self, config):
+            return [
+                mixed(size, num_active_loras=loras)
+                for size in config.capture_sizes
+                for loras in range(config.max_loras + 1)
+            ]
+
+        def decide(self, batch, graphs):
+            key = mixed(batch.num_tokens, num_active_loras=batch.num_active_loras)
+            if batch.allows(PIECEWISE) and graphs.is_ready(key):
+                return Decision.replay(key)
+            return Decision.eager("not_ready")
+
+    config = DispatchConfig(capture_sizes=range(1, 10_001), max_loras=9)
+    dispatcher = Dispatcher(Many(), config, lazy=True)
+    assert len(dispatcher.registry) == 100_000
+    for num_tokens, loras in ((1, 0), (10_000, 9), (5_000, 4)):
+        assert dispatcher.dispatch(num_tokens, 0, 0, loras).key == mixed(
+            num_tokens, num_active_loras=loras
+        )
+    dispatcher.registry.set_enabled(False, mode=PIECEWISE)
+    assert dispatcher.dispatch(5_000, 0, 0, 4).reason == "not_ready"
+
+
+# -- threads -----------------------------------------------------------------------------
+
+
+def run_all(*targets):
+    """Run functions in threads; raise what any of them raised."""
+    errors = []
+
+    def guarded(target):
+        try:
+            target()
+        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=[target], daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a thread waits for ever"
+    if errors:
+        raise errors[0]
+
+
+def test_threads_dispatch_while_keys_change():
+    """Each answer covers its batch, and after the last change all is as if nothing happened."""
+    dispatcher = make()
+    sizes = range(1, 33)
+
+    def serve():
+        for _ in range(60):
+            for num_tokens in sizes:
+                decision = dispatcher.dispatch(num_tokens, num_tokens, 1)
+                assert decision.num_tokens == num_tokens
+                assert decision.key is None or decision.key.num_tokens >= num_tokens
+
+    def change():
+        for _ in range(60):
+            for key in (decode(8), mixed(16), decode(32)):
+                dispatcher.registry.evicted(key)
+                dispatcher.registry.captured(key, object())
+
+    run_all(serve, serve, change)
+    for num_tokens in sizes:
+        expected = next(size for size in (8, 16, 32) if size >= num_tokens)
+        assert dispatcher.dispatch(num_tokens, num_tokens, 1).key == decode(expected)
+
+
+def test_each_probe_is_served_to_one_thread():
+    dispatcher = make()
+    number = 300
+    for index in range(number):
+        dispatcher.update(CellUpdate(Batch(5), Decision.eager(f"probe {index}"), one_shot=True))
+    served = []
+    run_all(*[lambda: served.extend(dispatcher.dispatch(5).reason for _ in range(200))] * 3)
+    probes = [reason for reason in served if reason.startswith("probe")]
+    assert len(probes) == len(set(probes)) == number
+    assert len(served) == 600
+
+
+def test_swap_while_another_thread_captures_does_not_deadlock():
+    """A swap declares keys; a capture tells the table: two locks would be taken crosswise."""
+    dispatcher = make()
+    swapping = threading.Event()
+
+    class Slow(SmallestPolicy):
+        def declare(self, config):
+            swapping.set()
+            return super().declare(config)
+
+    def swap():
+        for _ in range(50):
+            dispatcher.swap(Slow())
+
+    def capture():
+        swapping.wait(timeout=30)
+        for _ in range(500):
+            dispatcher.registry.evicted(mixed(8))
+            dispatcher.registry.captured(mixed(8), object())
+
+    run_all(swap, capture)
+    assert dispatcher.epoch == 50
+
+
+def test_threads_dispatch_while_the_configuration_shrinks_and_grows():
+    """Limits and table are of one epoch: a typed error or an answer, never an IndexError."""
+    dispatcher = make()
+    small, large = DispatchConfig(capture_sizes=(8,)), dispatcher.config
+
+    def swap():
+        for _ in range(30):
+            dispatcher.swap(config=small)
+            dispatcher.swap(config=large)
+
+    refused = []
+
+    def serve():
+        for _ in range(1500):
+            try:
+                assert dispatcher.dispatch(30).num_tokens == 30
+            except DescriptorError as error:
+                refused.append(error.field)
+
+    run_all(swap, serve, serve)
+    assert set(refused) <= {"num_tokens"}
+
+
+# -- explain -----------------------------------------------------------------------------
+
+
+def test_explanation_names_choice_and_what_was_near():
+    dispatcher = make(origin="here 1.0")
+    dispatcher.registry.evicted(mixed(8))
+    told = explain(dispatcher, 5, 3)
+    assert told.decision.key == mixed(16)
+    assert [(each.key, each.chosen, each.why_not, each.padding) for each in told.candidates] == [
+        (mixed(8), False, "evicted", 3),
+        (mixed(16), True, None, 11),
+    ]
+    text = str(told)
+    assert text.startswith("5 tokens, 3 requests; allowed: NONE, PIECEWISE, FULL\n-> replay")
+    assert "decided by policy smallest (here 1.0); padding 11 tokens" in text
+    assert "PIECEWISE tokens=8: evicted (padding 3)" in text
+
+
+def test_explanation_leaves_the_table_alone():
+    dispatcher = make()
+    explain(dispatcher, 5)
+    assert dispatcher.num_filled_cells == 0
+    with pytest.raises(DescriptorError):
+        explain(dispatcher, 33)
+
+
+def test_explanation_of_a_batch_above_all_graphs():
+    with pytest.warns(UserWarning, match="33 to 64"):
+        dispatcher = make(capture_sizes=(32,), max_num_tokens=64)
+    assert "no declared graph is large enough" in str(explain(dispatcher, 40))
+
+
+def test_explanation_says_what_is_not_allowed():
+    told = explain(make(), 5, 5, True, 0, PIECEWISE)
+    by_key = {each.key: each.why_not for each in told.candidates}
+    assert by_key[decode(8)] == "mode not allowed for this batch"
+    assert told.decision.key == mixed(8)
+    assert "uniform decode of 1 per request" in str(told)
