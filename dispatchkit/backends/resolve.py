@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import BackendUnavailableError, ConfigError, UnknownNameError
@@ -101,4 +101,4 @@ def _tape(device: Any) -> GraphBackend:
         )
     from dispatchkit.backends.tape import TapeBackend
 
-    return cast("GraphBackend", TapeBackend())
+    return TapeBackend()
