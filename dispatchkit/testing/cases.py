@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import unittest
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -32,7 +33,7 @@ class Case:
         registry: Its graphs.
         graphs: The view of them that a policy gets.
         make_policy: Makes another fresh policy.
-        rng: Chooses batches, changes and outcomes; seeded by hypothesis.
+        rng: Chooses batches, changes and outcomes.
     """
 
     policy: Policy
@@ -144,7 +145,7 @@ class CaseRunner:
     """
 
     seed: int = 0
-    max_examples: int = 30
+    max_examples: int = 60
 
     def make_policy(self) -> Policy:
         """Return a fresh policy, without any history."""
@@ -169,46 +170,85 @@ class CaseRunner:
             raise unittest.SkipTest("the policy does not learn")
 
     def for_all(self, check: Callable[[Case], None], *, all_captured: bool, share: float) -> None:
-        """Run a check on random cases, the same ones for the same seed."""
+        """Run a check on random cases, the same ones for the same seed.
+
+        The configurations are drawn once and serve every property; all else of a case (states
+        of graphs, batches, changes) comes from a generator seeded with it.
+        """
         wanted = hypothesis.settings.default
         usual = 100 if wanted is None else wanted.max_examples
-        examples = max(5, round(usual * self.max_examples * share / 100))
+        drawn = _draw(self, max(5, round(usual * self.max_examples / 100)))
+        accepted = 0
+        for config, seed in drawn[: max(5, round(len(drawn) * share))]:
+            case = self._case(config, random.Random(seed), all_captured=all_captured)
+            if case is not None:
+                accepted += 1
+                check(case)
+        if accepted == 0:
+            raise AssertionError(
+                f"declare refused every one of {len(drawn)} configurations, so that nothing was "
+                "tested. Narrow them to those that the policy serves: override configs()."
+            )
 
-        @hypothesis.seed(self.seed)
-        @hypothesis.settings(
-            max_examples=examples,
-            deadline=None,
-            database=None,
-            derandomize=False,
-            report_multiple_bugs=False,
-            # Cases are small as they come; shrinking one costs ten times what finding it did.
-            phases=[hypothesis.Phase.generate],
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        )
-        @hypothesis.given(st.data())
-        def run(data: st.DataObject) -> None:
-            check(self._case(data.draw, all_captured=all_captured))
-
-        run()
-
-    def _case(self, draw: Callable[..., Any], *, all_captured: bool) -> Case:
-        config: DispatchConfig = draw(self.configs())
+    def _case(
+        self, config: DispatchConfig, rng: random.Random, *, all_captured: bool
+    ) -> Case | None:
         policy = self.make_policy()
         try:
             keys: list[Any] = list(policy.declare(config))
         except ConfigError:
-            hypothesis.reject()  # its right; a policy that refuses nearly all fails for that
+            return None  # its right
         except Exception as error:
             problem = f"declare raised {type(error).__name__}: {error}"
             raise AssertionError(f"{problem}\n  config: {_short(config)}") from error
         odd = [key for key in keys if not isinstance(key, GraphKey)]
         if odd:
             raise AssertionError(f"declare returned {odd[0]!r}, which is no GraphKey")
-        registry = draw(strategies.registries(keys, all_captured=all_captured))
+        registry = GraphRegistry()
+        registry.declare(keys)
         modes = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
-        if not all_captured and draw(st.integers(0, 5)) == 0:
-            modes -= {RuntimeMode.PIECEWISE}
-        lazy = not all_captured and draw(st.integers(0, 5)) == 0
-        rng = random.Random(draw(st.integers(0, 2**16)))
-        graphs = graph_view(registry, config, modes=modes, lazy=lazy)
-        return Case(policy, config, keys, registry, graphs, self.make_policy, rng)
+        lazy = False
+        if all_captured or rng.random() < 0.75:
+            for key in registry:
+                registry.captured(key, object())
+        graphs = graph_view(registry, config)
+        case = Case(policy, config, keys, registry, graphs, self.make_policy, rng)
+        if not all_captured:
+            lazy = rng.random() < 0.2
+            if rng.random() < 0.2:
+                modes -= {RuntimeMode.PIECEWISE}
+            case.graphs = graph_view(registry, config, modes=modes, lazy=lazy)
+            for _ in range(rng.randrange(6) if keys else 0):
+                case.change(keys, strategies.CHANGE_KINDS)
+        return case
+
+
+# Drawn configurations by the class of tests, its seed and their number.
+_drawn: weakref.WeakKeyDictionary[
+    type[CaseRunner], dict[tuple[int, int], list[tuple[DispatchConfig, int]]]
+] = weakref.WeakKeyDictionary()
+
+
+def _draw(runner: CaseRunner, count: int) -> list[tuple[DispatchConfig, int]]:
+    """Draw configurations, each with a seed for what else a case needs."""
+    known = _drawn.setdefault(type(runner), {})
+    if (runner.seed, count) not in known:
+        drawn: list[tuple[DispatchConfig, int]] = []
+
+        # Nothing to shrink and nothing to remember: hypothesis only chooses here.
+        @hypothesis.seed(runner.seed)
+        @hypothesis.settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            derandomize=False,
+            phases=[hypothesis.Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @hypothesis.given(runner.configs(), st.integers(0, 2**32 - 1))
+        def draw(config: DispatchConfig, seed: int) -> None:
+            drawn.append((config, seed))
+
+        draw()
+        known[runner.seed, count] = drawn
+    return known[runner.seed, count]

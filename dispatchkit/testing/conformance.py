@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-import hypothesis
 from hypothesis import strategies as st
 
 from dispatchkit.dispatch import TRAITS, Policy, policy_name, policy_traits
@@ -166,9 +165,6 @@ def _find(tests: PolicyTests, name: str) -> Finding:
         holds, message = None, str(skip)
     except AssertionError as error:
         holds, message = False, str(error)
-    except hypothesis.errors.HypothesisException as error:
-        problem = "too few configurations are accepted to test it; narrow them with configs"
-        holds, message = False, f"{problem} ({type(error).__name__}: {error})"
     except Exception as error:  # noqa: BLE001 - whatever a policy does is a finding about it
         holds, message = False, f"{type(error).__name__}: {error}"
     return Finding(words, holds, trait, message, why)

@@ -372,7 +372,7 @@ class PolicyTests(CaseRunner):
 
         A refused change is counted as a fault, and what was learnt is lost.
         """
-        for outcome in self._outcomes(case, case.policy, [*case.batches(4)], failures=True):
+        for outcome in self._outcomes(case, case.policy, list(case.batches(4)), failures=True):
             for update in self._observe(case, case.policy, outcome):
                 if not isinstance(update, CellUpdate):
                     case.fail(f"observe returned {update!r}; CellUpdates are allowed")
@@ -392,7 +392,7 @@ class PolicyTests(CaseRunner):
         """
         other = case.make_policy()
         case.declare(other)
-        for outcome in self._outcomes(case, case.policy, [*case.batches(4)], failures=True):
+        for outcome in self._outcomes(case, case.policy, list(case.batches(4)), failures=True):
             twin = outcome
             if not outcome.completed:
                 outcome = attrs.evolve(outcome, elapsed_us=0.001)
@@ -413,7 +413,7 @@ class PolicyTests(CaseRunner):
         """
         other = case.make_policy()
         case.declare(other)
-        for outcome in self._outcomes(case, case.policy, [*case.batches(4)], failures=False):
+        for outcome in self._outcomes(case, case.policy, list(case.batches(4)), failures=False):
             mine = self._observe(case, case.policy, outcome)
             theirs = self._observe(case, other, outcome)
             if mine != theirs:
