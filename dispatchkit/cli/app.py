@@ -22,6 +22,7 @@ from dispatchkit.cli.doctor import doctor
 from dispatchkit.cli.explaining import explain_batch
 from dispatchkit.cli.listing import plugins, policies
 from dispatchkit.cli.output import complain, load_installed_plugins
+from dispatchkit.cli.planning import plan
 from dispatchkit.errors import DispatchkitError
 from dispatchkit.keys import CaptureSizeWarning
 
@@ -122,6 +123,7 @@ app.command("demo")(demo)
 app.command("policies")(policies)
 app.command("plugins")(plugins)
 app.command("explain")(explain_batch)
+app.command("plan")(plan)
 app.command("doctor")(doctor)
 
 

@@ -21,6 +21,18 @@ class Outcome:
         self.code, self.out, self.err = code, out, err
 
 
+@pytest.fixture(autouse=True)
+def _known_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Load the default policy's plugin alone, whatever else is installed here."""
+    from dispatchkit.cli import output
+
+    monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm")
+    monkeypatch.delenv("DISPATCHKIT_DISABLE", raising=False)
+    output.load_installed_plugins.cache_clear()
+    yield
+    output.load_installed_plugins.cache_clear()
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run the command line in this process; unexpected exceptions come through."""
@@ -56,13 +68,12 @@ def spawn() -> Callable[..., Outcome]:
 
 
 @pytest.fixture
-def plugins_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def plugins_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let the command line find plugin objects besides the installed ones."""
     from dispatchkit import plugins as plugins_module
     from dispatchkit.cli import output
 
     load = plugins_module.load_plugins
-    output.load_installed_plugins.cache_clear()
 
     def use(**objects: object) -> None:
         monkeypatch.setattr(
@@ -70,5 +81,4 @@ def plugins_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None
         )
         output.load_installed_plugins.cache_clear()
 
-    yield use
-    output.load_installed_plugins.cache_clear()
+    return use

@@ -17,7 +17,7 @@ from dispatchkit import __version__
 from dispatchkit.errors import ConfigError
 from dispatchkit.hookspecs import CommandSpec, hookimpl
 
-COMMANDS = ["demo", "policies", "plugins", "explain", "doctor"]
+COMMANDS = ["demo", "policies", "plugins", "explain", "plan", "doctor"]
 
 
 def command_plugin(name: str, callback: Any) -> object:
@@ -151,7 +151,7 @@ def test_ctrl_c_of_a_real_process_ends_with_130(tmp_path: Path) -> None:
     fifo = tmp_path / "trace.csv"
     os.mkfifo(fifo)
     with subprocess.Popen(
-        [sys.executable, "-m", "dispatchkit", "demo", "--trace", str(fifo)],
+        [sys.executable, "-m", "dispatchkit", "plan", str(fifo), "--graphs", "4"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",

@@ -1,0 +1,92 @@
+"""``plan`` on the command line: a thin wrapper, so what is printed and what is refused."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy")
+
+TRACE = str(files("dispatchkit.demo") / "data" / "azure_conv_high.csv")
+
+
+def test_json_is_the_plan_and_nothing_else(run: Any) -> None:
+    """Sizes hold the largest one, counted among the graphs; the curve only falls."""
+    done = run("plan", TRACE, "--graphs", "8", "--max-size", "256", "--json")
+    assert (done.code, done.err) == (0, "")
+    plan = json.loads(done.out)
+    assert len(plan["sizes"]) == 8
+    assert plan["sizes"][-1] == 256
+    assert plan["waste_pct"] == dict(map(tuple, plan["curve"]))[8]
+    wastes = [waste for _, waste in plan["curve"]]
+    assert wastes == sorted(wastes, reverse=True)
+    assert plan["rivals"]["vllm-default"]["graphs"] > 8
+
+
+def test_a_plan_for_one_half_is_judged_on_the_other(run: Any) -> None:
+    """And it can tell decode from mixed steps."""
+    done = run("plan", TRACE, "--graphs", "12", "--fit-on", "first-half", "--keyed", "--json")
+    plan = json.loads(done.out)
+    assert plan["fit_on"] == "first-half"
+    assert {family["uniform"] for family in plan["families"]} == {True, False}
+    assert sum(len(family["sizes"]) for family in plan["families"]) == 12
+
+
+def test_text_shows_sizes_rivals_and_warnings_apart(run: Any) -> None:
+    """Warnings go to standard error; the page fits 80 columns."""
+    done = run("plan", TRACE, "--graphs", "6", "--keyed")
+    assert done.code == 0
+    assert "uniform decode: " in done.out
+    assert "vllm-default" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert "Warning: " in done.err
+
+
+@pytest.mark.parametrize(
+    ("engine", "holds"),
+    [("vllm", "cudagraph_capture_sizes"), ("dispatchkit", "DispatchConfig(")],
+)
+def test_settings_to_paste_are_one_whole_line(run: Any, engine: str, holds: str) -> None:
+    """However long: a wrapped line could not be pasted."""
+    done = run("plan", TRACE, "--graphs", "40", "--engine", engine)
+    assert len([line for line in done.out.splitlines() if holds in line and "512" in line]) == 1
+    settings = json.loads(run("plan", TRACE, "--graphs", "40", "--engine", engine, "--json").out)[
+        "settings"
+    ]
+    assert settings["engine"] == engine
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "graphs"),
+        (["--graphs", "0"], "graphs"),
+        (["--graphs", "600"], "512"),
+        (["--graphs", "8", "--memory-bytes", "100"], "exactly one"),
+        (["--memory-bytes", "100"], "bytes_per_graph"),
+        (["--graphs", "8", "--max-size", "-1"], "max_size"),
+        (["--graphs", "8", "--max-size", "10"], "Raise max_size"),
+        (["--graphs", "8", "--engine", "vlm"], "'vllm'"),
+        (["--graphs", "8", "--cost-model", "nowhere.json"], "nowhere.json"),
+        (["--graphs", "8", "--align", "0"], "align"),
+    ],
+)
+def test_bad_input_is_a_message_and_code_2(run: Any, args: list[str], says: str) -> None:
+    """Nothing on standard output, not even as JSON."""
+    done = run("plan", TRACE, *args, "--json")
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_torn_trace_is_named_with_its_line(run: Any, tmp_path: Path) -> None:
+    """Cut in mid-line."""
+    path = tmp_path / "torn.csv"
+    path.write_text("step,num_tokens,num_reqs\n0,3,3\n1,4")
+    done = run("plan", str(path), "--graphs", "2", "--json")
+    assert (done.code, done.out) == (2, "")
+    assert "torn.csv, line 3" in done.err
