@@ -37,6 +37,7 @@ from dispatchkit.execute.tracing import (
     Size,
     Traced,
     batch_dims_of,
+    example_of,
     trace,
 )
 from dispatchkit.keys.modes import AttentionSupport
@@ -46,9 +47,11 @@ __all__ = ["SplitRules", "op_name", "split_graph", "split_module"]
 # Nodes that launch nothing by themselves: a graph of nothing else would be an empty graph.
 _LAUNCHES_NOTHING = frozenset(
     "getitem _assert_scalar _check sym_size sym_stride size stride dim numel view view_as unbind "
-    "squeeze unsqueeze transpose permute expand split chunk detach empty empty_like new_empty".split()
+    "squeeze unsqueeze transpose permute expand split chunk detach empty empty_like "
+    "new_empty".split()
 )
 _ON_SIZES = frozenset("eq ge gt le lt ne mul add sub floordiv mod".split())
+_SIZES = (int, torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
 def split_module(
@@ -71,7 +74,8 @@ def split_module(
         at: What runs eager between graphs, beside ``eager_region`` blocks and operators
             that are declared not to be capturable for every batch: an operator
             (``"vllm::attention"``, or the object), a module (its path, a pattern for paths,
-            its class or the class's name), or the function that the code calls.
+            its class or the class's name), or a function or tensor method that the code
+            calls (or its name).
         device: Where inputs given as a StaticInput are; by default where the weights are.
 
     Raises:
@@ -175,6 +179,7 @@ class SplitRules:
             names = _names_in(graph)
             if isinstance(one, str) and not ("::" in one and _op_exists(one)):
                 near = nearest_names(one, torch._C._dispatch_get_all_op_names())
+                near += nearest_names(one, filter(None, map(_function_name, graph.graph.nodes)))
                 raise UnknownNameError("split point", one, {*names, *near})
             raise ConfigError(
                 "at", str(one), f"something the step calls: {', '.join(sorted(names)) or 'none'}"
@@ -204,8 +209,11 @@ def _rule(one: Any) -> Callable[[fx.Node], bool]:
         if "::" in one:
             wanted = one.strip()
             return lambda node: op_name(node) in (wanted, wanted.rpartition(".")[0] or wanted)
-        return lambda node: any(
-            _path_fits(path, one) or kind.__name__ == one for path, kind in _modules_of(node)
+        return lambda node: (
+            _function_name(node) == one
+            or any(
+                _path_fits(path, one) or kind.__name__ == one for path, kind in _modules_of(node)
+            )
         )
     if isinstance(one, torch._ops.OpOverloadPacket):
         return lambda node: op_name(node) == one._qualified_op_name
@@ -223,6 +231,11 @@ def _rule(one: Any) -> Callable[[fx.Node], bool]:
         "made of operators, module paths, module classes and functions",
         "A module is named by its path in the model, such as 'layers.*.attention'.",
     )
+
+
+def _function_name(node: fx.Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else str(getattr(target, "__name__", ""))
 
 
 def _path_fits(path: str, pattern: str) -> bool:
@@ -271,16 +284,13 @@ class _Part:
 
 def _launches(node: fx.Node) -> bool:
     """Return whether a node may give the device something to do."""
-    target = node.target
     name = op_name(node)
     if name is not None and not name.startswith("aten::"):
         return True
-    if name is None:
-        name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    name = name.rpartition("::")[2].partition(".")[0]
+    name = (name or _function_name(node)).rpartition("::")[2]
     if name in _ON_SIZES:
         # Arithmetic on sizes is the host's; on tensors it is the device's.
-        return isinstance(node.meta.get("example_value", node.meta.get("val")), torch.Tensor)
+        return not isinstance(example_of(node), _SIZES)
     return name not in _LAUNCHES_NOTHING
 
 
@@ -402,7 +412,7 @@ class _Builder:
         module = fx.GraphModule(self._traced.graph, graph, class_name=f"piece_{index}")
         run: Callable[..., Any] = module.forward
         if self._compile is not None and part.is_graph:
-            fakes = [node.meta.get("example_value", node.meta.get("val")) for node in outside]
+            fakes = [example_of(node) for node in outside]
             run = self._compile(module, fakes)
         places = {node: position for position, node in enumerate(carried)}
         stage = _Stage(name, module, run, self._held, is_first=index == 0)

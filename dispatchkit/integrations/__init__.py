@@ -1,0 +1,1 @@
+"""dispatchkit behind other front ends: ``torch_compile`` is a backend of ``torch.compile``."""

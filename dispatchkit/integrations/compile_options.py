@@ -1,0 +1,144 @@
+"""The options of ``torch.compile(model, backend="dispatchkit", options={...})``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.execute.splitting import SplitRules
+from dispatchkit.keys.modes import AttentionSupport, CUDAGraphMode
+
+__all__ = ["CompileOptions"]
+
+#: Modes of inductor, which people may pass out of habit.
+_MODES_OF_INDUCTOR = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+#: Options that have another place, and where that is.
+_ELSEWHERE = {
+    "skip_guards": "Give dispatchkit.integrations.torch_compile.compile(skip_guards=True), or "
+    "the option guard_filter_fn=torch.compiler.skip_all_guards_unsafe of torch.compile itself.",
+    "dynamic": "It is an argument of torch.compile itself; better is to mark the batch "
+    "dimension, as dispatchkit.integrations.torch_compile.compile does.",
+    "fullgraph": "It is an argument of torch.compile itself.",
+    "backend": "The device's backend is the option device_backend.",
+}
+
+
+def _optional_mode(value: Any) -> CUDAGraphMode | None:
+    if value is None or isinstance(value, CUDAGraphMode):
+        return value
+    if value in _MODES_OF_INDUCTOR:
+        raise ConfigError(
+            "mode",
+            value,
+            f"one of {', '.join(CUDAGraphMode.__members__)}",
+            "Modes of inductor do not apply here; piece_compiler='inductor' compiles the pieces.",
+        )
+    return CUDAGraphMode.parse(value)
+
+
+def _support(value: Any) -> AttentionSupport:
+    return AttentionSupport.parse(value)
+
+
+def _bool(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(attribute.name, value, "True or False")
+
+
+def _compiler(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is None or callable(value) or value == "inductor":
+        return
+    from torch._dynamo import list_backends
+
+    known = [name for name in list_backends(exclude_tags=()) if name != "dispatchkit"]
+    if not isinstance(value, str) or value not in known:
+        raise UnknownNameError("piece_compiler", str(value), known)
+
+
+@attrs.frozen(kw_only=True)
+class CompileOptions:
+    """What can be set.
+
+    Attributes:
+        at: What runs eager between graphs: as for ``split_module``.
+        mode: Which runtime modes decode and mixed batches use; by default
+            FULL_AND_PIECEWISE for a graph that is split and FULL for one that is not.
+        support: For which batches the whole may be captured, beside what its operators state.
+        sizes: Capture sizes in rows, by default derived from ``max_num_tokens``.
+        max_num_tokens: Largest batch that graphs may serve; larger ones run plainly.
+        max_num_seqs: Most requests of a batch.
+        query_len: Tokens per request of a uniform decode batch.
+        policy: Name of the policy, or an object.
+        policy_options: Options for a policy chosen by name.
+        device_backend: What captures: ``auto``, a backend's name, or an object.
+        outputs: ``owned`` or ``view``.
+        lazy: Capture a size when it is first needed; otherwise all in the first call.
+        capture_after: How often a size must be asked for before it is captured lazily.
+        max_graphs: Most live graphs.
+        max_bytes: Most bytes of graph memory.
+        state_limit_bytes: Most bytes of undeclared state to save around warmups.
+        piece_compiler: Compiles each graph piece: ``"inductor"``, another backend of
+            ``torch.compile``, or a function of a graph and the fake values of its arguments.
+        strict: A step that cannot be served by a graph raises.
+        name: What graphs are called in messages, before a number.
+
+    Raises:
+        ConfigError: An option has a value that cannot be used.
+        UnknownNameError: There is no option, mode or compiler of a name.
+    """
+
+    at: tuple[Any, ...] = ()
+    mode: CUDAGraphMode | None = attrs.field(default=None, converter=_optional_mode)
+    support: AttentionSupport = attrs.field(default=AttentionSupport.ALWAYS, converter=_support)
+    sizes: tuple[int, ...] | None = None
+    max_num_tokens: int | None = None
+    max_num_seqs: int | None = None
+    query_len: Any = None
+    policy: Any = "vllm"
+    policy_options: dict[str, Any] | None = None
+    device_backend: Any = "auto"
+    outputs: str = "owned"
+    lazy: bool = attrs.field(default=True, validator=_bool)
+    capture_after: int = 1
+    max_graphs: int | None = None
+    max_bytes: int | None = None
+    state_limit_bytes: int | None = None
+    piece_compiler: Any = attrs.field(default=None, validator=_compiler)
+    strict: bool = attrs.field(default=False, validator=_bool)
+    name: str = "graph"
+
+    def __attrs_post_init__(self) -> None:
+        set_ = object.__setattr__  # the class is frozen
+        set_(self, "at", SplitRules(self.at).given)
+        if self.sizes is not None:
+            set_(self, "sizes", tuple(self.sizes))
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None, mode: Any = None) -> CompileOptions:
+        """Return the options of a call of ``torch.compile``.
+
+        Args:
+            options: Its ``options``.
+            mode: Its ``mode``, which may stand for the option of that name.
+
+        Raises:
+            ConfigError: They are no mapping, or mode is given twice.
+            UnknownNameError: There is no option of a name; it names the nearest.
+        """
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError("options", options, "a dict of options by name")
+        given = dict(options or {})
+        known = [field.name for field in attrs.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise UnknownNameError(
+                    "option of the dispatchkit backend", str(name), known, _ELSEWHERE.get(name, "")
+                )
+        if mode is not None:
+            if given.get("mode") is not None:
+                raise ConfigError("mode", mode, "given once: as mode= or among the options")
+            given["mode"] = mode
+        return cls(**given)

@@ -1,0 +1,343 @@
+"""One graph of Dynamo's, run through captured graphs by a GraphRunner.
+
+Dynamo calls it with tensors of the exact size. It gives the batched ones to the runner,
+which decides, pads, replays and cuts. What the graph cannot be captured for, and every step
+that differs from what it was made for, runs plainly, counted with a reason.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import attrs
+import torch
+from torch import fx
+
+from dispatchkit.errors import ConfigError, InputError, NoGraphError
+from dispatchkit.execute.context import (
+    ForwardContext,
+    forward_context_is_available,
+    get_forward_context,
+)
+from dispatchkit.execute.inputs import InputSet, StaticInput
+from dispatchkit.execute.pieces import Piece
+from dispatchkit.execute.reasons import EagerStepWarning
+from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.splitting import SplitRules, split_graph
+from dispatchkit.integrations.compile_options import CompileOptions
+from dispatchkit.integrations.graph_arguments import PlainReason, read_arguments
+from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode, allowed_modes_code
+from dispatchkit.observe.counters import RunnerStats
+
+__all__ = ["CompiledGraph", "CompiledStats"]
+
+#: How often tensors that should stay may be replaced before their graph runs plainly.
+MAX_REBINDS = 8
+
+_WHAT_TO_DO = {
+    PlainReason.GRADIENTS: "Graphs carry no gradients: call under torch.no_grad() or "
+    "torch.inference_mode().",
+    PlainReason.INPUT_WRITTEN: "Copy it first, or keep it in the module as a buffer.",
+    PlainReason.OUTPUT_IS_INPUT: "Return a copy (.clone()), so that no memory is shared.",
+    PlainReason.SEVERAL_DIMS: "Mark the batch dimension alone.",
+    PlainReason.NOTHING_TO_CAPTURE: "Leave something outside of what runs eager.",
+    PlainReason.HELD_MOVED: "Write into the same tensors, rather than replacing them.",
+    PlainReason.LAYOUT: "Give it as a contiguous tensor.",
+}
+
+
+@attrs.frozen
+class CompiledStats:
+    """What one compiled graph has done.
+
+    Attributes:
+        name: Which.
+        plain_steps: Steps that went by the runner, by reason.
+        runner: What the runner did; None if no step has reached it.
+    """
+
+    name: str
+    plain_steps: dict[str, int]
+    runner: RunnerStats | None
+
+    @property
+    def steps(self) -> int:
+        """All steps."""
+        return sum(self.plain_steps.values()) + (self.runner.steps if self.runner else 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, for JSON."""
+        runner = None if self.runner is None else self.runner.to_dict()
+        return {"name": self.name, "plain_steps": dict(self.plain_steps), "runner": runner}
+
+
+class CompiledGraph:
+    """What the backend gives back to Dynamo for one graph.
+
+    Args:
+        graph: Dynamo's graph.
+        options: What was set.
+        name: What it is called, unlike all others of this process.
+
+    Attributes:
+        name: What it is called.
+        options: What was set.
+        pieces: What it was split into; one graph piece where it is whole.
+        runner: Runs its steps; None before the first.
+        plain: Why no step of it is captured, in a word and in words; None if steps are.
+
+    Thread safety: any thread may call it.
+    """
+
+    def __init__(self, graph: fx.GraphModule, options: CompileOptions, name: str) -> None:
+        self.name, self.options = name, options
+        self.runner: GraphRunner | None = None
+        self.num_rebinds = 0
+        self._graph = graph
+        self._arguments = read_arguments(graph)
+        self.plain = self._arguments.plain
+        self._held: list[torch.Tensor] = []
+        self._plain_steps: Counter[str] = Counter()
+        self._told: set[str] = set()
+        self._lock = threading.RLock()
+        self._inputs: InputSet | None = None
+        self._needs_grad = False
+        self._pick_inputs = _picker(self._arguments.input_places)
+        self._pick_held = _picker(self._arguments.held_places)
+        self.pieces: list[Piece] = [] if self.plain else self._split()
+
+    # -- the step -----------------------------------------------------------------------
+
+    def __call__(self, *args: Any) -> Any:
+        """Run one step on the graph's arguments, and return its results.
+
+        Raises:
+            NoGraphError: It runs plainly, and the options say strict.
+        """
+        if self.plain is not None:
+            return self._run_plainly(self.plain[0], args, self.plain[1])
+        tensors = self._pick_inputs(args)
+        if torch.is_grad_enabled() and (
+            any(tensor.requires_grad for tensor in tensors)
+            or any(tensor.requires_grad for tensor in self._pick_held(args))
+        ):
+            return self._run_plainly(PlainReason.GRADIENTS, args)
+        inputs = self._inputs
+        # Compared by identity: a replaced weight is another object, an updated one is not.
+        if inputs is None or not all(map(operator.is_, self._pick_held(args), self._held)):
+            with self._lock:
+                reason = self._bind(args)
+            if reason:
+                return self._run_plainly(reason, args)
+            inputs = self._inputs
+        runner = self.runner
+        if inputs is None or runner is None:  # replaced by another thread meanwhile
+            return self._run_plainly(PlainReason.HELD_MOVED, args)
+        try:
+            num_rows = inputs.check(tensors)
+        except InputError as error:
+            return self._run_plainly(PlainReason.INPUT_CHANGED, args, str(error))
+        if num_rows > runner.config.max_num_tokens:
+            return self._run_plainly("above_largest_size", args)
+        if self._arguments.num_rows not in (None, num_rows):
+            return self._run_plainly(
+                PlainReason.INPUT_CHANGED, args, "it was compiled for one size"
+            )
+        if forward_context_is_available():
+            facts = _facts(get_forward_context(), num_rows, runner.config.query_lens)
+            return runner(*tensors, **facts)
+        return runner(*tensors)
+
+    def _run_plainly(self, reason: str, args: Sequence[Any], why: str = "") -> Any:
+        """Run Dynamo's graph itself, counted; warn once for each reason."""
+        if self.options.strict or reason not in self._told:
+            what_to_do = _WHAT_TO_DO.get(reason, "")
+            text = f"{self.name} runs without captured graphs, reason {reason}"
+            text = f"{text}{f': {why}' if why else ''}. {what_to_do}".strip()
+            if self.options.strict:
+                raise NoGraphError(text, reason=reason)
+            self._told.add(reason)
+            warnings.warn(f"{text} Told once.", EagerStepWarning, stacklevel=3)
+        self._plain_steps[reason] += 1
+        return self._graph(*args)
+
+    # -- making -------------------------------------------------------------------------
+
+    def _split(self) -> list[Piece]:
+        compile_piece = _piece_compiler(self.options.piece_compiler)
+        try:
+            pieces = split_graph(
+                self._arguments.traced,
+                SplitRules(self.options.at),
+                name=self.name,
+                compile_piece=compile_piece,
+                held=self._held,
+            )
+        except ConfigError as error:
+            if error.setting != "at":
+                raise
+            self.plain = (PlainReason.NOTHING_TO_CAPTURE, "all its operations run eager")
+            return []
+        level = self.options.support
+        return [
+            attrs.evolve(piece, support=level, limited_by="the option support")
+            if level < piece.support
+            else piece
+            for piece in pieces
+        ]
+
+    def _bind(self, args: Sequence[Any]) -> str:
+        """Make the runner for the held tensors of a call; return why not, or nothing."""
+        held = self._pick_held(args)
+        if self._inputs is not None and all(map(operator.is_, held, self._held)):
+            return ""
+        if self.num_rebinds > MAX_REBINDS:
+            return PlainReason.HELD_MOVED
+        if self.runner is not None:
+            self.num_rebinds += 1
+            self.runner.clear()
+            self.runner, self._inputs = None, None
+        self._held[:] = held
+        tensors = self._pick_inputs(args)
+        specs = {
+            name: StaticInput(
+                tuple(None if i == dim else size for i, size in enumerate(tensor.shape)),
+                tensor.dtype,
+            )
+            for name, dim, tensor in zip(
+                self._arguments.traced.inputs, self._arguments.batch_dims, tensors, strict=True
+            )
+        }
+        self.runner = self._make_runner(specs, tensors)
+        self._inputs = InputSet(specs, torch.device(self.runner.backend.torch_device))
+        if not self.options.lazy:
+            self.runner.capture()
+        return ""
+
+    def _make_runner(
+        self, specs: dict[str, StaticInput], tensors: Sequence[torch.Tensor]
+    ) -> GraphRunner:
+        options = self.options
+        is_split = any(not piece.is_graph for piece in self.pieces)
+        mode = options.mode
+        if mode is None:
+            mode = CUDAGraphMode.FULL_AND_PIECEWISE if is_split else CUDAGraphMode.FULL
+        fixed: dict[str, Any] = {}
+        sizes, most = options.sizes, options.max_num_tokens
+        if self._arguments.num_rows is not None:
+            sizes, most = (self._arguments.num_rows,), None
+            # Of a graph for one size nothing can be measured at a second one, and nothing
+            # needs to be: no row of its results is padding.
+            fixed["output_batch_dims"] = None
+        if options.state_limit_bytes is not None:
+            fixed["state_limit_bytes"] = options.state_limit_bytes
+        return GraphRunner(
+            self.pieces,
+            specs,
+            sizes=sizes,
+            max_num_tokens=most,
+            max_num_seqs=options.max_num_seqs,
+            query_len=options.query_len,
+            mode=mode,
+            policy=options.policy,
+            policy_options=options.policy_options,
+            backend=options.device_backend,
+            device=tensors[0].device if options.device_backend == "auto" else None,
+            outputs=options.outputs,
+            lazy=options.lazy,
+            capture_after=options.capture_after,
+            max_graphs=options.max_graphs,
+            max_bytes=options.max_bytes,
+            state=[self._held[index] for index in self._arguments.written],
+            strict=options.strict,
+            **fixed,
+        )
+
+    # -- reading ------------------------------------------------------------------------
+
+    def stats(self) -> CompiledStats:
+        """Return what it has done so far."""
+        runner = None if self.runner is None else self.runner.stats()
+        return CompiledStats(self.name, dict(self._plain_steps), runner)
+
+    def explain(self, num_rows: int, **facts: Any) -> str:
+        """Say what would happen to a batch and why."""
+        if self.plain is not None:
+            return f"{self.name}: plainly, {self.plain[0]}: {self.plain[1]}"
+        if self.runner is None:
+            return f"{self.name}: not called yet"
+        return f"{self.name}: {self.runner.explain(num_rows, **facts)}"
+
+    def __str__(self) -> str:
+        kinds = ", ".join(
+            f"{piece.name.rpartition('.')[2]} {'graph' if piece.is_graph else 'eager'}"
+            for piece in self.pieces
+        )
+        lines = [f"{self.name}: {kinds or 'not split'}"]
+        if self.plain is not None:
+            lines.append(f"runs plainly, {self.plain[0]}: {self.plain[1]}")
+        if self._arguments.num_rows is not None:
+            lines.append(f"compiled for {self._arguments.num_rows} rows alone")
+        lines += [f"{count} steps plainly, {why}" for why, count in self._plain_steps.items()]
+        if self.runner is not None:
+            lines.append(str(self.runner))
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<CompiledGraph {self.name}, {len(self.pieces)} pieces>"
+
+
+def _picker(places: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
+    if not places:
+        return lambda args: []
+    if len(places) == 1:
+        (place,) = places
+        return lambda args: [args[place]]
+    pick = operator.itemgetter(*places)
+    return lambda args: list(pick(args))
+
+
+def _facts(context: ForwardContext, num_rows: int, query_lens: tuple[int, ...]) -> dict[str, Any]:
+    """Return the facts of a batch from a forward context, as arguments of a runner."""
+    descriptor = context.descriptor
+    ceiling = allowed_modes_code([RuntimeMode.NONE, context.runtime_mode])
+    if descriptor is None:
+        return {"ceiling": ceiling}
+    num_reqs = getattr(descriptor, "num_reqs", None) or 0
+    uniform = 0
+    if getattr(descriptor, "uniform", False):
+        query_len = getattr(descriptor, "query_len", query_lens[0])
+        uniform = 1 + query_lens.index(query_len) if query_len in query_lens else 0
+    loras = getattr(descriptor, "num_active_loras", 0)
+    return {
+        "num_reqs": min(num_reqs, num_rows),
+        "uniform": uniform,
+        "loras": loras,
+        "ceiling": ceiling,
+    }
+
+
+_PieceCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+def _piece_compiler(compiler: Any) -> _PieceCompiler | None:
+    if not isinstance(compiler, str):
+        return cast("_PieceCompiler | None", compiler)
+    if compiler == "inductor":
+        return _with_inductor
+    from torch._dynamo import lookup_backend
+
+    return cast("_PieceCompiler", lookup_backend(compiler))
+
+
+def _with_inductor(piece: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
+    """Compile a piece with inductor, for every size its arguments may have."""
+    from torch._inductor import standalone_compile
+
+    compiled: Callable[..., Any] = standalone_compile(piece, fakes, dynamic_shapes="from_graph")
+    return compiled

@@ -1,0 +1,242 @@
+"""A backend for ``torch.compile`` that runs models through captured graphs.
+
+Registered under the entry point ``torch_dynamo_backends``, so that
+``torch.compile(model, backend="dispatchkit", options={...})`` finds it. ``compile`` here does
+the same and marks the batch, so that one compilation serves every size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.execute.tracing import mark_batch
+from dispatchkit.integrations.compile_options import CompileOptions
+from dispatchkit.integrations.compiled_graph import CompiledGraph, CompiledStats
+from dispatchkit.integrations.graph_arguments import PlainReason
+
+__all__ = [
+    "Backend",
+    "CompileOptions",
+    "CompiledGraph",
+    "CompiledModel",
+    "CompiledStats",
+    "PlainReason",
+    "backend",
+    "compile",
+    "compiled_graphs",
+]
+
+_numbers = itertools.count()
+_graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
+
+
+def backend(
+    graph: fx.GraphModule,
+    example_inputs: Iterable[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: Any = None,
+) -> CompiledGraph:
+    """Compile one graph of Dynamo's; what ``backend="dispatchkit"`` stands for.
+
+    Args:
+        graph: Its operations.
+        example_inputs: Fake tensors and sizes; the graph has them too.
+        options: Fields of ``CompileOptions`` by name.
+        mode: As the option of that name.
+
+    Raises:
+        ConfigError: An option has a value that cannot be used.
+        UnknownNameError: There is no option of a name; it names the nearest.
+    """
+    return _compile_graph(graph, CompileOptions.parse(options, mode))
+
+
+def compiled_graphs() -> list[CompiledGraph]:
+    """Return all graphs that this process has compiled and not let go of, oldest first."""
+    return sorted(_graphs, key=lambda one: int(one.name.rpartition("_")[2]))
+
+
+def _compile_graph(graph: fx.GraphModule, options: CompileOptions) -> CompiledGraph:
+    # Unlike all others: Dynamo may give several graphs of one model, and the same again.
+    compiled = CompiledGraph(graph, options, f"{options.name}_{next(_numbers)}")
+    _graphs.add(compiled)
+    return compiled
+
+
+class Backend:
+    """A backend that keeps what it compiles, to be looked at.
+
+    Args:
+        options: Fields of ``CompileOptions`` by name.
+
+    Attributes:
+        options: What was set.
+        graphs: What it has compiled, in order.
+
+    Raises:
+        ConfigError: An option has a value that cannot be used.
+        UnknownNameError: There is no option of a name; it names the nearest.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = CompileOptions.parse(options)
+        self.graphs: list[CompiledGraph] = []
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Iterable[Any]) -> CompiledGraph:
+        """Compile one graph of Dynamo's."""
+        compiled = _compile_graph(graph, self.options)
+        self.graphs.append(compiled)
+        return compiled
+
+
+def compile(  # noqa: A001 - as torch.compile is called
+    model: Callable[..., Any],
+    *,
+    batch: Mapping[str, int | None] | None = None,
+    fullgraph: bool = False,
+    skip_guards: bool = False,
+    **options: Any,
+) -> CompiledModel:
+    """Compile a model so that one compilation serves every batch size.
+
+    Args:
+        model: A module or function of tensors.
+        batch: The batch dimension of arguments, by parameter name; None for one without. By
+            default it is dimension 0 of each tensor as long as the first.
+        fullgraph: Refuse what would break the model into several graphs.
+        skip_guards: After the first call Dynamo checks nothing before it runs the model.
+            Types, shapes and other arguments than tensors are still compared here; what
+            else the model's Python reads (attributes, globals) must not change.
+        **options: Fields of ``CompileOptions``.
+
+    Raises:
+        ConfigError: An option has a value that cannot be used.
+        UnknownNameError: There is no option of a name; it names the nearest.
+    """
+    return CompiledModel(model, Backend(**options), batch, fullgraph, skip_guards)
+
+
+class CompiledModel:
+    """A compiled model, called as the model is.
+
+    Attributes:
+        model: What was compiled.
+        backend: What it was compiled by.
+        num_uncompiled: Calls that ran the plain model, since an argument other than a tensor
+            differed from the first call's and Dynamo was told to check nothing.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        backend: Backend,
+        batch: Mapping[str, int | None] | None,
+        fullgraph: bool,
+        skip_guards: bool,
+    ) -> None:
+        if not callable(model):
+            raise ConfigError("model", model, "a module or a function")
+        self.model, self.backend = model, backend
+        self.num_uncompiled = 0
+        self._batch = None if batch is None else dict(batch)
+        self._signature = inspect.signature(
+            model.forward if isinstance(model, torch.nn.Module) else model
+        )
+        unknown = set(self._batch or ()) - set(self._signature.parameters)
+        if unknown:
+            raise ConfigError(
+                "batch", sorted(unknown), f"parameters: {', '.join(self._signature.parameters)}"
+            )
+        self._skip_guards = skip_guards
+        self._first_facts: Any = None
+        self._lock = threading.Lock()
+        options: dict[str, Any] = {}
+        if skip_guards:
+            options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+        self._compiled = torch.compile(
+            model, backend=backend, fullgraph=fullgraph, options=options or None
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        if self._skip_guards:
+            facts = self._facts(args, kwargs)
+            if self._first_facts is None:
+                with self._lock:
+                    self._first_facts = facts
+            elif facts != self._first_facts:
+                self.num_uncompiled += 1
+                return self.model(*args, **kwargs)
+            elif self.backend.graphs:
+                return self._compiled(*args, **kwargs)
+        self._mark(args, kwargs)
+        return self._compiled(*args, **kwargs)
+
+    def _mark(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Mark the batch dimension of the arguments, for a compilation that may come."""
+        if self._batch is None:
+            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+            rows = next((len(one) for one in tensors if one.dim()), None)
+            for tensor in tensors:
+                if tensor.dim() and len(tensor) == rows:
+                    mark_batch(tensor, 0)
+            return
+        given = self._signature.bind(*args, **kwargs).arguments
+        for name, dim in self._batch.items():
+            value: Any = given.get(name)
+            if dim is None or value is None:
+                continue
+            if not isinstance(value, torch.Tensor) or not -value.dim() <= dim < value.dim():
+                raise InputError(name, f"Argument {name!r} has no dimension {dim} to be the batch.")
+            mark_batch(value, dim % value.dim())
+
+    def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what Dynamo would have guarded of the call, but for tensors' contents."""
+        return (
+            tuple(map(_fact, args)),
+            tuple((name, _fact(value)) for name, value in kwargs.items()),
+            getattr(self.model, "training", None),
+            torch.is_grad_enabled(),
+        )
+
+    # -- reading ------------------------------------------------------------------------
+
+    @property
+    def graphs(self) -> list[CompiledGraph]:
+        """What was compiled so far, in order."""
+        return self.backend.graphs
+
+    @property
+    def num_compiles(self) -> int:
+        """How many graphs were compiled so far."""
+        return len(self.backend.graphs)
+
+    def stats(self) -> list[CompiledStats]:
+        """Return what each graph has done so far."""
+        return [graph.stats() for graph in self.backend.graphs]
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.backend.graphs)) or "nothing compiled yet"
+
+
+_COMPARABLE = (int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _fact(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim(), value.device
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_fact, value))
+    if isinstance(value, dict):
+        return tuple((key, _fact(each)) for key, each in value.items())
+    return value if isinstance(value, _COMPARABLE) else (type(value), id(value))
