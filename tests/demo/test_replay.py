@@ -177,6 +177,17 @@ def test_a_uniform_step_of_several_tokens_per_request_runs_full(tmp_path: Path) 
     assert {(row.kind, row.mode) for row in report.times} == {("decode", "FULL")}
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_every_step_equals_eager_and_decode_replays() -> None:
+    """The excerpt's first steps with the decoder that suits a GPU."""
+    report = run_demo(DemoOptions(steps=60, device="cuda"))
+    assert report.backend == "cuda"
+    assert report.capture["failed"] == {}
+    assert report.comparison.is_equal
+    assert {row.mode for row in report.times if row.kind == "decode"} == {"FULL"}
+    assert report.batch1.mode == "FULL"
+
+
 def test_threads_are_as_before(tmp_path: Path) -> None:
     """The demo computes on one thread, and leaves the process as it was."""
     before = torch.get_num_threads()
