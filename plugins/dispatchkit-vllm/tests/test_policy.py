@@ -13,9 +13,10 @@ from dispatchkit import (
     GraphKey,
     Reason,
     RuntimeMode,
+    allowed_modes_code,
     load_plugins,
 )
-from dispatchkit.errors import UnknownNameError
+from dispatchkit.errors import DescriptorError, NoGraphError, UnknownNameError
 
 from dispatchkit_vllm import DIALECTS, VllmPolicy
 
@@ -92,6 +93,29 @@ def test_a_failed_key_falls_to_the_next_mode_and_never_to_a_larger_bucket():
     made.registry.captured(piecewise(4), "graph")
     made.registry.set_enabled(False, mode=PIECEWISE)
     assert made.dispatch(3, 2).reason == Reason.DISABLED
+
+
+def test_graphs_of_an_earlier_configuration_are_not_looked_for():
+    made = dispatcher(mode="FULL")
+    assert made.dispatch(3).mode is FULL
+    made.swap(config=DispatchConfig(capture_sizes=(1, 2, 4, 8, 16), mode="PIECEWISE"))
+    assert full(4, num_reqs=4) in made.registry
+    assert made.dispatch(3).reason == Reason.NOT_CAPTURED
+    made.registry.captured(piecewise(4), "graph")
+    assert made.dispatch(3).key == piecewise(4)
+
+
+@pytest.mark.parametrize("bad", [-1, 2.5, 99, "3", None])
+def test_what_is_no_batch_is_refused(bad):
+    with pytest.raises(DescriptorError):
+        dispatcher().dispatch(bad)
+
+
+def test_no_graph_and_no_eager_is_an_error_above_the_sizes_too():
+    made = dispatcher(max_num_tokens=32, mode="FULL_DECODE_ONLY")
+    for num_tokens in (3, 20):
+        with pytest.raises(NoGraphError):
+            made.dispatch(num_tokens, 0, False, 0, allowed_modes_code(["FULL"]))
 
 
 def test_more_requests_than_the_graph_holds_take_the_next_mode():

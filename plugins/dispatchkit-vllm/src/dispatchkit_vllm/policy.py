@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from dispatchkit import Batch, Decision, DispatchConfig, GraphKey, GraphView, Reason
 from dispatchkit.errors import UnknownNameError
@@ -38,16 +38,21 @@ class VllmPolicy:
         self.name = dialect.name
         self.traits = dialect.traits
         self._fixed = ladder
-        self._last: tuple[DispatchConfig, Ladder] | None = None
+        self._last: tuple[DispatchConfig, Ladder, dict[GraphKey, None]] | None = None
 
     def ladder(self, config: DispatchConfig) -> Ladder:
         """Return the dialect applied to a configuration."""
+        return self._applied(config)[0]
+
+    def _applied(self, config: DispatchConfig) -> tuple[Ladder, Container[GraphKey] | None]:
+        """The ladder, and its keys; None for the keys where the caller made the ladder."""
         if self._fixed is not None:
-            return self._fixed
+            return self._fixed, None
         last = self._last
         if last is None or last[0] is not config:
-            last = self._last = (config, Ladder.of(self.dialect, config))
-        return last[1]
+            ladder = Ladder.of(self.dialect, config)
+            last = self._last = (config, ladder, dict.fromkeys(ladder.keys()))
+        return last[1], last[2]
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
         """Return the keys of the configuration; none where the caller made the ladder."""
@@ -55,7 +60,7 @@ class VllmPolicy:
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
         """Return the first key of the batch's chain that can run, or eager and why."""
-        ladder = self.ladder(graphs.config)
+        ladder, own = self._applied(graphs.config)
         if ladder.mode is CUDAGraphMode.NONE:
             return Decision.eager(Reason.MODE_NONE)
         query_len = batch.query_len if batch.uniform else 0
@@ -68,7 +73,8 @@ class VllmPolicy:
         if not chain and batch.num_tokens > ladder.max_size:
             return Decision.eager(Reason.ABOVE_LARGEST)
         for key in chain:
-            if key not in graphs:
+            # A graph of an earlier configuration may still be there; it is not looked for.
+            if key not in graphs or (own is not None and key not in own):
                 continue
             if not key.covers(batch):
                 if _too_many_reqs(key, batch):
