@@ -1,0 +1,142 @@
+"""The names of a third party's dispatcher: graphs, a policy and statistics in one object."""
+
+from __future__ import annotations
+
+import pytest
+
+from dispatchkit.errors import ConfigError, DescriptorError, DispatchkitError
+
+from dispatchkit_vllm.facade.policies import (
+    AdaptiveDispatchPolicy,
+    CompositeDispatcher,
+    CudagraphDispatcher,
+    DefaultDispatchPolicy,
+    DispatchMode,
+    DispatchPolicy,
+    DispatchStats,
+    NotBuiltError,
+    StreamDispatcher,
+    create_dispatch_key,
+    get_padded_key,
+)
+
+EAGER, PIECEWISE, FULL = DispatchMode.EAGER, DispatchMode.PIECEWISE, DispatchMode.FULL
+
+
+def dispatcher(policy: DispatchPolicy | None = None, **options) -> CudagraphDispatcher:
+    return CudagraphDispatcher(lambda key: ("eager", key.num_tokens), policy, **options)
+
+
+def test_replays_the_graph_of_a_key_and_runs_others_eager():
+    made = dispatcher()
+    four, five = create_dispatch_key(4, 2), create_dispatch_key(5, 2)
+    made.register_graph(four, lambda: "replayed", input_ptrs=[1, 2])
+    assert made.dispatch(four) == "replayed"
+    assert made.dispatch(five) == ("eager", 5)
+    assert made.has_graph(four)
+    assert not made.has_graph(five)
+    assert made.get_graph(four).input_ptrs == (1, 2)
+    assert made.get_graph(five) is None
+    assert (made.stats.num_full, made.stats.num_eager, made.stats.graph_ratio) == (1, 1, 0.5)
+    assert DispatchStats().graph_ratio == 0.0
+
+
+def test_every_field_of_the_key_tells_graphs_apart():
+    made = dispatcher()
+    made.register_graph(create_dispatch_key(4, 2, 128, False), lambda: "replayed")
+    for other in ((4, 1, 128, False), (4, 2, 64, False), (4, 2, 128, True)):
+        assert made.dispatch(create_dispatch_key(*other)) == ("eager", 4)
+
+
+def test_full_goes_before_piecewise_unless_preferred_otherwise():
+    key = create_dispatch_key(4)
+    for prefer, expected in ((False, "full"), (True, "piecewise")):
+        made = dispatcher(DefaultDispatchPolicy(prefer_piecewise=prefer))
+        made.register_graph(key, lambda: "full")
+        made.register_graph(key, lambda: "piecewise", mode=PIECEWISE)
+        assert made.dispatch(key) == expected
+
+
+def test_a_disabled_mode_is_not_replayed():
+    made, key = dispatcher(), create_dispatch_key(4)
+    made.register_graph(key, lambda: "full")
+    made.disable_mode(FULL)
+    assert not made.has_graph(key)
+    assert made.dispatch(key) == ("eager", 4)
+    made.enable_mode(FULL)
+    assert made.dispatch(key) == "full"
+
+
+def test_the_policy_bounds_the_tokens():
+    made = dispatcher(DefaultDispatchPolicy(4, 8))
+    for num_tokens in (3, 4, 8, 9):
+        made.register_graph(create_dispatch_key(num_tokens), lambda: "full")
+    answers = [made.dispatch(create_dispatch_key(n)) for n in (3, 4, 8, 9)]
+    assert answers == [("eager", 3), "full", "full", ("eager", 9)]
+
+
+def test_the_graph_not_used_for_longest_makes_room():
+    made = dispatcher(max_cached_graphs=2)
+    keys = [create_dispatch_key(n) for n in (1, 2, 3)]
+    for key in keys[:2]:
+        made.register_graph(key, lambda: "full")
+    made.dispatch(keys[0])
+    made.register_graph(keys[2], lambda: "full")
+    assert [made.has_graph(key) for key in keys] == [True, False, True]
+    assert len(made.registry) == 2
+    made.clear_cache()
+    assert len(made.registry) == 0
+
+
+def test_registering_again_replaces_the_graph():
+    made, key = dispatcher(max_cached_graphs=1), create_dispatch_key(4)
+    made.register_graph(key, lambda: "first")
+    made.register_graph(key, lambda: "second")
+    assert made.dispatch(key) == "second"
+
+
+def test_a_failing_graph_is_the_callers_error_and_counted():
+    made, key = dispatcher(), create_dispatch_key(4)
+
+    def fail():
+        raise RuntimeError("launch refused")
+
+    made.register_graph(key, fail)
+    with pytest.raises(RuntimeError, match="launch refused"):
+        made.dispatch(key)
+
+
+@pytest.mark.parametrize("bad", [(0,), (-1,), (2.5,), (True,), (4, 5), (4, 0), (4, 2, -1)])
+def test_impossible_keys_are_refused(bad):
+    with pytest.raises(ConfigError):
+        create_dispatch_key(*bad)
+
+
+def test_keys_are_padded_to_a_multiple():
+    key = create_dispatch_key(5, 2, 64, True)
+    assert get_padded_key(key, 4) == create_dispatch_key(8, 2, 64, True)
+    assert get_padded_key(key, 1) == key
+    with pytest.raises(ConfigError, match="pad_to"):
+        get_padded_key(key, 0)
+
+
+def test_eager_has_no_graph_and_an_empty_range_is_refused():
+    with pytest.raises(DescriptorError):
+        dispatcher().register_graph(create_dispatch_key(4), lambda: None, mode=EAGER)
+    with pytest.raises(ConfigError, match="min_tokens_for_graph"):
+        DefaultDispatchPolicy(9, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "policy"),
+    [
+        (AdaptiveDispatchPolicy, "adaptive"),
+        (CompositeDispatcher, "composite"),
+        (lambda: StreamDispatcher(print, 2), "multistream"),
+    ],
+)
+def test_names_of_what_is_elsewhere_say_so(make, policy):
+    with pytest.raises(NotBuiltError, match=policy) as caught:
+        make()
+    assert isinstance(caught.value, DispatchkitError)
+    assert caught.value.policy == policy
