@@ -114,7 +114,6 @@ class Room:
             raise CaptureError("max_graphs is 0: no graph may live.", reason="over_budget")
         while not self.for_one_more():
             self._evict_one()
-        self._warn_of_churn()
 
     def _evict_one(self) -> None:
         live = self._live()
@@ -143,7 +142,6 @@ class Room:
             self._evict_one()
         if self._lane.num_bytes() + self._growth(need) > limit:
             self._lane.drop_pool()
-        self._warn_of_churn()
 
     def _growth(self, need: int) -> int:
         """Return how much more memory a graph takes that needs so much by itself."""
@@ -164,7 +162,8 @@ class Room:
             self._lane.drop_pool()
         raise _over_budget(key, taken, limit)
 
-    def _warn_of_churn(self) -> None:
+    def warn_of_churn(self) -> None:
+        """Warn once when most captured graphs are given up again."""
         evictions, room = self._counters.evictions, self._budget.max_graphs or 1
         if self._is_churn_told or evictions < _CHURN * max(room, 4):
             return

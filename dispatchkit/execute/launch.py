@@ -72,7 +72,9 @@ class EagerPlan:
         if self.timer is None:
             result = runner.run_eager(tensors, self.num_tokens)
         else:
-            result = self.timer.measure(lambda: runner.run_eager(tensors, self.num_tokens))
+            result = self.timer.measure(
+                lambda: runner.run_eager(tensors, self.num_tokens), queued=self.timer.is_queued()
+            )
         self.count.steps += 1
         self.count.tokens += self.num_tokens
         return result
@@ -133,6 +135,8 @@ class GraphPlan:
         inputs, outputs = self.views or self._prepare()
         lane = step.lane
         lane.order()
+        # Asked before the inputs are copied in: those are work of the step itself.
+        queued = self.timer is not None and self.timer.is_queued()
         step.buffers.load(inputs, tensors, self.num_tokens)
         if lane.row_count is not None:
             lane.set_rows(self.num_tokens)
@@ -140,7 +144,7 @@ class GraphPlan:
             if self.timer is None:
                 padded = step.launch()
             else:
-                padded = self.timer.measure(step.launch)
+                padded = self.timer.measure(step.launch, queued=queued)
         except LaunchError as error:
             return runner.replay_failed(step, error, tensors, self.num_tokens)
         lane.tick += 1

@@ -214,6 +214,7 @@ class Lifecycle:
         if self._seen[key] < self._capture_after:
             return CAPTURE_PENDING
         self._try(key, evict=True)
+        self._room.warn_of_churn()  # outside: a warning that raises is no failed capture
         return ""
 
     def note_missed(self, key: GraphKey) -> None:
@@ -256,8 +257,10 @@ class Lifecycle:
         Raises:
             RegistryError: It has none.
         """
-        before = self._lane.num_bytes()
-        step = self._entry(key).graph
+        entry, before = self._entry(key), self._lane.num_bytes()
+        if entry.state is not KeyState.CAPTURED:
+            raise RegistryError(f"{key} is {entry.state}: it has no graph to evict.")
+        step = entry.graph
         self._registry.evicted(key, reason)
         self._release(step)
         self._counters.evictions += 1

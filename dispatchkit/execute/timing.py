@@ -42,11 +42,16 @@ class Timings:
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
         self._lock = threading.Lock()
 
-    def measure(self, run: Callable[[], T], batch: Batch, decision: Decision) -> T:
-        """Run something between two events; a run that raises is told as not completed."""
+    def is_queued(self) -> bool:
+        """Read what is done, and return whether the current stream has work ahead of a step."""
         self.drain()
+        return not self._backend.current_stream().query()
+
+    def measure(
+        self, run: Callable[[], T], batch: Batch, decision: Decision, *, queued: bool
+    ) -> T:
+        """Run something between two events; a run that raises is told as not completed."""
         stream = self._backend.current_stream()
-        queued = not stream.query()
         start = self._backend.new_event(timing=True)
         end = self._backend.new_event(timing=True)
         start.record(stream)
@@ -96,6 +101,10 @@ class Timer:
     def __init__(self, timings: Timings, decision: Decision, batch: Batch) -> None:
         self._timings, self._decision, self._batch = timings, decision, batch
 
-    def measure(self, run: Callable[[], T]) -> T:
+    def is_queued(self) -> bool:
+        """Return whether there is work ahead; asked before a step's own copies are queued."""
+        return self._timings.is_queued()
+
+    def measure(self, run: Callable[[], T], *, queued: bool) -> T:
         """Run something and note how long it takes on the device."""
-        return self._timings.measure(run, self._batch, self._decision)
+        return self._timings.measure(run, self._batch, self._decision, queued=queued)

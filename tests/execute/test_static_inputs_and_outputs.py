@@ -366,9 +366,11 @@ def test_other_autocast_than_at_capture_runs_eager(make_runner):
     runner = make_runner(lambda x: x @ weight, {"x": StaticInput((None, 4), "float32")})
     runner.capture()
     x = torch.randn(3, 4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.warns(EagerStepWarning, match="autocast"):
-            result = runner(x)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.warns(EagerStepWarning, match="autocast"),
+    ):
+        result = runner(x)
     assert result.dtype is torch.bfloat16
     assert runner(x).dtype is torch.float32
     assert runner.stats().eager_by_reason == {"autocast": 1}

@@ -1,0 +1,241 @@
+"""A runner and a naive eager model, driven side by side by random operations."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import Phase, settings, strategies  # noqa: E402
+from hypothesis.stateful import (  # noqa: E402
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from dispatchkit import (  # noqa: E402
+    BatchDescriptor,
+    GraphKey,
+    GraphRunner,
+    RuntimeMode,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
+from dispatchkit.errors import CaptureError, RegistryError, ReplayError  # noqa: E402
+from dispatchkit.execute import ChurnWarning, EagerStepWarning  # noqa: E402
+from dispatchkit.registry import KeyState  # noqa: E402
+
+SIZES = (1, 2, 4, 8)
+SINK = 16
+INPUTS = {
+    "slots": StaticInput((None,), "int64", fill=SINK),
+    "values": StaticInput((None, 2), "float32", fill=-3.0),
+}
+KEYS = [
+    GraphKey(mode, BatchDescriptor(size))
+    for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
+    for size in SIZES
+]
+CALLS = strategies.lists(
+    strategies.tuples(
+        strategies.sampled_from([8, 7, 5, 4, 3, 2, 1, 3, 0]),
+        strategies.integers(0, 99),
+        strategies.sampled_from([2, 1, 2, 1, 0]),
+    ),
+    min_size=3,
+    max_size=10,
+)
+
+
+class Model:
+    """A step with a cache, a counter, a weight, and outputs of every kind."""
+
+    def __init__(self):
+        self.cache = torch.zeros(SINK + 1, 2)
+        self.counter = torch.zeros((), dtype=torch.int64)
+        self.weight = torch.tensor([[1.0, 2.0], [-1.0, 0.5]])
+
+    def project(self, slots, values):
+        self.counter.add_(1)
+        hidden = values @ self.weight
+        self.cache.index_copy_(0, slots, hidden)
+        return hidden, values.abs()
+
+    def attend(self, pair):
+        hidden, size = pair
+        return hidden.cumsum(0), size  # the second stays where it is, the first does not
+
+    def finish(self, pair, slots):
+        mixed, size = pair
+        return {"mixed": mixed + self.cache[slots], "more": [size * 2, self.counter + 0]}
+
+    def __call__(self, slots, values):
+        return self.finish(self.attend(self.project(slots, values)), slots)
+
+    def pieces(self):
+        return [graph_piece(self.project), eager_piece(self.attend), graph_piece(self.finish)]
+
+    def visible(self):
+        return self.cache[:SINK], self.counter, self.weight
+
+
+def machine(watched_tape, smallest_policy):
+    class RunnerMachine(RuleBasedStateMachine):
+        @initialize(
+            lazy=strategies.booleans(),
+            capture_after=strategies.integers(1, 3),
+            max_graphs=strategies.sampled_from([None, 1, 2, 5]),
+            eviction=strategies.sampled_from(["lru", "benefit"]),
+            outputs=strategies.sampled_from(["owned", "view"]),
+            share_outputs=strategies.booleans(),
+            declare_state=strategies.booleans(),
+        )
+        def build(self, declare_state, **options):
+            self.backend = watched_tape()
+            self.mine, self.theirs = Model(), Model()
+            self.max_graphs = options["max_graphs"]
+            state = [self.theirs.cache, self.theirs.counter] if declare_state else []
+            self.runner = GraphRunner(
+                self.theirs.pieces(),
+                INPUTS,
+                sizes=SIZES,
+                policy=smallest_policy(),
+                backend=self.backend,
+                state=state,
+                **options,
+            )
+            self.steps = 0
+            self.frozen = False
+
+        # Every rule ends with a burst of calls, so that each change is put to use.
+
+        def burst(self, data):
+            calls = data.draw(CALLS)
+            if data.draw(strategies.booleans()):
+                self.runner._lane.buffers.poison()
+            for rows, seed, ceiling in calls:
+                generator = torch.Generator().manual_seed(seed)
+                slots = torch.randperm(SINK, generator=generator)[:rows]
+                values = torch.randn(rows, 2, generator=generator)
+                try:
+                    got = self.runner(slots, values, ceiling=ceiling)
+                except ReplayError:
+                    # Nothing ran, and nothing may be run again: no step of the model either.
+                    assert self.backend.replay_fault == "before"
+                    self.backend.replay_fault = ""
+                    continue
+                want = self.mine(slots, values)
+                self.steps += 1
+                torch.testing.assert_close(got, want)
+
+        @rule(data=strategies.data())
+        def call(self, data):
+            self.burst(data)
+
+        @precondition(lambda self: not self.frozen)
+        @rule(data=strategies.data(), keys=strategies.sampled_from([KEYS, KEYS[4:], KEYS[::3]]))
+        def capture(self, data, keys):
+            self.runner.capture(keys)
+            self.burst(data)
+
+        @precondition(lambda self: not self.frozen)
+        @rule(data=strategies.data(), warm=strategies.booleans())
+        def use_an_idle_moment(self, data, warm):
+            if warm:
+                self.runner.warm_up()
+            else:
+                self.runner.capture_next()
+            self.burst(data)
+
+        @rule(data=strategies.data(), key=strategies.sampled_from(KEYS))
+        def evict(self, data, key):
+            if self.runner.has(key):
+                self.runner.evict(key)
+                assert self.runner.registry.get(key).state is KeyState.EVICTED
+            else:
+                with pytest.raises(RegistryError):
+                    self.runner.evict(key)
+            self.burst(data)
+
+        @rule(data=strategies.data())
+        def next_replay_fails(self, data):
+            self.backend.replay_fault = "before"
+            self.burst(data)
+            self.backend.replay_fault = ""
+
+        @rule(data=strategies.data())
+        def captures_fail(self, data):
+            self.backend.capture_fault = CaptureError("planted", reason="planted")
+            self.burst(data)
+            self.backend.capture_fault = None
+
+        @rule(data=strategies.data(), mode=strategies.sampled_from(["FULL", "PIECEWISE"]))
+        def switch_a_mode(self, data, mode):
+            self.runner.set_enabled(False, mode=mode)
+            self.burst(data)
+            self.runner.set_enabled(True, mode=mode)
+
+        @rule(data=strategies.data(), key=strategies.sampled_from(KEYS))
+        def switch_a_key(self, data, key):
+            self.runner.set_enabled(not self.runner.registry.is_enabled(key), key=key)
+            self.burst(data)
+
+        @rule(data=strategies.data(), factor=strategies.sampled_from([0.5, 2.0, -1.0]))
+        def change_weight_in_place(self, data, factor):
+            for model in (self.mine, self.theirs):
+                model.weight.mul_(factor).clamp_(-4, 4)
+            self.burst(data)
+
+        @rule(data=strategies.data(), again=strategies.booleans())
+        def replace_weight(self, data, again):
+            for model in (self.mine, self.theirs):
+                model.weight = model.weight.flip(0).clone()
+            self.runner.invalidate()
+            if again and not self.frozen:
+                self.runner.capture()
+            self.burst(data)
+
+        @precondition(lambda self: not self.frozen and self.steps > 60)
+        @rule()
+        def freeze(self):
+            self.runner.freeze()
+            self.frozen = True
+
+        @invariant()
+        def same_state(self):
+            if hasattr(self, "runner"):
+                torch.testing.assert_close(self.theirs.visible(), self.mine.visible())
+
+        @invariant()
+        def counts_add_up(self):
+            if not hasattr(self, "runner"):
+                return
+            stats = self.runner.stats()
+            assert stats.steps == self.steps
+            assert sum(stats.hits.values()) + sum(stats.eager_by_reason.values()) == self.steps
+            live = self.runner.lifecycle.live()
+            if self.max_graphs is not None:
+                assert len(live) <= self.max_graphs
+            assert self.backend.live == sum(len(step.graphs) for step in live.values())
+
+    return RunnerMachine
+
+
+def test_runner_and_eager_model_agree(backend, policy):
+    nightly = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+    # Shrinking takes minutes here; the nightly run has them.
+    phases = tuple(Phase) if nightly else (Phase.explicit, Phase.reuse, Phase.generate)
+    bounds = settings(
+        max_examples=250 if nightly else 12, stateful_step_count=20, deadline=None, phases=phases
+    )
+    with warnings.catch_warnings():
+        for kind in (EagerStepWarning, ChurnWarning):
+            warnings.simplefilter("ignore", kind)
+        run_state_machine_as_test(machine(type(backend), type(policy)), settings=bounds)

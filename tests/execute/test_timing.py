@@ -1,0 +1,121 @@
+"""Timed steps: what a learning policy hears, and when."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import Decision, GraphRunner, StaticInput  # noqa: E402
+
+
+class Learning:
+    """Asks for every step of 3 tokens to be measured, and keeps what it hears."""
+
+    name = "learning"
+
+    def __init__(self, inner):
+        self._inner = inner
+        self.heard = []
+
+    def declare(self, config):
+        return self._inner.declare(config)
+
+    def decide(self, batch, graphs):
+        answer = self._inner.decide(batch, graphs)
+        return attrs.evolve(answer, timed=batch.num_tokens == 3)
+
+    def observe(self, outcome):
+        self.heard.append(outcome)
+        return ()
+
+
+@pytest.fixture
+def learning(policy):
+    return Learning(policy)
+
+
+def test_timed_steps_are_told_when_drained(make_runner, learning):
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning)
+    runner.capture()
+    for rows in (3, 5, 3):
+        runner(torch.arange(rows))
+    assert runner.drain(wait=True) + len(learning.heard[:-1]) >= 1
+    assert len(learning.heard) == 2
+    for outcome in learning.heard:
+        assert outcome.batch.num_tokens == 3
+        assert isinstance(outcome.decision, Decision)
+        assert str(outcome.decision.key) == "FULL tokens=4"
+        assert outcome.elapsed_us > 0
+        assert outcome.clock == "host"  # the tape has no device clock, and says so
+        assert outcome.completed
+        assert not outcome.queued
+    assert runner.drain() == 0
+
+
+def test_timed_eager_steps_are_told_too(make_runner, learning):
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning)
+    runner.capture()
+    runner(torch.arange(3), ceiling=0)
+    runner.drain(wait=True)
+    assert [outcome.decision.key for outcome in learning.heard] == [None]
+
+
+def test_a_step_that_failed_teaches_no_time(make_runner, learning, backend, quiet):
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning)
+    runner.capture()
+    backend.replay_fault = "before"
+    runner(torch.arange(3))
+    assert [(one.completed, one.elapsed_us) for one in learning.heard] == [(False, None)]
+
+
+def test_a_call_that_captured_is_no_sample_of_the_capture(make_runner, learning, backend):
+    """What is measured is the launch alone, on the stream it ran on."""
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, lazy=True)
+    captures = []
+    plain = backend.capture
+    backend.capture = lambda *args, **kwargs: (captures.append(1), plain(*args, **kwargs))[1]
+    runner(torch.arange(3))
+    runner.drain(wait=True)
+    assert captures == [1]
+    assert len(learning.heard) == 1
+    assert str(learning.heard[0].decision.key) == "FULL tokens=4"
+
+
+def test_queued_samples_are_told_apart(make_runner, learning, policy):
+    """Work ahead on the stream: the time is of another kind."""
+    from dispatchkit.backends.tape import TapeBackend
+
+    backend = TapeBackend(scheduler=4)
+    runner = GraphRunner(
+        lambda tokens: tokens + 1,
+        {"tokens": StaticInput((None,), "int64")},
+        sizes=(4,),
+        mode="FULL",
+        policy=learning,
+        backend=backend,
+    )
+    runner.capture()
+    stream = backend.new_stream()
+    idle = []
+    with backend.use_stream(stream):
+        for _ in range(20):
+            given = torch.arange(3)
+            idle.append(stream.query())
+            runner(given)
+    runner.drain(wait=True)
+    assert [outcome.queued for outcome in learning.heard] == [not one for one in idle]
+    assert set(idle) == {True, False}
+
+
+def test_unread_measurements_are_bounded(make_runner, learning):
+    from dispatchkit.execute.timing import MAX_PENDING
+
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning)
+    runner.capture()
+    for _ in range(5):
+        runner(torch.arange(3))
+    assert len(runner.timings._pending) <= MAX_PENDING
+    runner.timings.clear()
+    assert runner.drain(wait=True) == 0
