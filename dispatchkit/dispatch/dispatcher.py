@@ -2,10 +2,12 @@
 
 A step costs four sign tests, four list indexings and one comparison. The policy is asked
 on first use of a cell; everything that can change an answer empties just the cells it
-could change. Three devices keep branches off that path:
+could change. Four devices keep branches off that path:
 
 * an empty cell holds ``EMPTY``, whose bound no number of requests meets, so that "not
   filled" and "too many requests" leave through the same comparison;
+* where a batch has more requests than its cell's decision holds for, another dictionary has
+  what was decided for that number;
 * a row that was never used is an empty tuple, and a batch above the table runs off the end
   of its row: both leave as IndexError;
 * a one-shot decision waits beside an emptied cell. The next step finds the cell empty,
@@ -123,7 +125,9 @@ class Dispatcher:
                 decision: Decision = self._rows[ceiling][uniform][loras][num_tokens]
                 if num_reqs <= decision.max_num_reqs:
                     return decision
-        except (IndexError, TypeError, ValueError, OverflowError):
+                if decision is not EMPTY:
+                    return self._by_reqs[ceiling, uniform, loras, num_tokens][num_reqs]
+        except (LookupError, TypeError, ValueError, OverflowError):
             pass  # an unused row, a batch above the table, or a wrong type: told apart below
         return self._dispatch_cold(num_tokens, num_reqs, uniform, loras, ceiling)
 
@@ -281,6 +285,7 @@ class Dispatcher:
         self._policy, self._origin, self.config = policy, origin, config
         self.graphs = self._view(self.registry, config, self._is_dispatchable)
         self._table = table
+        self._by_reqs = table.by_reqs
         self._rows = table.rows  # last, and at once: readers see the old epoch or the new
 
     def _view(
@@ -357,7 +362,8 @@ class Dispatcher:
         if decision is None:
             batch = self._batch(cell, num_reqs)
             decision = self._bound(self._decide(batch), batch)
-            table.put_by_reqs(cell, num_reqs, decision)
+            if decision.key is not None or batch.allows(RuntimeMode.NONE):
+                table.put_by_reqs(cell, num_reqs, decision)
         return decision
 
     def _decide(self, batch: Batch) -> Decision:

@@ -1,0 +1,300 @@
+"""Time of one decision: ``dispatch(n, num_reqs, uniform, loras, ceiling)``, all checks on.
+
+    python bench/decision.py [ROUNDS] [--trace steps.csv.gz]
+
+Four questions, each a group of cases that take turns:
+
+- ``one cell``: the same batch again and again; beside a dictionary of tuples with the same
+  checks, and beside building a descriptor and probing sets of keys, as engines do.
+- ``walk``: the batches of a step trace in their order, with 50 and with 100,000 keys.
+- ``learnt``: the same walk when every cell was set by an update rather than by the policy.
+- ``kinds``: batches that leave the usual path (dict rows, more requests than the graph holds).
+
+Times are net of the loop that calls. With ``--trace``, columns ``num_tokens``, ``num_reqs``,
+``uniform_decode`` and ``num_active_loras`` are read from a CSV; without, steps like those of a
+chat server are made from a fixed seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from _common import emit_all, interleaved
+
+from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, Reason
+from dispatchkit.errors import DescriptorError
+from dispatchkit.keys import (
+    ALLOWED_MODES,
+    BatchDescriptor,
+    DispatchConfig,
+    GraphKey,
+    RuntimeMode,
+    padding_table,
+)
+
+BENCH = "decision"
+FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
+Step = tuple[int, int, int, int, int]  # tokens, requests, uniform, adapters, ceiling
+
+
+class SmallestPolicy:
+    """FULL decode graphs and PIECEWISE graphs of every size and number of adapters."""
+
+    name = "smallest"
+
+    def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
+        """Two keys per size and number of adapters."""
+        for loras in range(config.max_loras + 1):
+            for size in config.capture_sizes:
+                yield GraphKey(PIECEWISE, BatchDescriptor(size, num_active_loras=loras))
+                yield GraphKey(
+                    FULL,
+                    BatchDescriptor(size, num_reqs=size, uniform=True, num_active_loras=loras),
+                )
+
+    def decide(self, batch, graphs):
+        """The smallest that can run."""
+        for mode in (FULL, PIECEWISE):
+            if batch.allows(mode):
+                for key in graphs.covering(batch, mode):
+                    if graphs.is_ready(key):
+                        return Decision.replay(key)
+        return Decision.eager(Reason.NO_KEY)
+
+
+class DictOfTuples:
+    """The same checks in front of one dictionary from facts to decisions."""
+
+    def __init__(self, dispatcher: Dispatcher, steps: Iterable[Step]) -> None:
+        self.table = {
+            (n, uniform, loras, ceiling): dispatcher.dispatch(n, 0, uniform, loras, ceiling)
+            for n, _, uniform, loras, ceiling in steps
+        }
+        config = dispatcher.config
+        self.max_num_tokens, self.max_num_seqs = config.max_num_tokens, config.max_num_seqs
+        self.max_loras, self.num_classes = config.max_loras, config.num_query_classes
+
+    def dispatch(
+        self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
+    ) -> Decision:
+        """Check every fact, then look the decision up."""
+        if (
+            0 <= num_tokens <= self.max_num_tokens
+            and 0 <= num_reqs <= self.max_num_seqs
+            and num_reqs <= num_tokens
+            and 0 <= uniform < self.num_classes
+            and 0 <= loras <= self.max_loras
+            and 0 <= ceiling < len(ALLOWED_MODES)
+        ):
+            decision = self.table[num_tokens, uniform, loras, ceiling]
+            if num_reqs <= decision.max_num_reqs:
+                return decision
+        raise DescriptorError("batch", (num_tokens, num_reqs), "within the limits")
+
+
+class DescriptorPerProbe:
+    """Pad, build a descriptor, look it up in a set of keys per mode, relax it, look again."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.padding = padding_table(dispatcher.config.capture_sizes)
+        self.limit = len(self.padding) - 1
+        self.keys: dict[RuntimeMode, set[BatchDescriptor]] = {FULL: set(), PIECEWISE: set()}
+        for key in dispatcher.registry:
+            self.keys[key.mode].add(key.descriptor)
+
+    def dispatch(
+        self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
+    ) -> tuple[RuntimeMode, BatchDescriptor | None]:
+        """Return the mode and the descriptor, as engines that do so."""
+        if not 0 < num_tokens <= self.limit:
+            return RuntimeMode.NONE, None
+        padded = self.padding[num_tokens]
+        descriptor = BatchDescriptor(
+            padded, num_reqs=padded if uniform else None, uniform=uniform, num_active_loras=loras
+        )
+        allowed = ALLOWED_MODES[ceiling]
+        if FULL in allowed and descriptor in self.keys[FULL]:
+            return FULL, descriptor
+        relaxed = BatchDescriptor(padded, num_active_loras=loras)
+        if PIECEWISE in allowed and relaxed in self.keys[PIECEWISE]:
+            return PIECEWISE, relaxed
+        return RuntimeMode.NONE, None
+
+
+def read_steps(path: Path | None, limit: int, max_loras: int) -> list[Step]:
+    """Return the steps of a trace, cut to what the tables here hold."""
+    if path is None:
+        return made_steps(limit, max_loras)
+    steps = []
+    with gzip.open(path, "rt", newline="") as lines:
+        for row in csv.DictReader(lines):
+            tokens = min(int(row["num_tokens"]), limit)
+            uniform = int(row["uniform_decode"]) if row["max_query_len"] == "1" else 0
+            loras = min(int(row["num_active_loras"]), max_loras)
+            steps.append((tokens, min(int(row["num_reqs"]), tokens), uniform, loras, 2))
+    return steps
+
+
+def made_steps(limit: int, max_loras: int, count: int = 5000) -> list[Step]:
+    """Return decode steps of a slowly changing number of requests, and prefills in between."""
+    rng = random.Random(0)
+    steps, running = [], 60
+    for _ in range(count):
+        running = max(1, min(256, running + rng.choice((-1, 0, 0, 1))))
+        loras = rng.randint(0, max_loras)
+        if rng.random() < 0.2:
+            tokens = min(limit, running + int(rng.expovariate(1 / 400)))
+            steps.append((tokens, min(running, tokens), 0, loras, 2))
+        else:
+            steps.append((running, running, 1, loras, 2))
+    return steps
+
+
+def build(config: DispatchConfig, steps: Iterable[Step]) -> Dispatcher:
+    """Return a dispatcher whose cells for these steps are filled."""
+    dispatcher = Dispatcher(SmallestPolicy(), config, lazy=True)
+    for step in steps:
+        dispatcher.dispatch(*step)
+    return dispatcher
+
+
+def repeat(dispatch: Callable[..., object], step: Step, number: int) -> Callable[[], None]:
+    """Return a loop of one call, as a step of an engine makes it: positional."""
+    n, reqs, uniform, loras, ceiling = step
+
+    def run() -> None:
+        for _ in range(number):
+            dispatch(n, reqs, uniform, loras, ceiling)
+
+    return run
+
+
+def walk(dispatch: Callable[..., object], steps: Sequence[Step]) -> Callable[[], None]:
+    """Return a loop over the steps of a trace, in their order."""
+
+    def run() -> None:
+        for n, reqs, uniform, loras, ceiling in steps:
+            dispatch(n, reqs, uniform, loras, ceiling)
+
+    return run
+
+
+def loop_only(steps: Sequence[Step]) -> Callable[[], None]:
+    """Return the loop of ``walk`` without the call."""
+
+    def run() -> None:
+        for _n, _reqs, _uniform, _loras, _ceiling in steps:
+            pass
+
+    return run
+
+
+def net(times: dict[str, list[int]], loop: str) -> dict[str, list[int]]:
+    """Take the median time of the bare loop off every sample."""
+    cost = statistics.median(times[loop])
+    return {
+        name: [max(1, round(sample - cost)) for sample in samples]
+        for name, samples in times.items()
+        if name != loop
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rounds", nargs="?", type=int, default=200)
+    parser.add_argument("--trace", type=Path, help="a step trace (CSV, gzip)")
+    options = parser.parse_args()
+    rounds = options.rounds
+
+    few_config = DispatchConfig(
+        capture_sizes=[*range(8, 129, 8), 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048]
+    )
+    many_config = DispatchConfig(capture_sizes=range(1, 2049), max_loras=24)
+    steps = read_steps(options.trace, 2048, 24)
+    plain = [(n, reqs, uniform, 0, ceiling) for n, reqs, uniform, _, ceiling in steps]
+    few = build(few_config, plain)
+    many = build(many_config, steps)
+
+    number = 2000
+    step = (100, 100, 1, 0, 2)
+    few.dispatch(*step)
+    times = interleaved(
+        {
+            "loop": repeat_nothing(number),
+            "dispatch": repeat(few.dispatch, step, number),
+            "dict of tuples": repeat(DictOfTuples(few, [step]).dispatch, step, number),
+            "descriptor per probe": repeat(DescriptorPerProbe(few).dispatch, step, number),
+        },
+        rounds=rounds,
+    )
+    emit_all(BENCH, net(times, "loop"), per=number, ratio_to="dispatch", group="one cell")
+
+    keys_few, keys_many = f"{len(few.registry)} keys", f"{len(many.registry)} keys"
+    learnt = build(many_config, [])
+    for n, _, uniform, loras, ceiling in dict.fromkeys(steps):
+        batch = many.batch(n, 0, uniform, loras, ceiling)
+        learnt.update(CellUpdate(batch, many.dispatch(n, 0, uniform, loras, ceiling)))
+    times = interleaved(
+        {
+            "loop": loop_only(steps),
+            f"walk, {keys_few}": walk(few.dispatch, plain),
+            f"walk, {keys_many}": walk(many.dispatch, steps),
+            f"walk, {keys_many}, learnt": walk(learnt.dispatch, steps),
+        },
+        rounds=max(10, rounds // 4),
+    )
+    emit_all(BENCH, net(times, "loop"), per=len(steps), ratio_to=f"walk, {keys_few}", group="walk")
+
+    # One by one: each batch of the trace repeated while it is hot, few keys beside many.
+    distinct = list(dict.fromkeys(steps))[:: max(1, len(set(steps)) // 64)]
+    hot: dict[str, list[int]] = {keys_few: [], keys_many: []}
+    for n, reqs, uniform, loras, ceiling in distinct:
+        one = interleaved(
+            {
+                keys_few: repeat(few.dispatch, (n, reqs, uniform, 0, ceiling), 500),
+                keys_many: repeat(many.dispatch, (n, reqs, uniform, loras, ceiling), 500),
+            },
+            rounds=9,
+        )
+        for name, samples in one.items():
+            hot[name].append(round(statistics.median(samples)))
+    named = {f"hot one by one, {name}": samples for name, samples in hot.items()}
+    first = next(iter(named))
+    emit_all(BENCH, named, per=500, ratio_to=first, group="hot")
+
+    bounded = GraphKey(FULL, BatchDescriptor(512, num_reqs=4))
+    few.registry.declare([bounded])
+    huge = build(DispatchConfig(capture_sizes=[8, 60_000], max_loras=4), [step])
+    narrow_step = (300, 200, 0, 0, 2)
+    few.dispatch(*narrow_step)
+    times = interleaved(
+        {
+            "loop": repeat_nothing(number),
+            "list rows": repeat(few.dispatch, step, number),
+            "dict rows (over a million cells)": repeat(huge.dispatch, step, number),
+            "more requests than the graph holds": repeat(few.dispatch, narrow_step, number),
+        },
+        rounds=rounds // 2,
+    )
+    emit_all(BENCH, net(times, "loop"), per=number, ratio_to="list rows", group="kinds")
+
+
+def repeat_nothing(number: int) -> Callable[[], None]:
+    """Return the loop of ``repeat`` without the call."""
+
+    def run() -> None:
+        for _ in range(number):
+            pass
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
