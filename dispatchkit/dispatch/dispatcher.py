@@ -224,8 +224,8 @@ class Dispatcher:
         """Let keys without a graph be dispatched, or no longer; cells are decided anew."""
         with self._lock:
             self._lazy = lazy
-            for key in self.registry:
-                self._table.invalidate(key.mode, key.num_tokens)
+            for mode in _ALL_MODES:
+                self._table.invalidate(mode, self.config.max_num_tokens)
 
     def close(self) -> None:
         """Stop listening to the registry."""

@@ -496,6 +496,15 @@ def test_lazy_capture_does_not_try_a_failed_key_again():
     assert dispatcher.dispatch(8).key == mixed(16), "an evicted one is captured anew"
 
 
+def test_switching_lazy_capture_decides_anew():
+    dispatcher = make(captured=False)
+    assert dispatcher.dispatch(8).reason == "not_captured"
+    dispatcher.set_lazy(True)
+    assert dispatcher.dispatch(8).key == mixed(8)
+    dispatcher.set_lazy(False)
+    assert dispatcher.dispatch(8).reason == "not_captured"
+
+
 def test_mode_the_executor_cannot_do_is_named():
     dispatcher = make(modes=[FULL])
     decision = dispatcher.dispatch(8)
