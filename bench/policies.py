@@ -1,0 +1,148 @@
+"""Dispatch policies on real traffic, by a cost model and a simulated clock.
+
+Every step goes through the real dispatcher. Policies see times with 10% noise and one outlier
+of ten times in a hundred; what is printed is counted in true times. ``over_oracle_pct`` is what
+a policy took longer than the best choice at every step, ``worst_prefix_vs_base_pct`` the most it
+was ever behind the base policy (``vllm``) after 200 steps.
+
+    python bench/policies.py                          # all traces, the MLP's costs
+    python bench/policies.py --cost-model lm
+    python bench/policies.py --sample-every 16 --delay 32
+    python bench/policies.py --trace uniform --slow-eager 1.5 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dispatchkit import DispatchConfig, GraphKey, load_plugins
+from dispatchkit.observe.trace import read_trace
+from dispatchkit.plan.costs import CostModel, load_cost_model
+
+from dispatchkit_adaptive import rehearse
+
+TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
+#: Word -> (cost model, capture sizes, fewest tokens, most tokens of a step).
+MODELS: dict[str, tuple[str, str, int, int]] = {
+    "mlp": ("mlp-h100", "512,768,1024,2048", 385, 2048),
+    "lm": ("lm-decode-h100", "", 1, 512),
+}
+UNIFORM_STEPS = 5000
+
+
+def main() -> None:
+    """Print a row for every policy, trace and seed, then what they come to."""
+    options = parse()
+    model_name, sizes, low, high = MODELS.get(options.cost_model, (options.cost_model, "", 1, 512))
+    model = load_cost_model(model_name)
+    wanted = options.sizes or sizes
+    given: dict[str, Any] = {"capture_sizes": wanted} if wanted else {}
+    config = DispatchConfig(mode="FULL", max_num_tokens=high, **given)
+    plugins = load_plugins()
+    rows = []
+    for trace, steps in traces(options.trace, low, high):
+        cost = costs(model, len(steps) // 2, options.slow_eager)
+        for name in options.policies.split(","):
+            for seed in range(options.seeds):
+                extra = {"seed": seed, "plugins": plugins} if name == "adaptive" else {}
+                result = rehearse(
+                    plugins.create_policy(name, **extra),
+                    config,
+                    steps,
+                    cost,
+                    plugins.create_policy("vllm"),
+                    seed=seed,
+                    sample_every=options.sample_every,
+                    delay=options.delay,
+                )
+                row = {
+                    "bench": "policies",
+                    "cost_model": model.name,
+                    "trace": trace,
+                    "policy": name,
+                    "seed": seed,
+                    "steps": result.steps,
+                    "total": result.total_us,
+                    "oracle": result.oracle_us,
+                    "base": result.base_us,
+                    "over_oracle_pct": result.over_oracle_pct,
+                    "worst_prefix_vs_base_pct": result.worst_prefix_pct,
+                    "measured": result.measured,
+                    "changes": result.changes,
+                    "sample_every": options.sample_every,
+                    "delay": options.delay,
+                    "slow_eager": options.slow_eager,
+                }
+                rows.append(row)
+                if options.json:
+                    print(json.dumps(row), flush=True)
+            if not options.json:
+                print(summary([row for row in rows if (row["trace"], row["policy"]) == (trace, name)]))
+                sys.stdout.flush()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--trace", default="all", help="a trace file, `uniform`, or `all` of tests/data/traces")
+    add("--cost-model", default="mlp", help="mlp, lm, a built-in model or a file")
+    add("--sizes", default="", help="capture sizes with commas; by default those of the model")
+    add("--policies", default="vllm,adaptive")
+    add("--seeds", type=int, default=10)
+    add("--sample-every", type=int, default=1, help="one steady step in so many is measured")
+    add("--delay", type=int, default=0, help="steps until an outcome is told")
+    add("--slow-eager", type=float, default=1.0, help="eager takes so many times as long midway")
+    add("--json", action="store_true", help="print one JSON object a line")
+    return parser.parse_args()
+
+
+def traces(which: str, low: int, high: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield names and sizes of steps; those outside a range are left out."""
+    if which in ("all", "uniform"):
+        chance = random.Random(1)  # noqa: S311 - sizes of steps
+        yield "uniform", [chance.randint(low, high) for _ in range(UNIFORM_STEPS)]
+    if which == "uniform":
+        return
+    for path in sorted(TRACES.glob("step_*")) if which == "all" else [Path(which)]:
+        trace = read_trace(path)
+        steps = [step.num_tokens for step in trace if low <= step.num_tokens <= high]
+        if steps:
+            yield path.name.removeprefix("step_").split(".")[0], steps
+
+
+def costs(
+    model: CostModel, half: int, slow_eager: float
+) -> Callable[[int, int, GraphKey | None], float]:
+    """Return what a step costs; eager takes ``slow_eager`` times as long in the second half."""
+    eager = functools.cache(model.eager_us.__call__)
+    graph = functools.cache(model.graph_us.__call__)
+
+    def cost(step: int, num_tokens: int, key: GraphKey | None) -> float:
+        if key is not None:
+            return graph(key.num_tokens)
+        return eager(num_tokens) * (slow_eager if step >= half else 1.0)
+
+    return cost
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    over = [row["over_oracle_pct"] for row in rows]
+    first = rows[0]
+    return (
+        f"{first['trace']:<18} {first['policy']:<10} over oracle {statistics.mean(over):6.3f}% "
+        f"(worst {max(over):6.3f}%), prefix vs base "
+        f"{max(row['worst_prefix_vs_base_pct'] for row in rows):+7.3f}%, "
+        f"{first['steps']} steps, {first['measured']} measured, {first['changes']} changed"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Learn from measured steps whether eager or which graph is fastest."""
+
+from __future__ import annotations
+
+from dispatchkit_adaptive.policy import AdaptivePolicy, SeedRun
+from dispatchkit_adaptive.rehearsal import Noise, Rehearsal, rehearse
+from dispatchkit_adaptive.report import ArmReport, BucketReport
+from dispatchkit_adaptive.state import StateError, device_fingerprint
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdaptivePolicy",
+    "ArmReport",
+    "BucketReport",
+    "Noise",
+    "Rehearsal",
+    "SeedRun",
+    "StateError",
+    "device_fingerprint",
+    "rehearse",
+]

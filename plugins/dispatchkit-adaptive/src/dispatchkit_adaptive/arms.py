@@ -1,0 +1,277 @@
+"""What is known of one arm: a bounded history of times, read robustly.
+
+An arm is a way to run a step: the graph of a key, whose time does not depend on the real
+number of tokens, or eager, whose time is a line over it within one bucket. Noise is some per
+cent, and now and then a step takes many times as long as usual, so that means are of no use:
+the level is a median, the line a resistant one, and what is far off is dropped.
+
+Times change, too. A level is watched by the median of its latest samples over windows of
+several lengths. A large change shows in four samples, a small one takes more; the history is
+then moved to the new level, which keeps the slope that was learnt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import attrs
+
+__all__ = ["Arm", "Line", "fit_line"]
+
+#: Times this much above or below what is expected are dropped, unless they come in a row.
+OUTLIER = 2.5
+#: So many of them in a row are no outliers.
+_OUTLIERS_IN_A_ROW = 4
+#: Latest samples the level is read from.
+_LEVEL_WINDOW = 32
+# Windows in which a change is looked for, and how many standard errors count as one.
+_CHANGE_WINDOWS = ((3, 4.5), (4, 4.5), (8, 4.2), (16, 4.0), (32, 3.8))
+# A median of k normal samples has 1.25 times the standard error of their mean.
+_MEDIAN_ERROR = 1.2533
+# Noise that is assumed until it can be measured, and the least that is believed.
+_FIRST_NOISE, _LEAST_NOISE = 0.10, 0.004
+
+
+@attrs.frozen
+class Line:
+    """Time over tokens: ``at`` tokens take ``us``, each further one ``slope``.
+
+    Attributes:
+        at: Tokens in the middle of what was measured.
+        us: Microseconds there.
+        slope: Microseconds per token, never negative.
+        low: Fewest tokens measured.
+        high: Most tokens measured.
+        is_sloped: The slope was measured. Where it was not, more tokens are taken to cost
+            in proportion and fewer to cost the same, so that nothing is promised.
+    """
+
+    at: float
+    us: float
+    slope: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    is_sloped: bool = True
+
+    def __call__(self, num_tokens: float) -> float:
+        """Return the time for a number of tokens."""
+        off = num_tokens - self.at
+        if not self.is_sloped and off > 0:
+            return self.us * num_tokens / self.at
+        return max(self.us + self.slope * off, 0.25 * self.us)
+
+    def largest(self, limit_us: float) -> float:
+        """Return up to how many tokens it takes at most a time; -inf if none do."""
+        if not self.is_sloped:
+            return self.at * limit_us / self.us if limit_us >= self.us else -math.inf
+        if self.slope <= 0.0:
+            return math.inf if self.us <= limit_us else -math.inf
+        return self.at + (limit_us - self.us) / self.slope
+
+
+def fit_line(samples: Iterable[tuple[float, float]]) -> Line:
+    """Fit a line to (tokens, microseconds) that outliers do not bend.
+
+    A resistant line through the medians of the outer thirds comes first; least squares on
+    what is near to it, weighted for noise in proportion, sharpen it.
+    """
+    points = sorted(samples)
+    low, high = points[0][0], points[-1][0]
+    middle, level = median(n for n, _ in points), median(us for _, us in points)
+    if high - low < 0.02 * high or len(points) < 4:
+        return Line(middle, level, 0.0, low, high, is_sloped=False)
+    third = max(1, len(points) // 3)
+    left, right = points[:third], points[-third:]
+    n0, n1 = median(n for n, _ in left), median(n for n, _ in right)
+    y0, y1 = median(us for _, us in left), median(us for _, us in right)
+    if n1 - n0 < 0.01 * high:
+        return Line(middle, level, 0.0, low, high, is_sloped=False)
+    slope = (y1 - y0) / (n1 - n0)
+    at = y0 + slope * (middle - n0)
+    for cut in (1.6, 1.35):
+        near = [
+            (n, us) for n, us in points if 1 / cut < us / max(at + slope * (n - middle), 1e-9) < cut
+        ]
+        if len(near) < max(4, len(points) // 2):
+            break
+        at, slope = _least_squares(near, middle, at)
+    # A step of twice the tokens takes at most about twice as long, and never less time.
+    slope = min(max(slope, 0.0), 2.0 * at / middle)
+    return Line(middle, max(at, 1e-9), slope, low, high)
+
+
+def _least_squares(
+    points: Sequence[tuple[float, float]], middle: float, level: float
+) -> tuple[float, float]:
+    weights = [1.0 / (us * us) for _, us in points]
+    total = sum(weights)
+    mean_n = sum(w * n for w, (n, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (n - mean_n) ** 2 for w, (n, _) in zip(weights, points, strict=True))
+    if spread <= 0.0:
+        return level, 0.0
+    slope = (
+        sum(w * (n - mean_n) * (y - mean_y) for w, (n, y) in zip(weights, points, strict=True))
+        / spread
+    )
+    return mean_y + slope * (middle - mean_n), slope
+
+
+class Arm:
+    """The times of one arm in one regime.
+
+    Args:
+        history_size: Samples kept.
+        over_tokens: Times are a line over tokens, rather than one level.
+
+    Attributes:
+        samples: (tokens, microseconds), oldest first, at today's level.
+        fresh: How many of the latest were measured since the last change.
+        last_step: Number of the step that was measured last.
+    """
+
+    def __init__(self, history_size: int, *, over_tokens: bool) -> None:
+        self.samples: deque[tuple[float, float]] = deque(maxlen=history_size)
+        self.fresh = 0
+        self.last_step = 0
+        self.noise = _FIRST_NOISE
+        self._over_tokens = over_tokens
+        self._shape: Line | None = None
+        self._scale = 1.0
+        self._fitted_at = 0
+        self._added = 0
+        self._ratios: deque[float] = deque(maxlen=_CHANGE_WINDOWS[-1][0])
+        self._outliers: list[tuple[float, float]] = []
+
+    @property
+    def line(self) -> Line | None:
+        """The time over tokens as it is now; None without any sample."""
+        shape = self._shape
+        if shape is None:
+            return None
+        return attrs.evolve(shape, us=shape.us * self._scale, slope=shape.slope * self._scale)
+
+    def expect(self, num_tokens: float) -> float | None:
+        """Return the time expected for a number of tokens; None without any sample."""
+        return None if self._shape is None else self._shape(num_tokens) * self._scale
+
+    def error(self) -> float:
+        """Return the relative standard error of what is expected."""
+        count = min(self.fresh, _LEVEL_WINDOW, len(self.samples))
+        if not count:
+            return 1.0
+        spread = 1.3 if self._over_tokens else 1.0
+        return spread * _MEDIAN_ERROR * self.noise / math.sqrt(count)
+
+    @property
+    def is_suspicious(self) -> bool:
+        """The last sample was far from what was expected; another one would tell."""
+        if self._outliers:
+            return len(self._outliers) < _OUTLIERS_IN_A_ROW
+        return bool(self._ratios) and abs(math.log(self._ratios[-1])) > 2.2 * self.noise
+
+    def add(self, num_tokens: float, us: float, *, watch: bool = True) -> float | None:
+        """Take a sample.
+
+        Args:
+            num_tokens: Tokens of the step.
+            us: Microseconds it took.
+            watch: Look for a change of level. What lies outside the range measured before
+                is never evidence of one.
+
+        Returns:
+            The factor by which the level has changed, when this sample shows that it has;
+            None otherwise.
+        """
+        expected = self.expect(num_tokens)
+        shape = self._shape
+        inside = not self._over_tokens or (
+            shape is not None and 0.99 * shape.low <= num_tokens <= 1.01 * shape.high
+        )
+        if not inside:
+            self._fitted_at = -1  # a wider range: fit anew
+        if watch and inside and expected is not None and self.fresh >= 4:
+            ratio = us / expected
+            if not 1 / OUTLIER < ratio < OUTLIER:
+                self._outliers.append((num_tokens, us))
+                if len(self._outliers) < _OUTLIERS_IN_A_ROW:
+                    return None
+                return self._move(self._outliers)
+            self._outliers.clear()
+            self._ratios.append(ratio)
+        self._take(num_tokens, us)
+        found = self._change() if watch else 0
+        if found:
+            return self._move(list(self.samples)[-found:])
+        self._read()
+        return None
+
+    def shift(self, factor: float, latest: Sequence[tuple[float, float]] = ()) -> None:
+        """Move all samples but the latest, which show the change, to another level."""
+        if self._shape is None:
+            return
+        older = [pair for pair in self.samples if pair not in latest]
+        self._outliers = []
+        self._replace([*((n, us * factor) for n, us in older), *latest], fresh=max(len(latest), 4))
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _take(self, num_tokens: float, us: float) -> None:
+        self.samples.append((num_tokens, us))
+        self._added += 1
+        self.fresh = min(self.fresh + 1, len(self.samples))
+
+    def _change(self) -> int:
+        """Return how many of the latest samples show a change; 0 if none do."""
+        ratios = list(self._ratios)
+        for window, errors in _CHANGE_WINDOWS:
+            if len(ratios) < window:
+                break
+            middle = median(ratios[-window:])
+            limit = errors * _MEDIAN_ERROR * self.noise / math.sqrt(window)
+            if abs(math.log(middle)) > max(limit, 0.02):
+                return window
+        return 0
+
+    def _move(self, latest: Sequence[tuple[float, float]]) -> float:
+        """Make the latest samples the level, and bring the older ones to it."""
+        shape, old = self._shape, self._scale
+        latest = list(latest)
+        self._outliers = []
+        if shape is None:
+            return 1.0
+        factor = median(us / (shape(n) * old) for n, us in latest)
+        self.shift(factor, latest)
+        self.fresh = len(latest)
+        self._read()
+        return factor
+
+    def _replace(self, samples: Iterable[tuple[float, float]], fresh: int) -> None:
+        self.samples.clear()
+        self.samples.extend(samples)
+        self.fresh = fresh
+        self._ratios.clear()
+        self._read()
+
+    def _read(self) -> None:
+        count = len(self.samples)
+        due = self._fitted_at < 0 or self._added - self._fitted_at >= max(4, min(count, 32) // 4)
+        if self._shape is None or (self._over_tokens and due):
+            if self._over_tokens:
+                self._shape = fit_line(self.samples)
+            else:
+                level = median(us for _, us in self.samples)
+                self._shape = Line(1.0, level)
+            self._fitted_at = self._added
+        shape = self._shape
+        window = max(1, min(self.fresh, _LEVEL_WINDOW))
+        latest = list(self.samples)[-window:]
+        ratios = [us / shape(n) for n, us in latest]
+        self._scale = median(ratios)
+        if len(ratios) >= 8:
+            spread = 1.4826 * median(abs(ratio / self._scale - 1.0) for ratio in ratios)
+            # Slowly, since the spread of few samples is itself noisy.
+            self.noise = max(_LEAST_NOISE, 0.8 * self.noise + 0.2 * spread)

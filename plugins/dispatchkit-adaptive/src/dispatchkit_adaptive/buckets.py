@@ -1,0 +1,263 @@
+"""Buckets: the batches that have the same arms to choose from, and where eager ends.
+
+In a bucket each graph takes the same time for every batch, and eager less for a smaller one.
+So its choice is two things: the graph to use, and up to how many tokens eager is used in its
+place. Both move only when there is a reason to: what is gained has to exceed a margin that
+covers the error of what is known, and what is lost by staying has to be above nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import attrs
+
+from dispatchkit import Batch, Decision, GraphKey, RuntimeMode
+
+from dispatchkit_adaptive.arms import Arm
+from dispatchkit_adaptive.ledger import DRIFT
+
+__all__ = ["ArmId", "Bucket", "Piece", "Stakes"]
+
+
+@attrs.frozen(cache_hash=True)
+class Piece:
+    """Eager batches whose times lie on one line: one kind of batch, up to one size.
+
+    Attributes:
+        uniform: Every request has ``query_len`` tokens.
+        query_len: Tokens per request if uniform, else 0.
+        max_query_len: Most tokens of a request, where it is known.
+        num_active_loras: Adapters in use.
+        axes: Bucketed values of the custom axes.
+        top: Size of the smallest graph that covers them.
+    """
+
+    uniform: bool
+    query_len: int
+    max_query_len: int | None
+    num_active_loras: int
+    axes: tuple[int, ...]
+    top: int
+
+    @classmethod
+    def of(cls, batch: Batch, top: int) -> Piece:
+        """Return the piece of a batch."""
+        return cls(
+            batch.uniform,
+            batch.query_len,
+            batch.max_query_len,
+            batch.num_active_loras,
+            batch.axes,
+            top,
+        )
+
+    def __str__(self) -> str:
+        kind = f" uniform={self.query_len}" if self.uniform else ""
+        loras = f" loras={self.num_active_loras}" if self.num_active_loras else ""
+        return f"eager up to {self.top} tokens{kind}{loras}"
+
+
+ArmId = GraphKey | Piece
+
+
+def bands(low: int, top: int) -> list[tuple[int, int]]:
+    """Return the bands of a bucket of ``low`` to ``top`` tokens, largest first.
+
+    Eager time is no line over a wide range; a bucket is cut where it spans more than half
+    of its size.
+    """
+    cut = []
+    while low <= top // 2 and top > 16:
+        cut.append((top * 3 // 4 + 1, top))
+        top = top * 3 // 4
+    return [*cut, (low, top)]
+
+
+def band_of(num_tokens: int, top: int, sizes: Sequence[int]) -> int:
+    """Return the last token of the band that a number of tokens is in.
+
+    Args:
+        num_tokens: Tokens.
+        top: Size of the smallest graph that covers them; 0 where there is none.
+        sizes: All capture sizes, ascending.
+    """
+    index = bisect_left(sizes, top)
+    low = (sizes[index - 1] if index else 0) + 1
+    return next((last for first, last in bands(low, top) if num_tokens >= first), top)
+
+
+
+@attrs.frozen
+class Stakes:
+    """What a choice has to clear.
+
+    Attributes:
+        margin: Least relative gain for which the base is left.
+        account_us: What may be lost from now on.
+        horizon: Steps until a change is noticed.
+    """
+
+    margin: float
+    account_us: float
+    horizon: float
+
+    def worst(self, base_us: float, slack: float = 1.0) -> float:
+        """Return the slowest time for which leaving a base of a given time is covered."""
+        if self.account_us <= 0.0:
+            return -math.inf
+        return (base_us + slack * self.account_us / self.horizon) / DRIFT
+
+
+@attrs.define(eq=False)
+class Bucket:
+    """Batches with the same arms, and what is chosen for them.
+
+    Attributes:
+        base: What the base policy answers for them.
+        keys: Graphs that may serve them.
+        piece: Their eager arm; None where eager is not allowed.
+        key: The graph in use; None where there is none.
+        limit: Eager is used up to so many tokens.
+        cells: The batches that were asked for.
+        waiting_since: Outcome number of the probe that has no outcome yet; 0: none waits.
+        follow_ups: Probes in a row that came at once after an odd one.
+        last_probe: Step of the last probe that came back, 0 without any.
+        stale_us: What may have been lost, had the base become faster unnoticed.
+    """
+
+    base: Decision
+    keys: tuple[GraphKey, ...]
+    piece: Piece | None
+    key: GraphKey | None = attrs.field(init=False)
+    limit: float = attrs.field(init=False)
+    cells: dict[Batch, None] = attrs.field(factory=dict, repr=False)
+    waiting_since: int = 0
+    follow_ups: int = 0
+    last_probe: int = 0
+    stale_us: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        self.to_base()
+
+    def to_base(self) -> None:
+        """Choose what the base policy chooses."""
+        self.key = self.base.key
+        self.limit = math.inf if self.base.key is None else -math.inf
+
+    @property
+    def base_arm(self) -> ArmId | None:
+        """The arm that the base policy chooses."""
+        return self.piece if self.base.key is None else self.base.key
+
+    @property
+    def arms(self) -> tuple[ArmId, ...]:
+        """All arms."""
+        return self.keys if self.piece is None else (*self.keys, self.piece)
+
+    def choice(self, num_tokens: int) -> ArmId | None:
+        """Return the arm in use for a number of tokens."""
+        if self.piece is not None and (self.key is None or num_tokens <= self.limit):
+            return self.piece
+        return self.key
+
+    def choose(self, known: dict[ArmId, Arm], stakes: Stakes) -> bool:
+        """Choose anew from what is known; return whether anything changed."""
+        before = (self.key, self.limit)
+        base = None if self.base_arm is None else known.get(self.base_arm)
+        if base is None or stakes.account_us <= 0.0 or self.stale_us > stakes.account_us:
+            self.to_base()
+        elif self.base.key is None:
+            self._leave_eager(known, stakes)
+        else:
+            self._leave_graph(known, stakes)
+        return (self.key, self.limit) != before
+
+    # -- the base replays a graph -------------------------------------------------------
+
+    def _leave_graph(self, known: dict[ArmId, Arm], stakes: Stakes) -> None:
+        base_us = _level(known[self.base.key])  # type: ignore[index]
+        self._choose_key(known, stakes, base_us)
+        graph = None if self.key is None else known.get(self.key)
+        eager = None if self.piece is None else known.get(self.piece)
+        if graph is None or eager is None or eager.line is None:
+            self.limit = -math.inf
+            return
+        line, graph_us = eager.line, _level(graph)
+        enter = min(graph_us / (1.0 + _margin(stakes, graph, eager)), stakes.worst(base_us))
+        leave = min(graph_us, stakes.worst(base_us, slack=2.0))
+        self.limit = max(self.limit, line.largest(enter))
+        self.limit = min(self.limit, line.largest(leave))
+
+    def _choose_key(self, known: dict[ArmId, Arm], stakes: Stakes, base_us: float) -> None:
+        """Choose among graphs; one other than the base's has to be covered and better."""
+        if self.key not in known or _level(known[self.key]) > min(
+            base_us, stakes.worst(base_us, slack=2.0)
+        ):
+            self.key = self.base.key
+        for key in self.keys:
+            if key == self.key or key not in known or self.key is None:
+                continue
+            now, other = known[self.key], known[key]
+            us = _level(other)
+            covered = key == self.base.key or us <= stakes.worst(base_us)
+            if covered and us * (1.0 + _margin(stakes, now, other)) < _level(now):
+                self.key = key
+
+    # -- the base runs eager ------------------------------------------------------------
+
+    def _leave_eager(self, known: dict[ArmId, Arm], stakes: Stakes) -> None:
+        eager = known[self.piece]  # type: ignore[index]
+        line = eager.line
+        best = min(
+            (key for key in self.keys if key in known),
+            key=lambda key: (_level(known[key]), key.num_tokens),
+            default=None,
+        )
+        if best is None or line is None:
+            self.to_base()
+            return
+        if (
+            self.key is None
+            or self.key not in known
+            or _level(known[best]) * (1.0 + stakes.margin) < _level(known[self.key])
+        ):
+            self.key = best
+        graph = known[self.key]
+        us = _level(graph)
+        room = stakes.account_us / stakes.horizon
+        enter = max(us * (1.0 + _margin(stakes, graph, eager)), DRIFT * us - room)
+        leave = max(us, DRIFT * us - 2.0 * room)
+        self.limit = min(self.limit, line.largest(enter))
+        self.limit = max(self.limit, line.largest(leave))
+
+
+def _level(arm: Arm) -> float:
+    return arm.expect(1.0) or math.inf
+
+
+def _margin(stakes: Stakes, one: Arm, other: Arm) -> float:
+    return max(stakes.margin, 1.5 * math.hypot(one.error(), other.error()))
+
+
+def answer(bucket: Bucket, arm: ArmId | None) -> Decision:
+    """Return the decision for an arm of a bucket, to be measured."""
+    base = bucket.base
+    if arm is None or arm == bucket.base_arm:
+        return attrs.evolve(base, timed=True)
+    # Where the base's graph has a bound on requests, beyond it the base answers otherwise.
+    bound = base.max_num_reqs
+    if base.key is not None and base.key.descriptor.num_reqs is not None:
+        bound = min(bound, base.key.descriptor.num_reqs)
+    if isinstance(arm, Piece):
+        decision = Decision.eager("eager_is_faster", timed=True)
+    else:
+        decision = Decision.replay(arm, "graph_is_faster", timed=True)
+    return attrs.evolve(decision, max_num_reqs=bound)
+
+
+def allows_eager(batch: Batch) -> bool:
+    """Tell whether a batch may run eager."""
+    return batch.allows(RuntimeMode.NONE)

@@ -1,0 +1,21 @@
+"""What this distribution registers with dispatchkit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dispatchkit.hookspecs import PolicySpec, hookimpl
+
+from dispatchkit_adaptive.policy import AdaptivePolicy
+
+
+@hookimpl
+def dispatchkit_register_policies() -> Sequence[PolicySpec]:
+    """Register the one policy."""
+    return [
+        PolicySpec(
+            "adaptive",
+            AdaptivePolicy,
+            summary="Eager or the fastest graph, learnt from measured steps",
+        )
+    ]

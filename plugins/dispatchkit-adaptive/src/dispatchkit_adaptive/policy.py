@@ -1,0 +1,551 @@
+"""The policy ``adaptive``."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import attrs
+
+from dispatchkit import (
+    Batch,
+    CellUpdate,
+    Decision,
+    DispatchConfig,
+    GraphKey,
+    GraphView,
+    Outcome,
+    Policy,
+    RuntimeMode,
+)
+from dispatchkit.errors import ConfigError
+from dispatchkit.keys import check_count
+from dispatchkit.plugins import PluginSet, load_plugins
+
+from dispatchkit_adaptive.arms import OUTLIER, Arm
+from dispatchkit_adaptive.buckets import (
+    ArmId,
+    Bucket,
+    Piece,
+    Stakes,
+    allows_eager,
+    answer,
+    band_of,
+    bands,
+)
+from dispatchkit_adaptive.ledger import Ledger
+from dispatchkit_adaptive.report import BucketReport, describe
+from dispatchkit_adaptive.state import StateError, read_state, write_state
+
+__all__ = ["PROBE", "SEED", "AdaptivePolicy", "SeedRun"]
+
+#: Reasons of decisions that are there to be measured.
+PROBE, SEED = "probe", "seed"
+#: Samples from which on an arm counts as known.
+_KNOWN = 3
+#: An arm this many times slower than the one in use is far off, and seldom tried.
+_CLOSE = 1.5
+# Outcomes after which a probe that never came back (its cell was not used) is given up.
+_LOST = 512
+_SEED_RUNS = 8
+_REGIME_WINDOW, _REGIME_MAJORITY = 16, 12
+# What an arm that was never measured is taken to cost, in times of the one in use.
+_UNKNOWN_COST = 3.0
+# The share of the promise that is planned with; the rest is for what is known wrongly.
+_PLANNED = 0.8
+
+_Regime = tuple[str, bool]  # the clock, and whether other work was ahead on the stream
+
+
+@attrs.frozen
+class SeedRun:
+    """A timed run that the policy asks for after a capture.
+
+    Attributes:
+        batch: What to run; any input of that size.
+        decision: How.
+        runs: How often. Each outcome goes to ``dispatcher.observe``.
+    """
+
+    batch: Batch
+    decision: Decision
+    runs: int
+
+
+class AdaptivePolicy:
+    """Choose between eager and each graph by measured time, never far behind a base policy.
+
+    Args:
+        base: The policy to start from and to be measured against, or the name of one.
+        base_options: Options for a base chosen by name.
+        history_size: Samples kept of each arm.
+        margin: Least relative gain for which the base's choice is left.
+        promise: Largest share of time that may be lost against the base.
+        explore: Share of time that probes may cost.
+        max_sizes: Graphs of each mode that are considered for a batch.
+        seed: Of the small changes to the spacing of probes.
+        state: File that what was learnt is kept in. It is read now, if it exists; a file
+            that cannot be used is reported, and learning starts anew. ``save`` writes it.
+        fingerprint: What the times are true for (see ``device_fingerprint``); state of
+            another fingerprint is not used.
+        plugins: Where the base is found by name; by default plugins are loaded.
+
+    Attributes:
+        ledger: The account kept against the base.
+
+    Raises:
+        ConfigError: An option cannot be used.
+        UnknownNameError: No policy goes by the name of the base.
+    """
+
+    name = "adaptive"
+    traits: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        base: str | Policy = "vllm",
+        *,
+        base_options: Mapping[str, Any] | None = None,
+        history_size: int = 64,
+        margin: float = 0.02,
+        promise: float = 0.01,
+        explore: float = 0.001,
+        max_sizes: int = 2,
+        seed: int = 0,
+        state: str | Path | None = None,
+        fingerprint: Mapping[str, str] | None = None,
+        plugins: PluginSet | None = None,
+    ) -> None:
+        self.history_size = check_count(history_size, "history_size", minimum=8)
+        self.max_sizes = check_count(max_sizes, "max_sizes")
+        self.margin = _share(margin, "margin")
+        self.promise = _share(promise, "promise")
+        if isinstance(base, str):
+            plugins = load_plugins() if plugins is None else plugins
+            base = plugins.create_policy(base, **(base_options or {}))
+        elif base_options:
+            raise ConfigError("base_options", base_options, "left out where base is an object")
+        self.base: Policy = base
+        self.fingerprint = dict(fingerprint or {})
+        self.ledger = Ledger(_PLANNED * self.promise, _share(explore, "explore"))
+        self._random = random.Random(seed)
+        self._arms: dict[tuple[_Regime, ArmId], Arm] = {}
+        self._regime: _Regime = ("device", False)
+        self._regimes: deque[_Regime] = deque(maxlen=_REGIME_WINDOW)
+        self._buckets: dict[Any, Bucket] = {}
+        self._of_cell: dict[Batch, Bucket] = {}
+        self._eager_news: deque[tuple[Arm, float, float, float]] = deque(maxlen=8)
+        self._outcomes = 0
+        self._step = 0
+        self.state_path = None if state is None else Path(state)
+        if self.state_path is not None and self.state_path.exists():
+            try:
+                self.load(self.state_path)
+            except StateError as error:
+                warnings.warn(f"{error} Learning starts anew.", RuntimeWarning, stacklevel=2)
+
+    # -- deciding -----------------------------------------------------------------------
+
+    def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
+        """Return the keys of the base policy."""
+        self._buckets.clear()
+        self._of_cell.clear()
+        return self.base.declare(config)
+
+    def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
+        """Return what is in use for the batch's bucket; at first what the base answers."""
+        base = self.base.decide(batch, graphs)
+        if base is None:
+            return None
+        bucket = self._bucket(batch, graphs, base)
+        if bucket is None:
+            return base
+        return answer(bucket, bucket.choice(batch.num_tokens))
+
+    def _bucket(self, batch: Batch, graphs: GraphView, base: Decision) -> Bucket | None:
+        """Return the bucket of a batch, None where there is nothing to choose."""
+        keys: dict[GraphKey, None] = {}
+        top = 0
+        for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
+            if not batch.allows(mode):
+                continue
+            smallest = next(graphs.covering(batch, mode), None)
+            if smallest is not None:
+                top = min(top or smallest.num_tokens, smallest.num_tokens)
+            ready = filter(graphs.is_ready, graphs.covering(batch, mode))
+            keys.update(dict.fromkeys(islice(ready, self.max_sizes)))
+        if base.key is not None:
+            keys[base.key] = None
+        where = Piece.of(batch, band_of(batch.num_tokens, top, graphs.config.capture_sizes))
+        piece = where if allows_eager(batch) else None
+        old = self._of_cell.get(batch)
+        if len(keys) + (piece is not None) < 2 or (base.key is None and piece is None):
+            bucket = None
+        else:
+            ident = (batch.allowed, base, tuple(keys), where)
+            bucket = self._buckets.get(ident)
+            if bucket is None:
+                bucket = self._buckets[ident] = Bucket(base, tuple(keys), piece)
+                bucket.choose(self._known(bucket), self._stakes(bucket))
+            bucket.cells[batch] = None
+            self._of_cell[batch] = bucket
+        if old is not None and old is not bucket:
+            old.cells.pop(batch, None)
+            if bucket is None:
+                del self._of_cell[batch]
+        return bucket
+
+    # -- learning -----------------------------------------------------------------------
+
+    def observe(self, outcome: Outcome) -> list[CellUpdate]:
+        """Learn from a step that ran to its end; return the cells whose answer changes."""
+        us = outcome.elapsed_us
+        bucket = self._of_cell.get(outcome.batch)
+        if bucket is not None and outcome.decision.reason == PROBE:
+            bucket.waiting_since = 0
+        if not outcome.completed or us is None or not math.isfinite(us) or us <= 0.0:
+            return []
+        ran = outcome.decision.key or (None if bucket is None else bucket.piece)
+        if ran is None:
+            return []
+        is_seed = outcome.decision.reason == SEED
+        regime = (outcome.clock, outcome.queued)
+        if not is_seed:
+            self._outcomes += 1
+            self._step = outcome.step or self._step + 1
+        changed = self._note_regime(regime) if outcome.won and not is_seed else False
+        num_tokens = outcome.batch.num_tokens
+        arm = self._arm(regime, ran)
+        expected = arm.expect(num_tokens)
+        arm.last_step = self._step
+        if is_seed:
+            arm.add(num_tokens, us, watch=False)
+        else:
+            changed |= self._learn(arm, ran, regime, num_tokens, us)
+        if bucket is None or is_seed or not outcome.won:
+            concerned = self._buckets_with(ran)
+            return self._choose_anew(self._buckets.values() if changed else concerned)
+        self._account(bucket, outcome, ran, expected, us)
+        if changed:
+            updates = self._choose_anew(self._buckets.values())
+        else:
+            updates = self._choose_anew([bucket])
+        return updates + self._probe(bucket, outcome.batch, ran)
+
+    def record(
+        self,
+        key: GraphKey | Batch,
+        mode: RuntimeMode,
+        latency_us: float,
+        *,
+        queued: bool = False,
+        clock: str = "device",
+    ) -> None:
+        """Teach one time by hand: seeding, or an executor of one's own.
+
+        Args:
+            key: The graph that was replayed; for eager (mode NONE) the batch that ran, which
+                must have been decided before.
+            mode: The runtime mode it ran in.
+            latency_us: Microseconds.
+            queued: Other work was ahead of it on its stream.
+            clock: ``device`` or ``host``; times of different clocks are never compared.
+
+        Raises:
+            ConfigError: The time is no time, or key and mode do not belong together.
+        """
+        if not math.isfinite(latency_us) or latency_us <= 0.0:
+            raise ConfigError("latency_us", latency_us, "a number of microseconds above 0")
+        arm: ArmId | None
+        if isinstance(key, GraphKey):
+            arm, num_tokens = key, key.num_tokens
+            if key.mode is not mode:
+                raise ConfigError("mode", str(mode), f"the mode of the key, {key.mode}")
+        else:
+            if mode is not RuntimeMode.NONE:
+                raise ConfigError("key", key, f"a GraphKey in mode {mode}")
+            bucket = self._of_cell.get(key)
+            arm, num_tokens = (None if bucket is None else bucket.piece), key.num_tokens
+            if arm is None:
+                raise ConfigError("key", key, "a batch that was decided and may run eager")
+        self._learn(self._arm((clock, queued), arm), arm, (clock, queued), num_tokens, latency_us)
+        for one in self._buckets_with(arm):
+            one.choose(self._known(one), self._stakes(one))
+
+    def wants_seeding(self, graphs: GraphView) -> list[SeedRun]:
+        """Return the timed runs that spare serving the first mistakes; ask after a capture.
+
+        Each graph at its size, and eager at both ends of the range that each size serves.
+        """
+        runs: dict[tuple[Batch, GraphKey | None], SeedRun] = {}
+        below: dict[Any, int] = {}
+        for key in sorted(graphs, key=lambda key: key.num_tokens):
+            if not graphs.is_ready(key):
+                continue
+            own = key.descriptor
+            kind = (own.uniform, own.query_len, own.max_query_len, own.num_active_loras, own.axes)
+            low = below.get(kind, 0) + 1
+            below[kind] = top = key.num_tokens
+            edges = [edge for band in bands(low, top) for edge in band if edge >= own.query_len]
+            for num_tokens in edges:
+                batch = Batch(
+                    num_tokens,
+                    uniform=own.uniform,
+                    query_len=own.query_len,
+                    max_query_len=own.query_len if own.uniform else own.max_query_len,
+                    num_active_loras=own.num_active_loras,
+                    axes=own.axes,
+                )
+                self.decide(batch, graphs)  # so that the batch has its bucket
+                if num_tokens == key.num_tokens:
+                    replay = Decision.replay(key, SEED, timed=True)
+                    runs[batch, key] = SeedRun(batch, replay, _SEED_RUNS)
+                eager = Decision.eager(SEED, timed=True)
+                runs.setdefault((batch, None), SeedRun(batch, eager, _SEED_RUNS))
+        return list(runs.values())
+
+    # -- reading ------------------------------------------------------------------------
+
+    def explain(self, batch: Batch | None = None) -> tuple[BucketReport, ...]:
+        """Return what is known of each bucket, or of that of one batch; print it."""
+        if batch is None:
+            buckets: Iterable[Bucket] = self._buckets.values()
+        else:
+            found = self._of_cell.get(batch)
+            buckets = () if found is None else (found,)
+        return tuple(describe(one, self._known(one), self._step) for one in buckets if one.cells)
+
+    # -- keeping ------------------------------------------------------------------------
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write what was learnt; the file has its name only once it is whole.
+
+        Raises:
+            ConfigError: No path is given here, nor was one to the policy.
+        """
+        target = self.state_path if path is None else Path(path)
+        if target is None:
+            raise ConfigError("path", None, "given, where the policy has no state file")
+        write_state(target, self.fingerprint, self._arms)
+        return target
+
+    def load(self, path: str | Path) -> None:
+        """Replace what was learnt by what a file has.
+
+        Raises:
+            StateError: The file is torn, foreign, of another version or fingerprint; what
+                was learnt stays as it was.
+        """
+        self._arms = read_state(Path(path), self.fingerprint, self.history_size)
+        for bucket in self._buckets.values():
+            bucket.choose(self._known(bucket), self._stakes(bucket))
+
+    def __repr__(self) -> str:
+        return f"AdaptivePolicy(base={self.base!r}, buckets={len(self._buckets)})"
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _arm(self, regime: _Regime, ident: ArmId) -> Arm:
+        arm = self._arms.get((regime, ident))
+        if arm is None:
+            arm = Arm(self.history_size, over_tokens=isinstance(ident, Piece))
+            self._arms[regime, ident] = arm
+        return arm
+
+    def _known(self, bucket: Bucket) -> dict[ArmId, Arm]:
+        """Return the arms of a bucket to compare: all of one regime, today's if it is known."""
+        for regime in (self._regime, *sorted({regime for regime, _ in self._arms})):
+            known = {
+                ident: arm
+                for ident in bucket.arms
+                if (arm := self._arms.get((regime, ident))) is not None
+                and len(arm.samples) >= _KNOWN
+            }
+            if len(known) > 1 and bucket.base_arm in known:
+                return known
+        return {}
+
+    def _stakes(self, bucket: Bucket) -> Stakes:
+        base = None if bucket.base_arm is None else self._known(bucket).get(bucket.base_arm)
+        typical = 0.0
+        if base is not None:
+            typical = base.expect(max((b.num_tokens for b in bucket.cells), default=1)) or 0.0
+        return Stakes(self.margin, self.ledger.allowance(typical), self.ledger.horizon)
+
+    def _buckets_with(self, ident: ArmId) -> Iterator[Bucket]:
+        return (bucket for bucket in self._buckets.values() if ident in bucket.arms)
+
+    def _note_regime(self, regime: _Regime) -> bool:
+        """Follow the state the stream is mostly found in; return whether it changed."""
+        self._regimes.append(regime)
+        if regime == self._regime or self._regimes.count(regime) < min(
+            _REGIME_MAJORITY, self._outcomes
+        ):
+            return False
+        self._regime = regime
+        return True
+
+    def _learn(self, arm: Arm, ident: ArmId, regime: _Regime, num_tokens: int, us: float) -> bool:
+        """Add a sample; return whether it shows a change that concerns other buckets."""
+        expected = arm.expect(num_tokens)
+        line = arm.line
+        was_known = arm.fresh >= 4 and line is not None and line.low <= num_tokens <= line.high
+        factor = arm.add(num_tokens, us)
+        if not isinstance(ident, Piece):
+            return factor is not None
+        if factor is None:
+            if expected is None or not was_known or not 1 / OUTLIER < us / expected < OUTLIER:
+                return False
+            self._eager_news.append((arm, num_tokens, us, us / expected))
+            factor = self._eager_change()
+            if factor is None:
+                return False
+            arms = {id(one): one for one, *_ in self._eager_news}
+            for one in arms.values():
+                one.shift(factor, [(n, t) for who, n, t, _ in self._eager_news if who is one])
+        else:
+            arms = {id(arm): arm}
+        # What slows eager in one bucket (a busier host, a lower clock) slows it in all.
+        for (where, other), one in self._arms.items():
+            if where == regime and isinstance(other, Piece) and id(one) not in arms:
+                one.shift(factor)
+        self._eager_news.clear()
+        return True
+
+    def _eager_change(self) -> float | None:
+        """Return the factor by which eager has changed over all buckets, if it has."""
+        for window, errors in ((3, 4.5), (4, 4.5), (8, 4.2)):
+            news = list(self._eager_news)[-window:]
+            if len(news) < window:
+                return None
+            factor = median(ratio for *_, ratio in news)
+            noise = max(arm.noise for arm, *_ in news)
+            if factor > 0 and abs(math.log(factor)) > errors * 1.2533 * noise / math.sqrt(window):
+                while len(self._eager_news) > window:
+                    self._eager_news.popleft()
+                return factor
+        return None
+
+    def _account(
+        self, bucket: Bucket, outcome: Outcome, ran: ArmId, expected: float | None, us: float
+    ) -> None:
+        """Enter the steps that an outcome stands for into the account against the base."""
+        ledger, num_tokens = self.ledger, outcome.batch.num_tokens
+        is_one_shot = outcome.decision.one_shot
+        steps = ledger.steps_told(outcome.step, one_shot=is_one_shot)
+        if outcome.decision.reason == PROBE:
+            bucket.last_probe = self._step
+        if ran == bucket.base_arm:
+            bucket.stale_us = 0.0
+            ledger.account(steps, expected or us, expected or us)
+            return
+        base = None if bucket.base_arm is None else self._known(bucket).get(bucket.base_arm)
+        base_us = None if base is None else base.expect(num_tokens)
+        if base is None or base_us is None:
+            # Nothing is known to compare with: taken for a loss of all it took.
+            ledger.account(steps, us, 2.0 * us)
+            return
+        cost = us
+        if expected is not None and not 0.4 < us / expected < 2.5:
+            cost = expected  # an outlier, which would have come under the base as well
+        cautious = base_us * (1.0 - base.error())
+        ledger.account(steps, cautious, cost)
+        bucket.stale_us += steps * max(0.0, cost - base_us / 1.5)
+
+    def _choose_anew(self, buckets: Iterable[Bucket]) -> list[CellUpdate]:
+        """Choose again in some buckets; return the cells that get another answer."""
+        updates = []
+        for bucket in buckets:
+            before = (bucket.key, bucket.limit)
+            if not bucket.choose(self._known(bucket), self._stakes(bucket)):
+                continue
+            after = (bucket.key, bucket.limit)
+            for batch in bucket.cells:
+                bucket.key, bucket.limit = before
+                old = bucket.choice(batch.num_tokens)
+                bucket.key, bucket.limit = after
+                if bucket.choice(batch.num_tokens) != old:
+                    updates.append(CellUpdate(batch, None))
+        return updates
+
+    # -- probes -------------------------------------------------------------------------
+
+    def _probe(self, bucket: Bucket, batch: Batch, ran: ArmId) -> list[CellUpdate]:
+        """Perhaps try another arm, once, when this batch comes again."""
+        if bucket.waiting_since and self._outcomes - bucket.waiting_since < _LOST:
+            return []
+        current = bucket.choice(batch.num_tokens)
+        now = None if current is None else self._arms.get((self._regime, current))
+        now_us = None if now is None else now.expect(batch.num_tokens)
+        if current is None or now_us is None:
+            return []
+        tried = self._arms.get((self._regime, ran))
+        if ran != current and tried is not None and tried.is_suspicious and bucket.follow_ups < 3:
+            bucket.follow_ups += 1  # an odd time: look again, rather than wait
+            return self._send(bucket, batch, ran)
+        bucket.follow_ups = 0
+        account = self._stakes(bucket).account_us
+        if bucket.stale_us > account / 3 and bucket.base_arm not in (None, current):
+            return self._send(bucket, batch, bucket.base_arm)
+        best: tuple[float, bool, ArmId] | None = None
+        for ident in bucket.arms:
+            if ident == current:
+                continue
+            arm = self._arms.get((self._regime, ident))
+            if arm is None or len(arm.samples) < _KNOWN:
+                cost = max(0.0, self._guess(bucket, ident, current, batch.num_tokens) - 1) * now_us
+                if 2.0 * cost <= account:
+                    return self._send(bucket, batch, ident)
+                continue
+            us = arm.expect(batch.num_tokens) or 0.0
+            age = self._step - arm.last_step
+            undecided = us < now_us * (1.0 + arm.error())
+            if age < (2 if undecided else 16 + self._random.randrange(8)):
+                continue
+            cost, far = max(0.0, us - now_us), us > _CLOSE * now_us
+            if cost <= self.ledger.probe_allowance(far=far) * (1.0 if far else 0.25):
+                best = min(best or (math.inf, False, ident), (cost / age, far, ident), key=_first)
+        if best is None:
+            return []
+        cost = best[0] * (self._step - self._arms[self._regime, best[2]].last_step)
+        self.ledger.pay_probe(cost, far=best[1])
+        return self._send(bucket, batch, best[2])
+
+    def _guess(self, bucket: Bucket, ident: ArmId, current: ArmId, num_tokens: int) -> float:
+        """Return how many times as long an arm may take that is unknown in this regime."""
+        for regime in sorted({regime for regime, _ in self._arms}):
+            one, other = self._arms.get((regime, ident)), self._arms.get((regime, current))
+            if one is not None and other is not None and len(one.samples) >= _KNOWN:
+                us, now_us = one.expect(num_tokens), other.expect(num_tokens)
+                if us is not None and now_us:
+                    return 1.2 * us / now_us
+        return _UNKNOWN_COST
+
+    def _send(self, bucket: Bucket, batch: Batch, ident: ArmId | None) -> list[CellUpdate]:
+        bucket.waiting_since = self._outcomes
+        if isinstance(ident, GraphKey):
+            decision = Decision.replay(ident, PROBE, timed=True)
+        else:
+            decision = Decision.eager(PROBE, timed=True)
+        return [CellUpdate(batch, decision, one_shot=True)]
+
+
+def _first(item: tuple[float, bool, ArmId]) -> float:
+    return item[0]
+
+
+def _share(value: Any, setting: str) -> float:
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        share = math.nan
+    if isinstance(value, bool) or not 0.0 <= share < 1.0:
+        raise ConfigError(setting, value, "a share from 0 to below 1")
+    return share

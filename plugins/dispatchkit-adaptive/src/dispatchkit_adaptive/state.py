@@ -1,0 +1,144 @@
+"""What was learnt, on disk: JSON with a version and a fingerprint, never pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dispatchkit import BatchDescriptor, GraphKey, RuntimeMode
+from dispatchkit.errors import DispatchkitError
+
+from dispatchkit_adaptive.arms import Arm
+from dispatchkit_adaptive.buckets import ArmId, Piece
+
+__all__ = ["StateError", "device_fingerprint", "read_state", "write_state"]
+
+FORMAT, VERSION = "dispatchkit-adaptive", 1
+_MAX_BYTES = 64 * 1024 * 1024
+_Arms = dict[tuple[tuple[str, bool], ArmId], Arm]
+
+
+class StateError(DispatchkitError, ValueError):
+    """A state file cannot be used; the message says why."""
+
+
+def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
+    """Return what measured times are true for: device, driver, torch and model.
+
+    Args:
+        model: A name of the model, of the caller's choice.
+        device: Index of the CUDA device.
+    """
+    import torch
+
+    found = {"device": "cpu", "driver": "", "torch": torch.__version__, "model": model}
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name(device)
+        found["driver"] = f"cuda {torch.version.cuda}"
+    return found
+
+
+def write_state(path: Path, fingerprint: Mapping[str, str], arms: _Arms) -> None:
+    """Write arms to a file, which has its name only once it is whole."""
+    body = {
+        "fingerprint": dict(fingerprint),
+        "arms": [
+            {
+                "clock": clock,
+                "queued": queued,
+                "noise": arm.noise,
+                "samples": [list(pair) for pair in arm.samples],
+                **_facts(ident),
+            }
+            for ((clock, queued), ident), arm in arms.items()
+            if arm.samples
+        ],
+    }
+    whole = {"format": FORMAT, "version": VERSION, "digest": _digest(body), **body}
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(whole) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def read_state(path: Path, fingerprint: Mapping[str, str], history_size: int) -> _Arms:
+    """Return the arms that a file has.
+
+    Raises:
+        StateError: It cannot be read, is torn or foreign, or of another version or
+            fingerprint.
+    """
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(_MAX_BYTES + 1)
+        data = json.loads(raw)
+    except (OSError, ValueError, RecursionError) as error:
+        raise StateError(f"{path}: it cannot be read as JSON ({error}).") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise StateError(f"{path}: it is no state of the adaptive policy.")
+    if data.get("version") != VERSION:
+        raise StateError(
+            f"{path}: it has version {data.get('version')!r}, only {VERSION} can be read."
+        )
+    body = {"fingerprint": data.get("fingerprint"), "arms": data.get("arms")}
+    if data.get("digest") != _digest(body):
+        raise StateError(f"{path}: its content does not fit its digest; it was cut or changed.")
+    if body["fingerprint"] != dict(fingerprint):
+        raise StateError(
+            f"{path}: it was learnt on {body['fingerprint']}, here is {dict(fingerprint)}."
+        )
+    try:
+        return dict(_read_arm(item, history_size) for item in data["arms"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StateError(f"{path}: an arm in it is not possible ({error}).") from error
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _facts(ident: ArmId) -> dict[str, Any]:
+    own = ident if isinstance(ident, Piece) else ident.descriptor
+    facts = {
+        "uniform": own.uniform,
+        "query_len": own.query_len,
+        "max_query_len": own.max_query_len,
+        "num_active_loras": own.num_active_loras,
+        "axes": list(own.axes),
+    }
+    if isinstance(ident, Piece):
+        return {"mode": "NONE", "num_tokens": ident.top, **facts}
+    return {
+        "mode": ident.mode.name,
+        "num_tokens": ident.num_tokens,
+        "num_reqs": ident.descriptor.num_reqs,
+        **facts,
+    }
+
+
+def _read_arm(
+    item: Mapping[str, Any], history_size: int
+) -> tuple[tuple[tuple[str, bool], ArmId], Arm]:
+    mode = RuntimeMode.parse(item["mode"])
+    shared = {
+        "uniform": item["uniform"],
+        "query_len": item["query_len"],
+        "max_query_len": item["max_query_len"],
+        "num_active_loras": item["num_active_loras"],
+        "axes": tuple(item["axes"]),
+    }
+    ident: ArmId
+    if mode is RuntimeMode.NONE:
+        ident = Piece(top=item["num_tokens"], **shared)
+    else:
+        ident = GraphKey(mode, BatchDescriptor(item["num_tokens"], item["num_reqs"], **shared))
+    arm = Arm(history_size, over_tokens=mode is RuntimeMode.NONE)
+    for num_tokens, us in item["samples"]:
+        if not (math.isfinite(num_tokens) and math.isfinite(us) and us > 0):
+            raise ValueError(f"sample {num_tokens}, {us}")
+        arm.add(num_tokens, us, watch=False)
+    return ((str(item["clock"]), bool(item["queued"])), ident), arm
