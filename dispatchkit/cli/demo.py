@@ -23,6 +23,7 @@ from dispatchkit.cli.output import (
     print_json,
     table,
 )
+from dispatchkit.demo.traffic import DEFAULT_STEPS
 from dispatchkit.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def demo(
         Path | None,
         typer.Option(metavar="FILE", help="A step trace; by default an excerpt of a real one."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Most steps to run.")] = 300,
+    steps: Annotated[int, typer.Option(help="Most steps to run.")] = DEFAULT_STEPS,
     sizes: Annotated[
         str | None,
         typer.Option(metavar="A,B,...", help="Capture sizes; by default the usual ones."),

@@ -17,7 +17,7 @@ import torch
 
 from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache
 from dispatchkit.demo.report import Batch1, Comparison, DemoReport, Difference, KindTimes
-from dispatchkit.demo.traffic import PlannedStep, Traffic, plan_traffic
+from dispatchkit.demo.traffic import DEFAULT_STEPS, PlannedStep, Traffic, plan_traffic
 from dispatchkit.errors import BackendUnavailableError, ConfigError, UnknownNameError
 from dispatchkit.execute import EagerStepWarning, GraphRunner, RunnerStats, StaticInput
 from dispatchkit.keys import DispatchConfig
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 #: a result is a few hundred sums deep. Measured differences are below a tenth of this.
 ATOL, RTOL = 1e-3, 1e-3
 MIN_SLOTS, MAX_SLOTS = 8, 512
-DEFAULT_STEPS = 300
 DEVICES = ("auto", "tape", "cpu", "cuda")
 
 #: Small enough for a minute on two cores; on a GPU large enough that launches matter.

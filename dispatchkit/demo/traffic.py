@@ -23,6 +23,9 @@ import attrs
 from dispatchkit.errors import TraceError
 from dispatchkit.observe.trace import StepTrace
 
+#: Steps of a trace that the demo runs: both kinds many times over, in half a minute on a CPU.
+DEFAULT_STEPS = 200
+
 
 @attrs.frozen
 class PlannedStep:
