@@ -217,6 +217,29 @@ def test_a_piecewise_mode_needs_a_split_model(module):
     module.CudagraphDispatcher(vllm_config(piecewise=False, mode="FULL"))
 
 
+def test_0_11_reads_the_level_of_compilation():
+    config = vllm_config()
+    del config.compilation_config.is_attention_compiled_piecewise
+    v0_11.CudagraphDispatcher(config)
+    config.compilation_config.splitting_ops_contain_attention = lambda: False
+    with pytest.raises(AssertionError, match="compiled in pieces"):
+        v0_11.CudagraphDispatcher(config)
+    config.compilation_config.splitting_ops_contain_attention = lambda: True
+    config.compilation_config.level = 2
+    with pytest.raises(AssertionError, match="compiled in pieces"):
+        v0_11.CudagraphDispatcher(config)
+
+
+@pytest.mark.parametrize("module", PADDING, ids=ids)
+def test_a_configuration_may_leave_out_what_the_sizes_tell(module):
+    config = vllm_config()
+    for name in ("max_cudagraph_capture_size", "bs_to_padded_graph_size", "pass_config"):
+        delattr(config.compilation_config, name)
+    dispatcher = initialized(module, config)
+    assert dispatcher.dispatch(8, True, False)[0] is M.FULL
+    assert dispatcher.dispatch(9, True, False)[0] is M.NONE
+
+
 def test_0_11_says_once_that_keys_are_missing(caplog):
     dispatcher = v0_11.CudagraphDispatcher(vllm_config())
     for _ in range(3):

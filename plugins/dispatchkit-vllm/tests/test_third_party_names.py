@@ -104,6 +104,7 @@ def test_a_failing_graph_is_the_callers_error_and_counted():
     made.register_graph(key, fail)
     with pytest.raises(RuntimeError, match="launch refused"):
         made.dispatch(key)
+    assert made.stats.num_full == 1
 
 
 @pytest.mark.parametrize("bad", [(0,), (-1,), (2.5,), (True,), (4, 5), (4, 0), (4, 2, -1)])

@@ -82,8 +82,9 @@ def splits_at_attention(vllm_config: Any) -> bool:
     splits = getattr(compilation, "is_attention_compiled_piecewise", None)
     if splits is not None:
         return bool(splits())
+    # The 0.11 line asks for the level of compilation, 3 being piecewise, and for the split.
     contains = getattr(compilation, "splitting_ops_contain_attention", None)
-    return contains is None or bool(contains())
+    return getattr(compilation, "level", 3) == 3 and (contains is None or bool(contains()))
 
 
 def require_splittable(vllm_config: Any, *, breakable: bool = False) -> None:

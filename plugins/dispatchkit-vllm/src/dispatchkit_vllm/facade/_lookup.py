@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from dispatchkit import BatchDescriptor as NativeDescriptor
 from dispatchkit import CUDAGraphMode, GraphKey, GraphRegistry, RuntimeMode
 from dispatchkit.errors import DispatchkitError
+from dispatchkit.registry import RegistryEvent
 
 from dispatchkit_vllm.dialects import Dialect
 from dispatchkit_vllm.facade import _config
@@ -93,7 +94,7 @@ class LookupDispatcher(FacadeBase):
         super().__init__(vllm_config)
         self.cudagraph_mode = self.mode_type[_config.mode_of(vllm_config).name]
         self._memo: dict[tuple[Any, bool], tuple[Any, Any]] = {}
-        self._unsubscribe = self.registry.subscribe(lambda event: self._memo.clear())
+        self._unsubscribe = self.registry.subscribe(self._forget_answers)
 
     def initialize_cudagraph_keys(self, cudagraph_mode: Any, uniform_decode_query_len: int) -> None:
         """Register the keys of a mode. Keys of an earlier call stay, as in vLLM.
@@ -131,11 +132,15 @@ class LookupDispatcher(FacadeBase):
         asked = (batch_descriptor, use_cascade_attn)
         answer = self._memo.get(asked)
         if answer is None:
+            memo = self._memo  # a change of keys puts another in its place
             answer = self._look_up(batch_descriptor, use_cascade_attn)
-            if len(self._memo) >= _MAX_MEMO:
-                self._memo.clear()
-            self._memo[asked] = answer
+            if len(memo) >= _MAX_MEMO:
+                memo.clear()
+            memo[asked] = answer
         return answer
+
+    def _forget_answers(self, event: RegistryEvent) -> None:
+        self._memo = {}
 
     def _look_up(self, descriptor: Any, use_cascade_attn: bool) -> tuple[Any, Any | None]:
         relaxed = descriptor.non_uniform

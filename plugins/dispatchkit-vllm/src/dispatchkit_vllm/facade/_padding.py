@@ -150,7 +150,8 @@ class PaddingDispatcher(FacadeBase):
         if not self.keys_initialized or self.cudagraph_mode is self._none:
             return True
         # The configuration is read anew each time, as in vLLM.
-        most = getattr(self.compilation_config, self._max_size_name, None)
+        largest = len(self._table) - 1
+        most = getattr(self.compilation_config, self._max_size_name, largest)
         return most is None or num_tokens > most
 
     def _eager(self, num_tokens: int) -> tuple[Any, Any]:
