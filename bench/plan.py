@@ -1,0 +1,96 @@
+"""How long planning takes: a trace read, a curve planned, a hedge validated.
+
+Prints one JSON line per case: best and median of the samples in milliseconds, and the target it
+is held against where there is one. Run it on a quiet machine.
+
+    python bench/plan.py [SAMPLES]
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter_ns
+
+import numpy as np
+
+from dispatchkit.observe.trace import TRACE_COLUMNS, read_trace
+from dispatchkit.plan import free_tokens, plan_sizes
+from dispatchkit.plan.optimal import padding_costs, size_curve
+from dispatchkit.plan.workload import as_workload
+
+TRACE = Path(__file__).parents[1] / "tests/data/traces/step_azure_conv_high.csv.gz"
+
+
+def million_steps(folder: Path) -> Path:
+    """Write a trace of a million steps and return its path."""
+    path = folder / "million.csv"
+    with path.open("w") as out:
+        out.write(",".join(TRACE_COLUMNS) + "\n")
+        for start in range(0, 1_000_000, 10_000):
+            steps = range(start, start + 10_000)
+            out.write(
+                "".join(f"{i},{i * 0.01:.4f},{i % 999 + 1},1,{i % 999 + 1},0,0\n" for i in steps)
+            )
+    return path
+
+
+def measure(case: str, run: Callable[[], object], samples: int, target_ms: float | None) -> None:
+    """Time one case and print its line."""
+    times = []
+    for _ in range(samples):
+        start = perf_counter_ns()
+        run()
+        times.append((perf_counter_ns() - start) / 1e6)
+    line = {
+        "case": case,
+        "best_ms": round(min(times), 3),
+        "median_ms": round(statistics.median(times), 3),
+        "samples": samples,
+        "target_ms": target_ms,
+    }
+    print(json.dumps(line), flush=True)
+
+
+def main(samples: int = 5) -> None:
+    """Measure everything."""
+    trace = read_trace(TRACE)
+    demand = as_workload(trace).demand(512)
+    sizes = np.arange(1, 513)
+    table = list(range(513))
+    measure(
+        "curve k=1..64 over 512 sizes",
+        lambda: size_curve(sizes, padding_costs(sizes, demand), 64),
+        samples,
+        100.0,
+    )
+    measure("plan, no hedge", lambda: plan_sizes(trace, graphs=16, hedge="none"), samples, None)
+    measure(
+        "plan on the first half, hedge validated",
+        lambda: plan_sizes(trace, graphs=16, fit_on="first-half"),
+        samples,
+        None,
+    )
+    measure(
+        "plan by kind of step",
+        lambda: plan_sizes(trace, graphs=25, keyed=True, hedge="none"),
+        samples,
+        None,
+    )
+    measure(
+        "100,000 hints",
+        lambda: [free_tokens(table, n % 512) for n in range(100_000)],
+        samples,
+        None,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = million_steps(Path(folder))
+        measure("read a million steps", lambda: read_trace(path), samples, 5000.0)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,302 @@
+"""The step trace: what each model step had to run, written once and planned from many times.
+
+One row per step, in the order the steps ran::
+
+    step,t_s,num_tokens,num_reqs,max_query_len,uniform_decode,num_active_loras
+    0,0.0000,57,57,1,1,0
+
+``num_tokens`` is counted before any padding. A file is CSV or JSON lines, plain or gzip; which
+of them is told by its content. Only ``num_tokens`` must be there: a column that a recorder
+could not know is left out, and what needs it says so.
+
+Nothing here needs numpy: columns are arrays of the standard library, which numpy reads without
+a copy (``numpy.frombuffer``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any, Literal, overload
+
+from dispatchkit.errors import ConfigError, TraceError, nearest_names
+from dispatchkit.observe.trace_columns import (
+    MAX_COUNT,
+    REQUIRED_COLUMN,
+    TRACE_COLUMNS,
+    ColumnBuilder,
+    TraceStep,
+    check_header,
+    check_value,
+    cross_faults,
+    csv_cells,
+)
+from dispatchkit.observe.trace_files import (
+    DEFAULT_MAX_BYTES,
+    iter_line_blocks,
+    replace_when_done,
+    trace_name,
+)
+
+__all__ = [
+    "MAX_COUNT",
+    "TRACE_COLUMNS",
+    "StepTrace",
+    "TraceStep",
+    "TraceWriter",
+    "read_trace",
+    "write_trace",
+]
+
+
+class StepTrace(Sequence[TraceStep]):
+    """A step trace by columns; a sequence of TraceStep for who wants rows.
+
+    Args:
+        columns: Column name to values; all of one length, ``num_tokens`` among them.
+        source: Where it came from, for messages.
+        ignored_columns: Columns that the file had and that mean nothing here.
+
+    Raises:
+        TraceError: A column is missing, unknown or of another length, or a value is not
+            possible.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, Iterable[Any]],
+        *,
+        source: str = "<memory>",
+        ignored_columns: Sequence[str] = (),
+    ) -> None:
+        self.source = source
+        self.ignored_columns = tuple(ignored_columns)
+        check_header(source, None, tuple(columns), strict=True)
+        parsed = {name: list(values) for name, values in columns.items()}
+        lengths = {name: len(values) for name, values in parsed.items()}
+        if len(set(lengths.values())) > 1:
+            raise TraceError(source, None, f"columns differ in length: {lengths}.")
+        builder = ColumnBuilder(source, tuple(parsed))
+        builder.add_rows(None, list(zip(*parsed.values(), strict=True)))
+        self._columns = builder.columns
+
+    @classmethod
+    def _of(
+        cls, columns: dict[str, array[Any]], source: str, ignored: tuple[str, ...] = ()
+    ) -> StepTrace:
+        trace = cls.__new__(cls)
+        trace.source, trace.ignored_columns = source, ignored
+        trace._columns = columns  # noqa: SLF001 - a constructor for columns already checked
+        return trace
+
+    @classmethod
+    def from_steps(cls, steps: Iterable[TraceStep], *, source: str = "<memory>") -> StepTrace:
+        """Return a trace of steps; a fact that no step knows becomes no column."""
+        rows = list(steps)
+        columns = {
+            name: [getattr(row, name) for row in rows]
+            for name in TRACE_COLUMNS
+            if any(getattr(row, name) is not None for row in rows)
+        }
+        return cls(columns or {REQUIRED_COLUMN: []}, source=source)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns there are."""
+        return tuple(self._columns)
+
+    def column(self, name: str) -> array[Any]:
+        """Return one column: ``array('q')`` of whole numbers, ``array('d')`` for ``t_s``.
+
+        Raises:
+            TraceError: The trace does not have that column.
+        """
+        try:
+            return self._columns[name]
+        except KeyError:
+            near = nearest_names(name, self._columns)
+            guess = f" Did you mean {near[0]!r}?" if near else ""
+            raise TraceError(
+                self.source,
+                None,
+                f"has no column {name!r}; it has {', '.join(self._columns)}.{guess}",
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._columns[REQUIRED_COLUMN])
+
+    @overload
+    def __getitem__(self, index: int) -> TraceStep: ...
+    @overload
+    def __getitem__(self, index: slice) -> StepTrace: ...
+    def __getitem__(self, index: int | slice) -> TraceStep | StepTrace:
+        if isinstance(index, slice):
+            cut = {name: values[index] for name, values in self._columns.items()}
+            return StepTrace._of(cut, self.source, self.ignored_columns)
+        row = {name: values[index] for name, values in self._columns.items()}
+        if "uniform_decode" in row:
+            row["uniform_decode"] = bool(row["uniform_decode"])
+        return TraceStep(**row)
+
+    def __iter__(self) -> Iterator[TraceStep]:
+        for index in range(len(self)):
+            yield self[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepTrace) and self._columns == other._columns
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"StepTrace({self.source!r}, {len(self)} steps, columns {', '.join(self.columns)})"
+
+    def halves(self) -> tuple[StepTrace, StepTrace]:
+        """Return the first and the second half of the steps, in order."""
+        middle = len(self) // 2
+        return self[:middle], self[middle:]
+
+
+# -- reading ------------------------------------------------------------------------------
+
+
+def read_trace(path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES) -> StepTrace:
+    """Read a step trace: CSV or JSON lines, plain or gzip.
+
+    Args:
+        path: The file.
+        max_bytes: Most bytes of text to read, after unpacking; guards against a packed file
+            that unpacks without end.
+
+    Raises:
+        TraceError: The file cannot be read, has no ``num_tokens``, has no steps, or a value
+            is not possible; the message names the line.
+    """
+    name = trace_name(path)
+    builder: ColumnBuilder | None = None
+    ignored: tuple[str, ...] = ()
+    is_json = False
+    for line, lines in iter_line_blocks(path, max_bytes=max_bytes):
+        if builder is None:
+            while lines and not lines[0].strip():
+                lines, line = lines[1:], line + 1
+            if not lines:
+                continue
+            is_json = lines[0].lstrip().startswith("{")
+            if is_json:
+                header = _json_header(name, line, lines[0])
+            else:
+                header = tuple(cell.strip() for cell in csv_cells(lines[0]))
+                lines, line = lines[1:], line + 1
+            ignored = check_header(name, line - (not is_json), header)
+            builder = ColumnBuilder(name, header)
+        if is_json:
+            builder.add_json(line, lines)
+        else:
+            builder.add_csv(line, lines)
+    if builder is None:
+        raise TraceError(name, None, "is empty. A step trace starts with a line of column names.")
+    if not builder.num_rows:
+        raise TraceError(name, None, "has a header but no steps.")
+    return StepTrace._of(builder.columns, name, ignored)  # noqa: SLF001 - same module
+
+
+def _json_header(name: str, line: int, text: str) -> tuple[str, ...]:
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise TraceError(name, line, f"is not a JSON object: {error}.") from error
+    return tuple(record)
+
+
+# -- writing ------------------------------------------------------------------------------
+
+
+class TraceWriter:
+    """Writes steps one at a time; the file has its name only once it is whole.
+
+    Use it in a ``with`` statement. Until the end the steps are in ``PATH.part``; an exception
+    inside the block leaves nothing behind.
+
+    Args:
+        path: File to write; ``.jsonl`` in the name gives JSON lines, anything else CSV, and
+            ``.gz`` at its end packs either.
+        columns: Columns to write; all by default.
+
+    Raises:
+        TraceError: The file cannot be written.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], columns: Sequence[str] = TRACE_COLUMNS
+    ) -> None:
+        self.path = trace_name(path)
+        self._header = tuple(column for column in TRACE_COLUMNS if column in columns)
+        check_header(self.path, None, tuple(columns), strict=True)
+        self.format: Literal["csv", "jsonl"] = (
+            "jsonl" if self.path.removesuffix(".gz").endswith(".jsonl") else "csv"
+        )
+        self._file = replace_when_done(path)
+        self._out: IO[str] | None = None
+        self.num_steps = 0
+
+    def __enter__(self) -> TraceWriter:
+        self._out = self._file.__enter__()
+        if self.format == "csv":
+            self._out.write(",".join(self._header) + "\n")
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._out = None
+        return self._file.__exit__(*error)
+
+    def write(self, step: TraceStep) -> None:
+        """Append one step; a missing step number becomes the running one.
+
+        Raises:
+            TraceError: The step lacks a column that is written, or is not possible.
+            ConfigError: The writer is not open.
+        """
+        if self._out is None:
+            raise ConfigError("TraceWriter", "closed", "open", "Use it in a `with` statement.")
+        row: dict[str, Any] = {column: getattr(step, column) for column in self._header}
+        if "step" in row and row["step"] is None:
+            row["step"] = self.num_steps
+        for column, value in row.items():
+            row[column] = check_value(self.path, None, column, value)
+        for problem in cross_faults(row):
+            raise TraceError(self.path, None, problem)
+        if self.format == "jsonl":
+            self._out.write(json.dumps(row, separators=(",", ":")) + "\n")
+        else:
+            self._out.write(",".join(map(repr, row.values())) + "\n")
+        self.num_steps += 1
+
+
+def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep]) -> int:
+    """Write steps as CSV, or as JSON lines where the name has ``.jsonl``; return how many.
+
+    ``.gz`` at the end of the name packs the file. Nothing of it is there until it is whole.
+
+    Args:
+        path: File to write; replaced if it exists.
+        steps: A StepTrace, or any steps; columns that the first step does not know are left
+            out.
+
+    Raises:
+        TraceError: The file cannot be written, or a step lacks what the first one had.
+    """
+    iterator = iter(steps)
+    first = next(iterator, None)
+    columns = (
+        TRACE_COLUMNS
+        if first is None
+        else tuple(c for c in TRACE_COLUMNS if c == "step" or getattr(first, c) is not None)
+    )
+    with TraceWriter(path, columns) as writer:
+        if first is not None:
+            writer.write(first)
+            for step in iterator:
+                writer.write(step)
+    return writer.num_steps

@@ -1,0 +1,299 @@
+"""Rows of a step trace into columns, checked: fast for what is right, exact about what is not.
+
+A block of lines is converted column by column, at the speed of C. If anything in it is not as
+it should be, the block is gone through again line by line, to name the line and say what is
+wrong with it.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+import math
+import operator
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from dispatchkit.errors import TraceError
+
+__all__ = [
+    "MAX_COUNT",
+    "REQUIRED_COLUMN",
+    "TRACE_COLUMNS",
+    "ColumnBuilder",
+    "TraceStep",
+    "check_header",
+    "check_value",
+    "cross_faults",
+    "csv_cells",
+]
+
+TRACE_COLUMNS = (
+    "step",
+    "t_s",
+    "num_tokens",
+    "num_reqs",
+    "max_query_len",
+    "uniform_decode",
+    "num_active_loras",
+)
+"""Columns of a step trace, in the order they are written."""
+
+MAX_COUNT = 2**31 - 1
+"""Largest number accepted in a whole-number column; more is a damaged file."""
+
+REQUIRED_COLUMN = "num_tokens"
+_JSON_TYPES: Mapping[str, set[type]] = {"t_s": {int, float}, "uniform_decode": {int, bool}}
+_COUNT_COMMAS = operator.methodcaller("count", ",")
+
+
+@attrs.frozen
+class TraceStep:
+    """What one model step had to run.
+
+    Attributes:
+        num_tokens: Tokens scheduled, before any padding.
+        num_reqs: Requests with at least one token; None when not recorded.
+        max_query_len: Most tokens of one request; None when not recorded.
+        uniform_decode: Every request runs the same number of tokens and none is in prefill;
+            None when not recorded.
+        num_active_loras: Different adapters in the step, the base model not counted.
+        step: Number of the step.
+        t_s: Start of the step in seconds, from any origin; None when not recorded.
+    """
+
+    num_tokens: int
+    num_reqs: int | None = None
+    max_query_len: int | None = None
+    uniform_decode: bool | None = None
+    num_active_loras: int = 0
+    step: int | None = None
+    t_s: float | None = None
+
+
+def csv_cells(line: str) -> list[str]:
+    """Return the cells of one line of CSV, quoted or not."""
+    return next(csv.reader([line])) if '"' in line else line.split(",")
+
+
+def check_header(
+    name: str, line: int | None, header: tuple[str, ...], *, strict: bool = False
+) -> tuple[str, ...]:
+    """Return the columns of a header that mean nothing here, or raise."""
+    missing = [column for column in TRACE_COLUMNS if column not in header]
+    unknown = tuple(column for column in header if column not in TRACE_COLUMNS)
+    doubled = sorted({column for column in header if header.count(column) > 1})
+    if doubled:
+        raise TraceError(name, line, f"column {doubled[0]!r} is there twice.")
+    for column in unknown:
+        # A column that is nearly one of ours while that one is missing is a misspelling;
+        # reading on would plan without it.
+        near = difflib.get_close_matches(column, missing, n=1, cutoff=0.7)
+        if near or strict:
+            guess = f" Did you mean {near[0]!r}?" if near else ""
+            raise TraceError(
+                name,
+                line,
+                f"unknown column {column!r}.{guess} Columns of a step trace: "
+                f"{', '.join(TRACE_COLUMNS)}.",
+            )
+    if REQUIRED_COLUMN not in header:
+        shown = ", ".join(map(repr, header[:8]))
+        raise TraceError(
+            name,
+            line,
+            f"no column {REQUIRED_COLUMN!r} in the first line, which has {shown}. "
+            f"Columns of a step trace: {', '.join(TRACE_COLUMNS)}, separated by commas.",
+        )
+    return unknown
+
+
+class ColumnBuilder:
+    """Appends checked rows to columns: whole blocks at C speed, row by row to find a fault."""
+
+    def __init__(self, name: str, header: tuple[str, ...]) -> None:
+        self.name, self.header = name, header
+        self.known = tuple(column for column in header if column in TRACE_COLUMNS)
+        self.columns: dict[str, array[Any]] = {
+            column: array("d" if column == "t_s" else "q")
+            for column in TRACE_COLUMNS
+            if column in self.known
+        }
+        self._index = {column: header.index(column) for column in self.columns}
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows so far."""
+        return len(self.columns[REQUIRED_COLUMN])
+
+    def add_csv(self, line: int, lines: list[str]) -> None:
+        """Append lines of CSV; ``line`` is the number of the first."""
+        text = ",".join(lines)
+        width = len(self.header)
+        # int() takes "_" and digits of any script, and a quoted cell may hold a comma.
+        plain = text.isascii() and '"' not in text and "_" not in text
+        if plain and set(map(_COUNT_COMMAS, lines)) == {width - 1}:
+            cells = text.split(",")
+            try:
+                fast = {
+                    column: array("d", map(float, cells[at::width]))
+                    if column == "t_s"
+                    else array("q", map(int, cells[at::width]))
+                    for column, at in self._index.items()
+                }
+                if _possible(fast):
+                    self._extend(fast)
+                    return
+            except (ValueError, OverflowError):
+                pass  # the slow way below finds the line and says what is wrong with it
+        for at, row in enumerate(lines, start=line):
+            if row.strip():
+                self._add_checked(at, self._csv_row(at, row))
+
+    def _csv_row(self, line: int, row: str) -> dict[str, Any]:
+        cells = csv_cells(row)
+        if len(cells) != len(self.header):
+            cut = " The file may be cut off here." if len(cells) < len(self.header) else ""
+            raise TraceError(
+                self.name,
+                line,
+                f"{len(cells)} columns, the first line names {len(self.header)}.{cut}",
+            )
+        return {
+            column: _number_of(self.name, line, column, cells[at].strip())
+            for column, at in self._index.items()
+        }
+
+    def add_json(self, line: int, lines: list[str]) -> None:
+        """Append lines of JSON objects; ``line`` is the number of the first."""
+        try:
+            rows = json.loads("[" + ",".join(lines) + "]") if lines else []
+            values = {column: [row[column] for row in rows] for column in self.columns}
+            fast = {
+                column: array("d" if column == "t_s" else "q", column_values)
+                for column, column_values in values.items()
+                if set(map(type, column_values)) <= _JSON_TYPES.get(column, {int})
+            }
+            same = len(fast) == len(values) and {len(row) for row in rows} == {len(self.header)}
+            if same and len(rows) == len(lines) and _possible(fast):
+                self._extend(fast)
+                return
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            pass  # the slow way below finds the line and says what is wrong with it
+        for at, row in enumerate(lines, start=line):
+            if row.strip():
+                self._add_checked(at, self._json_row(at, row))
+
+    def _json_row(self, line: int, text: str) -> dict[str, Any]:
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise TraceError(
+                self.name, line, f"is not a JSON object: {error}. The file may be cut off here."
+            ) from error
+        if not isinstance(record, dict):
+            raise TraceError(
+                self.name, line, f"is a {type(record).__name__}; each line is one JSON object."
+            )
+        if set(record) != set(self.header):
+            differ = ", ".join(map(repr, sorted(set(record) ^ set(self.header))))
+            raise TraceError(
+                self.name, line, f"differs from the first line in its fields: {differ}."
+            )
+        return {column: record[column] for column in self.columns}
+
+    def add_rows(self, line: int | None, rows: Sequence[Sequence[Any]]) -> None:
+        """Append rows of Python values, in header order."""
+        for row in rows:
+            self._add_checked(line, {column: row[at] for column, at in self._index.items()})
+
+    def _add_checked(self, line: int | None, row: dict[str, Any]) -> None:
+        for column, value in row.items():
+            row[column] = check_value(self.name, line, column, value)
+        for problem in cross_faults(row):
+            raise TraceError(self.name, line, problem)
+        for column, value in row.items():
+            self.columns[column].append(value)
+
+    def _extend(self, fast: dict[str, array[Any]]) -> None:
+        for column, values in fast.items():
+            self.columns[column].extend(values)
+
+
+def _number_of(name: str, line: int, column: str, text: str) -> Any:
+    kind: Callable[[str], Any] = float if column == "t_s" else int
+    wanted = "seconds" if column == "t_s" else "a whole number"
+    try:
+        if not text.isascii() or "_" in text:
+            raise ValueError
+        return kind(text)
+    except ValueError:  # also a number of thousands of digits
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise TraceError(name, line, f"{column} must be {wanted}, got {shown!r}.") from None
+
+
+def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
+    """Return a value as its column holds it.
+
+    Raises:
+        TraceError: It is of the wrong type, not finite, negative or too large.
+    """
+    if column == "t_s":
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TraceError(name, line, f"t_s must be seconds, got {value!r}.")
+        if not math.isfinite(value) or value < 0:
+            raise TraceError(name, line, f"t_s must be finite and not negative, got {value!r}.")
+        return float(value)
+    if column == "uniform_decode" and isinstance(value, bool):
+        value = int(value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TraceError(name, line, f"{column} must be a whole number, got {value!r}.")
+    value = operator.index(value)
+    most = 1 if column == "uniform_decode" else MAX_COUNT
+    if not 0 <= value <= most:
+        shown = value if abs(value) < 10**30 else "a number of more than 30 digits"
+        raise TraceError(name, line, f"{column} must be 0 to {most}, got {shown}.")
+    return value
+
+
+def cross_faults(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is impossible about one step, as text."""
+    tokens = row[REQUIRED_COLUMN]
+    for column in ("num_reqs", "max_query_len"):
+        if column in row and row[column] > tokens:
+            yield (
+                f"{column} is {row[column]} with only {tokens} tokens in the step. A request "
+                "runs at least one token."
+            )
+    if row.get("uniform_decode") and "num_reqs" in row and "max_query_len" in row:
+        if row["num_reqs"] * row["max_query_len"] != tokens:
+            yield (
+                f"uniform_decode is 1, so num_tokens must be num_reqs x max_query_len = "
+                f"{row['num_reqs']} x {row['max_query_len']}, got {tokens}. num_tokens is "
+                "counted before padding."
+            )
+
+
+def _possible(columns: Mapping[str, array[Any]]) -> bool:
+    """Whether all values of a block are possible; says not which are not."""
+    tokens = columns[REQUIRED_COLUMN]
+    if not tokens:
+        return True
+    for column, values in columns.items():
+        if column == "t_s":
+            if not all(map(math.isfinite, values)) or min(values) < 0:
+                return False
+        elif min(values) < 0 or max(values) > (1 if column == "uniform_decode" else MAX_COUNT):
+            return False
+    for column in ("num_reqs", "max_query_len"):
+        if column in columns and any(map(operator.gt, columns[column], tokens)):
+            return False
+    if "uniform_decode" in columns and "num_reqs" in columns and "max_query_len" in columns:
+        product = map(operator.mul, columns["num_reqs"], columns["max_query_len"])
+        wrong = map(operator.ne, product, tokens)
+        return not any(map(operator.and_, columns["uniform_decode"], wrong))
+    return True

@@ -1,0 +1,369 @@
+"""Counts instead of steps: vLLM's printed CUDA graph statistics, and plain histograms.
+
+Both say how often each batch size came, not in which order. A plan can be made from them;
+validating one needs the order, which only a step trace has.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+import attrs
+
+from dispatchkit.errors import TraceError, nearest_names
+from dispatchkit.observe.trace import MAX_COUNT, StepTrace, read_trace
+from dispatchkit.observe.trace_files import DEFAULT_MAX_BYTES, iter_line_blocks, trace_name
+
+__all__ = [
+    "CudagraphStatRow",
+    "CudagraphStats",
+    "SizeHistogram",
+    "StepKind",
+    "read_cudagraph_stats",
+    "read_histogram",
+    "read_workload",
+]
+
+
+@attrs.frozen(order=True)
+class StepKind:
+    """What tells steps apart for a planner.
+
+    Attributes:
+        num_tokens: Tokens before padding.
+        uniform: Uniform decode; None when not known.
+        num_active_loras: Active adapters.
+    """
+
+    num_tokens: int
+    uniform: bool | None = None
+    num_active_loras: int = 0
+
+
+@attrs.frozen
+class SizeHistogram:
+    """How many steps of each kind there were.
+
+    Attributes:
+        counts: Steps per kind.
+        source: Where it came from, for messages.
+    """
+
+    counts: Mapping[StepKind, int]
+    source: str = "<memory>"
+
+    @classmethod
+    def from_trace(cls, trace: StepTrace) -> SizeHistogram:
+        """Count the steps of a trace; what it did not record stays unknown."""
+        size = len(trace)
+        tokens = trace.column("num_tokens")
+        columns = trace.columns
+        uniform: Iterable[int | None] = (
+            trace.column("uniform_decode") if "uniform_decode" in columns else [None] * size
+        )
+        loras: Iterable[int] = (
+            trace.column("num_active_loras") if "num_active_loras" in columns else [0] * size
+        )
+        rows = Counter(zip(tokens, uniform, loras, strict=True))
+        return cls(
+            {
+                StepKind(n, None if u is None else bool(u), lora): count
+                for (n, u, lora), count in rows.items()
+            },
+            trace.source,
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps counted."""
+        return sum(self.counts.values())
+
+    @property
+    def knows_uniform(self) -> bool:
+        """Whether each kind says if it is uniform decode."""
+        return all(kind.uniform is not None for kind in self.counts)
+
+
+@attrs.frozen
+class CudagraphStatRow:
+    """One line of the table: steps that were padded alike and ran in the same mode.
+
+    Attributes:
+        unpadded: Tokens before padding.
+        padded: Tokens after it.
+        mode: ``FULL``, ``PIECEWISE`` or ``NONE``.
+        count: Steps.
+    """
+
+    unpadded: int
+    padded: int
+    mode: str
+    count: int
+
+
+@attrs.frozen
+class CudagraphStats:
+    """What vLLM printed about its CUDA graphs, all tables of a log together.
+
+    Attributes:
+        rows: Lines of the tables, in order; equal ones of several tables stay apart.
+        config_mode: The configured mode (``FULL_AND_PIECEWISE``, ...); "" where not printed.
+        capture_sizes: The configured capture sizes; empty where not printed.
+        source: Where it came from, for messages.
+    """
+
+    rows: tuple[CudagraphStatRow, ...]
+    config_mode: str = ""
+    capture_sizes: tuple[int, ...] = ()
+    source: str = "<memory>"
+
+    def histogram(self) -> SizeHistogram:
+        """Return how often each size came.
+
+        The table has no column for uniform decode. Under ``FULL_AND_PIECEWISE`` and
+        ``FULL_DECODE_ONLY`` a FULL graph serves uniform decode only, and a PIECEWISE one is
+        taken as mixed (a uniform batch falls there only above the largest decode graph); a
+        step without a graph stays unknown.
+        """
+        counts: Counter[StepKind] = Counter()
+        apart = self.config_mode in {"FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"}
+        meaning = {"FULL": True, "PIECEWISE": False} if apart else {}
+        for row in self.rows:
+            counts[StepKind(row.unpadded, meaning.get(row.mode))] += row.count
+        return SizeHistogram(dict(counts), self.source)
+
+    @property
+    def waste_pct(self) -> float:
+        """Padded tokens per cent of the real ones, over the steps that replayed a graph."""
+        graphed = [row for row in self.rows if row.mode != "NONE"]
+        real = sum(row.unpadded * row.count for row in graphed)
+        padding = sum((row.padded - row.unpadded) * row.count for row in graphed)
+        return 100.0 * padding / real if real else 0.0
+
+
+_STAT_HEADER = ("unpadded tokens", "padded tokens", "num paddings", "runtime mode", "count")
+_MODES = ("FULL", "NONE", "PIECEWISE")
+
+
+def read_cudagraph_stats(
+    path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
+) -> CudagraphStats:
+    """Read the statistics table that vLLM prints with ``--cudagraph-metrics``.
+
+    The file may be a whole server log: lines that belong to no table are passed over, and a
+    logger's prefix before a table's line is allowed. vLLM starts each table anew, so the
+    tables of a log add up.
+
+    Args:
+        path: The log or table, plain or gzip.
+        max_bytes: Most bytes of text to read.
+
+    Raises:
+        TraceError: No table is in it, or a line of one is damaged.
+
+    Source: vLLM 0.14 to 0.33, ``vllm/compilation/cuda_graph.py`` (settings as a list, then a
+        table with the five columns Unpadded Tokens, Padded Tokens, Num Paddings, Runtime
+        Mode, Count).
+    """
+    name = trace_name(path)
+    rows: list[CudagraphStatRow] = []
+    config_mode, in_table, seen_header = "", False, False
+    sizes: tuple[int, ...] = ()
+    for first, lines in iter_line_blocks(path, max_bytes=max_bytes):
+        for line, text in enumerate(lines, start=first):
+            if match := re.search(r"- Mode: (?:\w+\.)?(\w+)\s*$", text):
+                config_mode = match[1]
+            elif match := re.search(r"- Capture sizes: \[([\d, ]*)\]", text):
+                sizes = tuple(int(size) for size in match[1].split(",") if size.strip())
+            cells = _table_cells(text)
+            if cells is None:
+                in_table = False
+            elif tuple(cell.lower() for cell in cells) == _STAT_HEADER:
+                in_table = seen_header = True
+            elif in_table and not all(set(cell) <= set("-:") for cell in cells):
+                rows.append(_stat_row(name, line, cells))
+            elif not in_table and _near_header(cells):
+                raise TraceError(
+                    name,
+                    line,
+                    f"a table with columns {', '.join(cells)}; vLLM's are "
+                    f"{', '.join(_STAT_HEADER)}.",
+                )
+    if not seen_header:
+        raise TraceError(
+            name,
+            None,
+            "has no CUDA graph statistics table. vLLM prints one with --cudagraph-metrics, "
+            f"under the columns {', '.join(_STAT_HEADER)}.",
+        )
+    if not rows:
+        raise TraceError(name, None, "has a CUDA graph statistics table without lines.")
+    return CudagraphStats(tuple(rows), config_mode, sizes, name)
+
+
+def _table_cells(text: str) -> list[str] | None:
+    start, end = text.find("|"), text.rfind("|")
+    if start < 0 or end <= start:
+        return None
+    return [cell.strip() for cell in text[start + 1 : end].split("|")]
+
+
+def _near_header(cells: list[str]) -> bool:
+    return sum(bool(nearest_names(c.lower(), _STAT_HEADER, limit=1)) for c in cells) >= 3
+
+
+def _stat_row(name: str, line: int, cells: list[str]) -> CudagraphStatRow:
+    if len(cells) != len(_STAT_HEADER):
+        raise TraceError(
+            name, line, f"{len(cells)} cells in a table of {len(_STAT_HEADER)} columns."
+        )
+    numbers = {
+        column: _whole(name, line, column, cell)
+        for column, cell in zip(_STAT_HEADER, cells, strict=True)
+        if column != "runtime mode"
+    }
+    unpadded, padded = numbers["unpadded tokens"], numbers["padded tokens"]
+    if padded - unpadded != numbers["num paddings"] or padded < unpadded:
+        raise TraceError(
+            name,
+            line,
+            f"num paddings must be padded - unpadded = {padded} - {unpadded}, "
+            f"got {numbers['num paddings']}.",
+        )
+    mode = cells[3].rpartition(".")[2].upper()
+    if mode not in _MODES:
+        raise TraceError(
+            name, line, f"runtime mode must be one of {', '.join(_MODES)}, got {cells[3]!r}."
+        )
+    return CudagraphStatRow(unpadded, padded, mode, numbers["count"])
+
+
+def _whole(name: str, line: int, column: str, text: str) -> int:
+    try:
+        if not text.isascii() or "_" in text:
+            raise ValueError
+        value = int(text)
+    except ValueError:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise TraceError(name, line, f"{column} must be a whole number, got {shown!r}.") from None
+    if not 0 <= value <= MAX_COUNT:
+        raise TraceError(name, line, f"{column} must be 0 to {MAX_COUNT}, got {value:.6g}.")
+    return value
+
+
+# -- histograms ---------------------------------------------------------------------------
+
+_SIZE_NAMES = ("num_tokens", "size")
+_HISTOGRAM_COLUMNS = (*_SIZE_NAMES, "count", "uniform_decode", "num_active_loras")
+
+
+def read_histogram(
+    path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
+) -> SizeHistogram:
+    """Read a histogram: CSV with a size (``size`` or ``num_tokens``) and a ``count``.
+
+    ``uniform_decode`` (0 or 1) and ``num_active_loras`` may be there too. Equal lines add up.
+
+    Args:
+        path: The file, plain or gzip.
+        max_bytes: Most bytes of text to read.
+
+    Raises:
+        TraceError: A column is missing or unknown, a value is not possible, or there is none.
+    """
+    name = trace_name(path)
+    counts: Counter[StepKind] = Counter()
+    header: tuple[str, ...] | None = None
+    for line, text in _numbered(path, max_bytes):
+        cells = [cell.strip() for cell in text.split(",")]
+        if header is None:
+            header = _histogram_header(name, line, cells)
+            continue
+        if len(cells) != len(header):
+            cut = " The file may be cut off here." if len(cells) < len(header) else ""
+            raise TraceError(
+                name, line, f"{len(cells)} columns, the first line names {len(header)}.{cut}"
+            )
+        row = {
+            column: _whole(name, line, column, cell)
+            for column, cell in zip(header, cells, strict=True)
+        }
+        uniform = row.get("uniform_decode")
+        if uniform not in (None, 0, 1):
+            raise TraceError(name, line, f"uniform_decode must be 0 or 1, got {uniform}.")
+        size = row[next(column for column in _SIZE_NAMES if column in row)]
+        kind = StepKind(
+            size, None if uniform is None else bool(uniform), row.get("num_active_loras", 0)
+        )
+        counts[kind] += row["count"]
+    if header is None:
+        raise TraceError(name, None, "is empty. A histogram starts with the line `size,count`.")
+    if not counts:
+        raise TraceError(name, None, "has a header but no sizes.")
+    return SizeHistogram(dict(counts), name)
+
+
+def _numbered(path: str | os.PathLike[str], max_bytes: int) -> Iterator[tuple[int, str]]:
+    for first, lines in iter_line_blocks(path, max_bytes=max_bytes):
+        for line, text in enumerate(lines, start=first):
+            if text.strip():
+                yield line, text
+
+
+def _histogram_header(name: str, line: int, cells: list[str]) -> tuple[str, ...]:
+    for column in cells:
+        if column not in _HISTOGRAM_COLUMNS:
+            near = nearest_names(column, _HISTOGRAM_COLUMNS, limit=1)
+            guess = f" Did you mean {near[0]!r}?" if near else ""
+            raise TraceError(
+                name,
+                line,
+                f"unknown column {column!r}.{guess} Columns of a histogram: "
+                f"{', '.join(_HISTOGRAM_COLUMNS)}.",
+            )
+        if cells.count(column) > 1:
+            raise TraceError(name, line, f"column {column!r} is there twice.")
+    if "count" not in cells or sum(column in cells for column in _SIZE_NAMES) != 1:
+        raise TraceError(
+            name, line, f"a histogram needs `count` and one of {', '.join(_SIZE_NAMES)}."
+        )
+    return tuple(cells)
+
+
+# -- whichever it is ----------------------------------------------------------------------
+
+
+def read_workload(
+    path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
+) -> StepTrace | SizeHistogram:
+    """Read a step trace, a histogram or vLLM's table, told apart by the content.
+
+    Args:
+        path: The file, plain or gzip.
+        max_bytes: Most bytes of text to read.
+
+    Raises:
+        TraceError: It is none of them, or a damaged one.
+    """
+    name = trace_name(path)
+    for _, text in _numbered(path, max_bytes):
+        cells = [cell.strip() for cell in text.split(",")]
+        if text.lstrip().startswith("{") or {"step", "t_s"} & set(cells):
+            return read_trace(path, max_bytes=max_bytes)
+        if "count" in cells:
+            return read_histogram(path, max_bytes=max_bytes)
+        break
+    else:
+        raise TraceError(name, None, "is empty.")
+    if "," in text and "|" not in text and any(nearest_names(c, ("num_tokens",)) for c in cells):
+        return read_trace(path, max_bytes=max_bytes)
+    try:
+        return read_cudagraph_stats(path, max_bytes=max_bytes).histogram()
+    except TraceError as error:
+        if error.line is not None or "|" in text:
+            raise
+        # No table in it: most likely a trace with a wrong first line, so say that.
+        return read_trace(path, max_bytes=max_bytes)

@@ -1,0 +1,103 @@
+"""How much more fits into a step for free.
+
+A step that will be padded to a bucket costs the same with the padding put to use. A scheduler
+that has work waiting can ask how many tokens, or requests, it may add before the bucket
+changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from dispatchkit.errors import DescriptorError
+
+__all__ = ["Hint", "free_tokens", "hint"]
+
+
+@attrs.frozen
+class Hint:
+    """What fits into the bucket of a step.
+
+    Attributes:
+        bucket: Size that the step is padded to; None where it is too large for any.
+        free_tokens: Tokens that can be added at no cost.
+        free_requests: Requests of ``query_len`` tokens each that can be added at no cost.
+        shrink_by: Tokens to leave out to reach the next smaller bucket; None where there is
+            none.
+    """
+
+    bucket: int | None
+    free_tokens: int
+    free_requests: int
+    shrink_by: int | None
+
+
+def free_tokens(table: Sequence[int], num_tokens: int) -> int:
+    """Return how many tokens fit into the bucket for free; 0 above the largest bucket.
+
+    One list access and a subtraction: cheap enough for every scheduling decision.
+
+    Args:
+        table: Padding table, index 0..largest size (``dispatchkit.keys.padding_table``).
+        num_tokens: Tokens of the step so far, at least 0.
+
+    Example:
+        >>> from dispatchkit.keys import padding_table
+        >>> free_tokens(padding_table((1, 2, 4, 8)), 5)
+        3
+    """
+    if 0 <= num_tokens < len(table):
+        return table[num_tokens] - num_tokens
+    if num_tokens < 0:
+        raise DescriptorError("num_tokens", num_tokens, "at least 0")
+    return 0
+
+
+def hint(
+    table: Sequence[int],
+    num_tokens: int,
+    *,
+    query_len: int = 1,
+    num_reqs: int | None = None,
+    max_num_seqs: int | None = None,
+) -> Hint:
+    """Return what fits into the bucket of a step.
+
+    Args:
+        table: Padding table, index 0..largest size (``dispatchkit.keys.padding_table``).
+        num_tokens: Tokens of the step so far.
+        query_len: Tokens of one more request.
+        num_reqs: Requests of the step so far; only looked at with ``max_num_seqs``.
+        max_num_seqs: Most requests of a step.
+
+    Raises:
+        DescriptorError: A number is negative, or query_len is not at least 1.
+    """
+    if query_len < 1:
+        raise DescriptorError("query_len", query_len, "at least 1")
+    free = free_tokens(table, num_tokens)
+    requests = free // query_len
+    if max_num_seqs is not None:
+        if num_reqs is None or num_reqs < 0:
+            raise DescriptorError("num_reqs", num_reqs, "given with max_num_seqs, at least 0")
+        requests = min(requests, max(0, max_num_seqs - num_reqs))
+    inside = num_tokens < len(table)
+    bucket = table[num_tokens] if inside else None
+    return Hint(bucket, free, requests, _shrink(table, num_tokens))
+
+
+def _shrink(table: Sequence[int], num_tokens: int) -> int | None:
+    """Return how far down the next smaller bucket is, by bisection over the table."""
+    if num_tokens >= len(table):
+        return num_tokens - (len(table) - 1) if len(table) > 1 else None
+    bucket = table[num_tokens]
+    low, high = 0, num_tokens  # the first size of this bucket lies in (low, high]
+    while low < high:
+        middle = (low + high) // 2
+        if table[middle] < bucket:
+            low = middle + 1
+        else:
+            high = middle
+    return num_tokens - (low - 1) if low > 1 else None

@@ -1,0 +1,258 @@
+"""Exact optimal sets of capture sizes, by dynamic programming.
+
+The problem: batches of many sizes come, few sizes can be captured, and a batch runs at the
+smallest captured size that holds it. Which sizes cost least? Let ``cost[i, j]`` be the cost of
+all batches that the i-th candidate size serves when the next smaller captured size is
+candidate ``j - 1`` (``j = 0``: none). The best set of k sizes that ends at candidate i is the
+best set of k - 1 sizes that ends at ``j - 1`` plus ``cost[i, j]``, minimised over j. The last
+size is always the largest candidate, so every set covers the same batches.
+
+One pass gives the whole curve k = 1..K. Its cost is K x M^2 / 2 for M candidates; with costs
+that grow with the padded size the best ``j`` never moves down, neither along i nor along k,
+and most of that work is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from dispatchkit.errors import ConfigError
+
+__all__ = [
+    "BoolArray",
+    "FloatArray",
+    "IntArray",
+    "SizeCurve",
+    "best_sizes_within",
+    "padding_costs",
+    "require_sizes",
+    "served_costs",
+    "size_curve",
+]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+_ROWS = 64  # rows handled at once; more waste the narrow windows, fewer are all overhead
+
+
+def padding_costs(candidates: IntArray, demand: FloatArray) -> FloatArray:
+    """Return the cost matrix whose unit is tokens run, padding included.
+
+    Args:
+        candidates: Ascending sizes that may be captured.
+        demand: Batches per size, index 0..largest candidate; entry 0 is not looked at.
+
+    Shapes: candidates (M,), demand (N + 1,) -> (M, M); entry [i, j] is inf for j > i.
+    """
+    below = np.concatenate([[0.0], np.cumsum(demand[1:])])[candidates]  # batches <= candidate
+    before = np.concatenate([[0.0], below[:-1]])
+    cost: FloatArray = candidates[:, None] * (below[:, None] - before[None, :])
+    cost[np.triu_indices(len(candidates), 1)] = np.inf
+    return cost
+
+
+def served_costs(candidates: IntArray, demand: FloatArray, cost_at: FloatArray) -> FloatArray:
+    """Return the cost matrix for any cost of running a batch of n at candidate i.
+
+    Args:
+        candidates: Ascending sizes that may be captured.
+        demand: Batches per size, index 0..largest candidate.
+        cost_at: Cost of one batch of size n when candidate i serves it; entries with
+            n > candidate are not looked at.
+
+    Shapes: candidates (M,), demand (N + 1,), cost_at (M, N + 1) -> (M, M).
+    """
+    total = np.cumsum(cost_at * demand[None, :], axis=1)  # (M, N + 1), over sizes <= n
+    before = np.concatenate([[0], candidates[:-1]])  # sizes up to here are served smaller
+    served = total[np.arange(len(candidates)), candidates]
+    cost: FloatArray = served[:, None] - total[:, before]
+    cost[np.triu_indices(len(candidates), 1)] = np.inf
+    return cost
+
+
+def require_sizes(cost: FloatArray, candidates: IntArray, required: Sequence[int]) -> FloatArray:
+    """Return the costs under which every optimal set contains the required sizes.
+
+    Passing over a required size is made impossible.
+
+    Raises:
+        ConfigError: A required size is no candidate.
+    """
+    wanted = np.isin(candidates, np.asarray(required, dtype=np.int64))
+    if wanted.sum() != len(set(required)):
+        odd = sorted(set(required) - set(candidates.tolist()))
+        raise ConfigError("required sizes", odd, "among the candidate sizes")
+    passed = np.concatenate([[0], np.cumsum(wanted)])  # required ones among the first j
+    skips = passed[:-1, None] - passed[None, :-1]  # required ones in candidates j..i-1
+    return np.where(skips > 0, np.inf, cost)
+
+
+@attrs.frozen(eq=False)
+class SizeCurve:
+    """The best set of sizes for each number of sizes.
+
+    Attributes:
+        candidates: Sizes that were considered.
+        costs: Least cost with k sizes, at index k - 1; inf where k sizes cannot do it.
+        back: For each k and each last candidate, where its predecessor ends (the j above).
+    """
+
+    candidates: IntArray
+    costs: FloatArray
+    back: tuple[IntArray, ...]
+
+    def __len__(self) -> int:
+        return len(self.back)
+
+    def sizes(self, num_sizes: int) -> tuple[int, ...]:
+        """Return the best set of exactly that many sizes, ascending."""
+        chosen: list[int] = []
+        at = len(self.candidates) - 1
+        for level in range(num_sizes - 1, -1, -1):
+            chosen.append(int(self.candidates[at]))
+            at = int(self.back[level][at]) - 1
+        return tuple(reversed(chosen))
+
+
+def size_curve(
+    candidates: IntArray, cost: FloatArray, max_sizes: int, *, monotone: bool = True
+) -> SizeCurve:
+    """Return the best sets of 1..max_sizes sizes.
+
+    Args:
+        candidates: Ascending sizes that may be captured; the last one is in every set.
+        cost: Cost matrix as from ``padding_costs`` or ``served_costs``.
+        max_sizes: Largest number of sizes, at most the number of candidates.
+        monotone: A batch never costs less at a larger candidate. Then the best predecessor
+            is monotone and most candidates need no look. Must be False otherwise, and with
+            required sizes.
+
+    Shapes: candidates (M,), cost (M, M).
+    """
+    count = len(candidates)
+    if not 1 <= max_sizes <= count:
+        raise ConfigError("max_sizes", max_sizes, f"1 to {count}, the candidate sizes")
+    best = cost[:, 0].copy()
+    back = np.zeros(count, dtype=np.int64)
+    backs, costs = [back], [best[-1]]
+    for _ in range(1, max_sizes):
+        # reach[j]: cost of the best set of one size fewer that ends at candidate j - 1.
+        reach = np.concatenate([[np.inf], best[:-1]])
+        best = np.empty(count)
+        previous, back = back, np.empty(count, dtype=np.int64)
+        for start in range(0, count, _ROWS):
+            end = min(start + _ROWS, count)
+            low = int(previous[start:end].min()) if monotone else 0
+            sums = cost[start:end, low:end] + reach[low:end]
+            pick = sums.argmin(axis=1)
+            back[start:end] = pick + low
+            best[start:end] = sums[np.arange(end - start), pick]
+        backs.append(back)
+        costs.append(best[-1])
+    return SizeCurve(candidates, np.array(costs), tuple(backs))
+
+
+def best_sizes_within(
+    candidates: IntArray,
+    cost: FloatArray,
+    price: FloatArray,
+    budget: float,
+    *,
+    setting: str = "budget",
+    units: int = 128,
+) -> tuple[tuple[int, ...], float]:
+    """Return the sizes of least cost whose prices add up to at most a budget, and that cost.
+
+    The budget is never exceeded. The answer is exact where all prices are equal, and where
+    prices rounded down to 1/units of the budget give a set that fits it; otherwise it is
+    exact for prices rounded up.
+
+    Args:
+        candidates: Ascending sizes that may be captured; the last one is always taken.
+        cost: Cost matrix.
+        price: What capturing each candidate takes (bytes, seconds), at least 0.
+        budget: Sum allowed, above 0.
+        setting: Name of the budget, for the message.
+        units: Steps that the budget is divided into.
+
+    Raises:
+        ConfigError: The budget does not hold even the largest size alone.
+
+    Shapes: candidates (M,), cost (M, M), price (M,).
+    """
+    if not price[-1] <= budget:
+        raise ConfigError(
+            setting,
+            budget,
+            f"at least {price[-1]:g}, the price of the largest size alone "
+            f"({int(candidates[-1])} tokens)",
+            "Raise it, or lower the largest size.",
+        )
+    count = len(candidates)
+    if price.min() == price.max():
+        # A hair below the next whole number is that number: 3 x 0.1 is 0.30000000000000004.
+        affordable = count if not price[0] else int(budget / price[0] + 1e-9)
+        curve = size_curve(candidates, cost, min(count, affordable), monotone=False)
+        best = int(curve.costs.argmin())
+        return curve.sizes(best + 1), float(curve.costs[best])
+    scaled = price * (units / budget)
+    sizes, least = _knapsack(candidates, cost, np.floor(scaled + 1e-9), units)
+    by_size = dict(zip(candidates.tolist(), price.tolist(), strict=True))
+    if sum(by_size[size] for size in sizes) <= budget * (1 + 1e-12):
+        return sizes, least  # the best of more sets than are allowed, and allowed itself
+    return _knapsack(candidates, cost, np.ceil(scaled - 1e-9), units)
+
+
+def _knapsack(
+    candidates: IntArray, cost: FloatArray, weights: FloatArray, units: int
+) -> tuple[tuple[int, ...], float]:
+    """Return the sizes of least cost whose whole-number weights add up to at most units."""
+    weight = np.maximum(weights, 0).astype(np.int64)
+    count = len(candidates)
+    best = np.full((units + 1, count), np.inf)
+    back = np.zeros((units + 1, count), dtype=np.int64)
+    free = np.flatnonzero(weight == 0)
+    by_weight = [(int(w), np.flatnonzero(weight == w)) for w in np.unique(weight) if w > 0]
+    for spent in range(units + 1):
+        for w, rows in by_weight:
+            if w <= spent:
+                _relax(rows, cost, best[spent - w], best, back, spent)
+        for row in free:  # those extend sets of the same price, smaller candidates first
+            _relax(np.array([row]), cost, best[spent], best, back, spent)
+        if spent:  # unspent budget is allowed
+            cheaper = best[spent - 1] < best[spent]
+            best[spent] = np.where(cheaper, best[spent - 1], best[spent])
+            back[spent] = np.where(cheaper, -1, back[spent])
+    chosen: list[int] = []
+    at, spent = count - 1, units
+    while at >= 0:
+        while back[spent][at] == -1:
+            spent -= 1
+        chosen.append(int(candidates[at]))
+        smaller = int(back[spent][at]) - 1
+        spent -= int(weight[at])
+        at = smaller
+    return tuple(reversed(chosen)), float(best[units][-1])
+
+
+def _relax(
+    rows: IntArray,
+    cost: FloatArray,
+    smaller: FloatArray,
+    best: FloatArray,
+    back: IntArray,
+    spent: int,
+) -> None:
+    reach = np.concatenate([[0.0], smaller[:-1]])  # no smaller size at all costs nothing
+    first, last = int(rows[0]), int(rows[-1]) + 1
+    block = cost[first:last] if last - first == len(rows) else cost[rows]
+    sums = block[:, :last] + reach[:last]  # a candidate has no predecessor above itself
+    pick = sums.argmin(axis=1)
+    best[spent][rows] = sums[np.arange(len(rows)), pick]
+    back[spent][rows] = pick
