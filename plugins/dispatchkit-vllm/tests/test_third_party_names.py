@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dispatchkit.errors import ConfigError, DescriptorError, DispatchkitError
+from dispatchkit.errors import (
+    ConfigError,
+    DescriptorError,
+    DispatchkitError,
+    RegistrationError,
+)
 
 from dispatchkit_vllm.facade.policies import (
     AdaptiveDispatchPolicy,
@@ -128,11 +133,74 @@ def test_eager_has_no_graph_and_an_empty_range_is_refused():
         DefaultDispatchPolicy(9, 8)
 
 
+# -- several dispatchers ------------------------------------------------------------------
+
+
+def with_graphs(name: str, *sizes: int) -> CudagraphDispatcher:
+    made = CudagraphDispatcher(lambda key: f"{name} eager")
+    for size in sizes:
+        made.register_graph(create_dispatch_key(size), lambda: name)
+    return made
+
+
+def test_the_highest_priority_with_a_graph_runs_the_batch():
+    both = CompositeDispatcher()
+    both.add_dispatcher("low", with_graphs("low", 1, 2), priority=1)
+    both.add_dispatcher("high", with_graphs("high", 2, 3), priority=5)
+    both.add_dispatcher("later", with_graphs("later", 2, 3), priority=5)
+    answers = [both.dispatch(create_dispatch_key(n)) for n in (1, 2, 3, 4)]
+    assert answers == ["low", "high", "high", "high eager"]
+
+
+def test_a_composite_of_one_is_that_one():
+    one = CompositeDispatcher()
+    one.add_dispatcher("only", with_graphs("only", 2))
+    assert [one.dispatch(create_dispatch_key(n)) for n in (2, 3)] == ["only", "only eager"]
+
+
+def test_a_dispatcher_that_raises_when_asked_is_passed_over_and_counted(caplog):
+    class Broken:
+        def has_graph(self, key):
+            raise RuntimeError("broken")
+
+    both = CompositeDispatcher()
+    both.add_dispatcher("broken", Broken(), priority=9)
+    both.add_dispatcher("sound", with_graphs("sound", 2))
+    assert both.dispatch(create_dispatch_key(2)) == "sound"
+    assert both.faults == {"broken": 1, "sound": 0}
+    assert "broken" in caplog.text
+
+
+def test_a_batch_that_fails_is_not_run_again_elsewhere():
+    runs = []
+
+    def fail():
+        runs.append("first")
+        raise RuntimeError("launch refused")
+
+    first = CudagraphDispatcher(lambda key: None)
+    first.register_graph(create_dispatch_key(2), fail)
+    both = CompositeDispatcher()
+    both.add_dispatcher("first", first, priority=1)
+    both.add_dispatcher("second", with_graphs("second", 2))
+    with pytest.raises(RuntimeError, match="launch refused"):
+        both.dispatch(create_dispatch_key(2))
+    assert runs == ["first"]
+
+
+def test_an_empty_composite_and_a_name_taken_are_refused():
+    both = CompositeDispatcher()
+    with pytest.raises(ConfigError, match="add_dispatcher"):
+        both.dispatch(create_dispatch_key(2))
+    both.add_dispatcher("one", with_graphs("one"))
+    with pytest.raises(RegistrationError, match="'one' is taken"):
+        both.add_dispatcher("one", with_graphs("one"))
+
+
 @pytest.mark.parametrize(
     ("make", "policy"),
     [
         (AdaptiveDispatchPolicy, "adaptive"),
-        (CompositeDispatcher, "composite"),
         (lambda: StreamDispatcher(print, 2), "multistream"),
     ],
 )

@@ -16,12 +16,7 @@ from typing import Any
 import attrs
 
 from dispatchkit_vllm.conformance._configuration import check_mode, check_resolution, check_sizes
-from dispatchkit_vllm.conformance._dispatchers import (
-    KINDS,
-    check_dispatcher,
-    check_drafter,
-    check_manager,
-)
+from dispatchkit_vllm.conformance._dispatchers import KINDS, check_dispatcher
 from dispatchkit_vllm.conformance._records import (
     Findings,
     FormatError,
@@ -30,6 +25,7 @@ from dispatchkit_vllm.conformance._records import (
     kind_of,
     parse,
 )
+from dispatchkit_vllm.conformance._variants import check_drafter, check_manager
 
 __all__ = ["CHECKS", "FileReport", "FormatError", "Mismatch", "RecordReport", "check_file"]
 

@@ -12,15 +12,7 @@ import attrs
 from dispatchkit.keys import CUDAGraphMode, padding_table, round_sizes_for_query_len
 
 from dispatchkit_vllm.conformance._records import Fields, Findings, FormatError, attempt
-from dispatchkit_vllm.facade import (
-    drafter,
-    lora_count,
-    v0_11,
-    v0_11_1,
-    v0_13,
-    v0_33,
-    v0_33_manager,
-)
+from dispatchkit_vllm.facade import lora_count, v0_11, v0_11_1, v0_13, v0_33
 
 Record = Mapping[str, Any]
 
@@ -39,7 +31,7 @@ class Kind:
         parts: Fields of a record that ran to its end.
         optional: Fields that such a record may lack.
         descending: Sizes are stored from the largest down.
-        sorts_sizes: The configuration layer puts sizes in order.
+        pads: The dispatcher pads; otherwise it is given a padded descriptor.
     """
 
     module: Any
@@ -160,18 +152,18 @@ def check_dispatcher(record: Record, found: Findings) -> None:
         found.compare("max_size", record["max_size"], largest)
 
     config = config_for(cfg, sizes, largest)
-    dispatcher = _build(lambda: kind.module.CudagraphDispatcher(config), record, found)
+    dispatcher = build(lambda: kind.module.CudagraphDispatcher(config), record, found)
     if dispatcher is None:
         return
     if cfg["initialize"]:
         length = cfg.get("init_query_len", cfg["query_len"])
-        error = _error_of(lambda: dispatcher.initialize_cudagraph_keys(_mode(cfg), length))
+        error = error_of(lambda: dispatcher.initialize_cudagraph_keys(mode_of(cfg), length))
         found.compare_error("init_error", record.get("init_error"), error)
         if error is not None or "init_error" in record:
             before = record.get("keys_before_error", {})
-            found.compare("keys_before_error", before, _keys(dispatcher))
+            found.compare("keys_before_error", before, keys_of(dispatcher))
             return
-    found.compare("keys", record["keys"], _keys(dispatcher))
+    found.compare("keys", record["keys"], keys_of(dispatcher))
     # The newest release has a table of its own, the others read the configuration's.
     table = config.compilation_config.bs_to_padded_graph_size
     table = getattr(dispatcher, "padding_table", None) or table
@@ -193,18 +185,21 @@ def _on(cfg: Record) -> bool:
     return bool(cfg["initialize"]) and cfg["mode"] != "NONE"
 
 
-def _mode(cfg: Record) -> CUDAGraphMode:
+def mode_of(cfg: Record) -> CUDAGraphMode:
+    """Return the mode that keys are initialised with."""
     return CUDAGraphMode.parse(cfg["mode"])
 
 
-def _build(make: Callable[[], Any], record: Record, found: Findings) -> Any:
+def build(make: Callable[[], Any], record: Record, found: Findings) -> Any:
+    """Return a dispatcher, or None where its construction ends the record."""
     dispatcher: list[Any] = []
-    error = _error_of(lambda: dispatcher.append(make()))
+    error = error_of(lambda: dispatcher.append(make()))
     found.compare_error("construct_error", record.get("construct_error"), error)
     return None if error is not None or "construct_error" in record else dispatcher[0]
 
 
-def _error_of(call: Callable[[], Any]) -> Exception | None:
+def error_of(call: Callable[[], Any]) -> Exception | None:
+    """Return what a call raises, or None."""
     try:
         call()
     except Exception as error:  # noqa: BLE001 - any exception is a result to compare
@@ -212,15 +207,16 @@ def _error_of(call: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def _keys(dispatcher: Any) -> dict[str, list[Any]]:
+def keys_of(dispatcher: Any) -> dict[str, list[Any]]:
+    """Return the registered keys by mode, without empty modes."""
     keys = {
-        str(mode): [_plain(each) for each in descriptors]
+        str(mode): [plain(each) for each in descriptors]
         for mode, descriptors in dispatcher.cudagraph_keys.items()
     }
     return {mode: descriptors for mode, descriptors in keys.items() if descriptors}
 
 
-def _plain(descriptor: Any) -> list[Any] | None:
+def plain(descriptor: Any) -> list[Any] | None:
     """A descriptor as the records write it: an array, truth values as numbers."""
     if descriptor is None:
         return None
@@ -235,9 +231,10 @@ def _as_pairs(order: Any) -> Any:
     return order
 
 
-def _result(answer: Any) -> list[Any]:
+def result_of(answer: Any) -> list[Any]:
+    """Return a dispatch result as the records write it."""
     mode, descriptor = answer
-    return [str(mode), _plain(descriptor)]
+    return [str(mode), plain(descriptor)]
 
 
 def _compare_groups(groups: Any, kind: Kind, dispatcher: Any, found: Findings) -> None:
@@ -257,7 +254,7 @@ def _call(kind: Kind, dispatcher: Any, num_tokens: int, given: Record) -> Callab
         flags = [bool(given[name]) for name in kind.group if name != "cascade"]
         descriptor = kind.module.BatchDescriptor(num_tokens, *flags)
         cascade = (bool(given["cascade"]),) if "cascade" in given else ()
-        return lambda: _result(dispatcher.dispatch(descriptor, *cascade))
+        return lambda: result_of(dispatcher.dispatch(descriptor, *cascade))
     options: dict[str, Any] = {"has_lora": bool(given["has_lora"])}
     if "disable_full" in given:
         options["disable_full"] = bool(given["disable_full"])
@@ -266,7 +263,7 @@ def _call(kind: Kind, dispatcher: Any, num_tokens: int, given: Record) -> Callab
     for name in ("valid", "invalid"):
         if given.get(name) is not None:
             options[f"{name}_modes"] = frozenset(map(CUDAGraphMode.parse, given[name]))
-    return lambda: _result(dispatcher.dispatch(num_tokens, bool(given["uniform"]), **options))
+    return lambda: result_of(dispatcher.dispatch(num_tokens, bool(given["uniform"]), **options))
 
 
 def _compare_flow(
@@ -287,146 +284,3 @@ def _compare_flow(
         )
         got += [padded, *(answer if isinstance(answer, list) else [answer])]
     found.compare(f"flow num_tokens={num_tokens}", expected, got)
-
-
-# -- the manager of the second model runner -----------------------------------------------
-
-_MANAGER = Fields.of("id cfg lora_cases capture dispatch")
-_MANAGER_CFG = Fields.of(
-    "mode sizes max_num_seqs query_len varlen_decode lora max_loras specialize_lora "
-    "specialize_active_lora captured"
-)
-
-
-def check_manager(record: Record, found: Findings) -> None:
-    """Compare a record of the graph manager."""
-    _MANAGER.check(record["id"], record)
-    cfg = _MANAGER_CFG.check("cfg", record["cfg"])
-    sizes = sorted(set(cfg["sizes"]))
-    manager = v0_33_manager.CudaGraphManager(
-        config_for(cfg, sizes, max(sizes, default=0)),
-        "cpu",
-        _mode(cfg),
-        cfg["query_len"],
-        varlen_decode=cfg["varlen_decode"],
-    )
-    manager.graphs_captured = cfg["captured"]
-    found.compare("lora_cases", record["lora_cases"], manager.lora_capture_cases)
-    captured = {
-        str(mode): [_execution(each) for each in descriptors]
-        for mode, descriptors in manager.capture_descs.items()
-    }
-    found.compare("capture", record["capture"], captured)
-    for row in record["dispatch"]:
-        num_reqs, num_tokens, uniform, loras, longest, *expected = row
-        answer = manager.dispatch(num_reqs, num_tokens, uniform, loras, longest)
-        found.compare(f"dispatch {row[:5]}", expected, [str(answer.cg_mode), *_execution(answer)])
-
-
-def _execution(descriptor: Any) -> list[Any]:
-    return [
-        descriptor.num_tokens,
-        descriptor.num_reqs,
-        descriptor.uniform_token_count,
-        descriptor.max_query_len,
-        descriptor.num_active_loras,
-    ]
-
-
-# -- the drafter --------------------------------------------------------------------------
-
-_DRAFTER_CFG = Fields.of(
-    "config_mode mode sizes uniform_sizes disable_uniform_alignment max_num_seqs query_lens tp "
-    "sequence_parallel is_drafter piecewise_compiled initialize"
-)
-_DRAFTER_PARTS = "keys capture_cases dispatch padded plans"
-_DRAFTER_GROUP = Fields.of("uniform uniform_query_len cascade r")
-_DRAFTER_PADDED = Fields.of("uniform uniform_query_len r")
-
-
-def check_drafter(record: Record, found: Findings) -> None:
-    """Compare a record of the dispatcher with several uniform query lengths."""
-    cfg = _DRAFTER_CFG.check("cfg", record["cfg"])
-    ends = [name for name in ("construct_error", "init_error") if name in record]
-    begins = "id cfg final_sizes final_uniform_sizes"
-    if ends:
-        Fields.of(f"{begins} {' '.join(ends)}").check(record["id"], record)
-    else:
-        # Cases are listed only where keys were initialised.
-        parts = _DRAFTER_PARTS if cfg["initialize"] else _DRAFTER_PARTS.replace("capture_cases", "")
-        Fields.of(f"{begins} {parts}", "capture_cases").check(record["id"], record)
-    sizes = sorted(set(cfg["sizes"]))
-    found.compare("final_sizes", record["final_sizes"], sizes)
-    aligned = sorted(set(cfg["uniform_sizes"]))
-    found.compare("final_uniform_sizes", record["final_uniform_sizes"], aligned)
-    config = config_for(cfg, sizes, max(sizes, default=0))
-    dispatcher = _build(
-        lambda: drafter.CudagraphDispatcher(config, is_drafter=cfg["is_drafter"]), record, found
-    )
-    if dispatcher is None:
-        return
-    if cfg["initialize"]:
-        error = _error_of(
-            lambda: dispatcher.initialize_cudagraph_keys(_mode(cfg), cfg["query_lens"])
-        )
-        found.compare_error("init_error", record.get("init_error"), error)
-        if error is not None or "init_error" in record:
-            return
-    found.compare("keys", record["keys"], _keys(dispatcher))
-    for uniform, query_len, *expected in record.get("capture_cases", ()):
-        got = attempt(expected[0], partial(_cases, dispatcher, uniform, query_len))
-        got = got if isinstance(got, list) else [got]
-        found.compare(f"capture_cases {uniform, query_len}", expected, got)
-    for group in record["dispatch"]:
-        _DRAFTER_GROUP.check("dispatch", group)
-        for num_tokens, *expected in group["r"]:
-            descriptor = drafter.BatchDescriptor(
-                num_tokens, bool(group["uniform"]), group["uniform_query_len"]
-            )
-            got = attempt(
-                expected[0],
-                partial(_dispatched, dispatcher, descriptor, bool(group["cascade"])),
-            )
-            got = got if isinstance(got, list) else [got]
-            found.compare(f"dispatch {descriptor} cascade={group['cascade']}", expected, got)
-    for group in record["padded"]:
-        _DRAFTER_PADDED.check("padded", group)
-        for num_tokens, *expected in group["r"]:
-            asked = (num_tokens, bool(group["uniform"]), group["uniform_query_len"])
-            got = attempt(
-                expected[0],
-                partial(_as_list, dispatcher.cudagraph_padded_num_tokens, *asked),
-            )
-            got = got if isinstance(got, list) else [got]
-            found.compare(f"padded {asked}", expected, got)
-    for row in record["plans"]:
-        _compare_plan(row, dispatcher, found)
-
-
-def _as_list(call: Callable[..., Any], *args: Any) -> list[Any]:
-    return list(call(*args))
-
-
-def _dispatched(dispatcher: Any, *args: Any) -> list[Any]:
-    return _result(dispatcher.dispatch(*args))
-
-
-def _cases(dispatcher: Any, uniform: Any, query_len: int) -> list[Any]:
-    sizes, descriptors, mode = dispatcher.get_capture_cases(bool(uniform), query_len)
-    return [sizes, [_plain(each) for each in descriptors], str(mode)]
-
-
-def _compare_plan(row: Any, dispatcher: Any, found: Findings) -> None:
-    num_tokens, num_reqs, longest, cascade, uniform, described, *plan = row
-    batch = (num_tokens, num_reqs, longest)
-    got = attempt(uniform, lambda: list(dispatcher.caculate_uniform_decode(*batch)))
-    found.compare(f"uniform {batch}", uniform, got)
-    got = attempt(described, lambda: list(dispatcher.get_local_batch_description(*batch)))
-    found.compare(f"description {batch}", described, got)
-
-    def planned() -> list[Any]:
-        mode, descriptor, tokens = dispatcher.fast_plan(*batch, bool(cascade))
-        return [str(mode), _plain(descriptor), tokens]
-
-    got = attempt(plan[0], planned)
-    found.compare(f"plan {batch} cascade={cascade}", plan, got if isinstance(got, list) else [got])

@@ -1,14 +1,15 @@
 """Names of a third party's dispatcher that keeps graphs, policies and statistics together.
 
 Only the names are published, with no behaviour to compare with; what they do here is what
-their documentation says, over dispatchkit's registry. Learning, composing and several
-streams are policies of other distributions, and their names say so until those are there.
+their documentation says, over dispatchkit's registry. Learning and several streams are policies of
+other distributions, and their names here say so.
 """
 
 from __future__ import annotations
 
 import abc
 import enum
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import attrs
 
 from dispatchkit import BatchDescriptor, GraphKey, GraphRegistry, RuntimeMode
-from dispatchkit.errors import ConfigError, DispatchkitError
+from dispatchkit.errors import ConfigError, DispatchkitError, RegistrationError
 from dispatchkit.keys import check_count
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "create_dispatch_key",
     "get_padded_key",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 class NotBuiltError(DispatchkitError, NotImplementedError):
@@ -328,10 +331,54 @@ class AdaptiveDispatchPolicy(DefaultDispatchPolicy):
 
 
 class CompositeDispatcher:
-    """Asks several dispatchers by priority; brought by the policy ``composite``."""
+    """Asks several dispatchers, the highest priority first.
+
+    The first that has a graph for the key runs the batch. Where none has one, the first of
+    all runs it eager. Of equal priorities the one added earlier goes first.
+
+    Attributes:
+        faults: How often each dispatcher raised when asked; it is passed over then.
+    """
 
     def __init__(self) -> None:
-        raise NotBuiltError("CompositeDispatcher", "composite")
+        self._members: list[tuple[int, int, str, Any]] = []
+        self.faults: dict[str, int] = {}
+
+    def add_dispatcher(self, name: str, dispatcher: Any, priority: int = 0) -> None:
+        """Add a dispatcher: anything with ``has_graph`` and ``dispatch``.
+
+        Raises:
+            RegistrationError: The name is taken.
+        """
+        if name in self.faults:
+            taken = ", ".join(sorted(self.faults))
+            raise RegistrationError(f"{name!r} is taken; there are {taken}. Choose another name.")
+        self.faults[name] = 0
+        self._members.append((-priority, len(self._members), name, dispatcher))
+        self._members.sort(key=lambda member: member[:2])
+
+    def dispatch(self, key: DispatchKey) -> Any:
+        """Run a batch in the first dispatcher that has a graph for it; return its result.
+
+        What raises while it runs is the caller's: no batch is run twice.
+
+        Raises:
+            ConfigError: There is no dispatcher.
+        """
+        if not self._members:
+            raise ConfigError("dispatchers", 0, "at least one", "Use add_dispatcher first.")
+        for _, _, name, dispatcher in self._members:
+            if self._has_graph(name, dispatcher, key):
+                return dispatcher.dispatch(key)
+        return self._members[0][3].dispatch(key)
+
+    def _has_graph(self, name: str, dispatcher: Any, key: DispatchKey) -> bool:
+        try:
+            return bool(dispatcher.has_graph(key))
+        except Exception:  # noqa: BLE001 - one broken member does not stop the others
+            self.faults[name] += 1
+            _log.exception("Dispatcher %r was passed over for %s", name, key)
+            return False
 
 
 class StreamDispatcher:
