@@ -9,20 +9,30 @@ import torch
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.errors import CaptureError
 
-# In the text of CUDA's errors 900 and 901: the capture is void after either.
-_REFUSED_BY_DRIVER = ("when stream is capturing", "previous error during capture")
+# In the text of CUDA's errors 900 and 901, after which the capture is void, and of torch's
+# own check of copies, which keeps it whole.
+_NOT_CAPTURABLE = (
+    "when stream is capturing",
+    "previous error during capture",
+    "Cannot copy between CPU and CUDA tensors during CUDA graph capture",
+)
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 
 
-def forget_frames(error: BaseException) -> None:
+def forget_frames(error: BaseException, handled: BaseException | None) -> None:
     """Drop the local variables of the frames an error came through.
 
     Whoever keeps the error as the reason of a failed key would otherwise keep every tensor
     that the callable held when it failed.
+
+    Args:
+        error: The error of the capture.
+        handled: What the caller was handling when the capture began (``sys.exception()``);
+            it is in the error's context, and not the capture's to touch.
     """
     chain: list[BaseException] = []
     current: BaseException | None = error
-    while current is not None and current not in chain:
+    while current is not None and current is not handled and current not in chain:
         chain.append(current)
         traceback.clear_frames(current.__traceback__)
         current = current.__cause__ or current.__context__
@@ -39,7 +49,7 @@ def capture_error(error: BaseException) -> CaptureError:
             reason="host_sync",
         )
     text = str(error)
-    if isinstance(error, RuntimeError) and any(words in text for words in _REFUSED_BY_DRIVER):
+    if isinstance(error, RuntimeError) and any(words in text for words in _NOT_CAPTURABLE):
         return CaptureError(
             f"The function did something that a stream cannot capture: {text.splitlines()[0]}. "
             "Typical are copies to or from ordinary host memory, waits for the device inside "

@@ -6,6 +6,7 @@ Source for what a graph may hold and do: torch's documentation, "CUDA semantics"
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -19,19 +20,16 @@ from dispatchkit.backends.capture_errors import capture_error, forget_frames
 from dispatchkit.backends.capture_guard import (
     capturing_device,
     exclusive_capture,
-    is_any_capturing,
     refuse_in_capture,
     refuse_nested,
 )
-from dispatchkit.backends.cuda_capture import CaptureWatch, close_pool_if_open, repair
+from dispatchkit.backends.cuda_capture import CaptureAttempt
 from dispatchkit.backends.cuda_device import device_index, require_cuda
-from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury
+from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury, return_idle_memory
 from dispatchkit.backends.cuda_streams import CudaEvent, CudaStream, UseStream, make_current
+from dispatchkit.backends.cuda_watch import CaptureWatch
 from dispatchkit.backends.warmup import run_warmup
-from dispatchkit.errors import (
-    CaptureError,
-    ConfigError,
-)
+from dispatchkit.errors import CaptureError, ConfigError
 
 # torch hands out streams of one priority from a ring of 32; a 33rd is the first one again.
 MAX_STREAMS = 32
@@ -159,16 +157,8 @@ class CudaBackend:
         torch keeps the memory of an unused pool until it needs it; asking here gives it back
         to the device, unless a capture is running. Not for the hot path.
         """
-        if not pool.graphs and not is_any_capturing():
-            bury()
-            torch.cuda.empty_cache()
-        return sum(
-            int(segment["total_size"])
-            for handle in pool.handles
-            for segment in torch.cuda.memory_snapshot(handle)
-            if segment["device"] == self._index
-            and tuple(segment.get("segment_pool_id", handle)) == tuple(handle)
-        )
+        return_idle_memory()
+        return int(pool.reserved_bytes(self._index))
 
     # -- graphs -------------------------------------------------------------------------
 
@@ -205,10 +195,28 @@ class CudaBackend:
             CaptureError: With reason ``host_sync``, ``out_of_memory``, ``nested`` or
                 ``error``; its ``__cause__`` is the original exception. Nothing outside
                 has changed.
-            ConfigError: A generator is not one of this device.
+            ConfigError: A generator is not one of this device, or the stream is the
+                device's default one.
         """
         own_generators = self._check_generators(generators)
         refuse_nested(self.torch_device)
+        self._refuse_foreign_capture()
+        return_idle_memory()
+        handled = sys.exception()
+        try:
+            with exclusive_capture(self.torch_device), UseStream(stream.raw):
+                if stream.handle == torch.cuda.default_stream(self._index).cuda_stream:
+                    raise ConfigError(
+                        "stream",
+                        "the default stream",
+                        "a stream of new_stream(), since a device captures no other",
+                    )
+                self._refuse_foreign_capture()
+                return self._capture(run, stream.raw, pool, own_generators, handled)
+        finally:
+            bury()
+
+    def _refuse_foreign_capture(self) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 f"A capture on {self.torch_device!r} was begun on a stream that somebody else "
@@ -216,11 +224,6 @@ class CudaBackend:
                 "outer capture records it.",
                 reason="nested",
             )
-        try:
-            with exclusive_capture(self.torch_device), UseStream(stream.raw):
-                return self._capture(run, stream.raw, pool, own_generators)
-        finally:
-            bury()
 
     def _capture(
         self,
@@ -228,13 +231,12 @@ class CudaBackend:
         stream: torch.cuda.Stream,
         pool: CudaPool,
         generators: list[Any],
+        handled: BaseException | None,
     ) -> CudaGraph:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        for generator in generators:
-            graph.register_generator_state(generator)
         watch = CaptureWatch()
+        attempt = CaptureAttempt(stream, pool, generators, self._mode)
         outputs: Any = None
-        failure = self._begin(graph, pool)
+        failure = attempt.begin()
         if failure is None:
             try:
                 if self._refuse_host_syncs:
@@ -246,11 +248,10 @@ class CudaBackend:
             except BaseException as error:  # noqa: BLE001 - raised below, once it has ended
                 failure = error
             make_current(stream)  # the callable may have left another one
-            failure = self._end(graph, pool, generators, failure)
+            failure = attempt.end(failure)
         if failure is not None:
             outputs = None
-            forget_frames(failure)
-            graph.reset()
+            forget_frames(failure, handled)
             try:
                 if not isinstance(failure, Exception):
                     raise failure
@@ -259,51 +260,15 @@ class CudaBackend:
                 del failure  # or frame and error would hold each other
         default = torch.cuda.default_generators[self._index]
         return CudaGraph(
-            graph,
+            attempt.graph,
             outputs,
             pool,
+            attempt.handle,
             host_tensors=watch.host_tensors,
             generators=[default, *generators],
             # Unwatched, nobody knows: the first replay tells.
             draws=watch.draws or not self._refuse_host_syncs,
         )
-
-    def _begin(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> BaseException | None:
-        """Begin the capture; return what went wrong."""
-        try:
-            graph.capture_begin(pool=pool.handle, capture_error_mode=self._mode)
-        except RuntimeError as error:
-            close_pool_if_open(self._index, pool.handle)
-            return error
-        return None
-
-    def _end(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        pool: CudaPool,
-        generators: list[Any],
-        failure: BaseException | None,
-    ) -> BaseException | None:
-        """End the capture and make it launchable; return the first thing that went wrong."""
-        try:
-            graph.capture_end()
-        except RuntimeError as error:
-            usable = repair(
-                graph,
-                device_index=self._index,
-                handle=pool.handle,
-                generators=generators,
-                mode=self._mode,
-            )
-            if not usable:
-                pool.give_up_handle()
-            return failure or error
-        if failure is None:
-            try:
-                graph.instantiate()
-            except RuntimeError as error:
-                return error
-        return failure
 
     def _check_generators(self, generators: Iterable[Any]) -> list[Any]:
         own = list(generators)

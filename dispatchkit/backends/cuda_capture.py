@@ -2,185 +2,224 @@
 
 Two kinds of failure differ. An exception of Python leaves the capture whole: it is ended and
 its graph thrown away. A call that the driver refuses voids the capture: ending it fails, and
-torch then leaves open what it would have closed after the end (torch 2.11 to 2.13,
-aten/src/ATen/cuda/CUDAGraph.cpp, ``capture_end``):
+torch then leaves accounts open that it closes at a good end (aten/src/ATen/cuda/CUDAGraph.cpp,
+``capture_end``). In torch 2.11: the device's and the host's allocator still send the capture's
+allocations to the graph's pool, the pool counts one user too many, so that its memory never
+comes back, and the generators believe that they are being captured, so that eager draws raise.
+In 2.13 only the count of users is wrong.
 
-- the allocator still sends this stream's allocations to the graph's pool,
-- the pool counts one user too many, so its memory never comes back,
-- up to 2.11 the generators still believe that they are being captured, and eager draws raise.
-
-So most such calls are refused before the driver sees them (``CaptureWatch``), and what is
-left open otherwise is closed by ``repair``.
+So most such calls are refused before the driver sees them (cuda_watch.py). After one that
+was not, ``repair`` puts an empty capture in the place of the voided one: torch ends that one
+and closes its accounts itself. No account of torch is ever changed from here: where this way
+fails, a graph and a pool are given up instead.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
+import warnings
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from dispatchkit.backends.capture_guard import HostSyncError
-from dispatchkit.backends.host_sync import HostSyncGuard, run_composite, sync_of
+from dispatchkit.backends.cuda_driver import (
+    DriverCallError,
+    begin_stream_capture,
+    leave_stream_capture,
+)
+from dispatchkit.backends.cuda_graph import Burial, CudaPool
 
 _logger = logging.getLogger(__name__)
 
-# Graphs whose capture could not be ended. The allocators' filters may still point into them.
+# Graphs whose capture could not be begun or ended: the allocators may still ask them which
+# streams they capture, so they must never be destroyed.
 _doomed: list[torch.cuda.CUDAGraph] = []
 
-_COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
 
+class CaptureAttempt:
+    """One capture from its beginning to its end, good or bad, on the current stream.
 
-class CaptureWatch(TorchDispatchMode):
-    """Refuses what would void a capture, and notes what the graph must hold.
+    Args:
+        stream: The stream, which is the current one.
+        pool: Where the graph's memory comes from.
+        generators: Those to register, the default one apart.
+        mode: The capture error mode.
 
     Attributes:
-        first_error: The first refused call, also where the callable swallowed it.
-        draws: An operation was seen that may draw.
-        host_tensors: Host memory that captured copies read or write.
+        graph: The graph.
+        handle: Torch's handle of the pool, once it has begun.
     """
 
-    supports_higher_order_operators = True
+    def __init__(
+        self, stream: torch.cuda.Stream, pool: CudaPool, generators: list[Any], mode: str
+    ) -> None:
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self.handle: Any = None
+        self._stream = stream
+        self._pool = pool
+        self._generators = generators
+        self._mode = mode
+        for generator in generators:
+            self.graph.register_generator_state(generator)
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.first_error: HostSyncError | None = None
-        self.draws = False
-        self.host_tensors: list[torch.Tensor] = []
+    def begin(self) -> BaseException | None:
+        """Begin; return what went wrong, after which there is nothing to end."""
+        with self._pool.guard:
+            self.handle = self._pool.take()
+            try:
+                self.graph.capture_begin(pool=self.handle, capture_error_mode=self._mode)
+            except RuntimeError as error:
+                give_up(self.graph, self._stream.device_index, self.handle)
+                self._pool.start_anew()
+                failure = error
+            else:
+                return None
+        settle_generators(self._stream.device_index, self._generators, self._mode)
+        return failure
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled: this mode only looks."""
-        return True
+    def end(self, failure: BaseException | None) -> BaseException | None:
+        """End, and make the graph launchable; return the first thing that went wrong.
 
-    def note_error(self, error: HostSyncError) -> None:
-        """Remember a refused call: the capture is lost even if the callable goes on."""
-        self.first_error = self.first_error or error
+        Args:
+            failure: What the callable raised.
+        """
+        try:
+            if failure is None:
+                self.graph.capture_end()
+            else:
+                end_failed_capture(self.graph)
+        except RuntimeError as error:
+            self._close_voided()
+            return failure or error
+        except Warning as warning:  # of an empty graph, where warnings are errors
+            failure = failure or warning
+        if failure is None:
+            try:
+                self.graph.instantiate()
+            except RuntimeError as error:
+                failure = error
+        if failure is not None:
+            self._discard()
+        return failure
 
-    def raise_swallowed_error(self) -> None:
-        """Raise a refused call that the callable caught."""
-        if self.first_error is not None:
-            raise self.first_error
+    def _close_voided(self) -> None:
+        state = repair(
+            self.graph,
+            stream=self._stream,
+            handle=self.handle,
+            generators=self._generators,
+            mode=self._mode,
+        )
+        if state is PoolState.WHOLE:
+            self._discard()
+        elif state is PoolState.LOST:
+            with self._pool.guard:
+                self._pool.start_anew()
 
-    def watching(self) -> ExitStack:
-        """Return a context in which everything this thread calls is watched."""
-        stack = ExitStack()
-        stack.enter_context(HostSyncGuard(self.note_error, "cuda"))
-        stack.enter_context(self)
-        return stack
+    def _discard(self) -> None:
+        Burial(self.graph, self._pool, self.handle).perform()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)
-        on_device = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tree_leaves(args))
-        error = sync_of(func, args) if on_device else None  # host tensors may be read
-        error = error or self._host_copy(func, args, kwargs)
-        if error is not None:
-            self.note_error(error)
-            raise error
-        result = run_composite(self, func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws = True
-        return func(*args, **kwargs)
 
-    def _host_copy(self, func: Any, args: Any, kwargs: Any) -> HostSyncError | None:
-        """Return the error for a copy that waits; hold the host memory of one that does not."""
-        name = func._schema.name
-        if name not in _COPIES:
-            return None
-        tensors = [x for x in args[:2] if isinstance(x, torch.Tensor)]
-        kinds = {tensor.device.type for tensor in tensors}
-        if name == "aten::_to_copy" and kwargs.get("device") is not None:
-            kinds.add(torch.device(kwargs["device"]).type)
-        if not {"cpu", "cuda"} <= kinds:
-            return None
-        non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-        if not non_blocking:
-            return HostSyncError(
-                "a copy between host and device",
-                "it waits; use pinned memory and non_blocking=True",
-            )
-        self.host_tensors += [tensor for tensor in tensors if tensor.device.type == "cpu"]
-        return None
+class PoolState(enum.Enum):
+    """What a pool is worth after a capture into it failed."""
+
+    WHOLE = "whole"
+    """As before; the graph may be reset."""
+    PINNED = "pinned"
+    """It can be captured into, but its memory stays with the process."""
+    LOST = "lost"
+    """It cannot be captured into again."""
+
+
+def end_failed_capture(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture whose graph is not wanted; that it may be empty is nobody's concern.
+
+    Raises:
+        RuntimeError: The capture was voided; see ``repair``.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        graph.capture_end()
 
 
 def repair(
     graph: torch.cuda.CUDAGraph,
     *,
-    device_index: int,
+    stream: torch.cuda.Stream,
     handle: Any,
     generators: Iterable[Any],
     mode: str,
-) -> bool:
-    """Close what a capture left open whose end failed; the current stream is its stream.
+) -> PoolState:
+    """Close what a capture left open whose end failed.
 
     Args:
-        graph: The graph that could not be ended; it is kept for good, without memory.
-        device_index: The device.
+        graph: The graph that could not be ended.
+        stream: The stream it was captured on; it is the current one.
         handle: The pool captured into.
         generators: The registered generators, the default one apart.
         mode: The capture error mode.
-
-    Returns:
-        Whether the pool can be captured into again.
     """
-    graph.reset()
+    try:
+        leave_stream_capture(stream.cuda_stream)
+        begin_stream_capture(stream.cuda_stream, mode)
+        end_failed_capture(graph)
+    except RuntimeError as error:
+        _logger.debug("A voided capture could not be ended in another's place: %s", error)
+    else:
+        return PoolState.WHOLE
+    with suppress(DriverCallError):
+        leave_stream_capture(stream.cuda_stream)
+    give_up(graph, stream.device_index, handle)
+    if _capture_little(stream.device_index, handle, generators, mode):
+        _logger.warning(
+            "A capture was voided by the driver. The memory of graph pool %s stays reserved "
+            "while the process runs.",
+            handle,
+        )
+        return PoolState.PINNED
+    _logger.warning(
+        "A capture was voided by the driver, and graph pool %s is given up: its memory stays "
+        "reserved, and later graphs share a new pool.",
+        handle,
+    )
+    settle_generators(stream.device_index, generators, mode)
+    return PoolState.LOST
+
+
+def give_up(graph: torch.cuda.CUDAGraph, device_index: int, handle: Any) -> None:
+    """Keep a graph for good whose capture could not be begun or ended."""
     _doomed.append(graph)
-    close_pool(device_index, handle)
-    # A capture that succeeds resets the generators and shows that the pool still works.
-    try:
-        _capture_little(device_index, handle, generators, mode)
-    except RuntimeError as error:
-        _logger.warning("Graph pool %s is given up after a failed capture: %s", handle, error)
-        close_pool_if_open(device_index, handle)
-        try:
-            _capture_little(device_index, torch.cuda.graph_pool_handle(), generators, mode)
-        except RuntimeError as again:
-            _logger.critical("The device captures no more after a failed capture: %s", again)
-        return False
-    return True
-
-
-def close_pool(device_index: int, handle: Any) -> None:
-    """Close a pool whose capture began and could not be ended."""
-    _end_allocation(device_index, handle)
-    try:
-        torch._C._cuda_releasePool(device_index, handle)
-    except RuntimeError as error:
-        _logger.debug("Pool %s had no use to take back: %s", handle, error)
-
-
-def close_pool_if_open(device_index: int, handle: Any) -> None:
-    """Close a pool whose capture could not begin, if the beginning came as far as that."""
-    if _end_allocation(device_index, handle):
-        torch._C._cuda_releasePool(device_index, handle)
-
-
-def _end_allocation(device_index: int, handle: Any) -> bool:
-    try:
+    # Left open, no memory that two streams used would come back. It erases or raises.
+    with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device_index, handle)
-    except RuntimeError as error:
-        _logger.debug("Pool %s was not open any more: %s", handle, error)
-        return False
-    return True
 
 
-def _capture_little(device_index: int, handle: Any, generators: Iterable[Any], mode: str) -> None:
-    """Capture one small kernel and throw it away."""
+def settle_generators(device_index: int, generators: Iterable[Any], mode: str) -> None:
+    """Take generators out of capture mode, by a capture into a pool of its own that works."""
+    if not _capture_little(device_index, torch.cuda.graph_pool_handle(), generators, mode):
+        _logger.critical(
+            "After a voided capture this process can neither capture nor draw random numbers "
+            "on cuda:%d any more; start it again.",
+            device_index,
+        )
+
+
+def _capture_little(device_index: int, handle: Any, generators: Iterable[Any], mode: str) -> bool:
+    """Capture one small kernel and throw it away; return whether that worked."""
     spare = torch.zeros(1, device=f"cuda:{device_index}")
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     for generator in generators:
         graph.register_generator_state(generator)
-    graph.capture_begin(pool=handle, capture_error_mode=mode)
     try:
+        graph.capture_begin(pool=handle, capture_error_mode=mode)
         spare.fill_(1.0)
-    finally:
         graph.capture_end()
-        graph.reset()
+    except RuntimeError as error:
+        _logger.debug("No capture into pool %s: %s", handle, error)
+        give_up(graph, device_index, handle)
+        return False
+    graph.reset()
+    return True

@@ -2,52 +2,119 @@
 
 from __future__ import annotations
 
-import weakref
+import logging
+import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dispatchkit.backends.capture_guard import is_any_capturing
 from dispatchkit.errors import ReplayError
 
+_logger = logging.getLogger(__name__)
+
 # Graphs let go of while a capture was running: destroying one calls the driver, which could
 # void that capture. They are destroyed after it.
-_graveyard: list[Any] = []
+_graveyard: deque[Burial] = deque()
+
+# Whether torch keeps memory of pools that no graph uses any more.
+_memory_lies_idle = threading.Event()
+
+
+class Burial(NamedTuple):
+    """A graph to destroy, and the pool that it then uses no more."""
+
+    graph: torch.cuda.CUDAGraph
+    pool: CudaPool
+    handle: Any
+
+    def perform(self) -> None:
+        """Destroy the graph."""
+        with self.pool.guard:
+            self.graph.reset()
+            self.pool.give_back(self.handle)
 
 
 def bury() -> None:
     """Destroy the graphs that were let go of, unless a capture is running."""
-    while _graveyard and not is_any_capturing():
-        _graveyard.pop().reset()
+    while not is_any_capturing():
+        try:
+            burial = _graveyard.popleft()
+        except IndexError:
+            return
+        burial.perform()
+
+
+def return_idle_memory() -> None:
+    """Give memory of unused pools back to the device, unless a capture is running.
+
+    Torch would do so when memory runs out, but not in a capture. It waits for the device.
+    """
+    bury()
+    if not _memory_lies_idle.is_set() or is_any_capturing():
+        return
+    _memory_lies_idle.clear()
+    try:
+        torch.cuda.empty_cache()
+    except RuntimeError as error:  # somebody captures past us
+        _memory_lies_idle.set()
+        _logger.debug("Memory of unused graph pools is not given back yet: %s", error)
 
 
 class CudaPool:
     """A private memory pool; its graphs must not run at the same time.
 
+    Torch frees a pool for good once its last graph is gone, and refuses captures into it from
+    then on (torch 2.11 to 2.13, an internal assertion): a pool here is a row of torch's, one
+    after the other.
+
     Attributes:
-        handle: torch's pool handle for the next capture.
-        graphs: The live graphs.
+        guard: Held while a graph begins or ends to use the pool, so that torch's count of
+            users and the one here cannot differ.
     """
 
     def __init__(self) -> None:
-        self.handle = self._new_handle()
-        self.graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
-        self._given_up: list[Any] = []
+        self.guard = threading.RLock()
+        self._handle: Any = torch.cuda.graph_pool_handle()
+        self._uses = 0
+        self._earlier: set[Any] = set()
 
-    @staticmethod
-    def _new_handle() -> Any:
-        return torch.cuda.graph_pool_handle()
+    def take(self) -> Any:
+        """Return torch's handle for one more capture; it counts until it is given back."""
+        self._uses += 1
+        return self._handle
 
-    @property
-    def handles(self) -> list[Any]:
-        """All handles that memory of this pool goes by."""
-        return [self.handle, *self._given_up]
+    def give_back(self, handle: Any) -> None:
+        """Take one graph off the count; with the last one torch's pool is done for."""
+        if handle != self._handle:
+            _memory_lies_idle.set()
+            return
+        self._uses -= 1
+        if self._uses == 0:
+            _memory_lies_idle.set()
+            self.start_anew()
 
-    def give_up_handle(self) -> None:
-        """Capture into a new pool from here on; earlier graphs keep the old one."""
-        self._given_up.append(self.handle)
-        self.handle = self._new_handle()
+    def start_anew(self) -> None:
+        """Capture into a new pool of torch's from here on; graphs keep the one they have."""
+        self._earlier.add(self._handle)
+        self._handle = torch.cuda.graph_pool_handle()
+        self._uses = 0
+
+    def reserved_bytes(self, device_index: int) -> int:
+        """Return the bytes of the device that torch reserves for this pool."""
+        handles = {tuple(self._handle), *map(tuple, self._earlier)}
+        seen: set[tuple[int, int]] = set()
+        total = 0
+        for segment in torch.cuda.memory_snapshot():
+            owner = tuple(segment["segment_pool_id"])
+            if owner in handles and segment["device"] == device_index:
+                seen.add(owner)
+                total += int(segment["total_size"])
+        with self.guard:
+            self._earlier = {handle for handle in self._earlier if tuple(handle) in seen}
+        return total
 
 
 def _refuse_replay() -> None:
@@ -68,6 +135,7 @@ class CudaGraph:
         graph: torch.cuda.CUDAGraph,
         outputs: Any,
         pool: CudaPool,
+        handle: Any,
         *,
         host_tensors: list[torch.Tensor],
         generators: list[Any],
@@ -76,11 +144,11 @@ class CudaGraph:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._outputs = outputs
         self._pool = pool
+        self._handle = handle
         self._host_tensors = host_tensors
         self._generators = generators
         self._draws = draws
         self._launch: Callable[[], None] = self._first_replay if draws else graph.replay
-        pool.graphs.add(self)
 
     @property
     def outputs(self) -> Any:
@@ -141,9 +209,8 @@ class CudaGraph:
         self._launch = _refuse_replay
         self._outputs = None
         self._host_tensors = []
-        self._pool.graphs.discard(self)
         if graph is not None:
-            _graveyard.append(graph)
+            _graveyard.append(Burial(graph, self._pool, self._handle))
             bury()
 
     def __del__(self) -> None:

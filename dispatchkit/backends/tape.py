@@ -14,6 +14,7 @@ turned into tensors inside the callable are baked in.
 from __future__ import annotations
 
 import platform
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -205,6 +206,7 @@ class TapeBackend:
                 has changed.
         """
         held = nullcontext() if self._scheduler is None else self._scheduler.lock
+        handled = sys.exception()
         with exclusive_capture(self.torch_device), held, self.use_stream(stream):
             recorder = Recorder()
             try:
@@ -213,7 +215,7 @@ class TapeBackend:
                     outputs = run()
                 recorder.raise_swallowed_error()
             except Exception as error:
-                forget_frames(error)
+                forget_frames(error, handled)
                 raise capture_error(recorder.first_error or error) from error
             finally:
                 recorder.restore()

@@ -37,7 +37,11 @@ class TestCuda(BackendTests):
 
 
 class TestCudaUnwatched(BackendTests):
-    """Without the watch the driver refuses; everything must be cleaned up all the same."""
+    """Without the watch torch or the driver refuses, or nobody does.
+
+    Everything must be cleaned up all the same. Not promised then: the name of the call, and
+    that a refusal counts which the callable swallowed and which left the capture whole.
+    """
 
     def make_backend(self):
         return cuda_backend(refuse_host_syncs=False)
@@ -53,7 +57,26 @@ class TestCudaUnwatched(BackendTests):
         super().test_calls_that_wait_for_the_device_are_refused(rig, name)
 
     def test_a_refused_call_is_named(self, rig):
-        pytest.skip("names come from the watch, which is off here")
+        """Torch or the driver speaks, and what it said is passed on."""
+        x = rig.zeros(3)
+        with pytest.raises(CaptureError, match=r"stream is capturing|graph capture"):
+            rig.capture(lambda: x.sum().item())
+
+    def test_a_refused_call_that_the_callable_catches_still_fails(self, rig):
+        """Where the driver voided the capture; torch's own refusals leave it whole."""
+        x = rig.zeros(3)
+
+        def run():
+            try:
+                rig.torch.cuda.synchronize()
+            except RuntimeError:
+                return x + 1
+            return x
+
+        with pytest.raises(CaptureError) as caught:
+            rig.capture(run)
+        assert caught.value.reason == "host_sync"
+        assert rig.read(rig.replayed(rig.capture(lambda: x + 1))) == [1.0] * 3
 
     def test_a_graph_says_whether_it_draws(self, rig):
         """Nobody looked at the capture: the first replay tells."""
@@ -175,6 +198,7 @@ def test_memory_of_a_released_pool_comes_back_after_a_voided_capture():
     rig = new_rig(refuse_host_syncs=False)
     torch = rig.torch
     x = rig.zeros(1 << 20)
+    gc.collect()  # graphs of other tests
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
@@ -185,6 +209,104 @@ def test_memory_of_a_released_pool_comes_back_after_a_voided_capture():
     gc.collect()
     assert rig.backend.pool_bytes(rig.pool) == 0
     assert torch.cuda.memory_reserved() == before
+
+
+@pytest.fixture
+def no_driver(monkeypatch):
+    """Make the driver unreachable: voided captures can only be given up."""
+    from dispatchkit.backends import cuda_capture
+    from dispatchkit.backends.cuda_driver import DriverCallError
+
+    def unreachable(*args):
+        raise DriverCallError("on purpose")
+
+    monkeypatch.setattr(cuda_capture, "begin_stream_capture", unreachable)
+    monkeypatch.setattr(cuda_capture, "leave_stream_capture", unreachable)
+
+
+def test_without_the_driver_a_voided_capture_costs_memory_and_says_so(no_driver, caplog):
+    rig = new_rig(refuse_host_syncs=False)
+    torch = rig.torch
+    x = rig.zeros(1 << 12)
+    generator = rig.generator()
+    healthy = rig.capture(lambda: torch.rand(16, device="cuda") + x[:16])
+    for _ in range(3):
+        with pytest.raises(CaptureError) as caught:
+            rig.capture(
+                lambda: torch.rand(4, device="cuda", generator=generator).sum().item(),
+                generators=[generator],
+            )
+        assert caught.value.reason == "host_sync"
+        assert "stays reserved" in caplog.text
+        torch.rand(4, device="cuda")
+        torch.rand(4, device="cuda", generator=generator)
+        healthy.replay()
+        again = rig.capture(lambda: x + 1)
+        assert rig.read(rig.replayed(again)[:1]) == [1.0]
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def test_a_capture_that_cannot_begin_leaves_generators_and_pool_working(monkeypatch):
+    rig = new_rig()
+    torch = rig.torch
+    x = rig.zeros(4)
+    generator = rig.generator()
+    healthy = rig.capture(lambda: x + 1)
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def failing_begin(graph, **options):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin)
+        with torch.cuda.stream(torch.cuda.default_stream()):  # torch refuses that
+            begin(graph, **options)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", failing_begin)
+    with pytest.raises(CaptureError):
+        rig.capture(lambda: x + 1, generators=[generator])
+    torch.rand(4, device="cuda")
+    torch.rand(4, device="cuda", generator=generator)
+    assert rig.read(rig.replayed(healthy)) == [1.0] * 4
+    assert rig.read(rig.replayed(rig.capture(lambda: x + 2))) == [2.0] * 4
+
+
+def test_the_default_stream_is_refused():
+    rig = new_rig()
+    x = rig.zeros(4)
+    with pytest.raises(ConfigError, match="default stream"):
+        rig.backend.capture(
+            lambda: x + 1, stream=rig.backend.current_stream(), pool=rig.backend.new_pool()
+        )
+    rig.torch.rand(4, device="cuda")
+
+
+def test_a_released_pool_is_captured_into_again():
+    rig = new_rig()
+    x = rig.zeros(1 << 20)
+    before = None
+    for value in range(4):
+        graph = rig.capture(lambda value=value: (x + value) * 2)
+        assert rig.read(rig.replayed(graph)[:1]) == [2.0 * value]
+        held = rig.backend.pool_bytes(rig.pool)
+        assert held == (before or held)
+        before = held
+        graph.release()
+        assert rig.backend.pool_bytes(rig.pool) == 0
+
+
+def test_outputs_outlive_their_graph_and_keep_their_memory():
+    rig = new_rig()
+    x = rig.zeros(1 << 20)
+    graph = rig.capture(lambda: (x + 1) * 2)
+    graph.replay()
+    kept = graph.outputs
+    graph.release()
+    other = rig.capture(lambda: (x + 5) * 2)
+    other.replay()
+    assert rig.read(kept[:2]) == [2.0] * 2
+    assert rig.backend.pool_bytes(rig.pool) >= 2 * kept.nbytes
+    del kept
+    other.release()
+    assert rig.backend.pool_bytes(rig.pool) == 0
 
 
 # -- generators ------------------------------------------------------------------------------
@@ -410,6 +532,7 @@ def test_busy_neighbours_do_not_disturb_a_capture():
 def test_a_collection_in_mid_capture_may_let_go_of_old_graphs():
     rig = new_rig()
     x = rig.zeros(4)
+    gc.collect()  # torch's own graphs, of other tests, would void the capture
 
     class Cycle:
         pass

@@ -1,0 +1,66 @@
+"""Beginning and leaving a stream capture by the driver, past torch; no torch here.
+
+Torch ends a capture only together with its own accounts, and where the driver refuses to end
+it (a voided capture), those accounts stay open. An empty capture begun in its place gives
+torch something to end.
+
+Source: CUDA Driver API, "Stream Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import lru_cache
+
+_MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
+
+
+class DriverCallError(RuntimeError):
+    """The driver's library is missing, or a call of it failed."""
+
+
+@lru_cache(maxsize=1)
+def _driver() -> ctypes.CDLL:
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise DriverCallError(f"The driver's library {name} cannot be loaded: {error}") from error
+
+
+def begin_stream_capture(stream: int, mode: str) -> None:
+    """Begin a capture on a stream that is not capturing.
+
+    Args:
+        stream: The raw handle.
+        mode: ``"global"``, ``"thread_local"`` or ``"relaxed"``.
+
+    Raises:
+        DriverCallError: The driver refused, or is not there.
+    """
+    call = _driver().cuStreamBeginCapture_v2
+    result = call(ctypes.c_void_p(stream), ctypes.c_int(_MODES[mode]))
+    if result != 0:
+        raise DriverCallError(f"cuStreamBeginCapture failed with CUDA error {result}")
+
+
+def leave_stream_capture(stream: int) -> None:
+    """End the capture of a stream, valid or void, and throw away what it recorded.
+
+    Does nothing where the stream is not capturing.
+
+    Raises:
+        DriverCallError: The driver is not there.
+    """
+    driver = _driver()
+    status = ctypes.c_int(0)
+    if driver.cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status)) != 0:
+        return
+    if status.value == 0:
+        return
+    graph = ctypes.c_void_p()
+    # Its result says that the capture was void, which is known.
+    driver.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
+    if graph.value:
+        driver.cuGraphDestroy(graph)
