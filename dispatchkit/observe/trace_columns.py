@@ -132,27 +132,46 @@ class ColumnBuilder:
 
     def add_csv(self, line: int, lines: list[str]) -> None:
         """Append lines of CSV; ``line`` is the number of the first."""
-        text = ",".join(lines)
-        width = len(self.header)
-        # int() takes "_" and digits of any script, and a quoted cell may hold a comma.
-        plain = text.isascii() and '"' not in text and "_" not in text
-        if plain and set(map(_COUNT_COMMAS, lines)) == {width - 1}:
-            cells = text.split(",")
-            try:
-                fast = {
-                    column: array("d", map(float, cells[at::width]))
-                    if column == "t_s"
-                    else array("q", map(int, cells[at::width]))
-                    for column, at in self._index.items()
-                }
-                if _possible(fast):
-                    self._extend(fast)
-                    return
-            except (ValueError, OverflowError):
-                pass  # the slow way below finds the line and says what is wrong with it
+        try:
+            fast = self._converted(lines)
+        except (ValueError, OverflowError, RecursionError):
+            fast = None  # the slow way below finds the line and says what is wrong with it
+        if fast is not None and _possible(fast):
+            self._extend(fast)
+            return
         for at, row in enumerate(lines, start=line):
             if row.strip():
                 self._add_checked(at, self._csv_row(at, row))
+
+    def _converted(self, lines: list[str]) -> dict[str, array[Any]] | None:
+        """Return a block as columns, or None where it needs a closer look."""
+        text = ",".join(lines)
+        width = len(self.header)
+        # A quoted cell may hold a comma; int() takes "_" and digits of any script.
+        if '"' in text or "_" in text or not text.isascii():
+            return None
+        if set(map(_COUNT_COMMAS, lines)) != {width - 1}:
+            return None
+        if len(self.columns) < width:  # columns of text between ours
+            cells = text.split(",")
+            return {
+                column: array("d", map(float, cells[at::width]))
+                if column == "t_s"
+                else array("q", map(int, cells[at::width]))
+                for column, at in self._index.items()
+            }
+        # Numbers and commas are a JSON list, and its scanner is twice as fast as int().
+        values = json.loads(f"[{text}]")
+        columns = {column: values[at::width] for column, at in self._index.items()}
+        if len(values) != width * len(lines):
+            return None
+        for column, column_values in columns.items():
+            if not set(map(type, column_values)) <= ({int, float} if column == "t_s" else {int}):
+                return None
+        return {
+            column: array("d" if column == "t_s" else "q", column_values)
+            for column, column_values in columns.items()
+        }
 
     def _csv_row(self, line: int, row: str) -> dict[str, Any]:
         cells = csv_cells(row)
