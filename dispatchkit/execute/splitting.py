@@ -485,6 +485,7 @@ class _Stage:
         returns: For each value handed on, likewise.
         spec: The structure of the step's result, in the last piece.
         also_takes: Further inputs that it is given.
+        failed_at: The operation that raised last, with its line in the user's code.
     """
 
     def __init__(
@@ -502,6 +503,7 @@ class _Stage:
         self.returns: list[tuple[str, Any]] = []
         self.spec: Any = None
         self.also_takes: tuple[str, ...] = ()
+        self.failed_at = ""
 
     def inputs(self) -> list[str]:
         """Return the inputs it needs, by name."""
@@ -524,7 +526,8 @@ class _Stage:
         try:
             made = self.run(*arguments)
         except Exception as error:
-            error.add_note(f"In {self.__name__}{_place_of(error, self.module)}")
+            self.failed_at = _place_of(error, self.module)
+            error.add_note(f"In {self.__name__}: {self.failed_at}")
             raise
         values = [self._value(kind, what, carried, made, inputs) for kind, what in self.returns]
         return tuple(values) if self.spec is None else tree_unflatten(values, self.spec)
@@ -557,18 +560,18 @@ def _place_of(error: BaseException, module: fx.GraphModule) -> str:
     """Return which operation of a piece raised, and the line of the user's that it is from."""
     code = getattr(module.forward, "__code__", None)
     trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code is code:
-            line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
-            name = line.partition(" ")[0].rstrip(":;")
-            for node in module.graph.nodes:
-                if node.name == name:
-                    stack = str(node.meta.get("stack_trace") or "").strip().splitlines()
-                    at = next((one.strip() for one in reversed(stack) if "File" in one), "")
-                    return f", {op_name(node) or name}: {at}" if at else f", {name}"
-            return f": {line}"
+    while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
-    return ""
+    if trace is None:
+        return "code that it was compiled to"
+    line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
+    name = line.partition(" ")[0].rstrip(":;")
+    for node in module.graph.nodes:
+        if node.name == name:
+            stack = str(node.meta.get("stack_trace") or "").strip().splitlines()
+            where = next((one.strip() for one in reversed(stack) if "File" in one), line)
+            return f"{op_name(node) or _function_name(node)} ({where})"
+    return line
 
 
 def _device_of(step: Any, tensors: Mapping[str, torch.Tensor]) -> torch.device:

@@ -18,6 +18,7 @@ import attrs
 import torch
 from torch import fx
 
+from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import ConfigError, InputError, NoGraphError
 from dispatchkit.execute.context import (
     ForwardContext,
@@ -28,7 +29,9 @@ from dispatchkit.execute.inputs import InputSet, StaticInput
 from dispatchkit.execute.pieces import Piece
 from dispatchkit.execute.reasons import EagerStepWarning
 from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.setup import make_backend
 from dispatchkit.execute.splitting import SplitRules, split_graph
+from dispatchkit.execute.tracing import example_of
 from dispatchkit.integrations.compile_options import CompileOptions
 from dispatchkit.integrations.graph_arguments import PlainReason, read_arguments
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode, allowed_modes_code
@@ -109,7 +112,11 @@ class CompiledGraph:
         self._needs_grad = False
         self._pick_inputs = _picker(self._arguments.input_places)
         self._pick_held = _picker(self._arguments.held_places)
-        self.pieces: list[Piece] = [] if self.plain else self._split()
+        self._backend: GraphBackend | None = None
+        self.pieces: list[Piece] = []
+        if self.plain is None:
+            self._backend = self._make_backend()
+            self.pieces = self._split()
 
     # -- the step -----------------------------------------------------------------------
 
@@ -168,6 +175,31 @@ class CompiledGraph:
 
     # -- making -------------------------------------------------------------------------
 
+    def _make_backend(self) -> GraphBackend:
+        """Return what captures.
+
+        Raises:
+            ConfigError: It cannot see what the pieces are to be compiled to.
+        """
+        options = self.options
+        nodes = [node for node in self._graph.graph.nodes if node.op == "placeholder"]
+        lead = example_of(nodes[self._arguments.input_places[0]])
+        device = lead.device if options.device_backend == "auto" else None
+        made = make_backend(options.device_backend, device, None)
+        if (
+            options.piece_compiler == "inductor"
+            and made.torch_device == "cpu"
+            and options.mode is not CUDAGraphMode.NONE
+        ):
+            raise ConfigError(
+                "piece_compiler",
+                "inductor",
+                f"left out with the {made.name} backend",
+                "It records operators of torch, and would miss inductor's own kernels. Use "
+                "mode='NONE' to run these without graphs.",
+            )
+        return made
+
     def _split(self) -> list[Piece]:
         compile_piece = _piece_compiler(self.options.piece_compiler)
         try:
@@ -196,7 +228,7 @@ class CompiledGraph:
         held = self._pick_held(args)
         if self._inputs is not None and all(map(operator.is_, held, self._held)):
             return ""
-        if self.num_rebinds > MAX_REBINDS:
+        if self.num_rebinds >= MAX_REBINDS:
             return PlainReason.HELD_MOVED
         if self.runner is not None:
             self.num_rebinds += 1
@@ -213,15 +245,13 @@ class CompiledGraph:
                 self._arguments.traced.inputs, self._arguments.batch_dims, tensors, strict=True
             )
         }
-        self.runner = self._make_runner(specs, tensors)
+        self.runner = self._make_runner(specs)
         self._inputs = InputSet(specs, torch.device(self.runner.backend.torch_device))
         if not self.options.lazy:
             self.runner.capture()
         return ""
 
-    def _make_runner(
-        self, specs: dict[str, StaticInput], tensors: Sequence[torch.Tensor]
-    ) -> GraphRunner:
+    def _make_runner(self, specs: dict[str, StaticInput]) -> GraphRunner:
         options = self.options
         is_split = any(not piece.is_graph for piece in self.pieces)
         mode = options.mode
@@ -246,8 +276,7 @@ class CompiledGraph:
             mode=mode,
             policy=options.policy,
             policy_options=options.policy_options,
-            backend=options.device_backend,
-            device=tensors[0].device if options.device_backend == "auto" else None,
+            backend=self._backend or "auto",
             outputs=options.outputs,
             lazy=options.lazy,
             capture_after=options.capture_after,
@@ -284,6 +313,13 @@ class CompiledGraph:
         if self._arguments.num_rows is not None:
             lines.append(f"compiled for {self._arguments.num_rows} rows alone")
         lines += [f"{count} steps plainly, {why}" for why, count in self._plain_steps.items()]
+        for piece in self.pieces:
+            failed_at = getattr(piece.fn, "failed_at", "")
+            if failed_at:
+                lines.append(
+                    f"{piece.name} failed at {failed_at}; with that in the option at, what is "
+                    "around it is captured"
+                )
         if self.runner is not None:
             lines.append(str(self.runner))
         return "\n".join(lines)

@@ -149,14 +149,13 @@ class CompiledModel:
         self.model, self.backend = model, backend
         self.num_uncompiled = 0
         self._batch = None if batch is None else dict(batch)
-        self._signature = inspect.signature(
-            model.forward if isinstance(model, torch.nn.Module) else model
-        )
-        unknown = set(self._batch or ()) - set(self._signature.parameters)
-        if unknown:
-            raise ConfigError(
-                "batch", sorted(unknown), f"parameters: {', '.join(self._signature.parameters)}"
-            )
+        self._signature = inspect.Signature()
+        if batch is not None:
+            self._signature = inspect.signature(getattr(model, "forward", model))
+            known = self._signature.parameters
+            unknown = sorted(set(batch) - set(known))
+            if unknown:
+                raise ConfigError("batch", unknown, f"parameters: {', '.join(known)}")
         self._skip_guards = skip_guards
         self._first_facts: Any = None
         self._lock = threading.Lock()

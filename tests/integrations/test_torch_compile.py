@@ -1,0 +1,624 @@
+"""A model compiled with the backend gives what the model gives, whatever is asked of it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from dispatchkit import GraphRunner  # noqa: E402
+from dispatchkit.errors import ConfigError, InputError, NoGraphError, UnknownNameError  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
+from dispatchkit.execute.context import set_forward_context  # noqa: E402
+from dispatchkit.execute.support import ModeDowngradeWarning, declare_support  # noqa: E402
+from dispatchkit.integrations import torch_compile  # noqa: E402
+from dispatchkit.integrations.torch_compile import PlainReason  # noqa: E402
+from dispatchkit.keys import BatchDescriptor  # noqa: E402
+
+SIZES = [1, 2, 4, 8, 16, 32, 64]
+TAPE = {"device_backend": "tape", "sizes": SIZES}
+SLOTS, WIDTH = 4, 8
+
+
+@torch.library.custom_op("compile_test::attend", mutates_args=("memory", "out"))
+def attend(
+    query: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    memory: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Add each row to its slot's memory, then weigh the whole memory by the query."""
+    memory.index_add_(0, slots, value)
+    weights = torch.softmax(query @ memory[:SLOTS].T, dim=-1)
+    torch.mm(weights, memory[:SLOTS], out=out)
+
+
+@attend.register_fake
+def _(query, value, slots, memory, out):
+    return None
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("memory", torch.zeros(SLOTS + 1, WIDTH))
+
+    def forward(self, hidden, slots):
+        normed = self.norm(hidden)
+        query, value = self.query(normed), self.value(normed)
+        out = torch.empty_like(query)
+        attend(query, value, slots, self.memory, out)
+        hidden = hidden + out
+        return hidden + torch.relu(self.mlp(hidden))
+
+
+class Decoder(nn.Module):
+    """Writes a memory in each layer, as a decoder writes its cache."""
+
+    def __init__(self, layers=2):
+        super().__init__()
+        self.embedding = nn.Embedding(32, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, tokens, slots):
+        # Slot 0 stands for no slot, since rows without a token hold zeros.
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, (slots + SLOTS) % (SLOTS + 1))
+        return self.head(hidden), tokens.shape[0]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    """Give each test its own count of compilations and its own caches."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_decoder():
+    torch.manual_seed(3)
+    return Decoder().requires_grad_(False)
+
+
+def make_batch(rows):
+    return torch.randint(32, (rows,)), torch.arange(rows) % SLOTS + 1
+
+
+def memory_of(model):
+    return [buffer[:SLOTS] for _, buffer in model.named_buffers()]
+
+
+def x_of(rows, width=3):
+    return torch.randn(rows, width)
+
+
+# -- the same results ------------------------------------------------------------------------
+
+
+def test_decoder_equals_eager_for_all_sizes_with_one_compile():
+    """One compilation serves 1 to 64 rows, in PIECEWISE and FULL; the memory agrees too."""
+    model = make_decoder()
+    reference = copy.deepcopy(model)
+    compiled = torch_compile.compile(model, at=["compile_test::attend"], fullgraph=True, **TAPE)
+    for rows in range(1, 65):
+        batch = make_batch(rows)
+        got, count = compiled(*batch)
+        torch.testing.assert_close(got, reference(*batch)[0])
+        assert count == rows
+        batch = make_batch(rows)
+        uniform = BatchDescriptor(rows, num_reqs=rows, uniform=True)
+        with set_forward_context("FULL", uniform):
+            got, count = compiled(*batch)
+        torch.testing.assert_close(got, reference(*batch)[0])
+    torch.testing.assert_close(memory_of(model), memory_of(reference))
+    assert compiled.num_compiles == 1
+    (stats,) = compiled.stats()
+    assert stats.plain_steps == {}
+    assert stats.runner.steps_by_mode == {"NONE": 0, "PIECEWISE": 64, "FULL": 64}
+    assert stats.steps == 128
+    assert stats.to_dict()["runner"]["captures"] == 2 * len(SIZES)
+
+
+def test_decoder_is_split_at_the_operator():
+    """Graph pieces around each call of the operator, all named after their graph."""
+    compiled = torch_compile.compile(make_decoder(), at=["compile_test::attend"], **TAPE)
+    compiled(*make_batch(5))
+    (graph,) = compiled.graphs
+    assert [piece.is_graph for piece in graph.pieces] == [True, False, True, False, True]
+    assert all(piece.name.startswith(f"{graph.name}.piece_") for piece in graph.pieces)
+    assert "piece_1 eager" in str(compiled)
+    assert "PIECEWISE tokens=8" in str(compiled)
+
+
+def test_backend_is_found_by_name_with_options():
+    """The entry point is all that torch.compile needs; batches without marks are right too."""
+    model = make_decoder()
+    reference = copy.deepcopy(model)
+    before = len(torch_compile.compiled_graphs())
+    compiled = torch.compile(
+        model, backend="dispatchkit", options={"at": ["compile_test::attend"], **TAPE}
+    )
+    for rows in (16, 7, 1, 16, 33):
+        batch = make_batch(rows)
+        torch.testing.assert_close(compiled(*batch), reference(*batch))
+    torch.testing.assert_close(memory_of(model), memory_of(reference))
+    graphs = torch_compile.compiled_graphs()[before:]
+    assert sum(graph.stats().steps for graph in graphs) == 5
+    assert all(graph.stats().plain_steps == {} for graph in graphs)
+
+
+def test_batch_marked_by_the_user_is_compiled_once():
+    """Whoever marks the batch alone gets the same from plain torch.compile."""
+    from torch._dynamo.decorators import mark_unbacked
+
+    counts = []
+
+    def backend(graph, inputs):
+        counts.append(graph)
+        return torch_compile.backend(graph, inputs, options=TAPE)
+
+    def step(x):
+        return (x.sin() + 1).relu()
+
+    compiled = torch.compile(step, backend=backend)
+    for rows in (9, 1, 64, 2):
+        x = x_of(rows)
+        mark_unbacked(x, 0)
+        assert torch.equal(compiled(x), step(x))
+    assert len(counts) == 1
+
+
+def test_graph_breaks_make_several_graphs_each_right():
+    """Data-dependent control flow ends a graph; both sides have names of their own."""
+
+    def step(x):
+        y = x.cumsum(-1)
+        if y.sum() > 0:
+            return y * 2
+        return y * 3
+
+    compiled = torch_compile.compile(step, **TAPE)
+    for rows in (3, 9, 3):
+        for sign in (1, -1):
+            x = sign * x_of(rows).abs()
+            assert torch.equal(compiled(x), step(x))
+    names = [graph.name for graph in compiled.graphs]
+    assert len(names) == len(set(names)) >= 3
+    assert all(not stats.plain_steps for stats in compiled.stats())
+
+
+def test_fullgraph_refuses_data_dependent_control_flow():
+    """Who asks for one graph gets an error of Dynamo's that names the line."""
+
+    def step(x):
+        return x * 2 if x.sum() > 0 else x * 3
+
+    compiled = torch_compile.compile(step, fullgraph=True, **TAPE)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Data-dependent"):
+        compiled(x_of(4))
+
+
+def test_arguments_with_and_without_batch():
+    """A batch along another dimension, a table for all rows, and a number."""
+
+    def step(left, table, right, factor):
+        return (left.T @ table + right) * factor
+
+    compiled = torch_compile.compile(
+        step, batch={"left": 1, "right": 0, "table": None}, fullgraph=True, **TAPE
+    )
+    for rows in (5, 1, 8):
+        left, table, right = torch.randn(3, rows), torch.randn(3, 3), torch.randn(rows, 3)
+        torch.testing.assert_close(
+            compiled(left, table, right, 2), step(left, table, right, 2), rtol=1e-6, atol=1e-6
+        )
+    assert compiled.num_compiles == 1
+    assert compiled.stats()[0].plain_steps == {}
+
+
+def test_results_are_the_callers_own():
+    """A result keeps its values over later steps."""
+    compiled = torch_compile.compile(lambda x: x + 1, **TAPE)
+    first = compiled(torch.zeros(4, 2))
+    compiled(torch.full((4, 2), 5.0))
+    assert torch.equal(first, torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "eager", None])
+def test_pieces_may_be_compiled_by_another_backend(compiler):
+    """Each graph piece goes through it once, for all sizes."""
+    model = make_decoder()
+    reference = copy.deepcopy(model)
+    compiled = torch_compile.compile(
+        model, at=["compile_test::attend"], piece_compiler=compiler, **TAPE
+    )
+    for rows in (6, 1, 33):
+        batch = make_batch(rows)
+        torch.testing.assert_close(compiled(*batch), reference(*batch))
+    assert compiled.num_compiles == 1
+    assert compiled.stats()[0].runner.steps_by_mode["PIECEWISE"] == 3
+
+
+@pytest.mark.slow
+def test_pieces_may_be_compiled_by_inductor():
+    """Its kernels cannot be put on the tape, so that here they run eager; values agree."""
+    model = make_decoder()
+    reference = copy.deepcopy(model)
+    compiled = torch_compile.compile(
+        model, at=["compile_test::attend"], piece_compiler="inductor", mode="NONE", **TAPE
+    )
+    for rows in (6, 1, 33):
+        batch = make_batch(rows)
+        torch.testing.assert_close(compiled(*batch), reference(*batch))
+    assert compiled.num_compiles == 1
+
+
+def test_kernels_of_inductor_are_refused_on_the_tape():
+    """The tape records operators of torch; what it cannot see it would leave out."""
+    compiled = torch_compile.compile(lambda x: x + 1, piece_compiler="inductor", **TAPE)
+    failure = torch._dynamo.exc.BackendCompilerFailed
+    with pytest.raises(failure, match="piece_compiler must be") as caught:
+        compiled(x_of(4))
+    assert "tape" in str(caught.value)
+
+
+# -- what runs plainly -----------------------------------------------------------------------
+
+
+def run_and_see_reason(compiled, *args):
+    """Return a call's result and the reason it was told to run plainly for."""
+    with pytest.warns(EagerStepWarning) as told:
+        result = compiled(*args)
+    text = str(told[0].message)
+    return result, text
+
+
+def test_training_runs_plainly_with_right_gradients():
+    """Graphs carry no gradients, so that a step that needs them gets none of theirs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    reference = copy.deepcopy(model)
+    compiled = torch_compile.compile(model, **TAPE)
+    x = x_of(6)
+    result, text = run_and_see_reason(compiled, x)
+    result.sum().backward()
+    reference(x).sum().backward()
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert PlainReason.GRADIENTS in text
+    assert "torch.no_grad()" in text
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), reference(x))
+    assert compiled.stats()[-1].plain_steps == {}
+
+
+def test_input_that_is_written_is_written():
+    """The caller's own tensor changes, which a graph's private copy would hide."""
+
+    def step(x):
+        x.add_(1)
+        return x * 2
+
+    compiled = torch_compile.compile(step, **TAPE)
+    for _ in range(2):
+        x = torch.zeros(3, 2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            result = compiled(x)
+        assert torch.equal(x, torch.ones(3, 2))
+        assert torch.equal(result, torch.full((3, 2), 2.0))
+    assert not told
+    assert compiled.stats()[0].plain_steps == {PlainReason.INPUT_WRITTEN: 2}
+
+
+def test_result_that_is_part_of_an_input_stays_part_of_it():
+    """Writing to the result changes the input, as it does eagerly."""
+    compiled = torch_compile.compile(lambda x: (x[:, 1:], x + 1), **TAPE)
+    x = torch.zeros(3, 2)
+    (part, _), text = run_and_see_reason(compiled, x)
+    part.fill_(7.0)
+    assert x[0].tolist() == [0.0, 7.0]
+    assert PlainReason.OUTPUT_IS_INPUT in text
+    assert ".clone()" in text
+
+
+def test_two_unknown_sizes_in_one_tensor_run_plainly():
+    """One dimension is the batch; a graph for every pair of sizes is nobody's wish."""
+    from torch._dynamo.decorators import mark_unbacked
+
+    def step(x):
+        return x.cumsum(0) + 1
+
+    compiled = torch.compile(step, backend="dispatchkit", options=TAPE)
+    x = torch.randn(4, 5)
+    mark_unbacked(x, [0, 1])
+    result, text = run_and_see_reason(compiled, x)
+    assert torch.equal(result, step(x))
+    assert PlainReason.SEVERAL_DIMS in text
+
+
+def test_model_that_is_all_eager_runs_plainly():
+    """Nothing to capture is a reason like any other."""
+
+    def step(x):
+        return torch.relu(x)
+
+    compiled = torch_compile.compile(step, at=["relu"], **TAPE)
+    x = x_of(3)
+    result, text = run_and_see_reason(compiled, x)
+    assert torch.equal(result, torch.relu(x))
+    assert PlainReason.NOTHING_TO_CAPTURE in text
+
+
+def test_batch_above_the_limit_runs_plainly():
+    """Above the largest size nothing is padded, and nothing fails."""
+    compiled = torch_compile.compile(lambda x: x + 1, **TAPE)
+    compiled(x_of(4))
+    x = x_of(65)
+    result, text = run_and_see_reason(compiled, x)
+    assert torch.equal(result, x + 1)
+    assert "above_largest_size" in text
+
+
+def test_empty_batch_gives_an_empty_result():
+    """No rows are no step to capture."""
+    compiled = torch_compile.compile(lambda x: x + 1, **TAPE)
+    compiled(x_of(4))
+    assert compiled(x_of(0)).shape == (0, 3)
+
+
+def test_strict_raises_in_place_of_running_plainly():
+    """Who wants to know at once is told by an error."""
+    compiled = torch_compile.compile(lambda x: x[:, 1:], strict=True, **TAPE)
+    with pytest.raises(NoGraphError, match="output_aliases_input") as caught:
+        compiled(x_of(4))
+    assert caught.value.reason == PlainReason.OUTPUT_IS_INPUT
+
+
+def test_step_that_cannot_be_captured_runs_eager_and_says_where():
+    """The reason names the operation; splitting there makes graphs of the rest."""
+
+    @torch.library.custom_op("compile_test::read_on_host", mutates_args=())
+    def read_on_host(x: torch.Tensor) -> torch.Tensor:
+        return x + x.sum().item()
+
+    @read_on_host.register_fake
+    def _(x):
+        return torch.empty_like(x)
+
+    def step(x):
+        return torch.ops.compile_test.read_on_host(x * 2) * 3
+
+    compiled = torch_compile.compile(step, **TAPE)
+    x = x_of(4)
+    with pytest.warns(EagerStepWarning, match="capture_failed"):
+        torch.testing.assert_close(compiled(x), step(x))
+    assert "host_sync" in str(compiled)
+    assert "compile_test::read_on_host" in str(compiled)
+    assert "option at" in str(compiled)
+    split = torch_compile.compile(step, at=["compile_test::read_on_host"], **TAPE)
+    torch.testing.assert_close(split(x), step(x))
+    assert split.stats()[0].runner.steps_by_mode["PIECEWISE"] == 1
+
+
+# -- what changes ----------------------------------------------------------------------------
+
+
+def test_weights_changed_in_place_show_and_replaced_ones_are_captured_anew():
+    """Neither is ever computed with old values."""
+    model = nn.Linear(3, 3).requires_grad_(False)
+    compiled = torch_compile.compile(model, **TAPE)
+    x = x_of(4)
+    compiled(x)
+    model.weight.mul_(2)
+    assert torch.equal(compiled(x), model(x))
+    model.weight = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+    assert torch.equal(compiled(x), model(x))
+    assert torch.equal(compiled(x), model(x))
+    assert compiled.num_compiles == 1
+    assert compiled.graphs[0].num_rebinds == 1
+
+
+def test_tensors_that_keep_being_replaced_end_in_plain_steps():
+    """Capturing anew at every step would be slower than no graph."""
+
+    class Cache(nn.Module):
+        def forward(self, x):
+            return x + self.table
+
+    model = Cache()
+    model.table = torch.zeros(3)
+    compiled = torch_compile.compile(model, **TAPE)
+
+    def call(step):
+        model.table = torch.full((3,), float(step))
+        x = x_of(4)
+        assert torch.equal(compiled(x), x + step)
+
+    for step in range(9):
+        call(step)
+    with pytest.warns(EagerStepWarning, match=PlainReason.HELD_MOVED):
+        call(9)
+    call(10)
+    assert compiled.stats()[0].plain_steps == {PlainReason.HELD_MOVED: 2}
+
+
+def test_buffers_that_a_step_writes_count_each_step_once():
+    """Warmups and captures leave no trace in them."""
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x):
+            self.steps.add_(1)
+            return x + self.steps
+
+    model = Counts()
+    compiled = torch_compile.compile(model, **TAPE)
+    for step in range(1, 8):
+        x = x_of(step % 3 + 1)
+        assert torch.equal(compiled(x), x + step)
+    assert model.steps.item() == 7
+
+
+def test_other_type_is_compiled_anew():
+    """Dynamo guards the type; each has its own graphs."""
+    compiled = torch_compile.compile(lambda x: x + 1, **TAPE)
+    assert compiled(x_of(4)).dtype is torch.float32
+    assert compiled(x_of(4).double()).dtype is torch.float64
+    assert compiled.num_compiles == 2
+
+
+def test_skipped_guards_are_stood_in_for():
+    """Sizes, types and Python arguments still get what the model gives."""
+
+    def step(x, negate=False):
+        return -x if negate else x + 1
+
+    compiled = torch_compile.compile(step, skip_guards=True, **TAPE)
+    for rows in (4, 1, 17):
+        x = x_of(rows)
+        assert torch.equal(compiled(x), step(x))
+    x = x_of(4)
+    assert torch.equal(compiled(x, negate=True), -x)
+    assert torch.equal(compiled(x.double()), x.double() + 1)
+    assert compiled.num_uncompiled == 2
+    assert compiled.num_compiles == 1
+    assert compiled.stats()[0].runner.steps == 3
+
+
+# -- deciding --------------------------------------------------------------------------------
+
+
+def test_forward_context_limits_the_mode():
+    """A step that is to be eager, or at most PIECEWISE, is."""
+    compiled = torch_compile.compile(make_decoder(), at=["compile_test::attend"], **TAPE)
+    with set_forward_context("NONE"):
+        compiled(*make_batch(4))
+    with set_forward_context("PIECEWISE", BatchDescriptor(4, num_reqs=4, uniform=True)):
+        compiled(*make_batch(4))
+    modes = compiled.stats()[0].runner.steps_by_mode
+    assert modes == {"NONE": 1, "PIECEWISE": 1, "FULL": 0}
+
+
+def test_all_sizes_are_captured_in_the_first_call_if_asked():
+    """Largest first, as a server wants it before it opens."""
+    compiled = torch_compile.compile(lambda x: x + 1, lazy=False, **TAPE)
+    compiled(x_of(3))
+    (stats,) = compiled.stats()
+    assert stats.runner.captures == 2 * len(SIZES) or stats.runner.captures == len(SIZES)
+    assert "replay FULL" in compiled.graphs[0].explain(5)
+
+
+def test_support_lowers_the_mode_visibly():
+    """An operator that cannot be captured for mixed batches is split at and warned of."""
+    declare_support("compile_test::attend", "UNIFORM_BATCH")
+    try:
+        compiled = torch_compile.compile(make_decoder(), mode="FULL", **TAPE)
+        with pytest.warns(ModeDowngradeWarning, match="FULL -> FULL_AND_PIECEWISE"):
+            compiled(*make_batch(4))
+    finally:
+        declare_support("compile_test::attend", "ALWAYS")
+    assert "mode FULL -> FULL_AND_PIECEWISE" in str(compiled)
+    assert compiled.stats()[0].runner.steps_by_mode["PIECEWISE"] == 1
+
+
+def test_support_can_be_told_for_the_whole():
+    """What the operators do not say, the user may."""
+    compiled = torch_compile.compile(make_decoder(), support="UNIFORM_BATCH", mode="FULL", **TAPE)
+    with pytest.warns((ModeDowngradeWarning, EagerStepWarning)) as told:
+        compiled(*make_batch(4))
+    assert any("FULL -> FULL_DECODE_ONLY" in str(one.message) for one in told)
+
+
+def test_compiled_model_inside_a_runner_is_passed_through():
+    """One layer acts: inside a capture the inner one computes plainly."""
+    compiled = torch_compile.compile(lambda x: x * 2, **TAPE)
+    x = x_of(5)
+    compiled(x)
+    example = {"x": torch.zeros(8, 3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where Dynamo declines the capture, steps run eager
+        runner = GraphRunner(lambda x: compiled(x) + 1, example=example, backend="tape", lazy=True)
+        for rows in (5, 8, 2):
+            x = x_of(rows)
+            assert torch.equal(runner(x=x), x * 2 + 1)
+
+
+# -- bad options -----------------------------------------------------------------------------
+
+
+def test_unknown_option_names_the_nearest():
+    """A misspelt option would otherwise have no effect."""
+    with pytest.raises(UnknownNameError) as caught:
+        torch_compile.compile(lambda x: x, siezs=[1])
+    assert "sizes" in caught.value.nearest
+    compiled = torch.compile(lambda x: x + 1, backend="dispatchkit", options={"polcy": "vllm"})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="policy"):
+        compiled(x_of(2))
+
+
+@pytest.mark.parametrize("name", ["fullgraph", "dynamic", "skip_guards", "backend"])
+def test_option_that_has_another_place_says_where(name):
+    """Options of torch.compile itself are often put among those of the backend."""
+    with pytest.raises(UnknownNameError, match=r"torch\.compile|device_backend"):
+        torch_compile.CompileOptions.parse({name: True})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "reduce-overhead"}, "piece_compiler='inductor'"),
+        ({"mode": "FULLL"}, "FULL"),
+        ({"at": "compile_test::attend"}, "a list"),
+        ({"lazy": "yes"}, "True or False"),
+        ({"strict": 1}, "True or False"),
+        ({"support": "SOMETIMES"}, "UNIFORM_BATCH"),
+        ({"piece_compiler": "inducter"}, "inductor"),
+    ],
+)
+def test_option_with_a_wrong_value_is_refused(options, words):
+    """With the option's name and what it may be."""
+    with pytest.raises(ConfigError) as caught:
+        torch_compile.CompileOptions.parse(options)
+    assert words in str(caught.value)
+
+
+def test_mode_may_be_given_once():
+    """As an argument of torch.compile, or among the options."""
+    assert str(torch_compile.CompileOptions.parse({}, "full").mode) == "FULL"
+    with pytest.raises(ConfigError, match="given once"):
+        torch_compile.CompileOptions.parse({"mode": "FULL"}, "PIECEWISE")
+    with pytest.raises(ConfigError, match="a dict"):
+        torch_compile.CompileOptions.parse([("mode", "FULL")])
+
+
+def test_batch_of_an_unknown_parameter_is_refused():
+    """A batch dimension that names nothing would be no mark at all."""
+    with pytest.raises(ConfigError, match="tokens, slots"):
+        torch_compile.compile(make_decoder(), batch={"token": 0})
+    compiled = torch_compile.compile(lambda x: x + 1, batch={"x": 2}, **TAPE)
+    with pytest.raises(InputError, match="no dimension 2"):
+        compiled(x_of(4))
+    with pytest.raises(ConfigError, match="a module or a function"):
+        torch_compile.compile(3)
+
+
+def test_nothing_compiled_yet_is_said():
+    """Looking before the first call is no error."""
+    compiled = torch_compile.compile(lambda x: x + 1, **TAPE)
+    assert str(compiled) == "nothing compiled yet"
+    assert compiled.stats() == []
