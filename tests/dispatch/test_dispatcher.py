@@ -338,15 +338,57 @@ def test_bound_of_a_decision_is_obeyed():
     assert reasons == ["few", "few", "few", "hit", "hit"]
 
 
-def test_answers_by_requests_are_forgotten_with_their_cell():
-    """They were learnt with it, and are as old."""
-    dispatcher = make(TwoWidthsPolicy())
+class ChangesItsMind(TwoWidthsPolicy):
+    """Any number of requests runs eager once it says so."""
+
+    def __init__(self):
+        self.mind = None
+
+    def decide(self, batch, graphs):
+        if self.mind is not None and (batch.num_reqs or 0) > 4:
+            return Decision.eager(self.mind)
+        return super().decide(batch, graphs)
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_answers_by_requests_are_forgotten_with_their_cell(learnt):
+    """They were given with it, and are as old."""
+    dispatcher = make(ChangesItsMind())
     policy = dispatcher.policy
     assert dispatcher.dispatch(10, 5).key == policy.any
-    dispatcher.update(CellUpdate(Batch(10), Decision.eager("learnt")))
-    assert dispatcher.dispatch(10, 5).reason == "learnt"
-    dispatcher.update(CellUpdate(Batch(10), None))
-    assert dispatcher.dispatch(10, 5).key == policy.any
+    policy.mind = "too many"
+    assert dispatcher.dispatch(10, 5).key == policy.any, "nobody said that it changed"
+    answer = Decision.replay(policy.few, "learnt") if learnt else None
+    dispatcher.update(CellUpdate(Batch(10), answer))
+    assert dispatcher.dispatch(10, 4).reason == ("learnt" if learnt else "hit")
+    assert dispatcher.dispatch(10, 5).reason == "too many"
+
+
+def test_answers_by_requests_do_not_go_before_a_probe():
+    dispatcher = make(TwoWidthsPolicy())
+    assert dispatcher.dispatch(10, 5).key == dispatcher.policy.any
+    dispatcher.update(CellUpdate(Batch(10), Decision.eager("probe"), one_shot=True))
+    assert [dispatcher.dispatch(10, 5).reason for _ in range(2)] == ["probe", "hit"]
+
+
+def test_answers_by_requests_end_with_their_epoch():
+    dispatcher = make(TwoWidthsPolicy())
+    assert dispatcher.dispatch(10, 5).reason == "hit"
+    changed = ChangesItsMind()
+    changed.mind = "too many"
+    dispatcher.swap(changed)
+    assert dispatcher.dispatch(10, 4).reason == "hit"
+    assert [dispatcher.dispatch(10, 5).reason for _ in range(2)] == ["too many"] * 2
+
+
+def test_no_answer_by_requests_is_eager_where_that_is_not_allowed():
+    """Kept, it would be served the second time."""
+    dispatcher = make(TwoWidthsPolicy())
+    dispatcher.registry.evicted(dispatcher.policy.any)
+    assert dispatcher.dispatch(10, 4, 0, 0, 5).key == dispatcher.policy.few
+    for _ in range(3):
+        with pytest.raises(NoGraphError):
+            dispatcher.dispatch(10, 5, 0, 0, 5)
 
 
 def test_answers_by_requests_follow_the_registry():
@@ -750,7 +792,7 @@ def test_change_for_one_cell_changes_no_other():
 def test_mixed_batch_with_a_known_longest_request_is_a_mixed_cell():
     """Without varying decode there is no class for it, least of all the last uniform one."""
     dispatcher = make()
-    dispatcher.update(CellUpdate(Batch(5, max_query_len=3), Decision.eager("learnt")))
+    dispatcher.update(CellUpdate(Batch(5, max_query_len=1), Decision.eager("learnt")))
     assert dispatcher.dispatch(5).reason == "learnt"
     assert dispatcher.dispatch(5, 5, 1).key == decode(8)
 
