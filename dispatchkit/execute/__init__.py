@@ -16,6 +16,7 @@ except ImportError as error:
 
 from dispatchkit.execute.budget import ChurnWarning
 from dispatchkit.execute.captured import CapturedStep
+from dispatchkit.execute.check import CheckWarning
 from dispatchkit.execute.context import (
     ForwardContext,
     NoForwardContextError,
@@ -45,6 +46,7 @@ __all__ = [
     "BackendDevice",
     "CaptureReport",
     "CapturedStep",
+    "CheckWarning",
     "ChurnWarning",
     "EagerStepWarning",
     "ForwardContext",

@@ -132,6 +132,25 @@ class GraphPlan:
         if guard != step.guard:
             reason = difference(step.guard, guard)
             return runner.run_eager_for(reason, tensors, self.num_tokens, step.key)
+        try:
+            if runner.checker is not None and runner.checker.is_due(step, self.num_tokens):
+                result, difference_found = runner.checker.compare(
+                    lambda: self._replay(tensors, owned=True),
+                    lambda: runner.run_eager(tensors, self.num_tokens),
+                )
+                if difference_found:
+                    return runner.check_failed(step, difference_found, result, self.num_tokens)
+            else:
+                result = self._replay(tensors, owned=self._owned)
+        except LaunchError as error:
+            return runner.replay_failed(step, error, tensors, self.num_tokens)
+        self.count.steps += 1
+        self.count.tokens += self.num_tokens
+        return result
+
+    def _replay(self, tensors: list[torch.Tensor], *, owned: bool) -> Any:
+        """Copy in, launch and cut; raises LaunchError where the launch fails."""
+        step, runner = self.step, self.runner
         inputs, outputs = self.views or self._prepare()
         lane = step.lane
         lane.order()
@@ -140,25 +159,22 @@ class GraphPlan:
         step.buffers.load(inputs, tensors, self.num_tokens)
         if lane.row_count is not None:
             lane.set_rows(self.num_tokens)
-        try:
-            if self.timer is None:
-                padded = step.launch()
-            else:
-                padded = self.timer.measure(step.launch, queued=queued)
-        except LaunchError as error:
-            return runner.replay_failed(step, error, tensors, self.num_tokens)
+        if self.timer is None:
+            padded = step.launch()
+        else:
+            padded = self.timer.measure(step.launch, queued=queued)
         lane.tick += 1
         step.last_used = lane.tick
         step.hits += 1
-        self.count.steps += 1
-        self.count.tokens += self.num_tokens
         if outputs is None:
             outputs = cut(step.layout, padded, self.num_tokens)
-        if self._owned:
+        if owned:
             outputs = [
                 leaf.clone() if own else leaf
                 for leaf, own in zip(outputs, step.clones, strict=True)
             ]
+        elif runner.checker is not None:
+            outputs = runner.checker.hand_out(outputs)
         return self._build(outputs)
 
     def _prepare(self) -> tuple[list[torch.Tensor], list[Any] | None]:

@@ -11,6 +11,8 @@ CAPTURE_PENDING = "capture_pending"
 INSIDE_CAPTURE = "inside_capture"
 #: Reason of an eager step whose replay failed before it had any effect.
 REPLAY_FAILED = "replay_failed"
+#: Reason of a step whose replay gave something else than eager, whose result was taken.
+CHECK_FAILED = "check_failed"
 #: Reasons that are a loss the user may want to know of; the others are what was asked for.
 DOWNGRADES = frozenset(
     {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +10,12 @@ import torch
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher, Policy
-from dispatchkit.errors import ConfigError, NoGraphError, ReplayError
+from dispatchkit.errors import ConfigError
 from dispatchkit.execute.budget import Budget
 from dispatchkit.execute.capture import Capturer
-from dispatchkit.execute.captured import CapturedStep, LaunchError
+from dispatchkit.execute.check import Checker
 from dispatchkit.execute.controls import Controls
+from dispatchkit.execute.fallbacks import Fallbacks
 from dispatchkit.execute.guard import Guard
 from dispatchkit.execute.inputs import InputSet, StaticInput, inputs_from_example
 from dispatchkit.execute.lanes import Lane
@@ -24,10 +24,7 @@ from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.execute.outputs import DERIVED
 from dispatchkit.execute.pieces import Step
 from dispatchkit.execute.reasons import (
-    DOWNGRADES,
     INSIDE_CAPTURE,
-    REPLAY_FAILED,
-    EagerStepWarning,
 )
 from dispatchkit.execute.report import ladder
 from dispatchkit.execute.setup import make_backend, make_config, make_policy, with_mode
@@ -35,7 +32,7 @@ from dispatchkit.execute.state import DEFAULT_STATE_LIMIT
 from dispatchkit.execute.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.execute.timing import Timings
 from dispatchkit.execute.warmup import Warmups
-from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.batch import Batch
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import StepCounters
@@ -45,7 +42,14 @@ if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
 
 
-class GraphRunner(Controls):
+_NOT_ARGUMENTS = ("self", "__class__")
+
+
+def _remake(settings: dict[str, Any]) -> GraphRunner:
+    return GraphRunner(**settings)
+
+
+class GraphRunner(Controls, Fallbacks):
     """Run a step through captured graphs, padded to the nearest size, or eager.
 
     A call gives what the step itself gives on the same inputs. Graphs carry no gradients:
@@ -87,6 +91,7 @@ class GraphRunner(Controls):
         max_bytes: Most bytes of graph memory.
         eviction: ``lru`` or ``benefit``.
         strict: A downgrade to eager raises.
+        check: Compare each so many replays with eager (slow, for tests and doubts); 0 off.
         plugins: Loaded plugins; by default they are loaded when a name must be found.
 
     Attributes:
@@ -135,8 +140,12 @@ class GraphRunner(Controls):
         max_bytes: int | None = None,
         eviction: str = "lru",
         strict: bool = False,
+        check: int = 0,
         plugins: PluginSet | None = None,
     ) -> None:
+        state, scratch, generators = tuple(state), tuple(scratch), tuple(generators)
+        # Every argument, for copies: they are made anew, without graphs.
+        given = {name: value for name, value in locals().items() if name not in _NOT_ARGUMENTS}
         if isinstance(step, GraphRunner):
             raise ConfigError("step", step, "not a GraphRunner itself", "Wrap its step once.")
         if (inputs is None) == (example is None):
@@ -151,6 +160,7 @@ class GraphRunner(Controls):
             query_lens=query_len,
             mode=mode,
         )
+        self._made_from = given
         self.strict = strict
         self.owned_outputs = outputs == "owned"
         self.backend = make_backend(backend, device, plugins)
@@ -204,6 +214,7 @@ class GraphRunner(Controls):
             warmups=warmups,
             generators=generators,
         )
+        self.checker = Checker(check, warm.snapshot) if check else None
         self.lifecycle = Lifecycle(
             Capturer(warm, self.backend, self.guard, share_outputs=share_outputs),
             self._lane,
@@ -215,8 +226,6 @@ class GraphRunner(Controls):
             lazy=lazy,
             capture_after=capture_after,
         )
-
-    downgrades = DOWNGRADES
 
     # -- the step -----------------------------------------------------------------------
 
@@ -266,75 +275,9 @@ class GraphRunner(Controls):
                 self.counters.failed_steps += 1
                 raise
 
-    def run_eager(self, tensors: list[torch.Tensor], num_tokens: int) -> Any:
-        """Run the step plainly on a checked call, uncounted."""
-        given = dict(zip(self._inputs.names, tensors, strict=True))
-        if self._row_count is not None:
-            given[self._row_count] = torch.full(
-                (), num_tokens, dtype=torch.int64, device=self._inputs.device
-            )
-        with torch.no_grad():
-            return self._step(given)
-
-    def run_eager_for(
-        self, reason: str, tensors: list[torch.Tensor], num_tokens: int, missed: GraphKey | None
-    ) -> Any:
-        """Run the step plainly, counted and told with a reason."""
-        if reason in DOWNGRADES:
-            self.tell_eager(reason, num_tokens, missed)
-        result = self.run_eager(tensors, num_tokens)
-        count = self.counters.of_eager(str(reason), missed)
-        count.steps += 1
-        count.tokens += num_tokens
-        return result
-
-    def tell_eager(self, reason: str, num_tokens: int, missed: GraphKey | None) -> None:
-        """Warn once of a downgrade; in a strict runner refuse it.
-
-        Raises:
-            NoGraphError: The runner is strict.
-        """
-        if not self.strict and reason in self._told:
-            return
-        near = sorted(self.lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
-        nearest = tuple(str(key) for key in near[:3])
-        what = f"{num_tokens} tokens" + (f" (graph {missed})" if missed else "")
-        have = f"Nearest captured: {', '.join(nearest) or 'none'}."
-        if self.strict:
-            raise NoGraphError(
-                f"A step of {what} has no graph to run: {reason}. {have} Capture one for it, "
-                "or make the runner with strict=False.",
-                reason=reason,
-                nearest=nearest,
-            )
-        self._told.add(reason)
-        warnings.warn(
-            f"Steps run eager, reason {reason}; the first had {what}. {have} "
-            "Told once; runner.stats() counts them, runner.explain() says why.",
-            EagerStepWarning,
-            stacklevel=2,
-        )
-
-    def replay_failed(
-        self, step: CapturedStep, error: LaunchError, tensors: list[torch.Tensor], num_tokens: int
-    ) -> Any:
-        """Mark the keys of a step whose launch failed; run eager if that is still once.
-
-        Raises:
-            ReplayError: Something of the step may have taken effect.
-        """
-        self.counters.replay_failures += 1
-        problem = f"replay: {type(error.cause).__name__}: {error.cause}"
-        for key, one in self.lifecycle.live().items():
-            if one is step:
-                self.lifecycle.fail(key, problem)
-        if error.has_effect:
-            raise ReplayError(
-                f"Replay of {step.key} failed: {error.cause}. The step changes state and may "
-                "have done so in part, so that it was not run again; its graph is not used any "
-                "more. Restore the state before the next step."
-            ) from error.cause
-        return self.run_eager_for(REPLAY_FAILED, tensors, num_tokens, step.key)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy, or send to another process: the same settings, own buffers and no graphs."""
+        return _remake, (self._made_from,)
 
     def __str__(self) -> str:
         return ladder(self)

@@ -47,9 +47,7 @@ class Timings:
         self.drain()
         return not self._backend.current_stream().query()
 
-    def measure(
-        self, run: Callable[[], T], batch: Batch, decision: Decision, *, queued: bool
-    ) -> T:
+    def measure(self, run: Callable[[], T], batch: Batch, decision: Decision, *, queued: bool) -> T:
         """Run something between two events; a run that raises is told as not completed."""
         stream = self._backend.current_stream()
         start = self._backend.new_event(timing=True)

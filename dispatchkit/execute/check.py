@@ -1,0 +1,95 @@
+"""Check mode: replays compared with eager, and views of earlier results spoilt.
+
+A checked step runs twice, from the same state and the same random numbers; what stays, of
+results and state, is eager's. A graph that gave something else is not used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dispatchkit.errors import ConfigError
+from dispatchkit.execute.captured import CapturedStep
+from dispatchkit.execute.state import Snapshot
+
+# A bucket is another shape than the batch, and other kernels may compute it: results differ
+# by rounding. What check mode is for (old values, wrong rows) differs by far more.
+RELATIVE, ABSOLUTE = 1e-2, 1e-3
+
+
+class CheckWarning(RuntimeWarning):
+    """A replay gave something else than eager; its key is not used any more."""
+
+
+class Checker:
+    """Compares sampled replays with eager.
+
+    Args:
+        every: Compare each so many replays; 1 is all of them.
+        snapshot: Returns a snapshot of all that the step is known to change.
+
+    Raises:
+        ConfigError: ``every`` is not a whole number of at least 1.
+    """
+
+    def __init__(self, every: Any, snapshot: Callable[[], Snapshot]) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigError("check", every, "0 (off) or a whole number of at least 1")
+        self._every, self._snapshot = every, snapshot
+        self._count = 0
+        self._handed_out: list[torch.Tensor] = []
+
+    def is_due(self, step: CapturedStep, num_tokens: int) -> bool:
+        """Return whether this replay is to be compared.
+
+        A graph that draws random numbers for padding too draws others than eager does.
+        """
+        self._count += 1
+        if self._count % self._every:
+            return False
+        draws = any(graph.has_random_state for graph in step.graphs)
+        return not draws or num_tokens == step.key.num_tokens
+
+    def compare(self, replay: Callable[[], Any], eager: Callable[[], Any]) -> tuple[Any, str]:
+        """Run a step both ways, from the same state.
+
+        Args:
+            replay: Runs it by its graph and returns results of their own memory.
+            eager: Runs it plainly.
+
+        Returns:
+            Eager's result, and what differed in words (empty if nothing did).
+        """
+        before = self._snapshot()
+        got = replay()
+        before.restore()
+        want = eager()
+        try:
+            torch.testing.assert_close(
+                got, want, rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True, check_stride=False
+            )
+        except (AssertionError, TypeError) as error:
+            return want, str(error).replace("\n", " ").strip()
+        return want, ""
+
+    def hand_out(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return copies of views to give to the caller, spoiling those of the call before.
+
+        Whoever reads an earlier view then reads NaN, or the largest number of its type,
+        rather than plausible values of another call.
+        """
+        for leaf in self._handed_out:
+            leaf.fill_(_poison(leaf.dtype))
+        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._handed_out = [leaf for leaf in tree_leaves(copies) if isinstance(leaf, torch.Tensor)]
+        return copies
+
+
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).max

@@ -1,0 +1,125 @@
+"""What a runner does when no graph serves a step, or one that did must not any more."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from dispatchkit.errors import NoGraphError, ReplayError
+from dispatchkit.execute.captured import CapturedStep, LaunchError
+from dispatchkit.execute.check import CheckWarning
+from dispatchkit.execute.inputs import InputSet
+from dispatchkit.execute.lifecycle import Lifecycle
+from dispatchkit.execute.pieces import Step
+from dispatchkit.execute.reasons import (
+    CHECK_FAILED,
+    DOWNGRADES,
+    REPLAY_FAILED,
+    EagerStepWarning,
+)
+from dispatchkit.keys.batch import GraphKey
+from dispatchkit.observe.counters import StepCounters
+
+
+class Fallbacks:
+    """The part of GraphRunner that runs steps plainly, and says why."""
+
+    strict: bool
+    lifecycle: Lifecycle
+    counters: StepCounters
+    downgrades = DOWNGRADES
+    _inputs: InputSet
+    _step: Step
+    _row_count: str | None
+    _told: set[str]
+
+    def run_eager(self, tensors: list[torch.Tensor], num_tokens: int) -> Any:
+        """Run the step plainly on a checked call, uncounted."""
+        given = dict(zip(self._inputs.names, tensors, strict=True))
+        if self._row_count is not None:
+            given[self._row_count] = torch.full(
+                (), num_tokens, dtype=torch.int64, device=self._inputs.device
+            )
+        with torch.no_grad():
+            return self._step(given)
+
+    def run_eager_for(
+        self, reason: str, tensors: list[torch.Tensor], num_tokens: int, missed: GraphKey | None
+    ) -> Any:
+        """Run the step plainly, counted and told with a reason."""
+        if reason in DOWNGRADES:
+            self.tell_eager(reason, num_tokens, missed)
+        result = self.run_eager(tensors, num_tokens)
+        count = self.counters.of_eager(str(reason), missed)
+        count.steps += 1
+        count.tokens += num_tokens
+        return result
+
+    def tell_eager(self, reason: str, num_tokens: int, missed: GraphKey | None) -> None:
+        """Warn once of a downgrade; in a strict runner refuse it.
+
+        Raises:
+            NoGraphError: The runner is strict.
+        """
+        if not self.strict and reason in self._told:
+            return
+        near = sorted(self.lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
+        nearest = tuple(str(key) for key in near[:3])
+        what = f"{num_tokens} tokens" + (f" (graph {missed})" if missed else "")
+        have = f"Nearest captured: {', '.join(nearest) or 'none'}."
+        if self.strict:
+            raise NoGraphError(
+                f"A step of {what} has no graph to run: {reason}. {have} Capture one for it, "
+                "or make the runner with strict=False.",
+                reason=reason,
+                nearest=nearest,
+            )
+        self._told.add(reason)
+        warnings.warn(
+            f"Steps run eager, reason {reason}; the first had {what}. {have} "
+            "Told once; runner.stats() counts them, runner.explain() says why.",
+            EagerStepWarning,
+            stacklevel=2,
+        )
+
+    def replay_failed(
+        self, step: CapturedStep, error: LaunchError, tensors: list[torch.Tensor], num_tokens: int
+    ) -> Any:
+        """Mark the keys of a step whose launch failed; run eager if that is still once.
+
+        Raises:
+            ReplayError: Something of the step may have taken effect.
+        """
+        self.counters.replay_failures += 1
+        problem = f"replay: {type(error.cause).__name__}: {error.cause}"
+        for key, one in self.lifecycle.live().items():
+            if one is step:
+                self.lifecycle.fail(key, problem)
+        if error.has_effect:
+            raise ReplayError(
+                f"Replay of {step.key} failed: {error.cause}. The step changes state and may "
+                "have done so in part, so that it was not run again; its graph is not used any "
+                "more. Restore the state before the next step."
+            ) from error.cause
+        return self.run_eager_for(REPLAY_FAILED, tensors, num_tokens, step.key)
+
+    def check_failed(
+        self, step: CapturedStep, difference: str, result: Any, num_tokens: int
+    ) -> Any:
+        """Put a graph that gave something else than eager out of use; return eager's result."""
+        for key, one in self.lifecycle.live().items():
+            if one is step:
+                self.lifecycle.fail(key, f"check: {difference}")
+        count = self.counters.of_eager(CHECK_FAILED, step.key)
+        count.steps += 1
+        count.tokens += num_tokens
+        warnings.warn(
+            f"Replay of {step.key} gave something else than eager for {num_tokens} tokens, and "
+            f"is not used any more: {difference} A graph has Python values built in, and reads "
+            "the memory of its capture; call invalidate() after replacing what it reads.",
+            CheckWarning,
+            stacklevel=2,
+        )
+        return result

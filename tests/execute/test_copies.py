@@ -1,0 +1,86 @@
+"""Copies of a runner, and runners sent elsewhere, start without graphs and with own buffers."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import GraphRunner, StaticInput  # noqa: E402
+
+
+class Counting(torch.nn.Module):
+    """A module with a weight and a buffer that it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((4,), 2.0))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x * self.scale
+
+
+def runner_of(module):
+    return GraphRunner(
+        module,
+        {"x": StaticInput((None, 4), "float32")},
+        sizes=(2, 4),
+        mode="FULL",
+        backend="tape",
+        state=[module.calls],
+    )
+
+
+@pytest.fixture
+def runner():
+    made = runner_of(Counting())
+    made.capture()
+    return made
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])  # noqa: S301
+def test_copies_start_without_graphs_and_with_own_buffers(runner, how):
+    twin = how(runner)
+    assert twin.lifecycle.num_graphs() == 0
+    assert runner.lifecycle.num_graphs() == 2
+    own = {tensor.data_ptr() for tensor in runner._lane.buffers.tensors}
+    assert own.isdisjoint(tensor.data_ptr() for tensor in twin._lane.buffers.tensors)
+    assert twin.capture().num_graphs == 2
+    x = torch.ones(3, 4)
+    torch.testing.assert_close(twin(x), x * 2)
+    torch.testing.assert_close(runner(x), x * 2)
+
+
+def test_deep_copy_has_state_of_its_own(runner):
+    twin = copy.deepcopy(runner)
+    twin.capture()
+    twin(torch.ones(3, 4))
+    assert twin._step.module.calls == 1
+    assert runner._step.module.calls == 0
+
+
+def test_attributes_that_are_missing_fail_fast(runner):
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = runner.no_such
+    empty = GraphRunner.__new__(GraphRunner)
+    with pytest.raises(AttributeError):
+        _ = empty.no_such
+
+
+def result_elsewhere(runner):
+    runner.capture()
+    return runner(torch.ones(3, 4)).tolist(), runner.lifecycle.num_graphs()
+
+
+@pytest.mark.slow
+def test_runner_sent_to_a_spawned_process(runner):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        result, graphs = pool.apply(result_elsewhere, (runner,))
+    assert result == [[2.0] * 4] * 3
+    assert graphs == 2
