@@ -9,11 +9,12 @@ import torch
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.errors import CaptureError
 
-# In the text of CUDA's errors 900 and 901, after which the capture is void, and of torch's
-# own check of copies, which keeps it whole.
+# In the text of CUDA's errors 900, 901 and 907, after which the capture is void, and of
+# torch's own check of copies, which keeps it whole.
 _NOT_CAPTURABLE = (
     "when stream is capturing",
     "previous error during capture",
+    "last recorded in a capturing stream",
     "Cannot copy between CPU and CUDA tensors during CUDA graph capture",
 )
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")

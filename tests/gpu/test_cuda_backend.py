@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 
 import pytest
@@ -97,17 +98,24 @@ def _raises(rig, x):
     raise ValueError("on purpose")
 
 
+def _event_query(rig, x):
+    event = rig.torch.cuda.Event()
+    event.record()
+    event.query()
+
+
 FAILURES = {
     "exception": _raises,
     "item": lambda rig, x: x.sum().item(),
     "pageable copy": lambda rig, x: rig.torch.tensor([1.0, 2.0], device="cuda") + x[:2],
     "device wait": lambda rig, x: rig.torch.cuda.synchronize(),
+    "event query": _event_query,
     "out of memory": lambda rig, x: rig.torch.empty(1 << 45, device="cuda"),
 }
 
 
 @pytest.mark.parametrize("refuse_host_syncs", [True, False])
-def test_twenty_failing_captures_leave_memory_flat_and_everything_working(refuse_host_syncs):
+def test_two_dozen_failing_captures_leave_memory_flat_and_everything_working(refuse_host_syncs):
     rig = new_rig(refuse_host_syncs=refuse_host_syncs)
     torch = rig.torch
     x = rig.randn(1 << 16)
@@ -115,8 +123,8 @@ def test_twenty_failing_captures_leave_memory_flat_and_everything_working(refuse
     healthy = rig.warm_capture(lambda: torch.nn.functional.dropout(x, 0.5) + 1)
     torch.rand(4, device="cuda")
     reserved, allocated, pools = [], [], []
-    for turn in range(20):
-        run = list(FAILURES.values())[turn % 5]
+    for turn in range(24):
+        run = list(FAILURES.values())[turn % 6]
 
         def step(run=run):
             hidden = (x + 1) * 2
@@ -137,7 +145,7 @@ def test_twenty_failing_captures_leave_memory_flat_and_everything_working(refuse
         torch.rand(4, device="cuda", generator=generator)
         healthy.replay()
         torch.cuda.synchronize()
-        if turn % 5 == 4:
+        if turn % 6 == 5:
             gc.collect()
             torch.cuda.empty_cache()
             reserved.append(torch.cuda.memory_reserved())
@@ -160,6 +168,91 @@ def test_each_failure_has_its_reason(name, refuse_host_syncs):
     expected = {"exception": "error", "out of memory": "out_of_memory"}
     assert caught.value.reason == expected.get(name, "host_sync")
     assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("refuse_host_syncs", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_mix_of_captures_failures_and_releases_leaves_nothing(seed, refuse_host_syncs):
+    rig = new_rig(refuse_host_syncs=refuse_host_syncs)
+    torch = rig.torch
+    draw = random.Random(seed)
+    x = rig.torch.ones(1 << 10, device="cuda")
+    generator = rig.generator()
+    gc.collect()
+    rig.backend.pool_bytes(rig.pool)
+    before = torch.cuda.memory_allocated()
+    live = []
+
+    def capture():
+        value = draw.randrange(9)
+        noise = draw.random() < 0.5
+
+        def step():
+            y = (x + value) * 2
+            if noise:
+                y = y + torch.rand(1 << 10, device="cuda", generator=generator) * 0
+            return y
+
+        live.append((value, rig.capture(step, generators=[generator])))
+
+    def fail():
+        run = draw.choice(list(FAILURES.values()))
+        with pytest.raises(CaptureError):
+            rig.capture(lambda: run(rig, x + torch.rand(1 << 10, device="cuda")))
+        torch.rand(4, device="cuda")
+
+    def release():
+        if live:
+            live.pop(draw.randrange(len(live)))[1].release()
+
+    def forget():
+        if live:
+            live.pop(draw.randrange(len(live)))
+
+    def new_pool():
+        rig.pool = rig.backend.new_pool()
+
+    def replay():
+        if live:
+            value, graph = draw.choice(live)
+            assert rig.read(rig.replayed(graph)[:1]) == [2.0 * (1 + value)]
+
+    for _ in range(150):
+        draw.choice([capture, capture, fail, release, forget, replay, replay, new_pool])()
+    live.clear()
+    gc.collect()
+    assert rig.backend.pool_bytes(rig.pool) == 0
+    assert torch.cuda.memory_allocated() == before
+    pools = {segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()}
+    assert pools <= {(0, 0)}
+
+
+def test_voided_captures_of_one_thread_leave_others_alone():
+    rig = new_rig(refuse_host_syncs=False)
+    torch, backend = rig.torch, rig.backend
+    errors, sums = [], []
+
+    def work(number):
+        try:
+            stream, pool = backend.new_stream(), backend.new_pool()
+            with backend.use_stream(stream):
+                x = torch.full((1 << 12,), float(number), device="cuda")
+                for _ in range(10):
+                    with pytest.raises(CaptureError):
+                        backend.capture(lambda: x.sum().item(), stream=stream, pool=pool)
+                    graph = backend.capture(lambda: x.sum() * 2, stream=stream, pool=pool)
+                    graph.replay()
+                    sums.append((number, float(graph.outputs)))
+        except BaseException as error:  # noqa: BLE001 - reported by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert sorted(sums) == [(n, n * 2.0 * (1 << 12)) for n in range(4) for _ in range(10)]
 
 
 def test_random_sequence_is_eagers_after_a_capture_that_the_driver_voided():
@@ -567,6 +660,7 @@ def test_a_thousand_captures_and_releases_leave_nothing():
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own imports warn
 def test_a_compiled_function_is_captured_as_compiled():
     rig = new_rig()
     torch = rig.torch
