@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dispatchkit.keys.batch import GraphKey
-from dispatchkit.keys.modes import RuntimeMode
 
 if TYPE_CHECKING:
     from dispatchkit.execute.runner import GraphRunner
+
+_BAR_WIDTH = 30
 
 Show = Callable[[int, int, "GraphKey | None"], None]
 
@@ -60,27 +61,29 @@ def ladder(runner: GraphRunner) -> str:
 
 @contextmanager
 def progress_shower(progress: bool | Show) -> Iterator[Show | None]:
-    """Give what shows the progress of a capture session: rich's bar, lines, or nothing."""
+    """Give what shows the progress of a capture session on stderr: a bar, lines, or nothing."""
     if callable(progress):
         yield progress
     elif not progress:
         yield None
+    elif sys.stderr.isatty():
+        yield _draw_bar
     else:
-        try:
-            from rich.console import Console
-            from rich.progress import Progress
-        except ImportError:
-            yield _print_line
-            return
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("capture", total=None)
-
-            def show(done: int, total: int, key: GraphKey | None) -> None:
-                bar.update(task, completed=done, total=total, description=f"capture {key or ''}")
-
-            yield show
+        yield _write_line
 
 
-def _print_line(done: int, total: int, key: GraphKey | None) -> None:
-    what = "done" if key is None else f"{RuntimeMode(key.mode).name} {key.num_tokens} tokens"
-    sys.stderr.write(f"capture {done}/{total}: {what}\n")
+def _what(key: GraphKey | None) -> str:
+    return "done" if key is None else f"{key.mode} {key.num_tokens} tokens"
+
+
+def _draw_bar(done: int, total: int, key: GraphKey | None) -> None:
+    filled = _BAR_WIDTH * done // total if total else _BAR_WIDTH
+    bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
+    # Overwrites itself; the spaces rub out a longer line before it.
+    end = "\n" if key is None else ""
+    sys.stderr.write(f"\rcapture [{bar}] {done}/{total} {_what(key):<24}{end}")
+    sys.stderr.flush()
+
+
+def _write_line(done: int, total: int, key: GraphKey | None) -> None:
+    sys.stderr.write(f"capture {done}/{total}: {_what(key)}\n")

@@ -211,9 +211,25 @@ def test_progress_is_told_largest_first(make_runner, model):
     assert [(done, total) for done, total, _ in told] == [(i, 4) for i in range(5)]
 
 
-def test_progress_bar_goes_to_stderr(make_runner, model, capsys):
+def test_progress_goes_to_stderr(make_runner, model, capsys):
     make_runner(model, TWO).capture(progress=True)
-    assert capsys.readouterr().out == ""
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert written.err.splitlines() == [
+        "capture 0/4: FULL 8 tokens",
+        "capture 1/4: FULL 4 tokens",
+        "capture 2/4: FULL 2 tokens",
+        "capture 3/4: FULL 1 tokens",
+        "capture 4/4: done",
+    ]
+
+
+def test_progress_is_a_bar_on_a_terminal(make_runner, model, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    make_runner(model, TWO).capture(progress=True)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert last.startswith("capture [##############################] 4/4 done")
+    assert last.endswith("\n")
 
 
 def test_a_step_that_raises_raises_its_own_error(make_runner):
