@@ -21,7 +21,16 @@ if TYPE_CHECKING:
         explain,
     )
     from dispatchkit.errors import DispatchkitError
-    from dispatchkit.execute import GraphRunner, StaticInput, eager_piece, graph_piece
+    from dispatchkit.execute import (
+        GraphRunner,
+        StaticInput,
+        declare_support,
+        eager_piece,
+        eager_region,
+        graph_break,
+        graph_piece,
+    )
+    from dispatchkit.execute.splitting import split_module
     from dispatchkit.hookspecs import hookimpl
     from dispatchkit.keys import (
         Batch,
@@ -60,11 +69,15 @@ _HOME = {
     "RuntimeMode": "keys",
     "StaticInput": "execute",
     "allowed_modes_code": "keys",
+    "declare_support": "execute",
     "eager_piece": "execute",
+    "eager_region": "execute",
     "explain": "dispatch",
+    "graph_break": "execute",
     "graph_piece": "execute",
     "hookimpl": "hookspecs",
     "load_plugins": "plugins",
+    "split_module": "execute.splitting",
 }
 
 # Spelt out, since type checkers and linters read it without running the module.
@@ -91,11 +104,15 @@ __all__ = [
     "RuntimeMode",
     "StaticInput",
     "allowed_modes_code",
+    "declare_support",
     "eager_piece",
+    "eager_region",
     "explain",
+    "graph_break",
     "graph_piece",
     "hookimpl",
     "load_plugins",
+    "split_module",
 ]
 
 

@@ -26,9 +26,11 @@ from dispatchkit.execute.context import (
 )
 from dispatchkit.execute.inputs import StaticInput
 from dispatchkit.execute.lifecycle import CaptureReport
+from dispatchkit.execute.markers import eager_region, graph_break
 from dispatchkit.execute.pieces import Piece, eager_piece, graph_piece
 from dispatchkit.execute.reasons import EagerStepWarning
 from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.support import ModeDowngradeWarning, declare_support
 from dispatchkit.execute.wrapper import (
     GraphWrapper,
     WrappedEntry,
@@ -52,6 +54,7 @@ __all__ = [
     "ForwardContext",
     "GraphRunner",
     "GraphWrapper",
+    "ModeDowngradeWarning",
     "NoForwardContextError",
     "Piece",
     "RunnerStats",
@@ -63,9 +66,12 @@ __all__ = [
     "WrapperRules",
     "capture_counter",
     "capturing_is_enabled",
+    "declare_support",
     "eager_piece",
+    "eager_region",
     "forward_context_is_available",
     "get_forward_context",
+    "graph_break",
     "graph_piece",
     "set_capturing_enabled",
     "set_forward_context",
