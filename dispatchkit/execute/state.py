@@ -93,7 +93,8 @@ class WriteWatch(TorchDispatchMode):
     """Watches one run: what it writes outside, and how much memory it needs at once.
 
     Args:
-        ignore: Storages that may be written: static inputs, declared scratch and state.
+        inputs: Storages of the static inputs, which a step may not write.
+        ignore: Storages that may be written: declared scratch and state.
         snapshot: Where others are saved before their first write.
         limit: Most bytes of undeclared storages to save.
 
@@ -102,11 +103,13 @@ class WriteWatch(TorchDispatchMode):
         peak_bytes: Most bytes of tensors made in the run that were alive at one time.
     """
 
-    def __init__(self, *, ignore: Sequence[Known], snapshot: Snapshot, limit: int) -> None:
+    def __init__(
+        self, *, inputs: Known, ignore: Sequence[Known], snapshot: Snapshot, limit: int
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.written: list[torch.Tensor] = []
         self.peak_bytes = 0
-        self._ignore = ignore
+        self._inputs, self._ignore = inputs, ignore
         self._snapshot, self._left = snapshot, limit
         self._own: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -138,6 +141,13 @@ class WriteWatch(TorchDispatchMode):
         return known is not None and not known[0].expired()
 
     def _before_write(self, tensor: torch.Tensor, operation: str) -> None:
+        if tensor in self._inputs:
+            raise CaptureError(
+                f"The step writes into one of its inputs, by {operation}. Eager changes the "
+                "caller's tensor then, and a graph only its own copy. Clone it in the step "
+                "first; what a step is to change is state, not an input.",
+                reason="input_written",
+            )
         if (
             any(tensor in known for known in self._ignore)
             or tensor in self._snapshot

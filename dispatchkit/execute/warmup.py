@@ -133,11 +133,12 @@ class Warmups:
         outputs: Any = None
         family = family_of(key)
         if self._warmups and family not in self._peaks:
-            ours = Known(lane.buffers.tensors)
+            own = Known(lane.buffers.tensors)
             if lane.row_count is not None:
-                ours.add(lane.row_count)
+                own.add(lane.row_count)
             watch = WriteWatch(
-                ignore=(ours, self._scratch, self._state),
+                inputs=own,
+                ignore=(self._scratch, self._state),
                 snapshot=snapshot,
                 limit=self._state_limit,
             )

@@ -540,3 +540,19 @@ def test_state_between_pieces(make_runner):
         x = torch.arange(rows)
         expected += int(x.sum())
         same(runner(x, ceiling=ceiling), x + float(expected))
+
+
+def test_step_that_writes_into_its_input_is_not_captured(make_runner, quiet):
+    """Eager changes the caller's tensor, which a graph cannot: the step stays eager."""
+
+    def step(x):
+        return x.add_(1) * 2
+
+    runner = make_runner(step, {"x": StaticInput((None,), "float32")})
+    failed = runner.capture().failed
+    assert len(failed) == 4
+    assert all(why.startswith("input_written:") for why in failed.values())
+    assert runner._lane.buffers.tensors[0].tolist() == [0.0] * 8
+    x = torch.zeros(3)
+    same(runner(x), torch.full((3,), 2.0))
+    assert x.tolist() == [1.0] * 3
