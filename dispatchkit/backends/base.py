@@ -195,6 +195,8 @@ class GraphBackend(Protocol):
         and every storage outside the graph are left as they were. Nested captures are
         refused. Intermediates that user code keeps stay alive with the graph.
 
+        The stream is one of ``new_stream()``: a device captures no default stream.
+
         Raises:
             CaptureError: From the original exception, which is its ``__cause__``.
                 The current stream, the generators, the garbage collector and outside

@@ -45,7 +45,9 @@ class CudaBackend:
         capture_error_mode: What the driver lets other threads do during a capture; see
             torch.cuda.graph. ``"thread_local"`` lets them copy, allocate and poll.
         refuse_host_syncs: Refuse calls that wait for the device by name, before the driver
-            voids the capture. Turn off for functions that a dispatch mode disturbs.
+            voids the capture. Turn off for functions that a dispatch mode disturbs: then
+            torch or the driver refuses, without the call's name, and a refusal of torch's
+            that the function swallows goes unseen. What comes after a failure is the same.
 
     Raises:
         BackendUnavailableError: This torch has no CUDA, or it finds no device.
