@@ -15,6 +15,7 @@ except ImportError as error:
     ) from error
 
 from dispatchkit.execute.budget import ChurnWarning
+from dispatchkit.execute.capture_report import CaptureReport
 from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.check import CheckWarning
 from dispatchkit.execute.context import (
@@ -25,7 +26,6 @@ from dispatchkit.execute.context import (
     set_forward_context,
 )
 from dispatchkit.execute.inputs import StaticInput
-from dispatchkit.execute.lifecycle import CaptureReport
 from dispatchkit.execute.markers import eager_region, graph_break
 from dispatchkit.execute.pieces import Piece, eager_piece, graph_piece
 from dispatchkit.execute.reasons import EagerStepWarning

@@ -11,12 +11,13 @@ import torch
 
 from dispatchkit.dispatch import Dispatcher, Explanation, Reason
 from dispatchkit.dispatch import explain as explain_batch
+from dispatchkit.execute.capture_report import CaptureReport
 from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.external import external_step
 from dispatchkit.execute.guard import Guard
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.lanes import Lane
-from dispatchkit.execute.lifecycle import CaptureReport, Lifecycle
+from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.execute.pieces import Step
 from dispatchkit.execute.report import progress_shower
 from dispatchkit.execute.timing import Timings

@@ -11,12 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import attrs
-
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, ConfigError, RegistryError
 from dispatchkit.execute.budget import Budget, Room
 from dispatchkit.execute.capture import Capturer
+from dispatchkit.execute.capture_report import CaptureReport, as_capture_error, largest_first
 from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.reasons import CAPTURE_PENDING
@@ -31,25 +30,6 @@ from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
 MAX_ATTEMPTS = 3
 #: Steps that go by before a failed key is tried again; four times as many each time.
 RETRY_AFTER = 64
-
-
-@attrs.frozen
-class CaptureReport:
-    """What a capture session did.
-
-    Attributes:
-        num_graphs: Graphs captured.
-        seconds: Time it took, on the host.
-        num_bytes: Memory that the graphs of the runner take afterwards.
-        failed: Keys that could not be captured, with the reason.
-        skipped: Keys that were left out, with the reason (a budget, too many failures).
-    """
-
-    num_graphs: int
-    seconds: float
-    num_bytes: int
-    failed: dict[GraphKey, str]
-    skipped: dict[GraphKey, str]
 
 
 class Lifecycle:
@@ -138,7 +118,7 @@ class Lifecycle:
                 skipped[key] = f"failed {entry.attempts} times: {entry.reason}"
             else:
                 wanted.append(key)
-        wanted.sort(key=_largest_first)
+        wanted.sort(key=largest_first)
         captured = 0
         for done, key in enumerate(wanted):
             if progress is not None:
@@ -169,13 +149,13 @@ class Lifecycle:
         """
         self._refuse_frozen()
         failed = {}
-        for key in sorted(self._registry, key=_largest_first):
+        for key in sorted(self._registry, key=largest_first):
             if self._entry(key).state is KeyState.CAPTURED or key.mode not in self._modes:
                 continue
             try:
                 self._capturer.warm(key, self._lane)
             except Exception as error:  # noqa: BLE001 - as in a capture: it stays in its key
-                problem = _as_capture_error(error, key)
+                problem = as_capture_error(error, key)
                 failed[key] = f"{problem.reason}: {problem}"
         return failed
 
@@ -322,7 +302,7 @@ class Lifecycle:
             )
             self._room.check(key, step)
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
-            problem = _as_capture_error(error, key)
+            problem = as_capture_error(error, key)
             self._registry.failed(key, f"{problem.reason}: {problem}")
             self._since_failure[key] = 0
             self._counters.capture_failures += 1
@@ -357,28 +337,6 @@ class Lifecycle:
             return
         step.lane.settle()
         step.release()
-
-
-def _largest_first(key: GraphKey) -> tuple[int, int, int]:
-    own = key.descriptor
-    return (-own.num_tokens, -int(key.mode), -own.num_active_loras)
-
-
-def _as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
-    """Return the error of a capture for what went wrong in a warmup or the capture itself."""
-    if isinstance(error, CaptureError):
-        error.key = error.key or str(key)
-        return error
-    import torch
-
-    is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    wrapped = CaptureError(
-        f"Warmup or capture of {key} raised {type(error).__name__}: {error}",
-        key=str(key),
-        reason="out_of_memory" if is_memory else "error",
-    )
-    wrapped.__cause__ = error
-    return wrapped
 
 
 def _event(kind: Callable[..., Any], key: GraphKey, **facts: Any) -> Any:

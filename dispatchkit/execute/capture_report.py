@@ -1,0 +1,49 @@
+"""What a capture session reports, and what is made of its failures."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from dispatchkit.errors import CaptureError
+from dispatchkit.keys.batch import GraphKey
+
+
+@attrs.frozen
+class CaptureReport:
+    """What a capture session did.
+
+    Attributes:
+        num_graphs: Graphs captured.
+        seconds: Time it took, on the host.
+        num_bytes: Memory that the graphs of the runner take afterwards.
+        failed: Keys that could not be captured, with the reason.
+        skipped: Keys that were left out, with the reason (a budget, too many failures).
+    """
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int
+    failed: dict[GraphKey, str]
+    skipped: dict[GraphKey, str]
+
+
+def largest_first(key: GraphKey) -> tuple[int, int, int]:
+    """Return what keys are sorted by for a session: the largest takes the memory first."""
+    own = key.descriptor
+    return (-own.num_tokens, -int(key.mode), -own.num_active_loras)
+
+
+def as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
+    """Return the error of a capture for what went wrong in a warmup or the capture itself."""
+    if isinstance(error, CaptureError):
+        error.key = error.key or str(key)
+        return error
+    is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    wrapped = CaptureError(
+        f"Warmup or capture of {key} raised {type(error).__name__}: {error}",
+        key=str(key),
+        reason="out_of_memory" if is_memory else "error",
+    )
+    wrapped.__cause__ = error
+    return wrapped
