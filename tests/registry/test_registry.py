@@ -296,10 +296,15 @@ def test_covering_prefers_fewer_adapters_then_the_more_special():
     mixed, uniform = key(8, FULL), key(8, FULL, num_reqs=8, uniform=True)
     varlen = key(8, FULL, max_query_len=1)
     loras = key(8, FULL, num_active_loras=2)
+    uniform_loras = key(8, FULL, num_reqs=8, uniform=True, num_active_loras=2)
     larger = key(9, FULL)
-    registry.declare([larger, loras, mixed, varlen, uniform])
+    registry.declare([larger, loras, uniform_loras, mixed, varlen, uniform])
     batch = Batch(7, uniform=True, query_len=1, max_query_len=1)
-    assert list(registry.covering(batch, FULL)) == [uniform, varlen, mixed, loras, larger]
+    assert list(registry.covering(batch, FULL)) == [
+        *(uniform, varlen, mixed),
+        *(uniform_loras, loras),
+        larger,
+    ]
 
 
 def test_covering_walk_survives_changes_to_the_registry(registry):
