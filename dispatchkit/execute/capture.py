@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from dispatchkit.backends.base import CapturedGraph, GraphBackend
 from dispatchkit.errors import CaptureError
@@ -28,6 +28,7 @@ from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.outputs import OutputLayout
 from dispatchkit.execute.state import Known, Snapshot, restored
 from dispatchkit.execute.warmup import Warmups
+from dispatchkit.execute.wrapper_device import weak_tensor
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
@@ -231,7 +232,7 @@ class Capturer:
                 found: list[Any] = []
                 homes = self._homes(lane, outputs) if index == last and layout else []
                 run = self._writing_home(_calling(piece.fn, args, inputs), homes, found)
-                graph = self._graph(run, lane)
+                graph = self._graph(_without_result(run), lane)
                 graphs.append(graph)
                 parts.append(GraphPart(graph, link, found[0]))
                 graph.replay()
@@ -247,6 +248,11 @@ class Capturer:
         ends_eager = not self._step.pieces[last].is_graph
         if ends_eager:
             common["leaves"] = ()
+        # What lies between pieces is used within one launch only, and launches of a lane do
+        # not overlap: held by none, its memory serves the graphs of all sizes.
+        for part in parts:
+            if isinstance(part, GraphPart):
+                part.outputs = tree_map_only(torch.Tensor, weak_tensor, part.outputs)
         return PiecewiseStep(**common, parts=tuple(parts), ends_eager=ends_eager)
 
     def _stays(self, leaf: torch.Tensor) -> bool:
@@ -270,6 +276,15 @@ class Capturer:
                 link.copies.append((number, own))
                 static.append(own)
         return link, tree_unflatten(static, spec)
+
+
+def _without_result(run: Callable[[], Any]) -> Callable[[], None]:
+    """Return a callable whose result nobody can hold, since a graph holds its own."""
+
+    def quiet() -> None:
+        run()
+
+    return quiet
 
 
 def _calling(

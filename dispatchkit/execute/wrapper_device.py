@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from dispatchkit.errors import ConfigError
 
-__all__ = ["BackendDevice", "WrapperDevice"]
+__all__ = ["BackendDevice", "WrapperDevice", "weak_tensor"]
 
 
 class WrapperDevice(Protocol):
@@ -144,7 +144,7 @@ class BackendDevice:
 
     def weak_ref(self, output: Any) -> Any:
         """Return aliases that do not hold memory of a device; on a CPU the output itself."""
-        return _map_tensors(_weak_tensor, output)
+        return _map_tensors(weak_tensor, output)
 
     def address(self, value: Any) -> int | None:
         """Return the address of a tensor's data; None for anything else."""
@@ -180,7 +180,7 @@ def _map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
     return value
 
 
-def _weak_tensor(tensor: Any) -> Any:
+def weak_tensor(tensor: Any) -> Any:
     """Return an alias of a device tensor that does not own its memory.
 
     The allocator may then give the memory to later graphs of the pool, which is what weak
