@@ -1,4 +1,4 @@
-"""How long planning takes: a trace read, a curve planned, a hedge validated.
+"""How long planning takes: a trace read, a curve planned, a hedge validated, steps simulated.
 
 Prints one JSON line per case: best and median of the samples in milliseconds, and the target it
 is held against where there is one. Run it on a quiet machine.
@@ -8,6 +8,7 @@ is held against where there is one. Run it on a quiet machine.
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
@@ -19,7 +20,7 @@ from time import perf_counter_ns
 import numpy as np
 
 from dispatchkit.observe.trace import TRACE_COLUMNS, read_trace
-from dispatchkit.plan import free_tokens, plan_sizes
+from dispatchkit.plan import Scenario, free_tokens, plan_sizes, simulate
 from dispatchkit.plan.optimal import padding_costs, size_curve
 from dispatchkit.plan.workload import as_workload
 
@@ -90,6 +91,13 @@ def main(samples: int = 5) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = million_steps(Path(folder))
         measure("read a million steps", lambda: read_trace(path), samples, 5000.0)
+        million = read_trace(path)
+    for case, target_ms, scenario in [
+        ("simulate a million steps, vllm", 1000.0, Scenario()),
+        ("simulate a million steps, vllm, 12 live graphs", 10_000.0, Scenario(max_graphs=12)),
+        ("simulate a million steps, adaptive", 10_000.0, Scenario(policy="adaptive")),
+    ]:
+        measure(case, functools.partial(simulate, million, scenario), samples, target_ms)
 
 
 if __name__ == "__main__":

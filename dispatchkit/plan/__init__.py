@@ -30,6 +30,14 @@ if TYPE_CHECKING:
         vllm_default_sizes,
         vllm_interactivity_sizes,
     )
+    from dispatchkit.plan.simulation import (
+        Noise,
+        Scenario,
+        Simulation,
+        simulate,
+        simulate_all,
+        trace_config,
+    )
     from dispatchkit.plan.token_budget import TokenBudget
 
 _HOME = {
@@ -43,9 +51,12 @@ _HOME = {
     "Hint": "hints",
     "MemoryForecast": "memory",
     "MemorySample": "memory",
+    "Noise": "simulation",
     "Plan": "results",
     "PlannedFamily": "results",
     "RivalResult": "results",
+    "Scenario": "simulation",
+    "Simulation": "simulation",
     "TokenBudget": "token_budget",
     "emit": "emitters",
     "forecast_memory": "memory",
@@ -55,6 +66,9 @@ _HOME = {
     "plan_sizes": "planner",
     "rival_sizes": "rivals",
     "save_cost_model": "costs",
+    "simulate": "simulation",
+    "simulate_all": "simulation",
+    "trace_config": "simulation",
     "vllm_default_sizes": "rivals",
     "vllm_interactivity_sizes": "rivals",
 }
@@ -70,9 +84,12 @@ __all__ = [
     "Hint",
     "MemoryForecast",
     "MemorySample",
+    "Noise",
     "Plan",
     "PlannedFamily",
     "RivalResult",
+    "Scenario",
+    "Simulation",
     "TokenBudget",
     "emit",
     "forecast_memory",
@@ -82,6 +99,9 @@ __all__ = [
     "plan_sizes",
     "rival_sizes",
     "save_cost_model",
+    "simulate",
+    "simulate_all",
+    "trace_config",
     "vllm_default_sizes",
     "vllm_interactivity_sizes",
 ]
