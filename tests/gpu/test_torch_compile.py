@@ -1,0 +1,206 @@
+"""Split models and the torch.compile backend on a device: right results, one memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from dispatchkit import GraphRunner, StaticInput, split_module  # noqa: E402
+from dispatchkit.execute.context import set_forward_context  # noqa: E402
+from dispatchkit.integrations import torch_compile  # noqa: E402
+from dispatchkit.keys import BatchDescriptor  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda:0"
+SIZES = [1, 2, 4, 8, 16, 32, 64]
+SLOTS, WIDTH = 8, 64
+AT = ["compile_gpu_test::attend"]
+
+
+@torch.library.custom_op("compile_gpu_test::attend", mutates_args=("memory", "out"))
+def attend(
+    query: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    memory: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Put each row into its slot, then weigh the whole memory by the query."""
+    memory.index_copy_(0, slots, value)
+    weights = torch.softmax(query @ memory[1:].T, dim=-1)
+    torch.mm(weights, memory[1:], out=out)
+
+
+@attend.register_fake
+def _(query, value, slots, memory, out):
+    return None
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("memory", torch.zeros(SLOTS + 1, WIDTH))
+
+    def forward(self, hidden, slots):
+        normed = self.norm(hidden)
+        query, value = self.query(normed), self.value(normed)
+        out = torch.empty_like(query)
+        attend(query, value, slots, self.memory, out)
+        hidden = hidden + out
+        return hidden + torch.relu(self.mlp(hidden))
+
+
+class Decoder(nn.Module):
+    """Slot 0 takes the rows without a token."""
+
+    def __init__(self, layers=3):
+        super().__init__()
+        self.embedding = nn.Embedding(32, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, tokens, slots):
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, slots)
+        return self.head(hidden)
+
+
+INPUTS = {"tokens": StaticInput((None,), "int64"), "slots": StaticInput((None,), "int64")}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def make_decoder():
+    torch.manual_seed(3)
+    return Decoder().requires_grad_(False).to(DEVICE)
+
+
+def make_batch(rows):
+    """Rows beyond the number of slots write slot 0 too, as padding does."""
+    slots = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    used = min(rows, SLOTS)
+    slots[:used] = torch.arange(1, used + 1, device=DEVICE)
+    return torch.randint(32, (rows,), device=DEVICE), slots
+
+
+def memories(model):
+    return [buffer[1:] for _, buffer in model.named_buffers()]
+
+
+def assert_same(got, want):
+    """Padded matrices may be multiplied by another kernel, with another order of sums."""
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiler", [None, "inductor"])
+def test_compiled_decoder_equals_eager_for_all_sizes_with_one_compile(compiler):
+    """FULL and PIECEWISE in turns over 1 to 64 rows, with plain pieces and inductor's."""
+    model = make_decoder()
+    reference = copy.deepcopy(model)
+    compiled = torch_compile.compile(
+        model, at=AT, sizes=SIZES, piece_compiler=compiler, fullgraph=True
+    )
+    for rows in range(1, 65):
+        for uniform in (False, True):
+            batch = make_batch(rows)
+            want = reference(*batch)
+            if uniform:
+                descriptor = BatchDescriptor(rows, num_reqs=rows, uniform=True)
+                with set_forward_context("FULL", descriptor):
+                    got = compiled(*batch)
+            else:
+                got = compiled(*batch)
+            assert_same(got, want)
+    assert_same(memories(model), memories(reference))
+    assert compiled.num_compiles == 1
+    (stats,) = compiled.stats()
+    assert stats.plain_steps == {}
+    assert stats.runner.steps_by_mode == {"NONE": 0, "PIECEWISE": 64, "FULL": 64}
+    assert stats.runner.capture_failures == 0
+
+
+def test_split_decoder_equals_eager():
+    """The same model split for a runner, without Dynamo in the step."""
+    model = make_decoder()
+    reference = copy.deepcopy(model)
+    pieces = split_module(model, INPUTS, at=AT)
+    runner = GraphRunner(pieces, INPUTS, sizes=SIZES, state=list(model.buffers()))
+    report = runner.capture()
+    assert not report.failed
+    for rows in (64, 3, 17, 1, 33, 8):
+        for uniform in (False, True):
+            tokens, slots = make_batch(rows)
+            want = reference(tokens, slots)
+            got = runner(tokens=tokens, slots=slots, num_reqs=rows, uniform=uniform)
+            assert_same(got, want)
+    assert_same(memories(model), memories(reference))
+    assert runner.stats().steps_by_mode["NONE"] == 0
+
+
+def test_sizes_share_the_memory_between_pieces():
+    """All sizes together take little more than the largest alone."""
+    rows, width, layers = 2048, 1024, 6
+
+    def step(x):
+        for _ in range(layers):
+            x = torch.relu(x * 2)
+            x = x + torch.cumsum(x, -1)
+        return x
+
+    inputs = {"x": StaticInput((None, width), "float32")}
+    reserved = {}
+    for name, sizes in {"one": [rows], "all": [rows - 64 * i for i in range(16)]}.items():
+        pieces = split_module(step, inputs, at=["cumsum"], device=DEVICE)
+        assert sum(not piece.is_graph for piece in pieces) == layers
+        runner = GraphRunner(pieces, inputs, sizes=sizes, mode="PIECEWISE")
+        assert not runner.capture().failed
+        reserved[name] = runner.num_bytes
+        x = torch.randn(rows - 64 * 15, width, device=DEVICE)
+        torch.testing.assert_close(runner(x=x), step(x))
+        del runner, pieces
+        gc.collect()
+    assert reserved["all"] < 1.5 * reserved["one"]
+
+
+def test_training_gets_right_gradients():
+    """A step that needs gradients runs plainly."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).to(DEVICE)
+    reference = copy.deepcopy(model)
+    compiled = torch_compile.compile(model, sizes=SIZES)
+    x = torch.randn(6, 8, device=DEVICE)
+    with pytest.warns(RuntimeWarning, match="gradients"):
+        compiled(x).sum().backward()
+    reference(x).sum().backward()
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_compiled_model_inside_a_runner_gives_right_results():
+    """The outer capture takes the inner graph's operations, or the step runs eager."""
+    compiled = torch_compile.compile(lambda x: x * 2, sizes=SIZES)
+    x = torch.randn(5, 8, device=DEVICE)
+    compiled(x)
+    inputs = {"x": StaticInput((None, 8), "float32")}
+    runner = GraphRunner(lambda x: compiled(x) + 1, inputs, sizes=[8], mode="FULL")
+    runner.capture()
+    for rows in (5, 8, 2):
+        x = torch.randn(rows, 8, device=DEVICE)
+        torch.testing.assert_close(runner(x=x), x * 2 + 1)
