@@ -6,16 +6,16 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.capture_guard import HostSyncError
+from dispatchkit.backends.dispatch_mode import DispatchMode
 from dispatchkit.backends.host_sync import HostSyncGuard, run_composite, sync_of
 
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
 
 
-class CaptureWatch(TorchDispatchMode):
+class CaptureWatch(DispatchMode):
     """Refuses what would void a capture, and notes what the graph must hold.
 
     Attributes:

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dispatchkit.backends.capture_guard import capturing_device
+from dispatchkit.backends.dispatch_mode import DispatchMode
 from dispatchkit.backends.host_sync import SYNC_FUNCTIONS, is_data_dependent
 from dispatchkit.backends.tape_calls import run_parts, written_arguments
 from dispatchkit.backends.tape_plan import LAUNCH_KEYS, flat_tensors
@@ -52,7 +52,7 @@ class _HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _DeferredOperations(TorchDispatchMode):
+class _DeferredOperations(DispatchMode):
     """Queues the operations of one ``use_stream`` block."""
 
     def __init__(self, stream: TapeStream) -> None:

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dispatchkit.backends.capture_guard import HostSyncError
+from dispatchkit.backends.dispatch_mode import DispatchMode
 from dispatchkit.backends.host_sync import sync_of
 from dispatchkit.backends.tape_calls import run_parts, run_step, writing_call, written_arguments
 from dispatchkit.backends.tape_plan import Step, TensorRef, flat_tensors
@@ -44,7 +44,7 @@ def storage_id(tensor: torch.Tensor) -> int:
     return identity
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Notes every operation of one capture as a Step.
 
     Attributes:

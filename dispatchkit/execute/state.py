@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dispatchkit.backends.dispatch_mode import DispatchMode
 from dispatchkit.errors import CaptureError
 
 DEFAULT_STATE_LIMIT = 64 << 20
@@ -89,7 +89,7 @@ class Snapshot:
             generator.set_state(state)
 
 
-class WriteWatch(TorchDispatchMode):
+class WriteWatch(DispatchMode):
     """Watches one run: what it writes outside, and how much memory it needs at once.
 
     Args:

@@ -15,9 +15,9 @@ import attrs
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_structure
 
+from dispatchkit.backends.dispatch_mode import DispatchMode
 from dispatchkit.execute.state import storage_of
 from dispatchkit.execute.tracing import (
     Held,
@@ -198,7 +198,7 @@ def _effects(graph: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], set
     )
 
 
-class _WatchWrites(TorchDispatchMode):
+class _WatchWrites(DispatchMode):
     """Notes the storages that operations write."""
 
     def __init__(self) -> None:

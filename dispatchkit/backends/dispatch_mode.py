@@ -1,0 +1,41 @@
+"""A dispatch mode that does not load Dynamo for nothing.
+
+torch wraps ``__torch_dispatch__`` of every mode so that Dynamo leaves it alone, and that
+wrapper imports the whole of Dynamo on its first call: seconds, in a process that may never
+compile anything. Here the wrapper is used only once Dynamo is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def _without_dynamo(raw: Callable[..., Any]) -> Callable[..., Any]:
+    quiet: Callable[..., Any] = torch._disable_dynamo(raw, recursive=True)  # type: ignore[attr-defined]
+
+    @functools.wraps(raw)
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = quiet if "torch._dynamo" in sys.modules else raw
+        return run(self, func, types, args, kwargs)
+
+    return dispatch
+
+
+class DispatchMode(TorchDispatchMode):
+    """Base of the modes here; a subclass defines ``__torch_dispatch__`` as usual."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch (2.12 and later ask) that the wrapping is done here."""
+        return False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+        if "__torch_dispatch__" in cls.__dict__:
+            cls.__torch_dispatch__ = _without_dynamo(cls.__torch_dispatch__)  # type: ignore[method-assign]
