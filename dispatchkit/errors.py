@@ -156,3 +156,20 @@ class TraceError(DispatchkitError, ValueError):
         self.path, self.line = path, line
         where = f"{path}, line {line}" if line is not None else path
         super().__init__(f"{where}: {message}")
+
+
+class RankError(DispatchkitError, RuntimeError):
+    """Ranks cannot go on together: one is late, gone, has raised, or is set up otherwise.
+
+    Attributes:
+        ranks: Global numbers of the ranks it is put down to; empty where that is not known.
+        step: Last step that all ranks are known to have agreed on, 0 before the first.
+        reason: A short word: ``late`` (or dead), ``raised``, ``left``, ``differs``,
+            ``connection``.
+    """
+
+    def __init__(
+        self, message: str, *, ranks: Iterable[int] = (), step: int = 0, reason: str = "late"
+    ) -> None:
+        self.ranks, self.step, self.reason = tuple(ranks), step, reason
+        super().__init__(message)
