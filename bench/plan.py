@@ -1,7 +1,8 @@
 """How long planning takes: a trace read, a curve planned, a hedge validated, steps simulated.
 
-Prints one JSON line per case: best and median of the samples in milliseconds, and the target it
-is held against where there is one. Run it on a quiet machine.
+Prints one JSON line per case: best and median of the samples in milliseconds, the least processor
+time of a sample (which other work on the machine sways less), and the target it is held against
+where there is one.
 
     python bench/plan.py [SAMPLES]
 """
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns
 
 import numpy as np
 
@@ -42,15 +43,17 @@ def million_steps(folder: Path) -> Path:
 
 def measure(case: str, run: Callable[[], object], samples: int, target_ms: float | None) -> None:
     """Time one case and print its line."""
-    times = []
+    times, busy = [], []
     for _ in range(samples):
-        start = perf_counter_ns()
+        start, start_cpu = perf_counter_ns(), process_time_ns()
         run()
         times.append((perf_counter_ns() - start) / 1e6)
+        busy.append((process_time_ns() - start_cpu) / 1e6)
     line = {
         "case": case,
         "best_ms": round(min(times), 3),
         "median_ms": round(statistics.median(times), 3),
+        "cpu_ms": round(min(busy), 3),
         "samples": samples,
         "target_ms": target_ms,
     }

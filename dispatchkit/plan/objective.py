@@ -15,7 +15,13 @@ import numpy as np
 
 from dispatchkit.errors import ConfigError
 from dispatchkit.plan.costs import CostModel
-from dispatchkit.plan.optimal import FloatArray, IntArray, padding_costs, served_costs
+from dispatchkit.plan.optimal import (
+    FloatArray,
+    IntArray,
+    close_upper,
+    padding_costs,
+    served_costs,
+)
 
 __all__ = ["Objective", "PaddingObjective", "TimeObjective", "padded_sizes", "waste_pct"]
 
@@ -126,7 +132,7 @@ def _constant_costs(candidates: IntArray, demand: FloatArray, price: FloatArray)
     below = np.concatenate([[0.0], np.cumsum(demand[1:])])[candidates]
     before = np.concatenate([[0.0], below[:-1]])
     cost: FloatArray = price[:, None] * (below[:, None] - before[None, :])
-    cost[np.triu_indices(len(candidates), 1)] = np.inf
+    close_upper(cost)
     return cost
 
 

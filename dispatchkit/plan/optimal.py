@@ -28,6 +28,7 @@ __all__ = [
     "IntArray",
     "SizeCurve",
     "best_sizes_within",
+    "close_upper",
     "padding_costs",
     "require_sizes",
     "served_costs",
@@ -53,7 +54,7 @@ def padding_costs(candidates: IntArray, demand: FloatArray) -> FloatArray:
     below = np.concatenate([[0.0], np.cumsum(demand[1:])])[candidates]  # batches <= candidate
     before = np.concatenate([[0.0], below[:-1]])
     cost: FloatArray = candidates[:, None] * (below[:, None] - before[None, :])
-    cost[np.triu_indices(len(candidates), 1)] = np.inf
+    close_upper(cost)
     return cost
 
 
@@ -72,8 +73,14 @@ def served_costs(candidates: IntArray, demand: FloatArray, cost_at: FloatArray) 
     before = np.concatenate([[0], candidates[:-1]])  # sizes up to here are served smaller
     served = total[np.arange(len(candidates)), candidates]
     cost: FloatArray = served[:, None] - total[:, before]
-    cost[np.triu_indices(len(candidates), 1)] = np.inf
+    close_upper(cost)
     return cost
+
+
+def close_upper(cost: FloatArray) -> None:
+    """Make it impossible that a candidate's predecessor is not smaller than it."""
+    order = np.arange(len(cost))
+    cost[order[:, None] < order[None, :]] = np.inf
 
 
 def require_sizes(cost: FloatArray, candidates: IntArray, required: Sequence[int]) -> FloatArray:
@@ -146,13 +153,15 @@ def size_curve(
         reach = np.concatenate([[np.inf], best[:-1]])
         best = np.empty(count)
         previous, back = back, np.empty(count, dtype=np.int64)
-        for start in range(0, count, _ROWS):
+        high = count
+        for start in range((count - 1) // _ROWS * _ROWS, -1, -_ROWS):
             end = min(start + _ROWS, count)
-            low = int(previous[start:end].min()) if monotone else 0
-            sums = cost[start:end, low:end] + reach[low:end]
+            low, high = (int(previous[start:end].min()), min(high, end)) if monotone else (0, end)
+            sums = cost[start:end, low:high] + reach[low:high]
             pick = sums.argmin(axis=1)
             back[start:end] = pick + low
             best[start:end] = sums[np.arange(end - start), pick]
+            high = int(back[start]) + 1
         backs.append(back)
         costs.append(best[-1])
     return SizeCurve(candidates, np.array(costs), tuple(backs))
