@@ -209,6 +209,7 @@ def make_cases(
         compiled = torch_compile.compile(
             fresh(model),
             at=AT,
+            fill={"slots": 0},
             sizes=sizes,
             max_num_tokens=most,
             device_backend=backend,

@@ -67,6 +67,9 @@ class CompileOptions:
         mode: Which runtime modes decode and mixed batches use; by default
             FULL_AND_PIECEWISE for a graph that is split and FULL for one that is not.
         support: For which batches the whole may be captured, beside what its operators state.
+        fill: What rows without a token hold, by the name of the argument; others hold zeros.
+            A graph that writes a buffer or cache is captured only if this is given: what it
+            writes for these rows must do no harm (``{}`` if it writes nothing for them).
         sizes: Capture sizes in rows, by default derived from ``max_num_tokens``.
         max_num_tokens: Largest batch that graphs may serve; larger ones run plainly.
         max_num_seqs: Most requests of a batch.
@@ -93,6 +96,7 @@ class CompileOptions:
     at: tuple[Any, ...] = ()
     mode: CUDAGraphMode | None = attrs.field(default=None, converter=_optional_mode)
     support: AttentionSupport = attrs.field(default=AttentionSupport.ALWAYS, converter=_support)
+    fill: dict[str, Any] | None = None
     sizes: tuple[int, ...] | None = None
     max_num_tokens: int | None = None
     max_num_seqs: int | None = None
@@ -113,6 +117,9 @@ class CompileOptions:
     def __attrs_post_init__(self) -> None:
         set_ = object.__setattr__  # the class is frozen
         set_(self, "at", SplitRules(self.at).given)
+        fill: Any = self.fill
+        if fill is not None and not isinstance(fill, Mapping):
+            raise ConfigError("fill", fill, "a dict of values by the name of an argument")
         if self.sizes is not None:
             set_(self, "sizes", tuple(self.sizes))
 

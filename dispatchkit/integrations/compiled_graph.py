@@ -49,6 +49,8 @@ _WHAT_TO_DO = {
     PlainReason.OUTPUT_IS_INPUT: "Return a copy (.clone()), so that no memory is shared.",
     PlainReason.SEVERAL_DIMS: "Mark the batch dimension alone.",
     PlainReason.NOTHING_TO_CAPTURE: "Leave something outside of what runs eager.",
+    PlainReason.FILL_UNKNOWN: "Say with the option fill what rows without a token hold, so that "
+    "what is written for them does no harm: fill={'slots': sink}, or fill={} if nothing is.",
     PlainReason.HELD_MOVED: "Write into the same tensors, rather than replacing them.",
     PlainReason.LAYOUT: "Give it as a contiguous tensor.",
 }
@@ -103,7 +105,7 @@ class CompiledGraph:
         self.num_rebinds = 0
         self._graph = graph
         self._arguments = read_arguments(graph)
-        self.plain = self._arguments.plain
+        self.plain = self._arguments.plain or self._fill_is_missing()
         self._held: list[torch.Tensor] = []
         self._plain_steps: Counter[str] = Counter()
         self._told: set[str] = set()
@@ -175,6 +177,16 @@ class CompiledGraph:
 
     # -- making -------------------------------------------------------------------------
 
+    def _fill_is_missing(self) -> tuple[str, str] | None:
+        """Return why the graph must not run on rows without a token, None if it may."""
+        arguments = self._arguments
+        if not arguments.written or self.options.fill is not None or arguments.num_rows is not None:
+            return None
+        return (
+            PlainReason.FILL_UNKNOWN,
+            f"it writes {len(arguments.written)} tensors that outlive a step",
+        )
+
     def _make_backend(self) -> GraphBackend:
         """Return what captures.
 
@@ -240,6 +252,7 @@ class CompiledGraph:
             name: StaticInput(
                 tuple(None if i == dim else size for i, size in enumerate(tensor.shape)),
                 tensor.dtype,
+                fill=(self.options.fill or {}).get(name, 0),
             )
             for name, dim, tensor in zip(
                 self._arguments.traced.inputs, self._arguments.batch_dims, tensors, strict=True

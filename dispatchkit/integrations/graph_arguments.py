@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from dispatchkit.backends.dispatch_mode import DispatchMode
+from dispatchkit.execute.inputs import RESERVED_NAMES
 from dispatchkit.execute.state import storage_of
 from dispatchkit.execute.tracing import (
     Held,
@@ -45,6 +46,7 @@ class PlainReason:
     ODD_ARGUMENT = "unsupported_argument"
     LAYOUT = "input_layout"
     HELD_MOVED = "held_tensor_moved"
+    FILL_UNKNOWN = "fill_not_declared"
     NOTHING_TO_CAPTURE = "nothing_to_capture"
 
 
@@ -81,6 +83,7 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
         for node, fake in zip(nodes, fakes, strict=True)
         if isinstance(fake, torch.Tensor)
     }
+    labels = _labels(nodes)
     direct = {node.name for node in nodes if _is_argument(node)}
     dynamic = {name: _dynamic_dims(fake) for name, fake in tensors.items()}
     lead = next((name for name in tensors if name in direct and tensors[name].dim()), None)
@@ -98,18 +101,19 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
         name = node.name
         if not isinstance(fake, torch.Tensor):
             source = size_source(fake, tensors)
+            name = labels[name]
             if source is None:
                 kind = type(fake).__name__
                 what = f"argument {name!r} ({kind}) is neither a tensor nor a size of one"
                 plain.append((PlainReason.ODD_ARGUMENT, what))
                 source = (name, 0)
-            roles.append(Size(*source))
+            roles.append(Size(labels.get(source[0], source[0]), source[1]))
             continue
         dims = dynamic[name]
         if num_rows is not None and name in direct and fake.dim() and fake.shape[0] == num_rows:
             dims = (0,)
         if len(dims) > 1:
-            what = f"{name!r} has several dimensions of unknown size: {tuple(fake.shape)}"
+            what = f"{labels[name]!r} has several dimensions of unknown size: {tuple(fake.shape)}"
             plain.append((PlainReason.SEVERAL_DIMS, what))
         if not dims and (name not in direct or place in writes):
             if place in writes:
@@ -117,6 +121,7 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
             roles.append(Held(len(places[1])))
             places[1].append(place)
             continue
+        name = labels[name]
         if place in writes:
             plain.append((PlainReason.INPUT_WRITTEN, f"{name!r} is written in place"))
         if place in aliases:
@@ -147,6 +152,18 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
         num_rows,
         plain[0] if plain else None,
     )
+
+
+def _labels(nodes: Sequence[fx.Node]) -> dict[str, str]:
+    """Return what to call each argument: a parameter's own name where it is one."""
+    labels: dict[str, str] = {}
+    for node in nodes:
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        name = getattr(source, "local_name", None) if _is_argument(node) else None
+        usable = str(name).isidentifier() and name not in (None, *RESERVED_NAMES)
+        is_free = name not in labels.values()
+        labels[node.name] = str(name) if usable and is_free else node.name
+    return labels
 
 
 def _results(graph: fx.GraphModule) -> Sequence[Any]:

@@ -150,12 +150,14 @@ class CompiledModel:
         self.num_uncompiled = 0
         self._batch = None if batch is None else dict(batch)
         self._signature = inspect.Signature()
-        if batch is not None:
+        fill = backend.options.fill
+        if batch or fill:
             self._signature = inspect.signature(getattr(model, "forward", model))
             known = self._signature.parameters
-            unknown = sorted(set(batch) - set(known))
-            if unknown:
-                raise ConfigError("batch", unknown, f"parameters: {', '.join(known)}")
+            for setting, names in (("batch", batch), ("fill", fill)):
+                unknown = sorted(set(names or ()) - set(known))
+                if unknown:
+                    raise ConfigError(setting, unknown, f"parameters: {', '.join(known)}")
         self._skip_guards = skip_guards
         self._first_facts: Any = None
         self._lock = threading.Lock()

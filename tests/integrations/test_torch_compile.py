@@ -22,6 +22,7 @@ from dispatchkit.keys import BatchDescriptor  # noqa: E402
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 TAPE = {"device_backend": "tape", "sizes": SIZES}
+ATTENTION = {**TAPE, "fill": {"slots": 0}}
 SLOTS, WIDTH = 4, 8
 
 
@@ -110,7 +111,9 @@ def test_decoder_equals_eager_for_all_sizes_with_one_compile():
     """One compilation serves 1 to 64 rows, in PIECEWISE and FULL; the memory agrees too."""
     model = make_decoder()
     reference = copy.deepcopy(model)
-    compiled = torch_compile.compile(model, at=["compile_test::attend"], fullgraph=True, **TAPE)
+    compiled = torch_compile.compile(
+        model, at=["compile_test::attend"], fullgraph=True, **ATTENTION
+    )
     for rows in range(1, 65):
         batch = make_batch(rows)
         got, count = compiled(*batch)
@@ -132,7 +135,7 @@ def test_decoder_equals_eager_for_all_sizes_with_one_compile():
 
 def test_decoder_is_split_at_the_operator():
     """Graph pieces around each call of the operator, all named after their graph."""
-    compiled = torch_compile.compile(make_decoder(), at=["compile_test::attend"], **TAPE)
+    compiled = torch_compile.compile(make_decoder(), at=["compile_test::attend"], **ATTENTION)
     compiled(*make_batch(5))
     (graph,) = compiled.graphs
     assert [piece.is_graph for piece in graph.pieces] == [True, False, True, False, True]
@@ -147,7 +150,7 @@ def test_backend_is_found_by_name_with_options():
     reference = copy.deepcopy(model)
     before = len(torch_compile.compiled_graphs())
     compiled = torch.compile(
-        model, backend="dispatchkit", options={"at": ["compile_test::attend"], **TAPE}
+        model, backend="dispatchkit", options={"at": ["compile_test::attend"], **ATTENTION}
     )
     for rows in (16, 7, 1, 16, 33):
         batch = make_batch(rows)
@@ -241,7 +244,7 @@ def test_pieces_may_be_compiled_by_another_backend(compiler):
     model = make_decoder()
     reference = copy.deepcopy(model)
     compiled = torch_compile.compile(
-        model, at=["compile_test::attend"], piece_compiler=compiler, **TAPE
+        model, at=["compile_test::attend"], piece_compiler=compiler, **ATTENTION
     )
     for rows in (6, 1, 33):
         batch = make_batch(rows)
@@ -256,7 +259,7 @@ def test_pieces_may_be_compiled_by_inductor():
     model = make_decoder()
     reference = copy.deepcopy(model)
     compiled = torch_compile.compile(
-        model, at=["compile_test::attend"], piece_compiler="inductor", mode="NONE", **TAPE
+        model, at=["compile_test::attend"], piece_compiler="inductor", mode="NONE", **ATTENTION
     )
     for rows in (6, 1, 33):
         batch = make_batch(rows)
@@ -412,6 +415,32 @@ def test_step_that_cannot_be_captured_runs_eager_and_says_where():
     assert split.stats()[0].runner.steps_by_mode["PIECEWISE"] == 1
 
 
+def test_writing_state_for_rows_without_a_token_is_not_guessed_at():
+    """Padding might write slot 0; until the user says what it holds, nothing is padded."""
+    model = make_decoder()
+    reference = copy.deepcopy(model)
+    compiled = torch_compile.compile(model, at=["compile_test::attend"], **TAPE)
+    batch = make_batch(5)
+    result, text = run_and_see_reason(compiled, *batch)
+    torch.testing.assert_close(result, reference(*batch))
+    assert PlainReason.FILL_UNKNOWN in text
+    assert "fill={'slots': sink}" in text
+
+
+def test_rows_without_a_token_hold_the_fill():
+    """A mean over all rows shows what the others hold."""
+
+    def step(x):
+        return x + x.sum(0)
+
+    compiled = torch_compile.compile(step, fill={"x": 1.0}, **TAPE)
+    assert torch.equal(compiled(torch.zeros(5, 2)), torch.full((5, 2), 3.0))
+    with pytest.raises(ConfigError, match="fill must be parameters: x"):
+        torch_compile.compile(step, fill={"y": 1.0}, **TAPE)
+    with pytest.raises(ConfigError, match="fill must be a dict"):
+        torch_compile.compile(step, fill=1.0, **TAPE)
+
+
 # -- what changes ----------------------------------------------------------------------------
 
 
@@ -467,7 +496,7 @@ def test_buffers_that_a_step_writes_count_each_step_once():
             return x + self.steps
 
     model = Counts()
-    compiled = torch_compile.compile(model, **TAPE)
+    compiled = torch_compile.compile(model, fill={}, **TAPE)
     for step in range(1, 8):
         x = x_of(step % 3 + 1)
         assert torch.equal(compiled(x), x + step)
@@ -505,7 +534,7 @@ def test_skipped_guards_are_stood_in_for():
 
 def test_forward_context_limits_the_mode():
     """A step that is to be eager, or at most PIECEWISE, is."""
-    compiled = torch_compile.compile(make_decoder(), at=["compile_test::attend"], **TAPE)
+    compiled = torch_compile.compile(make_decoder(), at=["compile_test::attend"], **ATTENTION)
     with set_forward_context("NONE"):
         compiled(*make_batch(4))
     with set_forward_context("PIECEWISE", BatchDescriptor(4, num_reqs=4, uniform=True)):
@@ -527,7 +556,7 @@ def test_support_lowers_the_mode_visibly():
     """An operator that cannot be captured for mixed batches is split at and warned of."""
     declare_support("compile_test::attend", "UNIFORM_BATCH")
     try:
-        compiled = torch_compile.compile(make_decoder(), mode="FULL", **TAPE)
+        compiled = torch_compile.compile(make_decoder(), mode="FULL", **ATTENTION)
         with pytest.warns(ModeDowngradeWarning, match="FULL -> FULL_AND_PIECEWISE"):
             compiled(*make_batch(4))
     finally:
@@ -538,7 +567,9 @@ def test_support_lowers_the_mode_visibly():
 
 def test_support_can_be_told_for_the_whole():
     """What the operators do not say, the user may."""
-    compiled = torch_compile.compile(make_decoder(), support="UNIFORM_BATCH", mode="FULL", **TAPE)
+    compiled = torch_compile.compile(
+        make_decoder(), support="UNIFORM_BATCH", mode="FULL", **ATTENTION
+    )
     with pytest.warns((ModeDowngradeWarning, EagerStepWarning)) as told:
         compiled(*make_batch(4))
     assert any("FULL -> FULL_DECODE_ONLY" in str(one.message) for one in told)
