@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
-from dispatchkit.dispatch.decision import Decision
+from dispatchkit.dispatch.decision import Decision, Reason
 from dispatchkit.dispatch.dispatcher import Dispatcher
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
@@ -36,12 +38,39 @@ class Explanation:
         decision: What would happen now.
         policy: Name of the policy, with where it comes from.
         candidates: Per runtime mode, the smallest graphs that cover the batch.
+        largest: Tokens of the largest declared graph; 0 where there is none.
     """
 
     batch: Batch
     decision: Decision
     policy: str
     candidates: tuple[Candidate, ...]
+    largest: int = 0
+
+    @property
+    def because(self) -> str:
+        """What is behind the decision: a constraint, the configuration, a state or the policy."""
+        reason = self.decision.reason
+        if reason in _BEHIND:
+            return _BEHIND[reason]
+        if reason == Reason.ABOVE_LARGEST and self.batch.num_tokens <= self.largest:
+            return "constraint: no graph for this kind of batch is as large"
+        if reason == Reason.ABOVE_LARGEST:
+            return f"constraint: a bucket is never smaller, and the largest has {self.largest}"
+        return f"policy {self.policy}" + ("" if reason == Reason.HIT else f", reason {reason!r}")
+
+    @property
+    def nearest(self) -> str:
+        """The nearest graph that would have caught an eager batch; empty for a replay."""
+        if self.decision.key is not None or not self.batch.num_tokens:
+            return ""
+        if self.candidates:
+            near = min(self.candidates, key=lambda one: (one.why_not is not None, one.padding))
+            return f"{near.key}: {near.why_not or 'ready, not preferred'}"
+        short = self.batch.num_tokens - self.largest
+        if short > 0:
+            return f"none declared; the largest is {short} tokens too small"
+        return "none declared for this kind of batch"
 
     def __str__(self) -> str:
         facts = [f"{self.batch.num_tokens} tokens"]
@@ -56,6 +85,7 @@ class Explanation:
             f"{', '.join(facts)}; allowed: {names}",
             f"-> {self.decision}",
             f"   decided by policy {self.policy}; padding {self.decision.padding} tokens",
+            f"   behind it: {self.because}",
         ]
         for each in self.candidates:
             verdict = "chosen" if each.chosen else each.why_not or "ready, not preferred"
@@ -101,4 +131,23 @@ def explain(
             if index > per_mode and decision.key is None:
                 break
     origin = f" ({dispatcher.policy_origin})" if dispatcher.policy_origin else ""
-    return Explanation(batch, decision, dispatcher.policy_name + origin, tuple(candidates))
+    largest = max((key.num_tokens for key in dispatcher.registry), default=0)
+    return Explanation(batch, decision, dispatcher.policy_name + origin, tuple(candidates), largest)
+
+
+# What stands behind the reasons that are not a policy's own choice.
+_BEHIND: Mapping[str, str] = {
+    Reason.EMPTY_BATCH: "constraint: without tokens there is nothing to replay",
+    Reason.MODE_NONE: "configuration: the mode runs this kind of batch eager",
+    Reason.CEILING: "constraint: the caller allows no mode that has a graph for it",
+    Reason.NO_KEY: "configuration: no graph is declared for this kind of batch",
+    Reason.NOT_CAPTURED: "state: its graph is declared and not captured yet",
+    Reason.CAPTURE_FAILED: "state: the capture of its graph failed",
+    Reason.EVICTED: "state: its graph was given up for room",
+    Reason.STALE: "state: its graph was captured before what it reads was replaced",
+    Reason.DISABLED: "state: its graph, or the mode, is switched off",
+    Reason.TOO_MANY_REQS: "constraint: a graph serves no more requests than it was captured for",
+    Reason.PIECEWISE_UNSUPPORTED: "executor: the step is not split, so PIECEWISE cannot run",
+    Reason.NOT_MINE: "policy: none of them answered for this batch",
+    Reason.POLICY_ERROR: "policy: it raised, or its answer broke a constraint",
+}

@@ -26,6 +26,11 @@ def _query_lens(value: Any) -> tuple[int, ...]:
     return lens
 
 
+def _is_flag(instance: Any, attribute: attrs.Attribute[bool], value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(attribute.name, value, "true or false")
+
+
 def _mode(value: Any) -> CUDAGraphMode:
     return value if isinstance(value, CUDAGraphMode) else CUDAGraphMode.parse(value)
 
@@ -63,13 +68,11 @@ class DispatchConfig:
     max_num_tokens: int = attrs.field(default=None)
     max_num_seqs: int = attrs.field(default=None)
     query_lens: tuple[int, ...] = attrs.field(default=(1,), converter=_query_lens)
-    varlen_decode: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    varlen_decode: bool = attrs.field(default=False, validator=_is_flag)
     uniform_capture_sizes: tuple[int, ...] | None = None
     max_loras: int = 0
-    specialize_lora: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
-    specialize_active_loras: bool = attrs.field(
-        default=False, validator=attrs.validators.instance_of(bool)
-    )
+    specialize_lora: bool = attrs.field(default=True, validator=_is_flag)
+    specialize_active_loras: bool = attrs.field(default=False, validator=_is_flag)
 
     def __attrs_post_init__(self) -> None:
         set_ = object.__setattr__  # the class is frozen; these fill derived defaults once

@@ -141,7 +141,7 @@ def test_unknown_mode_gets_the_nearest_names():
 @pytest.mark.parametrize("flag", ["varlen_decode", "specialize_lora", "specialize_active_loras"])
 def test_flag_is_a_bool(flag):
     """The text "false" is true to Python."""
-    with pytest.raises(TypeError, match=flag):
+    with pytest.raises(ConfigError, match=f"{flag} must be true or false"):
         DispatchConfig(**{flag: "false"})
 
 

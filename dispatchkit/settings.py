@@ -1,0 +1,523 @@
+"""One schema of settings, from four places: Python, ``pyproject.toml``, environment, command line.
+
+A setting has one name, one meaning and one error text wherever it is written::
+
+    load_settings(capture_sizes=[1, 2, 4])      # Python
+    capture_sizes = [1, 2, 4]                   # pyproject.toml, under [tool.dispatchkit]
+    DISPATCHKIT_CAPTURE_SIZES=1,2,4             # environment
+    dispatchkit --set capture_sizes=1,2,4 ...   # command line
+
+The later of ``pyproject.toml``, environment, and call (or command line) wins. Every value is
+checked, also one that another overrides, and remembers where it came from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.keys import CUDAGraphMode, DispatchConfig
+from dispatchkit.keys.capture_sizes import CaptureSizeWarning, check_capture_sizes, check_count
+
+__all__ = ["SETTINGS", "Setting", "Settings", "Sourced", "load_settings"]
+
+PREFIX = "DISPATCHKIT_"
+FILE_VARIABLE = "DISPATCHKIT_CONFIG"
+_NO_SETTINGS = frozenset({FILE_VARIABLE, "DISPATCHKIT_REQUIRE_GPU"})
+_MAX_FILE_BYTES = 4 * 1024 * 1024
+_FLAGS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+
+Check = Callable[[Any, str], Any]
+
+
+# -- reading and checking one value -------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """Return text of a number as the number, so that all places give equal values."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    for read in (int, float):
+        try:
+            number = read(text)
+        except ValueError:
+            continue
+        return number if math.isfinite(number) else text
+    return text
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [_plain(part) for part in value.split(",") if part.strip()]
+    if isinstance(value, Iterable) and not isinstance(value, Mapping):
+        return [_plain(part) for part in value]
+    return value
+
+
+def _count(minimum: int = 1) -> Check:
+    def check(value: Any, name: str) -> int:
+        return check_count(_plain(value), name, minimum=minimum)
+
+    return check
+
+
+def _sizes(value: Any, name: str) -> tuple[int, ...]:
+    return check_capture_sizes(_parts(value), setting=name)
+
+
+def _lengths(value: Any, name: str) -> tuple[int, ...]:
+    value = _plain(value)
+    return DispatchConfig(
+        query_lens=[value] if isinstance(value, int) else _parts(value)
+    ).query_lens
+
+
+def _flag(value: Any, name: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = value.strip().lower() if isinstance(value, str) else value
+    if isinstance(word, str) and word in _FLAGS:
+        return _FLAGS[word]
+    raise ConfigError(name, _plain(value), "true or false")
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(name, value, "text that is not empty")
+    return value.strip()
+
+
+def _choice(*words: str) -> Check:
+    def check(value: Any, name: str) -> str:
+        text = str(value).strip().lower()
+        if text not in words:
+            raise UnknownNameError(name, str(value), words)
+        return text
+
+    return check
+
+
+def _mode(value: Any, name: str) -> CUDAGraphMode:
+    return CUDAGraphMode.parse(value)
+
+
+def _names(value: Any, name: str) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise ConfigError(name, value, "a list of names")
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def _options(value: Any, name: str) -> dict[str, Any]:
+    allowed = "a table of options, as text a JSON object"
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ConfigError(name, value, allowed) from None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(name, value, allowed)
+    return dict(value)
+
+
+# -- the schema ---------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Setting:
+    """One setting.
+
+    Attributes:
+        name: Its name in Python and ``pyproject.toml``.
+        help: What it is, in a sentence.
+        check: Reads a value, native or text, or raises ConfigError.
+        default: What holds where nobody gives it; None where it is derived.
+        derived: In words, how it is derived.
+        group: Who takes it: ``dispatch`` (DispatchConfig), ``runner`` (GraphRunner),
+            ``plugins`` or ``costs``.
+    """
+
+    name: str
+    help: str
+    check: Check
+    default: Any = None
+    derived: str = ""
+    group: str = "dispatch"
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that holds it."""
+        return PREFIX + self.name.upper()
+
+
+def _schema(*settings: Setting) -> Mapping[str, Setting]:
+    return {setting.name: setting for setting in settings}
+
+
+SETTINGS: Mapping[str, Setting] = _schema(
+    Setting("policy", "The policy that decides.", _text, "vllm", group="runner"),
+    Setting("policy_options", "Options of the policy.", _options, {}, group="runner"),
+    Setting(
+        "mode",
+        "Which runtime modes decode and mixed batches use.",
+        _mode,
+        CUDAGraphMode.FULL_AND_PIECEWISE,
+    ),
+    Setting("capture_sizes", "Numbers of tokens to capture.", _sizes, derived="by max_num_tokens"),
+    Setting("max_num_tokens", "Largest batch in tokens.", _count(), derived="largest capture size"),
+    Setting("max_num_seqs", "Most requests of a batch.", _count(), derived="max_num_tokens"),
+    Setting("query_lens", "Tokens per request of uniform decode batches.", _lengths, (1,)),
+    Setting(
+        "varlen_decode", "Decode graphs accept requests of varying length.", _flag, default=False
+    ),
+    Setting(
+        "uniform_capture_sizes",
+        "Sizes for uniform batches, where they differ.",
+        _sizes,
+        derived="capture_sizes",
+    ),
+    Setting("max_loras", "Most adapters active at once.", _count(0), 0),
+    Setting("specialize_lora", "Capture graphs without adapters too.", _flag, default=True),
+    Setting(
+        "specialize_active_loras",
+        "Capture graphs for several counts of adapters.",
+        _flag,
+        default=False,
+    ),
+    Setting(
+        "backend",
+        "Where graphs are captured: auto, cuda, cuda:1, tape, or a plugin's.",
+        _text,
+        "auto",
+        group="runner",
+    ),
+    Setting(
+        "outputs",
+        "owned: results are fresh; view: valid until the next call.",
+        _choice("owned", "view"),
+        "owned",
+        group="runner",
+    ),
+    Setting("warmups", "Eager runs before each capture.", _count(0), 1, group="runner"),
+    Setting("lazy", "Capture a key when a call asks for it.", _flag, default=False, group="runner"),
+    Setting("capture_after", "Calls before a key is captured lazily.", _count(), 1, group="runner"),
+    Setting("max_graphs", "Most live graphs.", _count(), derived="no limit", group="runner"),
+    Setting(
+        "max_bytes", "Most bytes of graph memory.", _count(), derived="no limit", group="runner"
+    ),
+    Setting(
+        "eviction",
+        "Which graph is given up for room: lru or benefit.",
+        _choice("lru", "benefit"),
+        "lru",
+        group="runner",
+    ),
+    Setting("strict", "A downgrade to eager raises.", _flag, default=False, group="runner"),
+    Setting(
+        "check", "Compare each so many replays with eager; 0: off.", _count(0), 0, group="runner"
+    ),
+    Setting(
+        "cost_model",
+        "What a step costs: a built-in model's name, or a file.",
+        _text,
+        "lm-decode-h100",
+        group="costs",
+    ),
+    Setting("plugins", "Load only these plugins.", _names, derived="all", group="plugins"),
+    Setting("disable", "Load these plugins not.", _names, (), group="plugins"),
+)
+"""All settings, by name."""
+
+
+# -- the result ---------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Sourced:
+    """A value and where it came from.
+
+    Attributes:
+        value: The value, checked.
+        source: Where, in words.
+        place: ``default``, ``file``, ``environment`` or ``call``.
+    """
+
+    value: Any
+    source: str
+    place: str
+
+
+@attrs.frozen
+class Settings:
+    """Settings as they hold, each with its source.
+
+    Attributes:
+        given: By name, every value that was given; the first one holds, those behind it are
+            overridden.
+        file: The ``pyproject.toml`` that was read, if any.
+    """
+
+    given: Mapping[str, tuple[Sourced, ...]] = attrs.field(factory=dict)
+    file: Path | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.sourced(name).value
+
+    def is_given(self, name: str) -> bool:
+        """Return whether anybody gave a setting."""
+        return bool(self.given.get(_known(name).name))
+
+    def sourced(self, name: str) -> Sourced:
+        """Return a setting's value with its source; the default where nobody gave it.
+
+        Raises:
+            UnknownNameError: There is no such setting.
+        """
+        setting = _known(name)
+        found = self.given.get(name)
+        return found[0] if found else Sourced(setting.default, "default", "default")
+
+    def chosen(self, group: str) -> dict[str, Any]:
+        """Return the settings of a group that somebody gave."""
+        return {
+            name: found[0].value
+            for name, found in self.given.items()
+            if found and SETTINGS[name].group == group
+        }
+
+    def dispatch_config(self, **unless_given: Any) -> DispatchConfig:
+        """Return the DispatchConfig that the settings make.
+
+        Args:
+            unless_given: Values for settings that nobody gave.
+
+        Raises:
+            ConfigError: Two settings contradict each other; a note says where each is from.
+        """
+        values = {
+            **{name: value for name, value in unless_given.items() if value is not None},
+            **self.chosen("dispatch"),
+        }
+        try:
+            return DispatchConfig(**values)
+        except ConfigError as error:
+            for name in values:
+                if name in str(error) and self.is_given(name):
+                    error.add_note(f"{name} is from {self.sourced(name).source}.")
+            raise
+
+    def runner_options(self) -> dict[str, Any]:
+        """Return the keyword arguments that make a GraphRunner of these settings.
+
+        Example: ``GraphRunner(step, inputs, **load_settings().runner_options())``
+        """
+        options = self.chosen("runner")
+        if self.chosen("dispatch"):
+            options["config"] = self.dispatch_config()
+        if self.chosen("plugins"):
+            from dispatchkit.plugins import load_plugins
+
+            options["plugins"] = load_plugins(**self.plugin_filter())
+        return options
+
+    def plugin_filter(self) -> dict[str, Any]:
+        """Return the keyword arguments of ``load_plugins``."""
+        return {"allow": self["plugins"], "block": self["disable"] or None}
+
+    def disagreements(self) -> tuple[str, ...]:
+        """Return a sentence for each setting that file and environment give differently.
+
+        A call or command line that overrides them is meant; between the two others, one may
+        have been forgotten.
+        """
+        said = []
+        for name, found in self.given.items():
+            lower = [one for one in found if one.place != "call"]
+            if found[0].place != "call" and len({repr(one.value) for one in lower}) > 1:
+                winner, loser = lower[0], lower[-1]
+                said.append(
+                    f"{name}: {shown(winner.value)} from {winner.source} overrides "
+                    f"{shown(loser.value)} from {loser.source}."
+                )
+        return tuple(said)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return every setting with value, source and what it overrides, as plain values."""
+        rows = []
+        for name, setting in SETTINGS.items():
+            now = self.sourced(name)
+            rows.append(
+                {
+                    "setting": name,
+                    "value": plain(now.value),
+                    "source": now.source,
+                    "derived": setting.derived if now.value is None else "",
+                    "overrides": [
+                        {"value": plain(one.value), "source": one.source}
+                        for one in self.given.get(name, ())[1:]
+                    ],
+                    "variable": setting.variable,
+                    "help": setting.help,
+                }
+            )
+        return rows
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, CUDAGraphMode):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is written in ``pyproject.toml``."""
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(shown, value)) + "]"
+    value = plain(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+# -- the four places ----------------------------------------------------------------------
+
+
+def load_settings(
+    given: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: str | os.PathLike[str] | None = None,
+    start: str | os.PathLike[str] | None = None,
+    sources: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Settings:
+    """Return the settings of call, environment and ``pyproject.toml``; the first of these wins.
+
+    Args:
+        given: Settings of the call, by name; None stands for one that is not given.
+        more: The same, as keyword arguments.
+        environ: Environment variables; those of the process by default.
+        file: The TOML file to read; by default that of DISPATCHKIT_CONFIG, or else the
+            nearest ``pyproject.toml`` with a table ``[tool.dispatchkit]``.
+        start: Where to look for it, upwards; the current folder by default.
+        sources: What to call the source of a setting of the call, by name.
+
+    Raises:
+        UnknownNameError: There is no such setting; the nearest are named.
+        ConfigError: A value cannot be used, or the file cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    call: dict[str, Sourced] = {}
+    for name, value in {**(given or {}), **more}.items():
+        if value is None:
+            continue
+        source = (sources or {}).get(name, f"the argument {name}")
+        call[name] = _sourced(name, value, source, "call")
+    from_environment = _from_environment(environ)
+    path, table = _read_file(file, environ, start)
+    from_file = {
+        name: _sourced(name, value, f"{path} [tool.dispatchkit]", "file")
+        for name, value in table.items()
+    }
+    layers = (call, from_environment, from_file)
+    return Settings(
+        {
+            name: tuple(layer[name] for layer in layers if name in layer)
+            for name in SETTINGS
+            if any(name in layer for layer in layers)
+        },
+        path,
+    )
+
+
+def _known(name: str, source: str = "") -> Setting:
+    setting = SETTINGS.get(name)
+    if setting is None:
+        error = UnknownNameError("setting", name, SETTINGS)
+        if source:
+            error.add_note(f"It is from {source}.")
+        raise error
+    return setting
+
+
+def _sourced(name: str, value: Any, source: str, place: str) -> Sourced:
+    setting = _known(name, source)
+    try:
+        with warnings.catch_warnings():
+            # The whole configuration warns once, when it is made.
+            warnings.simplefilter("ignore", CaptureSizeWarning)
+            return Sourced(setting.check(value, name), source, place)
+    except ConfigError as error:
+        error.add_note(f"It is from {source}.")
+        raise
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
+    found = {}
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith(PREFIX) or variable in _NO_SETTINGS:
+            continue
+        name = variable.removeprefix(PREFIX).lower()
+        source = f"the environment variable {variable}"
+        # An empty variable is as good as none, save where an empty list says something.
+        if text.strip() or _known(name, source).group == "plugins":
+            found[name] = _sourced(name, text, source, "environment")
+    return found
+
+
+def _read_file(
+    file: str | os.PathLike[str] | None,
+    environ: Mapping[str, str],
+    start: str | os.PathLike[str] | None,
+) -> tuple[Path | None, Mapping[str, Any]]:
+    """Return the file and its table; without one, nothing."""
+    wanted = file or environ.get(FILE_VARIABLE) or None
+    if wanted is not None:
+        path = Path(wanted)
+        table = _table(path)
+        if table is None:
+            raise ConfigError(
+                "configuration file", str(path), "a TOML file with a table [tool.dispatchkit]"
+            )
+        return path, table
+    here = Path(start or Path.cwd()).absolute()
+    for folder in (here, *here.parents):
+        path = folder / "pyproject.toml"
+        if path.is_file():
+            table = _table(path)
+            if table is not None:
+                return path, table
+    return None, {}
+
+
+def _table(path: Path) -> Mapping[str, Any] | None:
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            "configuration file", str(path), f"a file that can be read ({error.strerror})"
+        ) from error
+    if len(raw) > _MAX_FILE_BYTES:
+        raise ConfigError("configuration file", str(path), f"at most {_MAX_FILE_BYTES} bytes")
+    try:
+        data = tomllib.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("configuration file", str(path), f"TOML ({error})") from error
+    tools = data.get("tool", {})
+    table = tools.get("dispatchkit") if isinstance(tools, Mapping) else None
+    if table is not None and not isinstance(table, Mapping):
+        raise ConfigError("tool.dispatchkit", table, f"a table ({path})")
+    return table
