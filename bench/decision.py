@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import gzip
 import random
 import statistics
@@ -98,30 +99,40 @@ class DictOfTuples:
         raise DescriptorError("batch", (num_tokens, num_reqs), "within the limits")
 
 
+@dataclasses.dataclass(frozen=True)
+class PlainDescriptor:
+    """What engines build for a look-up: frozen, hashable, and not validated."""
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    num_active_loras: int = 0
+
+
 class DescriptorPerProbe:
     """Pad, build a descriptor, look it up in a set of keys per mode, relax it, look again."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.padding = padding_table(dispatcher.config.capture_sizes)
         self.limit = len(self.padding) - 1
-        self.keys: dict[RuntimeMode, set[BatchDescriptor]] = {FULL: set(), PIECEWISE: set()}
+        self.keys: dict[RuntimeMode, set[PlainDescriptor]] = {FULL: set(), PIECEWISE: set()}
         for key in dispatcher.registry:
-            self.keys[key.mode].add(key.descriptor)
+            own = key.descriptor
+            plain = PlainDescriptor(own.num_tokens, own.num_reqs, own.uniform, own.num_active_loras)
+            self.keys[key.mode].add(plain)
 
     def dispatch(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
-    ) -> tuple[RuntimeMode, BatchDescriptor | None]:
+    ) -> tuple[RuntimeMode, PlainDescriptor | None]:
         """Return the mode and the descriptor, as engines that do so."""
         if not 0 < num_tokens <= self.limit:
             return RuntimeMode.NONE, None
         padded = self.padding[num_tokens]
-        descriptor = BatchDescriptor(
-            padded, num_reqs=padded if uniform else None, uniform=uniform, num_active_loras=loras
-        )
+        descriptor = PlainDescriptor(padded, padded if uniform else None, bool(uniform), loras)
         allowed = ALLOWED_MODES[ceiling]
         if FULL in allowed and descriptor in self.keys[FULL]:
             return FULL, descriptor
-        relaxed = BatchDescriptor(padded, num_active_loras=loras)
+        relaxed = PlainDescriptor(padded, num_active_loras=loras)
         if PIECEWISE in allowed and relaxed in self.keys[PIECEWISE]:
             return PIECEWISE, relaxed
         return RuntimeMode.NONE, None
