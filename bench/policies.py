@@ -85,7 +85,9 @@ def main() -> None:
                 if options.json:
                     print(json.dumps(row), flush=True)
             if not options.json:
-                print(summary([row for row in rows if (row["trace"], row["policy"]) == (trace, name)]))
+                print(
+                    summary([row for row in rows if (row["trace"], row["policy"]) == (trace, name)])
+                )
                 sys.stdout.flush()
 
 
@@ -107,7 +109,7 @@ def parse() -> argparse.Namespace:
 def traces(which: str, low: int, high: int) -> Iterator[tuple[str, list[int]]]:
     """Yield names and sizes of steps; those outside a range are left out."""
     if which in ("all", "uniform"):
-        chance = random.Random(1)  # noqa: S311 - sizes of steps
+        chance = random.Random(1)
         yield "uniform", [chance.randint(low, high) for _ in range(UNIFORM_STEPS)]
     if which == "uniform":
         return
@@ -136,10 +138,11 @@ def costs(
 def summary(rows: list[dict[str, Any]]) -> str:
     over = [row["over_oracle_pct"] for row in rows]
     first = rows[0]
+    behind = [row["worst_prefix_vs_base_pct"] for row in rows]
+    prefix = "  (short)" if None in behind else f"{max(behind):+8.3f}%"
     return (
         f"{first['trace']:<18} {first['policy']:<10} over oracle {statistics.mean(over):6.3f}% "
-        f"(worst {max(over):6.3f}%), prefix vs base "
-        f"{max(row['worst_prefix_vs_base_pct'] for row in rows):+7.3f}%, "
+        f"(worst {max(over):6.3f}%), prefix vs base {prefix}, "
         f"{first['steps']} steps, {first['measured']} measured, {first['changes']} changed"
     )
 

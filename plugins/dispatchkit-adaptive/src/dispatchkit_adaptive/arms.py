@@ -26,9 +26,12 @@ OUTLIER = 2.5
 #: So many of them in a row are no outliers.
 _OUTLIERS_IN_A_ROW = 4
 #: Latest samples the level is read from.
-_LEVEL_WINDOW = 32
+_LEVEL_WINDOW = 128
 # Windows in which a change is looked for, and how many standard errors count as one.
-_CHANGE_WINDOWS = ((3, 4.5), (4, 4.5), (8, 4.2), (16, 4.0), (32, 3.8))
+_CHANGE_WINDOWS = (
+    *((3, 4.5), (4, 4.5), (8, 4.2), (16, 4.0)),
+    *((32, 3.8), (64, 3.7), (128, 3.7)),
+)
 # A median of k normal samples has 1.25 times the standard error of their mean.
 _MEDIAN_ERROR = 1.2533
 # Noise that is assumed until it can be measured, and the least that is believed.
@@ -75,20 +78,21 @@ class Line:
 def fit_line(samples: Iterable[tuple[float, float]]) -> Line:
     """Fit a line to (tokens, microseconds) that outliers do not bend.
 
-    A resistant line through the medians of the outer thirds comes first; least squares on
-    what is near to it, weighted for noise in proportion, sharpen it.
+    A resistant line through the medians of the outer thirds of the range comes first; least
+    squares on what is near to it, weighted for noise in proportion, sharpen it.
     """
     points = sorted(samples)
     low, high = points[0][0], points[-1][0]
     middle, level = median(n for n, _ in points), median(us for _, us in points)
     if high - low < 0.02 * high or len(points) < 4:
         return Line(middle, level, 0.0, low, high, is_sloped=False)
-    third = max(1, len(points) // 3)
-    left, right = points[:third], points[-third:]
+    # Thirds of the range, not of the samples: most of these may be of one size.
+    third = (high - low) / 3
+    left = [point for point in points if point[0] <= low + third]
+    right = [point for point in points if point[0] >= high - third]
     n0, n1 = median(n for n, _ in left), median(n for n, _ in right)
     y0, y1 = median(us for _, us in left), median(us for _, us in right)
-    if n1 - n0 < 0.01 * high:
-        return Line(middle, level, 0.0, low, high, is_sloped=False)
+    middle = (n0 + n1) / 2
     slope = (y1 - y0) / (n1 - n0)
     at = y0 + slope * (middle - n0)
     for cut in (1.6, 1.35):
@@ -120,6 +124,14 @@ def _least_squares(
     return mean_y + slope * (middle - mean_n), slope
 
 
+def middle_mean(values: Sequence[float]) -> float:
+    """Return the mean of the middle three fifths: nearly as exact as a mean, and robust."""
+    ordered = sorted(values)
+    cut = len(ordered) // 5
+    middle = ordered[cut : len(ordered) - cut]
+    return sum(middle) / len(middle)
+
+
 class Arm:
     """The times of one arm in one regime.
 
@@ -134,10 +146,11 @@ class Arm:
     """
 
     def __init__(self, history_size: int, *, over_tokens: bool) -> None:
-        self.samples: deque[tuple[float, float]] = deque(maxlen=history_size)
+        self.samples: list[tuple[float, float]] = []
         self.fresh = 0
         self.last_step = 0
         self.noise = _FIRST_NOISE
+        self._history_size = history_size
         self._over_tokens = over_tokens
         self._shape: Line | None = None
         self._scale = 1.0
@@ -164,7 +177,7 @@ class Arm:
         if not count:
             return 1.0
         spread = 1.3 if self._over_tokens else 1.0
-        return spread * _MEDIAN_ERROR * self.noise / math.sqrt(count)
+        return spread * 1.07 * self.noise / math.sqrt(count)
 
     @property
     def is_suspicious(self) -> bool:
@@ -205,7 +218,7 @@ class Arm:
         self._take(num_tokens, us)
         found = self._change() if watch else 0
         if found:
-            return self._move(list(self.samples)[-found:])
+            return self._move(self.samples[-found:])
         self._read()
         return None
 
@@ -221,8 +234,25 @@ class Arm:
 
     def _take(self, num_tokens: float, us: float) -> None:
         self.samples.append((num_tokens, us))
+        if len(self.samples) > self._history_size:
+            del self.samples[self._spare()]
         self._added += 1
         self.fresh = min(self.fresh + 1, len(self.samples))
+
+    def _spare(self) -> int:
+        """Return the index of the oldest sample that the line can do without.
+
+        It is of the quarter of the range that has most samples: traffic of one size would
+        otherwise push out all that tells the slope.
+        """
+        if not self._over_tokens:
+            return 0
+        sizes = [n for n, _ in self.samples]
+        low = min(sizes)
+        width = (max(sizes) - low) / 4 or 1.0
+        quarters = [min(3, int((n - low) / width)) for n in sizes]
+        fullest = max(range(4), key=quarters.count)
+        return quarters.index(fullest)
 
     def _change(self) -> int:
         """Return how many of the latest samples show a change; 0 if none do."""
@@ -250,8 +280,7 @@ class Arm:
         return factor
 
     def _replace(self, samples: Iterable[tuple[float, float]], fresh: int) -> None:
-        self.samples.clear()
-        self.samples.extend(samples)
+        self.samples = list(samples)[-self._history_size :]
         self.fresh = fresh
         self._ratios.clear()
         self._read()
@@ -268,9 +297,9 @@ class Arm:
             self._fitted_at = self._added
         shape = self._shape
         window = max(1, min(self.fresh, _LEVEL_WINDOW))
-        latest = list(self.samples)[-window:]
+        latest = self.samples[-window:]
         ratios = [us / shape(n) for n, us in latest]
-        self._scale = median(ratios)
+        self._scale = middle_mean(ratios)
         if len(ratios) >= 8:
             spread = 1.4826 * median(abs(ratio / self._scale - 1.0) for ratio in ratios)
             # Slowly, since the spread of few samples is itself noisy.

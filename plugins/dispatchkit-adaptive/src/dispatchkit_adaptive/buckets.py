@@ -89,7 +89,6 @@ def band_of(num_tokens: int, top: int, sizes: Sequence[int]) -> int:
     return next((last for first, last in bands(low, top) if num_tokens >= first), top)
 
 
-
 @attrs.frozen
 class Stakes:
     """What a choice has to clear.
@@ -97,11 +96,13 @@ class Stakes:
     Attributes:
         margin: Least relative gain for which the base is left.
         account_us: What may be lost from now on.
+        lead_us: The part of it that was earned by being faster.
         horizon: Steps until a change is noticed.
     """
 
     margin: float
     account_us: float
+    lead_us: float
     horizon: float
 
     def worst(self, base_us: float, slack: float = 1.0) -> float:
@@ -157,6 +158,16 @@ class Bucket:
         """All arms."""
         return self.keys if self.piece is None else (*self.keys, self.piece)
 
+    def is_detour(self, ident: ArmId) -> bool:
+        """Tell whether an arm is a larger graph of the base's mode: hardly ever faster."""
+        key = self.base.key
+        return (
+            key is not None
+            and isinstance(ident, GraphKey)
+            and ident.mode is key.mode
+            and ident.num_tokens > key.num_tokens
+        )
+
     def choice(self, num_tokens: int) -> ArmId | None:
         """Return the arm in use for a number of tokens."""
         if self.piece is not None and (self.key is None or num_tokens <= self.limit):
@@ -203,7 +214,8 @@ class Bucket:
             now, other = known[self.key], known[key]
             us = _level(other)
             covered = key == self.base.key or us <= stakes.worst(base_us)
-            if covered and us * (1.0 + _margin(stakes, now, other)) < _level(now):
+            doubts = 2.0 if self.is_detour(key) else 1.0
+            if covered and us * (1.0 + doubts * _margin(stakes, now, other)) < _level(now):
                 self.key = key
 
     # -- the base runs eager ------------------------------------------------------------
@@ -239,7 +251,10 @@ def _level(arm: Arm) -> float:
 
 
 def _margin(stakes: Stakes, one: Arm, other: Arm) -> float:
-    return max(stakes.margin, 1.5 * math.hypot(one.error(), other.error()))
+    """Return the gain to ask for; the larger the lead, the less has to be sure."""
+    comfort = max(0.0, stakes.lead_us) / (stakes.horizon * max(_level(one), 1e-9))
+    doubt = 1.5 * math.hypot(one.error(), other.error())
+    return max(stakes.margin, doubt) / (1.0 + comfort)
 
 
 def answer(bucket: Bucket, arm: ArmId | None) -> Decision:

@@ -40,7 +40,7 @@ class Ledger:
 
     promise: float
     explore: float
-    explore_far: float = 0.0003
+    explore_far: float = 0.0001
     steps: float = 0.0
     base_us: float = 0.0
     lead_us: float = 0.0

@@ -54,7 +54,7 @@ _KNOWN = 3
 _CLOSE = 1.5
 # Outcomes after which a probe that never came back (its cell was not used) is given up.
 _LOST = 512
-_SEED_RUNS = 8
+_SEED_RUNS, _SEED_ROUNDS = 8, 3
 _REGIME_WINDOW, _REGIME_MAJORITY = 16, 12
 # What an arm that was never measured is taken to cost, in times of the one in use.
 _UNKNOWN_COST = 3.0
@@ -113,10 +113,10 @@ class AdaptivePolicy:
         base: str | Policy = "vllm",
         *,
         base_options: Mapping[str, Any] | None = None,
-        history_size: int = 64,
+        history_size: int = 192,
         margin: float = 0.02,
         promise: float = 0.01,
-        explore: float = 0.001,
+        explore: float = 0.0006,
         max_sizes: int = 2,
         seed: int = 0,
         state: str | Path | None = None,
@@ -143,6 +143,7 @@ class AdaptivePolicy:
         self._of_cell: dict[Batch, Bucket] = {}
         self._eager_news: deque[tuple[Arm, float, float, float]] = deque(maxlen=8)
         self._outcomes = 0
+        self._seed_rounds = 0
         self._step = 0
         self.state_path = None if state is None else Path(state)
         if self.state_path is not None and self.state_path.exists():
@@ -280,21 +281,39 @@ class AdaptivePolicy:
             one.choose(self._known(one), self._stakes(one))
 
     def wants_seeding(self, graphs: GraphView) -> list[SeedRun]:
-        """Return the timed runs that spare serving the first mistakes; ask after a capture.
+        """Return timed runs that spare serving the first mistakes; none when it has enough.
 
-        Each graph at its size, and eager at both ends of the range that each size serves.
+        Ask after a capture, and again when all of them have been told. First comes each
+        graph at its size, and eager at both ends of the range that each size serves; then
+        more of those that are too close to tell apart.
         """
-        runs: dict[tuple[Batch, GraphKey | None], SeedRun] = {}
+        self._seed_rounds += 1
+        places = self._seed_places(graphs)
+        if self._seed_rounds == 1:
+            return [SeedRun(batch, how, _SEED_RUNS) for batch, how in places]
+        if self._seed_rounds > _SEED_ROUNDS:
+            self._seed_rounds = 0
+            return []
+        return [
+            SeedRun(batch, how, _SEED_RUNS * 2 ** (self._seed_rounds - 1))
+            for batch, how in places
+            if self._is_close_call(batch)
+        ]
+
+    def _seed_places(self, graphs: GraphView) -> list[tuple[Batch, Decision]]:
+        places: dict[tuple[Batch, GraphKey | None], Decision] = {}
         below: dict[Any, int] = {}
         for key in sorted(graphs, key=lambda key: key.num_tokens):
             if not graphs.is_ready(key):
                 continue
             own = key.descriptor
             kind = (own.uniform, own.query_len, own.max_query_len, own.num_active_loras, own.axes)
-            low = below.get(kind, 0) + 1
-            below[kind] = top = key.num_tokens
-            edges = [edge for band in bands(low, top) for edge in band if edge >= own.query_len]
-            for num_tokens in edges:
+            low = below.get((key.mode, kind), 0) + 1
+            below[key.mode, kind] = key.num_tokens
+            edges = {edge for band in bands(low, key.num_tokens) for edge in band}
+            for num_tokens in sorted(edges, reverse=True):
+                if num_tokens < own.query_len:
+                    continue
                 batch = Batch(
                     num_tokens,
                     uniform=own.uniform,
@@ -305,11 +324,24 @@ class AdaptivePolicy:
                 )
                 self.decide(batch, graphs)  # so that the batch has its bucket
                 if num_tokens == key.num_tokens:
-                    replay = Decision.replay(key, SEED, timed=True)
-                    runs[batch, key] = SeedRun(batch, replay, _SEED_RUNS)
-                eager = Decision.eager(SEED, timed=True)
-                runs.setdefault((batch, None), SeedRun(batch, eager, _SEED_RUNS))
-        return list(runs.values())
+                    places[batch, key] = Decision.replay(key, SEED, timed=True)
+                places.setdefault((batch, None), Decision.eager(SEED, timed=True))
+        return [(batch, how) for (batch, _), how in places.items()]
+
+    def _is_close_call(self, batch: Batch) -> bool:
+        """Tell whether the base's arm and another one are too close to tell apart."""
+        bucket = self._of_cell.get(batch)
+        known = {} if bucket is None else self._known(bucket)
+        base = known.get(bucket.base_arm) if bucket and bucket.base_arm else None
+        if bucket is None or base is None:
+            return False
+        base_us = base.expect(batch.num_tokens) or math.inf
+        return any(
+            abs((arm.expect(batch.num_tokens) or math.inf) / base_us - 1.0)
+            < 2.0 * math.hypot(arm.error(), base.error())
+            for ident, arm in known.items()
+            if arm is not base and not bucket.is_detour(ident)
+        )
 
     # -- reading ------------------------------------------------------------------------
 
@@ -377,7 +409,8 @@ class AdaptivePolicy:
         typical = 0.0
         if base is not None:
             typical = base.expect(max((b.num_tokens for b in bucket.cells), default=1)) or 0.0
-        return Stakes(self.margin, self.ledger.allowance(typical), self.ledger.horizon)
+        ledger = self.ledger
+        return Stakes(self.margin, ledger.allowance(typical), ledger.lead_us, ledger.horizon)
 
     def _buckets_with(self, ident: ArmId) -> Iterator[Bucket]:
         return (bucket for bucket in self._buckets.values() if ident in bucket.arms)
@@ -507,9 +540,12 @@ class AdaptivePolicy:
             us = arm.expect(batch.num_tokens) or 0.0
             age = self._step - arm.last_step
             undecided = us < now_us * (1.0 + arm.error())
+            if bucket.is_detour(ident):
+                undecided = us * (1.0 + 2.0 * arm.error()) < now_us
             if age < (2 if undecided else 16 + self._random.randrange(8)):
                 continue
-            cost, far = max(0.0, us - now_us), us > _CLOSE * now_us
+            cost = max(0.0, us - now_us)
+            far = us > _CLOSE * now_us or (bucket.is_detour(ident) and not undecided)
             if cost <= self.ledger.probe_allowance(far=far) * (1.0 if far else 0.25):
                 best = min(best or (math.inf, False, ident), (cost / age, far, ident), key=_first)
         if best is None:

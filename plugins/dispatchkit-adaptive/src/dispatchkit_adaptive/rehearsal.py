@@ -58,7 +58,7 @@ class Rehearsal:
         oracle_us: What the best choice at every step would have cost.
         base_us: What the base policy's choices would have cost.
         worst_prefix_pct: Most that the policy was behind the base, in per cent of the base,
-            after any number of steps from ``grace`` on.
+            after any number of steps from ``grace`` on; None in a shorter run.
         measured: Steps that were measured.
         changes: Steps whose choice differs from the base's.
     """
@@ -67,7 +67,7 @@ class Rehearsal:
     total_us: float
     oracle_us: float
     base_us: float
-    worst_prefix_pct: float
+    worst_prefix_pct: float | None
     measured: int
     changes: int
 
@@ -110,7 +110,7 @@ def rehearse(
     _sow(policy, served, cost, noise, chance)
     waiting: deque[tuple[int, Outcome]] = deque()
     total = oracle = base_total = 0.0
-    worst = -100.0
+    worst: float | None = None
     measured = changes = 0
     last_measured = -sample_every
     for step, num_tokens in enumerate(sizes):
@@ -126,7 +126,8 @@ def rehearse(
         fitting = [key for key in graphs if key.num_tokens >= num_tokens]
         oracle += min(cost(step, num_tokens, key) for key in (None, *fitting))
         if step + 1 >= grace:
-            worst = max(worst, 100.0 * (total / base_total - 1.0))
+            behind = 100.0 * (total / base_total - 1.0)
+            worst = behind if worst is None else max(worst, behind)
         if decision.timed and (decision.one_shot or step - last_measured >= sample_every):
             last_measured = step
             measured += 1
@@ -153,7 +154,8 @@ def _sow(
 ) -> None:
     """Give a policy the timed runs that it asks for after a capture."""
     wants = getattr(policy, "wants_seeding", None)
-    for run in wants(dispatcher.graphs) if wants is not None else ():
-        for _ in range(run.runs):
-            us = noise(cost(0, run.batch.num_tokens, run.decision.key), chance)
-            dispatcher.observe(Outcome(run.batch, run.decision, us))
+    while wants is not None and (runs := wants(dispatcher.graphs)):
+        for run in runs:
+            for _ in range(run.runs):
+                us = noise(cost(0, run.batch.num_tokens, run.decision.key), chance)
+                dispatcher.observe(Outcome(run.batch, run.decision, us))
