@@ -109,6 +109,7 @@ def assert_same(got, want):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as inductor loads
 @pytest.mark.parametrize("compiler", [None, "inductor"])
 def test_compiled_decoder_equals_eager_for_all_sizes_with_one_compile(compiler):
     """FULL and PIECEWISE in turns over 1 to 64 rows, with plain pieces and inductor's."""
