@@ -38,9 +38,4 @@ def dispatchkit_register_backends() -> list[BackendSpec]:
             _by_name("cuda", "CudaBackend"),
             summary="CUDA graphs through torch.cuda",
         ),
-        BackendSpec(
-            "simulated",
-            _by_name("simulated", "SimulatedBackend"),
-            summary="no device and no torch: a clock that is stepped by hand",
-        ),
     ]

@@ -140,8 +140,8 @@ def dispatchkit_register_backends() -> Sequence[BackendSpec]:  # type: ignore[em
         factory may, as it is called when a user chooses the backend.
 
     Rule:
-        Collected; names are settled as for policies. Built-in names (``tape``, ``cuda``,
-        ``simulated``) stay with dispatchkit unless the user asks for a replacement.
+        Collected; names are settled as for policies. Built-in names (``tape``, ``cuda``)
+        stay with dispatchkit unless the user asks for a replacement.
 
     Returns:
         A list or tuple of ``BackendSpec``; empty for none. None is refused.

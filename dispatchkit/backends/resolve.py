@@ -32,7 +32,8 @@ def resolve_backend(
         device: The device, where the name leaves it open: an index, ``"cuda:1"`` or a
             torch.device. None: the current one.
         registered: Backends of plugins, from name to a callable that takes ``device=`` and
-            returns the backend. Built-in names win.
+            returns the backend. One under a built-in name takes its place, also where
+            ``"auto"`` or a device stands for that name: whoever gives it has asked for that.
 
     Raises:
         UnknownNameError: No backend goes by that name.
@@ -48,18 +49,19 @@ def resolve_backend(
         if device is not None:
             raise ConfigError("device", device, "left out where the backend is an object")
         return spec
+    registered = registered or {}
     name, _, index = spec.partition(":")
     if name == AUTO and not index:
         name = _choose(device)
     if name == "cuda":
         if index and device is not None:
             raise ConfigError("device", device, f"left out where the backend is {spec!r}")
-        return _cuda(spec if index else device)
+        return registered.get(name, _cuda)(device=spec if index else device)
     if name in ("tape", "cpu") and not index:
-        return _tape(device)
-    if registered is not None and spec in registered:
+        return registered.get("tape", _tape)(device=device)
+    if spec in registered:
         return registered[spec](device=device)
-    known = {AUTO, "cpu", *BUILT_IN_BACKENDS, *(registered or ())}
+    known = {AUTO, "cpu", *BUILT_IN_BACKENDS, *registered}
     raise UnknownNameError("backend", spec, known)
 
 

@@ -56,6 +56,10 @@ class Dispatcher:
         origin: Where the policy comes from, for error messages.
         bind: Called once for each decision put into the table; its result becomes
             ``Decision.plan``. The executor prepares there what a step needs.
+        on_swap: Told when a policy or configuration is in force: its name, the name of the
+            policy before (None for the first) and the epoch. No lock is held.
+        on_fault: Told of a fault of the policy before it is raised or warned of, with the
+            tokens of the batch (None where there is none) and the epoch. A step waits.
 
     Raises:
         PolicyError: The policy raises, declares what are not keys, or answers a probe
@@ -75,12 +79,15 @@ class Dispatcher:
         strict: bool = False,
         origin: str = "",
         bind: Callable[[Decision, Batch], Any] | None = None,
+        on_swap: Callable[[str, str | None, int], None] | None = None,
+        on_fault: Callable[[PolicyError, int | None, int], None] | None = None,
     ) -> None:
         self.registry = GraphRegistry() if registry is None else registry
         self._modes = frozenset(modes)
         self._lazy = lazy
         self._strict = strict
         self._bind = bind
+        self._on_swap, self._on_fault = on_swap, on_fault
         # One lock with the registry: its listeners come here under it, and a swap goes there.
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
@@ -89,6 +96,8 @@ class Dispatcher:
         keys = self._accept(policy, config, origin)
         self._install(policy, config, origin, keys, epoch=0)
         self._unsubscribe = self.registry.subscribe(self._on_registry_event)
+        if on_swap is not None:
+            on_swap(self.policy_name, None, 0)
 
     # -- the step -----------------------------------------------------------------------
 
@@ -217,8 +226,11 @@ class Dispatcher:
             new_policy = self._policy if policy is None else policy
             new_config = self.config if config is None else config
             keys = self._accept(new_policy, new_config, origin)
-            self._install(new_policy, new_config, origin, keys, epoch=self._table.epoch + 1)
-            return self._table.epoch
+            previous, epoch = self.policy_name, self._table.epoch + 1
+            self._install(new_policy, new_config, origin, keys, epoch=epoch)
+        if self._on_swap is not None:
+            self._on_swap(policy_name(new_policy), previous, epoch)
+        return epoch
 
     def set_lazy(self, lazy: bool) -> None:
         """Let keys without a graph be dispatched, or no longer; cells are decided anew."""
@@ -373,22 +385,26 @@ class Dispatcher:
             answer = self._policy.decide(batch, self.graphs)
         except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
             problem = f"raised {type(error).__name__} on {batch}: {error}"
-            self._blame(self._fault("decide", problem), error)
+            self._blame(self._fault("decide", problem), error, batch.num_tokens)
             return Decision.eager(Reason.POLICY_ERROR)
         if answer is None:
             return Decision.eager(Reason.NOT_MINE)
         problem_found = broken_constraint(answer, batch, self.graphs)
         if problem_found is not None:
-            self._blame(self._fault("decide", problem_found, answer))
+            self._blame(self._fault("decide", problem_found, answer), None, batch.num_tokens)
             return Decision.eager(Reason.POLICY_ERROR)
         return answer
 
     def _fault(self, hook: str, problem: str, value: Any = None) -> PolicyError:
         return PolicyError(self.policy_name, hook, problem, origin=self._origin, value=value)
 
-    def _blame(self, error: PolicyError, cause: Exception | None = None) -> None:
-        """Count a policy's fault; raise it in strict mode, else warn once per method."""
+    def _blame(
+        self, error: PolicyError, cause: Exception | None = None, num_tokens: int | None = None
+    ) -> None:
+        """Count and tell a policy's fault; raise it in strict mode, else warn once per method."""
         self.num_policy_errors += 1
+        if self._on_fault is not None:
+            self._on_fault(error, num_tokens, self._table.epoch)
         if self._strict:
             raise error from cause
         if (error.policy, error.hook) not in self._warned:

@@ -21,6 +21,7 @@ from dispatchkit.execute.inputs import InputSet, StaticInput, inputs_from_exampl
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.launch import AGAIN, EagerPlan, GraphPlan, LazyPlan, Plan, timer_for
 from dispatchkit.execute.lifecycle import Lifecycle
+from dispatchkit.execute.notices import Notices
 from dispatchkit.execute.outputs import DERIVED
 from dispatchkit.execute.pieces import Step
 from dispatchkit.execute.reasons import (
@@ -67,7 +68,8 @@ class GraphRunner(Controls, Fallbacks):
         query_len: Tokens per request of a uniform decode batch.
         mode: Which runtime modes decode and mixed batches use.
         config: All of these settings, in place of the single ones.
-        policy: Name of the policy, or an object.
+        policy: Name of the policy, or an object; by default the one that a plugin selects
+            for the configuration, else ``vllm``.
         policy_options: Options for a policy chosen by name.
         backend: ``auto``, a backend's name, or an object.
         device: Where the tensors of a call are.
@@ -121,7 +123,7 @@ class GraphRunner(Controls, Fallbacks):
         query_len: int | Sequence[int] | None = None,
         mode: CUDAGraphMode | str | None = None,
         config: DispatchConfig | None = None,
-        policy: str | Policy = "vllm",
+        policy: str | Policy | None = None,
         policy_options: dict[str, Any] | None = None,
         backend: str | GraphBackend = "auto",
         device: str | torch.device | None = None,
@@ -186,7 +188,8 @@ class GraphRunner(Controls, Fallbacks):
         self._lock = threading.RLock()
         self._told: set[str] = set()
 
-        chosen, origin, self._plugins = make_policy(policy, policy_options, plugins)
+        chosen, origin, plugins = make_policy(policy, policy_options, self.config, plugins)
+        notices = Notices(plugins)
         modes = frozenset({RuntimeMode.FULL, *([RuntimeMode.PIECEWISE] * self._step.can_split)})
         self.dispatcher = Dispatcher(
             chosen,
@@ -196,6 +199,8 @@ class GraphRunner(Controls, Fallbacks):
             strict=strict,
             origin=origin,
             bind=self._bind,
+            on_swap=notices.policy_swapped,
+            on_fault=notices.policy_at_fault,
         )
         self.registry: GraphRegistry = self.dispatcher.registry
         # Room for the largest bucket: that is what is cut, whatever batches may come.
@@ -221,7 +226,7 @@ class GraphRunner(Controls, Fallbacks):
             self.registry,
             modes,
             self.counters,
-            self._notify,
+            notices.tell,
             budget=Budget(max_graphs=max_graphs, max_bytes=max_bytes, eviction=eviction),
             lazy=lazy,
             capture_after=capture_after,
@@ -311,7 +316,3 @@ class GraphRunner(Controls, Fallbacks):
         retry = self.lifecycle.retry_key(reason, missed)
         count = self.counters.of_eager(reason, first)
         return EagerPlan(self, num_tokens, reason, count, first, retry, timer)
-
-    def _notify(self, event: object) -> None:
-        if self._plugins is not None:
-            self._plugins.notify(event)

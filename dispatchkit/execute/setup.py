@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,9 @@ from dispatchkit.keys.modes import CUDAGraphMode
 
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
+
+DEFAULT_POLICY = "vllm"
+_OWN_DISTRIBUTION = "dispatchkit"
 
 
 def make_config(config: DispatchConfig | None, **settings: Any) -> DispatchConfig:
@@ -70,9 +74,18 @@ def make_backend(
         from dispatchkit.plugins import load_plugins
 
         plugins = load_plugins()
-    registered = {} if plugins is None else plugins.backends
-    factories = {name: one.spec.factory for name, one in registered.items()}
+    factories = {}
+    if plugins is not None:
+        for name, one in plugins.backends.items():
+            # A built-in name is another's only where its replacement was asked for at loading.
+            if one.origin.distribution != _OWN_DISTRIBUTION:
+                factories[name] = functools.partial(_create, plugins, name)
     return resolve_backend(backend, device=device, registered=factories)
+
+
+def _create(plugins: PluginSet, name: str, *, device: Any) -> GraphBackend:
+    """Make a plugin's backend; one that takes no device is given none."""
+    return plugins.create_backend(name, **({} if device is None else {"device": device}))
 
 
 def _check_device(backend: GraphBackend, device: str | torch.device | None) -> None:
@@ -83,21 +96,34 @@ def _check_device(backend: GraphBackend, device: str | torch.device | None) -> N
 
 
 def make_policy(
-    policy: str | Policy, options: dict[str, Any] | None, plugins: PluginSet | None
+    policy: str | Policy | None,
+    options: dict[str, Any] | None,
+    config: DispatchConfig,
+    plugins: PluginSet | None,
 ) -> tuple[Policy, str, PluginSet | None]:
     """Return the policy that a name stands for, where it comes from, and the plugins.
 
+    Args:
+        policy: A name or an object; None for the one that a plugin selects for the
+            configuration, else the default.
+        options: For the factory of a named policy.
+        config: What it is selected for.
+        plugins: Loaded when a name must be found.
+
     Raises:
-        ConfigError: Options were given with an object, or its factory does not take them.
+        ConfigError: Options were given without a name, or its factory does not take them.
         UnknownNameError: No policy goes by that name; the nearest are named.
+        PluginError: The hook that selects one raised, or answered with no name.
     """
-    if not isinstance(policy, str):
-        if options:
-            raise ConfigError("policy_options", options, "given with a policy's name alone")
+    if options and not isinstance(policy, str):
+        raise ConfigError("policy_options", options, "given with a policy's name alone")
+    if policy is not None and not isinstance(policy, str):
         return policy, "", plugins
     if plugins is None:
         from dispatchkit.plugins import load_plugins
 
         plugins = load_plugins()
+    if policy is None:
+        policy = plugins.select_policy(config) or DEFAULT_POLICY
     made = plugins.create_policy(policy, **(options or {}))
     return made, str(plugins.get_policy(policy).origin), plugins

@@ -70,9 +70,12 @@ def test_a_registered_backend_is_made_with_the_device():
     assert backend.device == 1
 
 
-def test_a_registered_name_does_not_replace_a_built_in():
+@pytest.mark.parametrize(("spec", "device"), [("tape", None), ("cpu", None), ("auto", "cpu")])
+def test_one_registered_under_a_built_in_name_takes_its_place(spec, device):
     pytest.importorskip("torch")
-    assert resolve_backend("tape", registered={"tape": Plugged}).name == "tape"
+    backend = resolve_backend(spec, device=device, registered={"tape": Plugged})
+    assert isinstance(backend, Plugged)
+    assert backend.device == device
 
 
 @pytest.mark.parametrize(
