@@ -1,0 +1,62 @@
+"""Ranks that decide together: one mode and one padded size for every step.
+
+``RankAgreement`` carries facts between the ranks of a process group of torch.distributed;
+``RankedDispatcher`` puts it in front of a ``Dispatcher``, ``RankedRunner`` in front of a
+``GraphRunner``. What is decided from the facts needs no torch; the two names that carry
+them import it on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dispatchkit.ranks.dispatcher import RankedDispatcher
+from dispatchkit.ranks.facts import AgreedBatch, Facts
+from dispatchkit.ranks.fingerprint import differences, fingerprint
+from dispatchkit.ranks.leader import LeaderPolicy
+from dispatchkit.ranks.protocol import Phase, Ranks
+
+if TYPE_CHECKING:
+    from dispatchkit.ranks.agreement import AgreementStats, RankAgreement
+    from dispatchkit.ranks.runner import RankedRunner
+
+__all__ = [
+    "AgreedBatch",
+    "AgreementStats",
+    "Facts",
+    "LeaderPolicy",
+    "Phase",
+    "RankAgreement",
+    "RankedDispatcher",
+    "RankedRunner",
+    "Ranks",
+    "differences",
+    "fingerprint",
+]
+
+_NEEDS_TORCH = {
+    "AgreementStats": "agreement",
+    "RankAgreement": "agreement",
+    "RankedRunner": "runner",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _NEEDS_TORCH.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from dispatchkit.errors import BackendUnavailableError
+
+        raise BackendUnavailableError(
+            f"{name} needs torch, which is not installed here. Run: pip install "
+            "'dispatchkit[torch]'."
+        ) from error
+    globals()[name] = value
+    return value

@@ -1,0 +1,436 @@
+"""RankAgreement: exchanges of small rows over a process group, with a limit on every wait.
+
+A failed collective leaves connections half used, so the first failure ends the agreement:
+its group is dropped, which wakes the other ranks at once, and each finds out from the notes
+in the store whom to name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dispatchkit.errors import ConfigError, RankError
+from dispatchkit.ranks.fingerprint import differences, odd_ranks, versions
+from dispatchkit.ranks.notes import LEFT, RAISED, WAITED, Note, Notes
+from dispatchkit.ranks.protocol import MAX_COLUMNS, Phase
+
+# Who is in which phase, and the mark with its negative; the row follows.
+_MARK = len(Phase)
+_ROW = _MARK + 2
+_WIDTH = _ROW + MAX_COLUMNS
+# A collective has several waits in a row, each of them with the limit of its own: what comes
+# between two of them starts it anew. Two limits and the time for notes are within the whole.
+_SHARE_OF_COLLECTIVE, _SHARE_OF_NOTES = 0.4, 0.12
+_instances: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
+
+
+@attrs.frozen
+class AgreementStats:
+    """What agreements cost this rank: its wait for the others included, start-up not.
+
+    Attributes:
+        num_exchanges: Exchanges of steps.
+        total_us: Microseconds in them.
+        max_us: Microseconds in the longest.
+    """
+
+    num_exchanges: int
+    total_us: float
+    max_us: float
+
+
+class RankAgreement:
+    """The ranks of a process group, and their exchanges.
+
+    All ranks make one, at the same point; it compares versions at once. It has a process
+    group of its own with the members of the given one, so that nothing else is in the way
+    of its collectives, and closes it at its end.
+
+    Args:
+        group: A process group of torch.distributed; by default that of all ranks.
+        timeout: Seconds within which every rank has stopped when another does not come to
+            a step. A rank counts as late from 0.4 of them on.
+        setup_timeout: The same for start-up, captures and the first step, where ranks may
+            be far apart.
+        device: Where the rows meet. By default the CPU, over gloo, which holds up no device
+            work; a CUDA device uses NCCL and waits for the device in every step.
+        name: Tells agreements of the same ranks apart in the store.
+        facts: What must be the same on all ranks, compared at once.
+
+    Attributes:
+        rank: Number of this rank in the group.
+        size: Ranks in the group.
+        members: Their numbers among all ranks, as torchrun gives them.
+        step: Last step that was agreed on.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised, or an argument cannot be used.
+        RankError: A rank does not come, or has other versions or facts.
+
+    Thread safety: one thread uses it.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 60.0,
+        setup_timeout: float = 600.0,
+        device: str | torch.device = "cpu",
+        name: str = "default",
+        facts: Mapping[str, object] | None = None,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigError(
+                "group", group, "a process group", "Call torch.distributed.init_process_group."
+            )
+        self.timeout = _seconds(timeout, "timeout")
+        self.setup_timeout = max(self.timeout, _seconds(setup_timeout, "setup_timeout"))
+        self._device = torch.device(device)
+        parent = dist.group.WORLD if group is None else group
+        # As the group below has them: in ascending order.
+        self.members = tuple(sorted(dist.get_process_group_ranks(parent)))
+        me = dist.get_rank()
+        if me not in self.members:
+            raise ConfigError("group", self.members, f"a group that rank {me} is in")
+        self.rank, self.size = self.members.index(me), len(self.members)
+        self.step = 0
+        self._stopped: RankError | None = None
+        self._is_first_step = True
+        self._num_exchanges, self._total, self._longest = 0, 0.0, 0.0
+        self._group: Any = None
+        if self.size == 1:
+            return
+        serial = next(_instances.setdefault((name, self.members), itertools.count()))
+        prefix = f"dispatchkit/{name}/{'-'.join(map(str, self.members))}/{serial}"
+        self._notes = Notes(_store_of(parent), prefix, self.members, self.rank)
+        self._notes.meet(self.setup_timeout)
+        start = time.monotonic()
+        try:
+            self._reduce = self._make_group()
+        except RuntimeError as error:
+            seconds = time.monotonic() - start
+            where = "the making of their process group"
+            raise self._broken(error, seconds, self.setup_timeout, where) from error
+        self.compare({**versions(), **{k: str(v) for k, v in (facts or {}).items()}})
+
+    # -- the step -----------------------------------------------------------------------
+
+    def exchange(
+        self,
+        row: Sequence[int],
+        phase: Phase = Phase.STEP,
+        *,
+        label: str = "",
+        mark: int = 0,
+        step: int = 0,
+    ) -> list[int]:
+        """Return the largest value of each column over all ranks: one small collective.
+
+        Args:
+            row: At most ``MAX_COLUMNS`` whole numbers.
+            phase: What this rank is doing.
+            label: The same in words, for messages.
+            mark: A whole number that must be the same on all ranks.
+            step: Number of the step, which is the last one known from then on.
+
+        Raises:
+            RankError: A rank is late, gone, has raised, or is doing something else.
+        """
+        if self._group is None:
+            self._check_open()
+            self.step = step or self.step
+            return list(row)
+        message = self._message
+        message[:] = self._blank
+        message[phase] = self.rank + 1
+        message[_MARK], message[_MARK + 1] = mark, -mark
+        message[_ROW : _ROW + len(row)] = row
+        if phase is not Phase.STEP or self._is_first_step:
+            merged = self._run(self.setup_timeout, phase, label, step)
+            self._is_first_step = phase is not Phase.STEP
+        else:
+            start = time.perf_counter()
+            merged = self._run(self.timeout, phase, label, step)
+            elapsed = time.perf_counter() - start
+            self._num_exchanges += 1
+            self._total += elapsed
+            if elapsed > self._longest:
+                self._longest = elapsed
+        if sum(map(bool, merged[:_MARK])) != 1 or merged[_MARK] != -merged[_MARK + 1]:
+            raise self._apart(merged, phase, self._where(phase, label, step))
+        if step:
+            self.step = step
+        return merged[_ROW : _ROW + len(row)]
+
+    # -- cold paths ---------------------------------------------------------------------
+
+    def gather(self, text: str) -> list[str]:
+        """Return the text of every rank, in order."""
+        return [part.decode() for part in self._collect(text.encode(), self.size, self.rank)]
+
+    def share(self, text: str) -> str:
+        """Return the text that rank 0 gave; what others give is not looked at."""
+        given = text.encode() if self.rank == 0 else b""
+        return self._collect(given, 1, 0)[0].decode()
+
+    def barrier(self, label: str = "a barrier") -> None:
+        """Wait for all ranks."""
+        self.exchange((), Phase.SHARE, label=label)
+
+    def compare(self, facts: Mapping[str, str]) -> None:
+        """Stop on all ranks if any fact is not the same everywhere.
+
+        Raises:
+            RankError: It says what differs, and on which ranks.
+        """
+        everyone = [json.loads(text) for text in self.gather(json.dumps(dict(facts)))]
+        found = differences(everyone, self.members)
+        if not found:
+            return
+        listing = "".join(f"\n  {name}: {who}" for name, who in found.items())
+        error = RankError(
+            f"The ranks are not set up alike.{listing}\nGive all of them the same settings and "
+            "versions.",
+            ranks=odd_ranks(everyone, self.members),
+            step=self.step,
+            reason="differs",
+        )
+        self._end(error)
+        raise error
+
+    def stats(self) -> AgreementStats:
+        """Return what agreements of steps have cost since the first."""
+        return AgreementStats(self._num_exchanges, self._total * 1e6, self._longest * 1e6)
+
+    # -- the end ------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether exchanges are possible."""
+        return self._stopped is None
+
+    def close(self) -> None:
+        """Leave together with the others, who close at the same point.
+
+        One that is alone with that waits for at most ``timeout``. After it the group is gone.
+        """
+        if self._stopped is not None:
+            return
+        if self._group is not None:
+            self._message[:] = self._blank
+            self._message[Phase.CLOSE] = self.rank + 1
+            # Whoever went first has closed its side; this one goes now.
+            with contextlib.suppress(RuntimeError):
+                self._reduce(self.timeout * _SHARE_OF_COLLECTIVE)
+            self._notes.leave(Note(LEFT, self.step, "closed"), self._note_seconds)
+        self._end(RankError("The agreement of the ranks was closed.", reason=LEFT))
+
+    def fail(self, error: BaseException | str) -> None:
+        """Stop, and tell the other ranks why; they stop at their next exchange."""
+        if self._stopped is not None:
+            return
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        if self._group is not None:
+            # The note first: dropping the group is what makes others look for it.
+            self._notes.leave(Note(RAISED, self.step, text[:2000]), self._note_seconds)
+        me = self.members[self.rank]
+        self._end(RankError(f"This rank ({me}) raised {text}.", ranks=(me,), reason=RAISED))
+
+    def __enter__(self) -> RankAgreement:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.fail(error)
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _make_group(self) -> Callable[[float], None]:
+        """Make this agreement's own group, and return what reduces the message within a limit."""
+        on_cpu = self._device.type == "cpu"
+        self._group = dist.new_group(
+            self.members,
+            # Limits are given with each collective; this one is for connecting, and for NCCL's
+            # watchdog, which ends the process: it must not come first.
+            timeout=timedelta(seconds=self.setup_timeout * (1 if on_cpu else 2)),
+            backend="gloo" if on_cpu else "nccl",
+            use_local_synchronization=True,  # only members take part
+            group_desc="dispatchkit_ranks",
+        )
+        self._blank = np.zeros(_WIDTH, dtype=np.int64)
+        tensor = torch.zeros(_WIDTH, dtype=torch.int64)
+        self._message = tensor.numpy()
+        self._tensor = tensor
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        if on_cpu:
+            return self._reduce_on_cpu
+        self._on_device = torch.zeros(_WIDTH, dtype=torch.int64, device=self._device)
+        return self._reduce_on_device
+
+    def _reduce_on_cpu(self, seconds: float) -> None:
+        self._allreduce(self._tensor, seconds).wait()
+
+    def _reduce_on_device(self, seconds: float) -> None:
+        self._on_device.copy_(self._tensor)
+        self._wait_on_device(self._allreduce(self._on_device, seconds), seconds)
+        self._tensor.copy_(self._on_device)
+
+    def _allreduce(self, tensor: torch.Tensor, seconds: float) -> Any:
+        self._options.timeout = timedelta(seconds=seconds)
+        return self._group.allreduce([tensor], self._options)
+
+    def _wait_on_device(self, work: Any, seconds: float) -> None:
+        """Wait for a collective of NCCL, whose own wait has no limit on the host."""
+        deadline = time.monotonic() + seconds
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self._group.abort()
+                raise RuntimeError(f"Timed out waiting {seconds:.3g} s for NCCL")
+        work.wait()
+
+    def _run(self, limit: float, phase: Phase, label: str, step: int) -> list[int]:
+        start = time.monotonic()
+        try:
+            self._reduce(limit * _SHARE_OF_COLLECTIVE)
+        except RuntimeError as error:
+            seconds = time.monotonic() - start
+            raise self._broken(error, seconds, limit, self._where(phase, label, step)) from error
+        merged: list[int] = self._message.tolist()
+        return merged
+
+    def _collect(self, data: bytes, num_rows: int, row: int) -> list[bytes]:
+        """Bring together one row of bytes from every rank, or one from rank 0 alone."""
+        if self._group is None:
+            self._check_open()
+            return [data]
+        longest = self.exchange((len(data),), Phase.SHARE)[0]
+        # Each rank fills its own row and leaves the others 0, the least of all bytes.
+        width = longest + 8
+        table = np.zeros((num_rows, width), dtype=np.uint8)
+        if num_rows > 1 or self.rank == row:
+            table[row, :8] = np.frombuffer(len(data).to_bytes(8, "little"), dtype=np.uint8)
+            table[row, 8 : 8 + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        tensor = torch.from_numpy(table).to(self._device)
+        limit = self.setup_timeout * _SHARE_OF_COLLECTIVE
+        start = time.monotonic()
+        try:
+            work = self._allreduce(tensor, limit)
+            if self._device.type == "cpu":
+                work.wait()
+            else:
+                self._wait_on_device(work, limit)
+        except RuntimeError as error:
+            seconds = time.monotonic() - start
+            where = self._where(Phase.SHARE)
+            raise self._broken(error, seconds, self.setup_timeout, where) from error
+        found = tensor.cpu().numpy()
+        return [bytes(line[8 : 8 + int.from_bytes(bytes(line[:8]), "little")]) for line in found]
+
+    def _where(self, phase: Phase, label: str = "", step: int = 0) -> str:
+        if label:
+            return label
+        return f"step {step}" if phase is Phase.STEP else "a comparison of settings"
+
+    @property
+    def _note_seconds(self) -> float:
+        return self.timeout * _SHARE_OF_NOTES
+
+    def _broken(self, error: Exception, seconds: float, limit: float, where: str) -> RankError:
+        """End, find out whom a failed collective is put down to, and return the error."""
+        self._drop_group()
+        # Gloo's text alone tells a limit from a lost connection; both are RuntimeErrors.
+        timed_out = "imed out" in str(error) or seconds >= limit * _SHARE_OF_COLLECTIVE
+        own = Note(WAITED, self.step, str(error)[:500], seconds, timed_out)
+        found = self._notes.judge(own, limit * _SHARE_OF_NOTES, where)
+        me = self.members[self.rank]
+        stop = RankError(
+            f"{found.text} (Told by rank {me} of {self.size}.)",
+            ranks=found.ranks,
+            step=self.step,
+            reason=found.reason,
+        )
+        self._stopped = stop
+        return stop
+
+    def _apart(self, merged: Sequence[int], phase: Phase, where: str) -> RankError:
+        """End where ranks met that do different things; every one of them learns of it here."""
+        me = self.members[self.rank]
+        others = {
+            each: self.members[merged[each] - 1] for each in Phase if merged[each] and each != phase
+        }
+        if others:
+            told = "; ".join(f"rank {number} {each.doing}" for each, number in others.items())
+            reason = LEFT if Phase.CLOSE in others else "differs"
+            text = f"{told[0].upper()}{told[1:]}, while rank {me} came to {where}."
+        else:
+            reason = "differs"
+            text = f"The ranks came to {where} from different batches, or to different keys."
+        error = RankError(
+            f"{text} All ranks must do the same in the same order; an idle one joins each step "
+            f"with 0 tokens. Last step: {self.step}.",
+            ranks=others.values(),
+            step=self.step,
+            reason=reason,
+        )
+        self._end(error)
+        return error
+
+    def _check_open(self) -> None:
+        if self._stopped is not None:
+            raise RankError(
+                f"This agreement has ended: {self._stopped}",
+                ranks=self._stopped.ranks,
+                step=self._stopped.step,
+                reason=self._stopped.reason,
+            )
+
+    def _end(self, error: RankError) -> None:
+        self._stopped = error
+        self._drop_group()
+
+    def _drop_group(self) -> None:
+        """Let go of the group: its connections close, and ranks that wait in it wake up."""
+        group, self._group = self._group, None
+        if group is None or not dist.is_initialized():
+            return
+        with contextlib.suppress(ValueError):  # where the caller has destroyed all at once
+            dist.destroy_process_group(group)
+
+
+def _seconds(value: Any, setting: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigError(setting, value, "a number of seconds above 0")
+    return float(value)
+
+
+def _store_of(group: Any) -> Any:
+    """Return the store that a process group was made with."""
+    public = getattr(group, "get_group_store", None)
+    if public is not None:
+        return public()
+    # torch 2.11 and earlier offer it under a private name only.
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_process_group_store(group)  # noqa: SLF001

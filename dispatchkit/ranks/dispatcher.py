@@ -1,0 +1,344 @@
+"""RankedDispatcher: the decision of a step, made from the facts of all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from dispatchkit.dispatch import Decision, Dispatcher
+from dispatchkit.dispatch.policy import policy_name, policy_traits
+from dispatchkit.errors import ConfigError, NoGraphError, RankError
+from dispatchkit.keys import GraphKey, RuntimeMode
+from dispatchkit.ranks.facts import ALL_ON, AgreedBatch, Facts
+from dispatchkit.ranks.fingerprint import fingerprint
+from dispatchkit.ranks.leader import LeaderPolicy
+from dispatchkit.ranks.protocol import Phase, Ranks
+from dispatchkit.ranks.shared_keys import SharedKeys
+from dispatchkit.registry import KeyState
+
+_FULL = int(RuntimeMode.FULL)
+_LOST_KEYS, _TABLE = 1, 2
+_HASH = (1 << 61) - 1
+
+
+class RankedDispatcher:
+    """Decide with the other ranks: the same mode and padded size on all of them.
+
+    Which rule the ranks agree by follows from the policy:
+
+    * A policy with the trait ``stateless``: each rank decides for its own batch; the most
+      tokens and the most careful mode of all are the outcome, and every rank decides again
+      for these.
+    * A ``LeaderPolicy``: the ranks decide once, for the most tokens of all, by a table that
+      the leader alone changes. Its changes travel at epochs.
+
+    Every rank makes one at the same point; that compares what decides (configuration,
+    policy, dialect, sizes, versions).
+
+    Args:
+        dispatcher: Decides on this rank. It must not be lazy: a graph captured in the
+            middle of a step may fail on one rank alone. It may be ready, or be captured with
+            ``capture`` below.
+        ranks: The agreement.
+        same_batches: Every rank is given the same batches, as in tensor parallelism where
+            one scheduler feeds all. With a stateless policy nothing can differ then, and
+            nothing is exchanged in a step.
+        check_every: With ``same_batches``, exchange in each so many-th step all the same: it
+            finds batches that differ after all, settles lost keys and lets the leader's
+            table travel. 0: never. By default 0, with a LeaderPolicy ``epoch_steps``.
+        epoch_steps: With a LeaderPolicy, least number of steps between two epochs.
+        switches: Names of further yes-or-no choices that change the collectives inside a
+            step; ``agree`` takes and gives them as bits in this order.
+        facts: Further facts that must be the same on all ranks.
+
+    Attributes:
+        dispatcher: The dispatcher.
+        ranks: The agreement.
+        step: Steps begun on this rank.
+        epoch: How often the leader's table has travelled.
+
+    Raises:
+        ConfigError: The policy learns on every rank, or the dispatcher is lazy.
+        RankError: The ranks are not set up alike, or one does not come.
+
+    Thread safety: one thread uses it.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        ranks: Ranks,
+        *,
+        same_batches: bool = False,
+        check_every: int | None = None,
+        epoch_steps: int = 256,
+        switches: Sequence[str] = (),
+        facts: Mapping[str, object] | None = None,
+    ) -> None:
+        self.dispatcher, self.ranks = dispatcher, ranks
+        self.step = self.epoch = 0
+        self._last_epoch, self._epoch_steps = 0, epoch_steps
+        policy = dispatcher.policy
+        self._leader = policy if isinstance(policy, LeaderPolicy) else None
+        if check_every is None:
+            check_every = epoch_steps if self._leader is not None else 0
+        # Steps from one exchange to the next; 0 where there is none.
+        self._every = check_every if same_batches else 1
+        if ranks.size == 1 and self._leader is None:
+            self._every = 0
+        # What the batches since the last exchange were, where all ranks must have the same.
+        self._history = 0
+        try:
+            _check(dispatcher, self._leader, ranks, check_every, epoch_steps)
+            self._facts = Facts(dispatcher.config, switches)
+        except ConfigError as error:
+            ranks.fail(error)  # or the others would wait for this rank
+            raise
+        self._keys = SharedKeys(dispatcher)
+        own = {
+            "same_batches": same_batches,
+            "check_every": check_every,
+            "epoch_steps": epoch_steps,
+            "switches": self._facts.switches,
+        }
+        base = None if self._leader is None else self._leader.base
+        ranks.compare(fingerprint(dispatcher, {**own, **(facts or {})}, policy=base))
+        self.settle()
+
+    # -- the step -----------------------------------------------------------------------
+
+    @property
+    def needs_agreement(self) -> bool:
+        """Whether anything is exchanged in steps at all."""
+        return self._every != 0 and self.ranks.size > 1
+
+    @property
+    def withheld(self) -> dict[GraphKey, dict[int, str]]:
+        """Keys not used here because other ranks (by index) cannot run them, and why."""
+        return dict(self._keys.withheld)
+
+    def agree(
+        self,
+        num_tokens: int,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+        switches: int = ALL_ON,
+    ) -> AgreedBatch:
+        """Return the facts that all ranks run this step under.
+
+        Every rank calls it in every step, an idle one with 0 tokens: where the answer has
+        tokens, it runs a dummy batch of them. Give its first five fields to ``dispatch`` of
+        the dispatcher, or of the runner that owns it, just once.
+
+        Args:
+            num_tokens: Unpadded tokens of this rank.
+            num_reqs: Requests; 0 where they are not known.
+            uniform: Query class, as for ``Dispatcher.dispatch``.
+            loras: Active adapters.
+            ceiling: Code of the modes that this rank's batch allows.
+            switches: Bits of the switches that this rank has on; by default all.
+
+        Raises:
+            DescriptorError: A fact is outside the configured limits. Nothing has been
+                exchanged: the step can be tried again.
+            NoGraphError: The ranks allow no common mode; every rank raises it.
+            RankError: A rank is late, gone or has raised; the agreement has ended.
+        """
+        every = self._every
+        if every != 1 and (not every or (self.step + 1) % every):
+            return self._alone(num_tokens, num_reqs, uniform, loras, ceiling, switches)
+        while True:
+            mode = self._own_mode(num_tokens, num_reqs, uniform, loras, ceiling)
+            row = self._facts.row(num_tokens, num_reqs, uniform, loras, ceiling, mode, switches)
+            row.append(self._news())
+            merged = self.ranks.exchange(row, mark=self._history, step=self.step + 1)
+            if not merged[-1]:
+                break
+            self._settle_news(merged[-1])
+        agreed = self._facts.merge(merged)
+        self.step += 1
+        return agreed
+
+    def dispatch(
+        self,
+        num_tokens: int,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+    ) -> Decision:
+        """Return the decision that all ranks run this step under.
+
+        Its ``num_tokens`` are the agreed ones, at least this rank's own.
+
+        Raises:
+            DescriptorError: As for ``agree``.
+            NoGraphError: As for ``agree``.
+            RankError: As for ``agree``.
+        """
+        agreed = self.agree(num_tokens, num_reqs, uniform, loras, ceiling)
+        return self.dispatcher.dispatch(*agreed[:5])
+
+    # -- graphs -------------------------------------------------------------------------
+
+    def capture(
+        self, capture: Callable[[GraphKey], object], keys: Iterable[GraphKey] | None = None
+    ) -> dict[GraphKey, dict[int, str]]:
+        """Capture keys on all ranks in the same order, largest first, with a barrier each.
+
+        Args:
+            capture: Captures one key and notes it in the registry; also where this rank has
+                its graph already and another has not. One that raises fails that key.
+            keys: Which; all declared ones by default. The same on all ranks.
+
+        Returns:
+            The keys that are not used because a rank could not capture them: the ranks (by
+            index) and their reasons.
+        """
+        registry = self.dispatcher.registry
+        self._keys.give_all_back()
+        order = sorted(registry if keys is None else keys, key=_largest_first)
+        for key in order:
+            entry = registry.get(key)
+            is_missing = entry is None or entry.state is not KeyState.CAPTURED
+            merged = self.ranks.exchange(
+                (is_missing,),
+                Phase.CAPTURE,
+                label=f"the capture of {key}",
+                mark=zlib.crc32(str(key).encode()),
+            )
+            if not merged[0]:
+                continue
+            try:
+                capture(key)
+            except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
+                registry.failed(key, f"{type(error).__name__}: {error}")
+        self.ranks.exchange((), Phase.CAPTURE, label="the end of the captures", mark=len(order))
+        lost = self.settle()
+        return {key: lost[key] for key in order if key in lost}
+
+    def settle(self) -> dict[GraphKey, dict[int, str]]:
+        """Compare which graphs the ranks have, now; all of them call it at the same point.
+
+        In steps with an exchange that happens by itself. Where there is none, call it after
+        switching keys on or off.
+
+        Returns:
+            The keys that some rank cannot run: the ranks (by index) and their reasons.
+        """
+        return self._keys.settle(self.ranks.gather(self._keys.report()))
+
+    def close(self) -> None:
+        """Stop listening to the registry; the agreement is its owner's to close."""
+        self._keys.close()
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _news(self) -> int:
+        """Return what this rank has to settle before the step, as a number."""
+        leader = self._leader
+        if leader is not None and leader.has_news and self._is_epoch_due():
+            return _TABLE
+        return _LOST_KEYS if self._keys.has_news else 0
+
+    def _is_epoch_due(self) -> bool:
+        return self.step - self._last_epoch >= self._epoch_steps
+
+    def _settle_news(self, news: int) -> None:
+        """Settle what any rank has news of; the table after the keys, whose names it uses."""
+        self.settle()
+        if news == _TABLE and self._leader is not None:
+            is_leader = self.ranks.rank == 0
+            text = self.ranks.share(self._leader.take_news() if is_leader else "")
+            self._leader.put_news(text, self.dispatcher)
+            self._last_epoch = self.step
+            self.epoch += 1
+
+    def _own_mode(
+        self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
+    ) -> int:
+        """Return the mode that this rank would run in, were it alone."""
+        if self._leader is not None:
+            # Asking the table here would use up one-shot decisions on this rank alone.
+            self.dispatcher.batch(num_tokens, num_reqs, uniform, loras, ceiling)
+            return _FULL
+        try:
+            return self.dispatcher.dispatch(num_tokens, num_reqs, uniform, loras, ceiling).mode
+        except NoGraphError:
+            # The others wait: what this batch allows is in the row, and all ranks will see.
+            return _FULL
+
+    def _alone(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform: int,
+        loras: int,
+        ceiling: int,
+        switches: int,
+    ) -> AgreedBatch:
+        """Return this rank's own facts, in a step where nothing can differ."""
+        if self._keys.has_news and self.ranks.size > 1:
+            error = RankError(
+                "A graph of this rank changed since the ranks last settled, and they exchange "
+                "nothing in this step: the others would go on with it. Call settle() on all "
+                "ranks after such a change, or set check_every.",
+                step=self.step,
+                reason="differs",
+            )
+            self.ranks.fail(error)
+            raise error
+        agreed = AgreedBatch(
+            num_tokens, num_reqs, uniform, loras, ceiling, switches & self._facts.all_on
+        )
+        if self._every:
+            self._history = hash((self._history, agreed)) & _HASH
+        self.step += 1
+        return agreed
+
+
+def _check(
+    dispatcher: Dispatcher,
+    leader: LeaderPolicy | None,
+    ranks: Ranks,
+    check_every: int,
+    epoch_steps: int,
+) -> None:
+    value: Any
+    for value, setting, least in ((check_every, "check_every", 0), (epoch_steps, "epoch_steps", 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(setting, value, f"a whole number of at least {least}")
+    graphs = dispatcher.graphs
+    for key, entry in dispatcher.registry.entries.items():
+        if entry.state is KeyState.DECLARED and graphs.is_ready(key):
+            raise ConfigError(
+                "dispatcher",
+                "lazy",
+                "one that captures before it serves",
+                "A graph captured in the middle of a step may fail on one rank alone.",
+            )
+    if ranks.size == 1:
+        return
+    if leader is None:
+        if "stateless" not in policy_traits(dispatcher.policy):
+            raise ConfigError(
+                "policy",
+                dispatcher.policy_name,
+                "one with the trait 'stateless', or a LeaderPolicy",
+                "What it learns on one rank another does not know: wrap it in a LeaderPolicy.",
+            )
+    elif leader.learner is not None and ranks.rank != 0:
+        raise ConfigError(
+            "learner",
+            policy_name(leader.learner),
+            f"None on rank {ranks.rank}",
+            "Only rank 0 of the agreement learns.",
+        )
+
+
+def _largest_first(key: GraphKey) -> tuple[int, int, int, str]:
+    own = key.descriptor
+    return (-own.num_tokens, -int(key.mode), -own.num_active_loras, str(key))

@@ -1,0 +1,159 @@
+"""A step's facts as a row of numbers, and what follows from the rows of all ranks.
+
+Rows meet column by column under one operation, the maximum, so that a single collective
+does: a smallest value travels as the distance from the largest possible one, a set as one
+flag for each member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dispatchkit.errors import ConfigError, NoGraphError
+from dispatchkit.keys import DispatchConfig, RuntimeMode
+from dispatchkit.keys.modes import ALLOWED_MODES
+from dispatchkit.ranks.protocol import MAX_COLUMNS
+
+_FULL = int(RuntimeMode.FULL)
+_CODES = {modes: code for code, modes in enumerate(ALLOWED_MODES)}
+_FORBIDS = tuple(
+    tuple(int(mode not in allowed) for mode in RuntimeMode) for allowed in ALLOWED_MODES
+)
+_TOKENS, _REQS, _LORAS, _CARE, _FORBIDDEN, _CLASSES = 0, 1, 2, 3, 4, 7
+#: All switches on, as far as a rank is concerned.
+ALL_ON = -1
+
+
+class AgreedBatch(NamedTuple):
+    """The facts that every rank runs this step under; the same on all of them.
+
+    The first five are the arguments of ``Dispatcher.dispatch``, in its order.
+
+    Attributes:
+        num_tokens: The most tokens of any rank; 0 when all are idle.
+        num_reqs: The most requests of any rank that knows its number; 0: none does.
+        uniform: The query class that all batches belong to; 0 (mixed) if there is none.
+        loras: The most active adapters of any rank.
+        ceiling: Code of the runtime modes that are allowed on every rank and no higher than
+            what each would have chosen alone.
+        switches: The switches that are on everywhere, as bits in their declared order.
+    """
+
+    num_tokens: int
+    num_reqs: int
+    uniform: int
+    loras: int
+    ceiling: int
+    switches: int = 0
+
+
+class Facts:
+    """Makes the row of one rank, and reads the merged row of all.
+
+    Args:
+        config: Whose query classes there are.
+        switches: Names of further yes-or-no choices that change the collectives inside a
+            step (microbatches, another all-to-all); one is on where all ranks have it on.
+
+    Attributes:
+        num_columns: Length of a row.
+        all_on: All switches as bits.
+
+    Raises:
+        ConfigError: There are too many query classes and switches for one row.
+    """
+
+    def __init__(self, config: DispatchConfig, switches: Sequence[str] = ()) -> None:
+        self.switches = tuple(switches)
+        self._num_classes = config.num_query_classes
+        self._varlen = self._num_classes - 1 if config.varlen_decode else 0
+        # The query classes whose batches also are of requests of at most the first length.
+        self._fits_varlen: frozenset[int] = frozenset()
+        if config.varlen_decode:
+            lens = enumerate(config.query_lens, 1)
+            short = [index for index, query_len in lens if query_len <= config.query_len]
+            self._fits_varlen = frozenset((*short, self._varlen))
+        self._first_switch = _CLASSES + self._num_classes
+        self.num_columns = self._first_switch + len(self.switches)
+        self.all_on = (1 << len(self.switches)) - 1
+        # One column is the dispatcher's own.
+        if self.num_columns >= MAX_COLUMNS:
+            most = MAX_COLUMNS - 1 - self._first_switch
+            raise ConfigError("switches", self.switches, f"at most {most} with this configuration")
+        self._idle = [0] * self.num_columns
+
+    def row(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform: int,
+        loras: int,
+        ceiling: int,
+        mode: int,
+        switches: int = ALL_ON,
+    ) -> list[int]:
+        """Return the row of a batch.
+
+        Args:
+            num_tokens: Unpadded tokens; 0: this rank is idle, and bears on modes alone.
+            num_reqs: Requests, 0 where they are not known.
+            uniform: Query class, as for ``dispatch``.
+            loras: Active adapters.
+            ceiling: Code of the allowed modes.
+            mode: The highest mode that this rank would run in.
+            switches: Bits of the switches that it has on.
+        """
+        row = self._idle.copy()
+        row[_FORBIDDEN:_CLASSES] = _FORBIDS[ceiling]
+        if num_tokens:
+            row[:_FORBIDDEN] = (num_tokens, num_reqs, loras, _FULL - mode)
+            row[_CLASSES + uniform] = 1
+        for index in range(len(self.switches)):
+            row[self._first_switch + index] = not switches >> index & 1
+        return row
+
+    def merge(self, merged: Sequence[int]) -> AgreedBatch:
+        """Return what the merged row of all ranks says.
+
+        Raises:
+            NoGraphError: No runtime mode is allowed on all ranks; each rank raises it.
+        """
+        num_tokens, num_reqs, loras, care = merged[:_FORBIDDEN]
+        forbidden = merged[_FORBIDDEN:_CLASSES]
+        ceiling = _FULL - care
+        if any(forbidden) or care:
+            allowed = frozenset(
+                mode for mode in RuntimeMode if mode <= ceiling and not forbidden[mode]
+            )
+            if not allowed:
+                raise _no_common_mode(forbidden, ceiling)
+            ceiling = _CODES[allowed]
+        off = merged[self._first_switch : self.num_columns]
+        return AgreedBatch(
+            num_tokens,
+            num_reqs,
+            self._common_class(merged),
+            loras,
+            ceiling,
+            sum(1 << index for index, is_off in enumerate(off) if not is_off),
+        )
+
+    def _common_class(self, merged: Sequence[int]) -> int:
+        present = [
+            index for index, flag in enumerate(merged[_CLASSES : self._first_switch]) if flag
+        ]
+        if len(present) == 1:
+            return present[0]
+        fits = present and all(each in self._fits_varlen for each in present)
+        return self._varlen if fits else 0
+
+
+def _no_common_mode(forbidden: Sequence[int], ceiling: int) -> NoGraphError:
+    out = ", ".join(mode.name for mode in RuntimeMode if forbidden[mode])
+    return NoGraphError(
+        f"The ranks allow no common runtime mode: {out or 'nothing'} is excluded by one or "
+        f"another, and one can run at most {RuntimeMode(ceiling).name}. Allow NONE, or exclude "
+        "the same modes on all ranks.",
+        reason="no_common_mode",
+    )

@@ -1,0 +1,139 @@
+"""What ranks compare at start-up: configuration, policy, dialect, sizes and versions."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from dispatchkit.dispatch import Dispatcher, GraphView, Policy
+from dispatchkit.dispatch.policy import policy_name
+from dispatchkit.keys import Batch, RuntimeMode
+from dispatchkit.registry import GraphRegistry
+
+# Sizes around which the policy's answers are compared; all of them would take seconds.
+_MAX_PROBED_SIZES = 64
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same on all ranks."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in ("dispatchkit", "torch"):
+        try:
+            found[f"version of {name}"] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[f"version of {name}"] = "not installed"
+    return found
+
+
+def fingerprint(
+    dispatcher: Dispatcher,
+    extra: Mapping[str, object] | None = None,
+    *,
+    policy: Policy | None = None,
+) -> dict[str, str]:
+    """Return what decides a dispatcher's answers, by name.
+
+    Args:
+        dispatcher: Whose.
+        extra: Further facts that must be the same, such as the model's revision or which
+            all-reduce it uses. Their text is compared.
+        policy: What to ask for answers; by default the dispatcher's policy. Two policies of
+            one name with different options are told apart by what they answer.
+    """
+    config = dispatcher.config
+    names = [field.name for field in attrs.fields(type(config))]
+    facts = {f"config.{name}": str(getattr(config, name)) for name in names}
+    facts["policy"] = dispatcher.policy_name
+    facts["policy's distribution"] = dispatcher.policy_origin or "none"
+    dialect = getattr(policy or dispatcher.policy, "dialect", None)
+    facts["dialect"] = str(getattr(dialect, "name", dialect))
+    facts["keys"] = _digest(sorted(map(str, dispatcher.registry)))
+    facts["policy's answers"] = _digest(_answers(dispatcher, policy or dispatcher.policy))
+    facts.update(versions())
+    facts.update({name: str(value) for name, value in (extra or {}).items()})
+    return facts
+
+
+def differences(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> dict[str, str]:
+    """Return what differs between ranks: for each name, who has what, in words.
+
+    Args:
+        facts: The fingerprints, in order of ranks.
+        numbers: The number each rank goes by.
+    """
+    found = {}
+    for name in dict.fromkeys(name for each in facts for name in each):
+        by_value: dict[str, list[int]] = {}
+        for number, each in zip(numbers, facts, strict=True):
+            by_value.setdefault(each.get(name, "nothing"), []).append(number)
+        if len(by_value) > 1:
+            found[name] = "; ".join(
+                f"{_ranks(who)} {'has' if len(who) == 1 else 'have'} {_short(value)}"
+                for value, who in sorted(by_value.items(), key=lambda item: len(item[1]))
+            )
+    return found
+
+
+def odd_ranks(facts: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks that differ from what most (of equally many: the first) have."""
+    texts = [tuple(sorted(each.items())) for each in facts]
+    usual = max(texts, key=texts.count)
+    return tuple(number for number, text in zip(numbers, texts, strict=True) if text != usual)
+
+
+def _answers(dispatcher: Dispatcher, policy: Policy) -> list[str]:
+    """Ask a policy about batches around each size, as if every graph were there."""
+    config = dispatcher.config
+    registry = GraphRegistry()
+    registry.declare(sorted(dispatcher.registry, key=str))
+    view = GraphView(
+        registry, config, modes=frozenset(RuntimeMode), dispatchable=lambda entry: True
+    )
+    sizes = sorted({key.num_tokens for key in registry} | {1, config.max_num_tokens})
+    step = -(-len(sizes) // _MAX_PROBED_SIZES)
+    probed = {*sizes[::step], config.max_num_tokens}
+    tokens = {
+        size + off for size in probed for off in (0, 1) if size + off <= config.max_num_tokens
+    }
+    found = []
+    for num_tokens in sorted(tokens):
+        for uniform in range(config.num_query_classes):
+            is_uniform, query_len, max_query_len = config.query_class(uniform)
+            for loras in sorted({0, min(1, config.max_loras), config.max_loras}):
+                for ceiling in (1, 2):
+                    batch = Batch(
+                        num_tokens=num_tokens,
+                        uniform=is_uniform,
+                        query_len=query_len,
+                        max_query_len=max_query_len,
+                        num_active_loras=loras,
+                        allowed=ceiling,
+                    )
+                    found.append(f"{batch}: {_ask(policy, batch, view)}")
+    return found
+
+
+def _ask(policy: Policy, batch: Batch, view: GraphView) -> str:
+    """Return a policy's answer as text; one that raises does so on every rank alike."""
+    try:
+        answer = policy.decide(batch, view)
+    except Exception as error:  # noqa: BLE001 - its dispatcher handles it; here it is an answer
+        return f"{policy_name(policy)} raised {type(error).__name__}"
+    return "None" if answer is None else f"{answer} {answer.timed}"
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    named = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+    return f"rank {named}" if len(numbers) == 1 else f"ranks {named}"
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 120 else f"{value[:117]}…"

@@ -1,0 +1,159 @@
+"""LeaderPolicy: one rank learns, and all decide by what it has made known.
+
+What a rank measures is its own, so policies that learn on each rank drift apart. Here every
+rank serves the answers of a policy that does not learn, changed by what the leader made
+known; these changes take effect on all ranks between the same two steps.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+
+from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, GraphView, Outcome, Policy
+from dispatchkit.dispatch.policy import policy_name, policy_traits
+from dispatchkit.errors import ConfigError
+from dispatchkit.keys import Batch, DispatchConfig, GraphKey, RuntimeMode
+
+_BATCH = tuple(field.name for field in attrs.fields(Batch))
+
+
+class LeaderPolicy:
+    """Serve a base policy, changed by what the leader's learner has made known.
+
+    Args:
+        base: Answers until the learner knows better; it must claim the trait ``stateless``,
+            and be the same on all ranks.
+        learner: On the leader (rank 0 of the agreement) the policy that learns; None on all
+            others.
+
+    Attributes:
+        num_learner_errors: How often the learner raised; it is left out then.
+        is_listening: Outcomes are given to the learner. Off until ranks run steps together:
+            what a step takes while others are still starting is no measure of it.
+
+    Raises:
+        ConfigError: The base does not claim to be stateless.
+    """
+
+    traits: frozenset[str] = frozenset()
+
+    def __init__(self, base: Policy, learner: Policy | None = None) -> None:
+        if "stateless" not in policy_traits(base):
+            raise ConfigError(
+                "base",
+                policy_name(base),
+                "a policy with the trait 'stateless'",
+                "Ranks that fall back on it must get the same answers.",
+            )
+        self.base, self.learner = base, learner
+        self.name = f"leader({policy_name(base)})"
+        self.num_learner_errors = 0
+        self.is_listening = False
+        self._known: dict[Batch, Decision] = {}
+        self._steady: dict[Batch, Decision | None] = {}
+        self._one_shots: list[tuple[Batch, Decision]] = []
+
+    # -- deciding -----------------------------------------------------------------------
+
+    def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
+        """Return the keys of the base; the learner chooses among them."""
+        if self.learner is not None:
+            self._ask("declare", config)
+        return self.base.declare(config)
+
+    def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
+        """Return what the leader made known for a batch, or what the base answers."""
+        served = self._known.get(batch)
+        if served is None or (served.key is not None and not graphs.is_ready(served.key)):
+            served = self.base.decide(batch, graphs)
+        if self.learner is not None and batch.num_reqs is None:
+            wanted = self._ask("decide", batch, graphs)
+            if wanted is not None and wanted != served:
+                self._steady[batch] = wanted
+        return served
+
+    def observe(self, outcome: Outcome) -> None:
+        """Let the learner learn; what it wants changed waits to be made known."""
+        if self.learner is None or not self.is_listening:
+            return
+        for update in self._ask("observe", outcome) or ():
+            if update.one_shot and update.decision is not None:
+                self._one_shots.append((update.batch, update.decision))
+            elif not update.one_shot:
+                self._steady[update.batch] = update.decision
+
+    # -- making known -------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the learner wants something changed."""
+        return bool(self._steady or self._one_shots)
+
+    def take_news(self) -> str:
+        """Return what the learner wants changed, as text, and forget that it does."""
+        steady, one_shots = self._steady, self._one_shots
+        self._steady, self._one_shots = {}, []
+        return json.dumps(
+            [_encoded(batch, decision, False) for batch, decision in steady.items()]
+            + [_encoded(batch, decision, True) for batch, decision in one_shots]
+        )
+
+    def put_news(self, text: str, dispatcher: Dispatcher) -> int:
+        """Serve from now on what the leader made known; how many cells it concerns."""
+        keys = {str(key): key for key in dispatcher.registry}
+        updates = [_decoded(item, keys) for item in json.loads(text)]
+        for update in updates:
+            if not update.one_shot:
+                if update.decision is None:
+                    self._known.pop(update.batch, None)
+                else:
+                    self._known[update.batch] = update.decision
+            dispatcher.update(update)
+        return len(updates)
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Call the learner; one that raises changes nothing of what is served."""
+        call = getattr(self.learner, method, None)
+        try:
+            return None if call is None else call(*args)
+        except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
+            self.num_learner_errors += 1
+            if self.num_learner_errors == 1:
+                warnings.warn(
+                    f"Policy {policy_name(self.learner)!r}, {method}: raised "
+                    f"{type(error).__name__}: {error}. The ranks go on with what it had made "
+                    "known before.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            return None
+
+
+def _encoded(batch: Batch, decision: Decision | None, one_shot: bool) -> list[Any]:
+    answer = None
+    if decision is not None:
+        key = None if decision.key is None else str(decision.key)
+        answer = [key, str(decision.reason), decision.timed]
+    return [[getattr(batch, name) for name in _BATCH], answer, one_shot]
+
+
+def _decoded(item: list[Any], keys: dict[str, GraphKey]) -> CellUpdate:
+    facts, answer, one_shot = item
+    values = dict(zip(_BATCH, facts, strict=True))
+    batch = Batch(**{**values, "axes": tuple(values["axes"])})
+    if answer is None:
+        return CellUpdate(batch, None, one_shot)
+    name, reason, timed = answer
+    if name is None:
+        return CellUpdate(batch, Decision(RuntimeMode.NONE, None, reason, timed), one_shot)
+    # A key that is gone since: ask the base again, as on every other rank.
+    key = keys.get(name)
+    decision = None if key is None else Decision.replay(key, reason, timed=timed)
+    return CellUpdate(batch, decision, one_shot)

@@ -1,0 +1,243 @@
+"""Notes that ranks leave in the store when they stop, and what follows from them.
+
+A collective that fails says that something is wrong with somebody. Who it is follows from
+the notes: a rank that waited in vain leaves one within moments, one that raised or left has
+said so, and one without a note never came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import attrs
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistStoreError,
+    PrefixStore,
+    TCPStore,
+)
+
+from dispatchkit.errors import RankError
+
+_T = TypeVar("_T")
+
+WAITED, RAISED, LEFT = "waited", "raised", "left"
+
+
+@attrs.frozen
+class Note:
+    """What a rank says of its end.
+
+    Attributes:
+        what: ``waited`` (in vain, for others), ``raised`` or ``left``.
+        step: Last step that it agreed on.
+        text: The error, or what it was doing.
+        seconds: How long it had waited when its exchange failed.
+        timed_out: The exchange failed by the limit, not by a broken connection.
+    """
+
+    what: str
+    step: int
+    text: str
+    seconds: float = 0.0
+    timed_out: bool = False
+
+
+@attrs.frozen
+class Verdict:
+    """Who stopped the ranks, and why.
+
+    Attributes:
+        ranks: Global numbers of those it is put down to.
+        reason: A short word.
+        text: The whole of it, in one or two sentences.
+    """
+
+    ranks: tuple[int, ...]
+    reason: str
+    text: str
+
+
+class Notes:
+    """One agreement's corner of the store.
+
+    Every call has a limit, also where the store's host is frozen: a client of the store
+    then waits without one, so the call is made by a thread that is left to its fate.
+
+    Args:
+        store: Any store of torch.distributed.
+        prefix: Names this agreement among all that use the store.
+        members: Global numbers of the ranks.
+        rank: Index of this one.
+    """
+
+    def __init__(self, store: Any, prefix: str, members: Sequence[int], rank: int) -> None:
+        self._host = _host_of(store)
+        # A connection of its own: one that hangs must not hold up the caller's.
+        self._store = PrefixStore(prefix, store.clone())
+        self._members, self._rank = tuple(members), rank
+
+    def meet(self, seconds: float) -> None:
+        """Wait until every rank has come here.
+
+        Raises:
+            RankError: Some have not within the limit; it names them.
+        """
+        present = self._within(seconds * 1.25 + 1, lambda: self._all("here", "1", seconds))
+        if present is None:
+            raise RankError(
+                f"The store of torch.distributed did not answer within {seconds:g} s at start-up.",
+                reason="connection",
+            )
+        missing = [number for number in self._members if number not in present]
+        if missing:
+            raise RankError(
+                f"{_ranks(missing)} did not come to the start-up of the ranks "
+                f"{_listing(self._members)} within {seconds:g} s. Start them, or give a longer "
+                "setup_timeout.",
+                ranks=missing,
+            )
+
+    def leave(self, note: Note, seconds: float) -> None:
+        """Leave a note, for whoever looks."""
+        text = json.dumps(attrs.asdict(note))
+        self._within(seconds, lambda: self._store.set(self._key("stop", self._me), text))
+
+    def judge(self, own: Note, seconds: float, where: str) -> Verdict:
+        """Leave a note, read those of the others, and say who stopped the ranks.
+
+        Args:
+            own: The note of this rank.
+            seconds: How long to wait for the others' notes.
+            where: What this rank was waiting in.
+        """
+        text = json.dumps(attrs.asdict(own))
+        found = self._within(seconds * 1.25 + 0.05, lambda: self._all("stop", text, seconds))
+        if found is None:
+            return store_gone(self._host, own, where)
+        notes = {number: Note(**json.loads(value)) for number, value in found.items()}
+        return verdict(notes, self._members, self._me, where)
+
+    # -- inside -------------------------------------------------------------------------
+
+    @property
+    def _me(self) -> int:
+        return self._members[self._rank]
+
+    def _key(self, kind: str, number: int) -> str:
+        return f"{kind}/{number}"
+
+    def _all(self, kind: str, value: str, seconds: float) -> dict[int, str]:
+        """Set this rank's value and return those of all ranks that set one in time."""
+        store = self._store
+        store.set(self._key(kind, self._me), value)
+        keys = {number: self._key(kind, number) for number in self._members}
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=seconds))
+        except DistStoreError:
+            keys = {number: key for number, key in keys.items() if store.check([key])}
+        return {number: store.get(key).decode() for number, key in keys.items()}
+
+    def _within(self, seconds: float, call: Callable[[], _T]) -> _T | None:
+        """Return what a call gives, None if the store is gone or does not answer in time."""
+        found: list[_T] = []
+
+        def run() -> None:
+            # Every error of the store is one of these; that nothing was found says so.
+            with contextlib.suppress(RuntimeError):
+                found.append(call())
+
+        thread = threading.Thread(target=run, name="dispatchkit-ranks-notes", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return found[0] if found else None
+
+
+def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: str) -> Verdict:
+    """Return who stopped the ranks, from the notes that could be found.
+
+    Args:
+        notes: Notes by global number.
+        members: The global numbers of all ranks.
+        me: The number of this rank.
+        where: What this rank was waiting in.
+    """
+    step = max((note.step for note in notes.values()), default=0)
+    raised = [number for number in members if number in notes and notes[number].what == RAISED]
+    if raised:
+        told = "; ".join(
+            f"rank {number} raised {notes[number].text} (last step: {notes[number].step})"
+            for number in raised
+        )
+        return Verdict(tuple(raised), RAISED, f"{told[0].upper()}{told[1:]}.")
+    left = [number for number in members if number in notes and notes[number].what == LEFT]
+    if left:
+        return Verdict(
+            tuple(left),
+            LEFT,
+            f"{_ranks(left)} left after step {notes[left[0]].step}, while rank {me} came to "
+            f"{where}. All ranks must run the same number of steps; an idle one joins with 0 "
+            "tokens.",
+        )
+    waited = max((note.seconds for note in notes.values()), default=0.0)
+    missing = [number for number in members if number not in notes]
+    if missing:
+        # Whoever waits has agreed on every step before, and so have all the others.
+        return Verdict(
+            tuple(missing),
+            "late",
+            f"{_ranks(missing)} did not come to {where}, for which others had waited "
+            f"{waited:.3g} s: late or dead. Last step: {step}.",
+        )
+    if any(note.timed_out for note in notes.values()):
+        last = min(members, key=lambda number: notes[number].seconds)
+        this = " This is that rank." if last == me else ""
+        return Verdict(
+            (last,),
+            "late",
+            f"Rank {last} came to {where} too late, when others had waited {waited:.3g} s and "
+            f"stopped. Last step: {step}.{this}",
+        )
+    return Verdict((), "connection", f"The connection between the ranks broke in {where}.")
+
+
+def store_gone(host: int | None, own: Note, where: str) -> Verdict:
+    """Return the verdict where no notes can be read."""
+    if host is None:
+        return Verdict(
+            (),
+            "connection",
+            f"{where[0].upper()}{where[1:]} failed ({own.text}), and the store of "
+            f"torch.distributed does not answer. Last step: {own.step}.",
+        )
+    return Verdict(
+        (host,),
+        "late",
+        f"Rank {host}, which hosts the store of torch.distributed, does not answer and did not "
+        f"come to {where}: late, dead, or it has ended. Last step: {own.step}.",
+    )
+
+
+def _host_of(store: Any) -> int | None:
+    """Return the rank whose process serves the store, if that is one of the ranks.
+
+    Source: torch.distributed's rendezvous: rank 0 serves a TCPStore, unless the agent of
+    torchrun does; a file has no host.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    return 0 if isinstance(store, TCPStore) and not by_agent else None
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"Rank{'' if len(numbers) == 1 else 's'} {_listing(numbers)}"
+
+
+def _listing(numbers: Sequence[Any]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")

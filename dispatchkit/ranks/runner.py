@@ -1,0 +1,181 @@
+"""RankedRunner: a GraphRunner whose steps are decided together with other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.keys import GraphKey
+from dispatchkit.ranks.dispatcher import RankedDispatcher
+from dispatchkit.ranks.facts import ALL_ON
+from dispatchkit.ranks.protocol import Ranks
+
+if TYPE_CHECKING:
+    from dispatchkit.execute import GraphRunner, StaticInput
+
+
+class RankedRunner:
+    """Run steps with the same mode and padded size on all ranks.
+
+    Every rank makes one at the same point, calls ``capture``, and then calls it once in
+    every step, or ``idle`` where it has no batch.
+
+    Args:
+        runner: Runs this rank's steps. Not lazy.
+        ranks: The agreement.
+        inputs: The runner's static inputs: what rows are padded with where another rank's
+            batch is larger.
+        options: Those of ``RankedDispatcher``.
+
+    Attributes:
+        runner: The runner.
+        ranked: Decides; its ``step``, ``epoch`` and ``withheld`` say how it stands.
+
+    Raises:
+        ConfigError: The runner is lazy, or its policy learns on every rank.
+        RankError: The ranks are not set up alike, or one does not come.
+    """
+
+    def __init__(
+        self,
+        runner: GraphRunner,
+        ranks: Ranks,
+        inputs: Mapping[str, StaticInput],
+        **options: Any,
+    ) -> None:
+        if not any(spec.batch_dim is not None for spec in inputs.values()):
+            error = ConfigError("inputs", list(inputs), "with at least one batched input")
+            ranks.fail(error)
+            raise error
+        self.runner = runner
+        self._inputs = dict(inputs)
+        self._fill: dict[str, torch.Tensor] = {}
+        self.ranked = RankedDispatcher(runner.dispatcher, ranks, **options)
+
+    def capture(self, keys: Iterable[GraphKey] | None = None) -> dict[GraphKey, dict[int, str]]:
+        """Capture on all ranks in the same order; a key that fails on one is used by none.
+
+        Returns:
+            The keys that are not used: the ranks (by index) that cannot run them, and why.
+        """
+        return self.ranked.capture(self._capture_one, keys)
+
+    def __call__(
+        self,
+        *,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+        switches: int = ALL_ON,
+        **tensors: torch.Tensor,
+    ) -> Any:
+        """Run one step with the other ranks.
+
+        Args:
+            num_reqs: Requests in this rank's batch; 0 where they are not known.
+            uniform: Query class of this rank's batch.
+            loras: Active adapters.
+            ceiling: Code of the modes that this rank's batch allows.
+            switches: Bits of the switches that this rank has on.
+            tensors: Inputs by name.
+
+        Returns:
+            What the step returns for this rank's rows. Outputs are cut along dimension 0,
+            where that has the agreed size.
+
+        Raises:
+            InputError: An input is missing or has no rows. Nothing has been exchanged.
+            DescriptorError: A fact is outside the limits. Nothing has been exchanged.
+            NoGraphError: The ranks allow no common mode; every rank raises it.
+            RankError: A rank is late, gone or has raised.
+        """
+        own = self._num_rows(tensors)
+        agreed = self.ranked.agree(own, num_reqs, uniform, loras, ceiling, switches)
+        rows = agreed.num_tokens
+        given = tensors if rows == own else self._padded(tensors, own, rows)
+        result = self.runner(
+            num_reqs=agreed.num_reqs,
+            uniform=agreed.uniform,
+            loras=agreed.loras,
+            ceiling=agreed.ceiling,
+            **given,
+        )
+        if rows == own:
+            return result
+        return tree_map(lambda leaf: _cut(leaf, own, rows), result)
+
+    def idle(self, ceiling: int = 2) -> bool:
+        """Join a step without a batch: run rows of fill if any other rank has a batch.
+
+        Returns:
+            Whether a dummy batch was run; False if all ranks are idle.
+        """
+        agreed = self.ranked.agree(0, ceiling=ceiling)
+        rows = agreed.num_tokens
+        if not rows:
+            return False
+        self.runner(
+            num_reqs=agreed.num_reqs,
+            uniform=agreed.uniform,
+            loras=agreed.loras,
+            ceiling=agreed.ceiling,
+            **self._padded({}, 0, rows),
+        )
+        return True
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _capture_one(self, key: GraphKey) -> None:
+        if self.runner.has(key):
+            self.runner.evict(key)  # another rank lost its own: all warm up and capture again
+        self.runner.capture([key])
+
+    def _num_rows(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        for name, spec in self._inputs.items():
+            if spec.batch_dim is None:
+                continue
+            tensor = tensors.get(name)
+            if not isinstance(tensor, torch.Tensor) or tensor.dim() <= spec.batch_dim:
+                raise InputError(name, f"Input {name!r} is missing, or is no batched tensor.")
+            rows: int = tensor.shape[spec.batch_dim]
+            if rows == 0:
+                raise InputError(name, f"Input {name!r} has no rows; an idle rank calls idle().")
+            return rows
+        raise InputError("", "There is no batched input.")
+
+    def _padded(
+        self, tensors: Mapping[str, torch.Tensor], own: int, rows: int
+    ) -> dict[str, torch.Tensor]:
+        """Return inputs of the agreed size; what is given comes first, fill follows."""
+        padded = {}
+        for name, spec in self._inputs.items():
+            given = tensors.get(name)
+            dim = spec.batch_dim
+            if dim is None:
+                padded[name] = self._fill_rows(name, 0) if given is None else given
+                continue
+            fill = self._fill_rows(name, rows).narrow(dim, 0, rows - own)
+            # Always new memory: a step may keep, or write to, what it is given.
+            padded[name] = fill.clone() if given is None else torch.cat([given, fill], dim)
+        return padded
+
+    def _fill_rows(self, name: str, rows: int) -> torch.Tensor:
+        """Return at least so many rows of an input's fill value."""
+        spec = self._inputs[name]
+        kept = self._fill.get(name)
+        if kept is None or (spec.batch_dim is not None and kept.shape[spec.batch_dim] < rows):
+            most = max(rows, self.runner.config.max_num_tokens)
+            device = torch.device(self.runner.backend.torch_device)
+            kept = self._fill[name] = spec.full(most, device)
+        return kept
+
+
+def _cut(leaf: Any, own: int, rows: int) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows:
+        return leaf[:own]
+    return leaf

@@ -1,0 +1,126 @@
+"""Keys that all ranks have: one that is lost on any rank is used by none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from dispatchkit.dispatch import Dispatcher, Reason
+from dispatchkit.keys import GraphKey
+from dispatchkit.registry import KeyState, RegistryEvent
+
+
+class SharedKeys:
+    """Withholds, on this rank, the keys that another rank cannot run.
+
+    A key is withheld by disabling it in the registry; it is enabled again when all ranks
+    have it. Every change of a key is news to be settled before the next decision.
+
+    Args:
+        dispatcher: Whose keys.
+
+    Attributes:
+        has_news: A key changed here since the ranks last settled.
+        withheld: Keys that are ready here and not used, with the ranks (by index) that
+            cannot run them and why.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher, self._registry = dispatcher, dispatcher.registry
+        self.has_news = True
+        self.withheld: dict[GraphKey, dict[int, str]] = {}
+        self._disabled_by_user: set[GraphKey] = set()
+        self._is_settling = False
+        self._unsubscribe = self._registry.subscribe(self._on_event)
+
+    def close(self) -> None:
+        """Stop listening to the registry; what is withheld stays so."""
+        self._unsubscribe()
+
+    def report(self) -> str:
+        """Return which keys this rank has and which it cannot run, as text."""
+        self.has_news = False
+        lost = {}
+        ready = []
+        for key in self._registry:
+            why = self._why_not(key)
+            if why is None:
+                ready.append(str(key))
+            else:
+                lost[str(key)] = why
+        return json.dumps({"ready": sorted(ready), "lost": lost})
+
+    def settle(self, reports: Sequence[str]) -> dict[GraphKey, dict[int, str]]:
+        """Withhold what is not ready on every rank, and give back what is now.
+
+        Args:
+            reports: Those of all ranks, in order.
+
+        Returns:
+            The keys that some rank cannot run: the ranks (by index) and why.
+        """
+        everyone = [json.loads(text) for text in reports]
+        ready = [set(each["ready"]) for each in everyone]
+        lost: dict[GraphKey, dict[int, str]] = {}
+        with self._settling():
+            for key in tuple(self._registry):
+                name = str(key)
+                why = {
+                    rank: each["lost"].get(name, str(Reason.NO_KEY))
+                    for rank, each in enumerate(everyone)
+                    if name not in ready[rank]
+                }
+                if why:
+                    lost[key] = why
+                if not why or self._why_not(key) is not None:
+                    self._give_back(key)
+                    continue
+                self.withheld[key] = why
+                if self._registry.is_enabled(key):
+                    self._registry.set_enabled(False, key=key)
+        return lost
+
+    def give_all_back(self) -> None:
+        """Withhold nothing, before captures."""
+        with self._settling():
+            for key in tuple(self.withheld):
+                self._give_back(key)
+
+    # -- inside -------------------------------------------------------------------------
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        self._is_settling = True
+        try:
+            yield
+        finally:
+            self._is_settling = False
+
+    def _give_back(self, key: GraphKey) -> None:
+        """Withhold a key no longer; a user's own wish stays."""
+        if self.withheld.pop(key, None) is not None and key not in self._disabled_by_user:
+            self._registry.set_enabled(True, key=key)
+
+    def _why_not(self, key: GraphKey) -> str | None:
+        """Return why a key cannot run here, whatever is withheld for the other ranks' sake."""
+        why = self._dispatcher.graphs.why_not(key)
+        if why != Reason.DISABLED or key not in self.withheld:
+            return why
+        if key.mode in self._registry.disabled_modes or key in self._disabled_by_user:
+            return Reason.DISABLED
+        entry = self._registry.get(key)
+        if entry is None or entry.state is not KeyState.CAPTURED:
+            return entry.reason or str(entry.state) if entry is not None else Reason.NO_KEY
+        return None
+
+    def _on_event(self, event: RegistryEvent) -> None:
+        if self._is_settling:
+            return
+        self.has_news = True
+        if event.before is event.after:
+            # Switched on or off by the user, where it may be withheld at the same time.
+            if event.reason == "disabled" and event.key.mode not in self._registry.disabled_modes:
+                self._disabled_by_user.add(event.key)
+            elif event.reason == "enabled":
+                self._disabled_by_user.discard(event.key)
