@@ -9,32 +9,26 @@ nothing is copied between pieces but what an eager piece returned in fresh memor
 
 from __future__ import annotations
 
-import fnmatch
-import inspect
-import linecache
 import operator
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
 from torch import fx
-from torch._library.custom_ops import CustomOpDef
-from torch.utils._pytree import tree_unflatten
 
-from dispatchkit.errors import ConfigError, UnknownNameError, nearest_names
+from dispatchkit.errors import ConfigError
 from dispatchkit.execute.inputs import StaticInput, inputs_from_example
 from dispatchkit.execute.markers import BREAK, REGION_BEGIN, REGION_END
 from dispatchkit.execute.pieces import Piece
-from dispatchkit.execute.support import limited_support
+from dispatchkit.execute.split_rules import SplitRules, function_name, node_support, op_name
+from dispatchkit.execute.stages import Stage, source_of
 from dispatchkit.execute.tracing import (
     Constant,
     Held,
     Input,
     Result,
     Role,
-    Size,
     Traced,
     batch_dims_of,
     example_of,
@@ -42,7 +36,7 @@ from dispatchkit.execute.tracing import (
 )
 from dispatchkit.keys.modes import AttentionSupport
 
-__all__ = ["SplitRules", "op_name", "split_graph", "split_module"]
+__all__ = ["SplitRules", "split_graph", "split_module"]
 
 # Nodes that launch nothing by themselves: a graph of nothing else would be an empty graph.
 _LAUNCHES_NOTHING = frozenset(
@@ -134,143 +128,6 @@ def split_graph(
     return list(_Builder(traced, name, compile_piece, held).pieces(parts))
 
 
-# -- where to split -----------------------------------------------------------------------
-
-
-class SplitRules:
-    """What runs eager between graphs.
-
-    Args:
-        at: Operators, modules, classes and functions, by object or name.
-
-    Attributes:
-        given: What was given.
-
-    Raises:
-        ConfigError: A rule is of a kind that names nothing.
-    """
-
-    def __init__(self, at: Iterable[Any] = ()) -> None:
-        if isinstance(at, str) or not isinstance(at, Iterable):
-            raise ConfigError("at", at, "a list of operators, modules, classes or functions")
-        self.given = tuple(at)
-        self._rules = [_rule(one) for one in self.given]
-        self._used: set[int] = set()
-
-    def match(self, node: fx.Node) -> bool:
-        """Return whether an operation is to run eager."""
-        found = False
-        for index, rule in enumerate(self._rules):
-            if rule(node):
-                self._used.add(index)
-                found = True
-        return found or node_support(node)[0] < AttentionSupport.ALWAYS
-
-    def require_all_used(self, graph: fx.GraphModule) -> None:
-        """Check that every rule matched something.
-
-        Raises:
-            UnknownNameError: A name is none of an operator or module; it names the nearest.
-            ConfigError: The operator exists, but the step does not call it.
-        """
-        for index, one in enumerate(self.given):
-            if index in self._used:
-                continue
-            names = _names_in(graph)
-            if isinstance(one, str) and not ("::" in one and _op_exists(one)):
-                near = nearest_names(one, torch._C._dispatch_get_all_op_names())
-                near += nearest_names(one, filter(None, map(_function_name, graph.graph.nodes)))
-                raise UnknownNameError("split point", one, {*names, *near})
-            raise ConfigError(
-                "at", str(one), f"something the step calls: {', '.join(sorted(names)) or 'none'}"
-            )
-
-
-def op_name(node: fx.Node) -> str | None:
-    """Return the qualified name of the operator a node calls, None if it calls none."""
-    target = node.target
-    # Dynamo puts the packet of all overloads into its graph, other tracers one overload.
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return str(target._qualified_op_name)
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target._schema.name)
-    return None
-
-
-def node_support(node: fx.Node) -> tuple[AttentionSupport, str]:
-    """Return for which batches a node may be captured, and the name of what limits it."""
-    name = op_name(node)
-    found = limited_support(name, [kind for _, kind in _modules_of(node)])
-    return found if found is not None else (AttentionSupport.ALWAYS, "")
-
-
-def _rule(one: Any) -> Callable[[fx.Node], bool]:
-    if isinstance(one, str):
-        if "::" in one:
-            wanted = one.strip()
-            return lambda node: op_name(node) in (wanted, wanted.rpartition(".")[0] or wanted)
-        return lambda node: (
-            _function_name(node) == one
-            or any(
-                _path_fits(path, one) or kind.__name__ == one for path, kind in _modules_of(node)
-            )
-        )
-    if isinstance(one, torch._ops.OpOverloadPacket):
-        return lambda node: op_name(node) == one._qualified_op_name
-    if isinstance(one, torch._ops.OpOverload):
-        return lambda node: op_name(node) == one._schema.name
-    if isinstance(one, CustomOpDef):
-        return lambda node: op_name(node) == one._qualname
-    if isinstance(one, type) and issubclass(one, torch.nn.Module):
-        return lambda node: any(issubclass(kind, one) for _, kind in _modules_of(node))
-    if callable(one) and not isinstance(one, (type, torch.nn.Module)):
-        return lambda node: node.target is one
-    raise ConfigError(
-        "at",
-        one,
-        "made of operators, module paths, module classes and functions",
-        "A module is named by its path in the model, such as 'layers.*.attention'.",
-    )
-
-
-def _function_name(node: fx.Node) -> str:
-    target = node.target
-    return target if isinstance(target, str) else str(getattr(target, "__name__", ""))
-
-
-def _path_fits(path: str, pattern: str) -> bool:
-    words = path.split(".")
-    return any(fnmatch.fnmatchcase(".".join(words[start:]), pattern) for start in range(len(words)))
-
-
-_ROOT = re.compile(r"^[A-Z]\['[^']*'\]\.?")
-_MEMBER = re.compile(r"\['?([^'\]]+)'?\]")
-
-
-def _modules_of(node: fx.Node) -> Iterator[tuple[str, type]]:
-    """Yield path and class of the modules that a node was called in, outermost first."""
-    for path, kind in (node.meta.get("nn_module_stack") or {}).values():
-        if isinstance(kind, type):
-            plain = _ROOT.sub("", str(path)).replace("._modules", "")
-            yield _MEMBER.sub(r".\1", plain).lstrip("."), kind
-
-
-def _op_exists(name: str) -> bool:
-    known = torch._C._dispatch_get_all_op_names()
-    return name in known or any(one.startswith(name + ".") for one in known)
-
-
-def _names_in(graph: fx.GraphModule) -> set[str]:
-    """Return what a graph could be split at: its custom operators and its modules."""
-    names: set[str] = set()
-    for node in graph.graph.nodes:
-        name = op_name(node)
-        if name is not None and not name.startswith(("aten::", "dispatchkit::")):
-            names.add(name)
-        names |= {path for path, _ in _modules_of(node) if path}
-    return names
-
-
 # -- cutting ------------------------------------------------------------------------------
 
 
@@ -287,7 +144,7 @@ def _launches(node: fx.Node) -> bool:
     name = op_name(node)
     if name is not None and not name.startswith("aten::"):
         return True
-    name = (name or _function_name(node)).rpartition("::")[2]
+    name = (name or function_name(node)).rpartition("::")[2]
     if name in _ON_SIZES:
         # Arithmetic on sizes is the host's; on tensors it is the device's.
         return not isinstance(example_of(node), _SIZES)
@@ -390,7 +247,7 @@ class _Builder:
         carried: list[fx.Node],
         made: list[fx.Node],
         kept: list[fx.Node] | None,
-    ) -> _Stage:
+    ) -> Stage:
         own = set(part.nodes)
         outside: dict[fx.Node, None] = {}
         constants: dict[fx.Node, None] = {}
@@ -415,7 +272,7 @@ class _Builder:
             fakes = [example_of(node) for node in outside]
             run = self._compile(module, fakes)
         places = {node: position for position, node in enumerate(carried)}
-        stage = _Stage(name, module, run, self._held, is_first=index == 0)
+        stage = Stage(name, module, run, self._held, is_first=index == 0)
         stage.arguments = [self._source(node, places) for node in outside]
         made_at = {node: position for position, node in enumerate(made)}
         if kept is not None:
@@ -433,7 +290,7 @@ class _Builder:
         role = self._roles.get(node)
         if role is None:
             return "carried", places[node]
-        return _source_of(role)
+        return source_of(role)
 
     def _final(
         self,
@@ -445,7 +302,7 @@ class _Builder:
         if isinstance(leaf, Constant):
             return "constant", leaf.value
         if not isinstance(leaf, Result):
-            return _source_of(leaf)
+            return source_of(leaf)
         node = self._results[leaf.index]
         if not isinstance(node, fx.Node):
             return "constant", node
@@ -455,123 +312,11 @@ class _Builder:
             return "made", made_at[node]
         return self._source(node, places)
 
-    def _claim_idle_inputs(self, stages: list[_Stage]) -> None:
+    def _claim_idle_inputs(self, stages: list[Stage]) -> None:
         """Let the first piece take the inputs that no piece needs."""
         wanted = {name for stage in stages for name in stage.inputs()}
         idle = [name for name in self._traced.inputs if name not in wanted]
         stages[0].also_takes = tuple(idle)
-
-
-def _source_of(role: Role) -> tuple[str, Any]:
-    if isinstance(role, Input):
-        return "input", role.name
-    if isinstance(role, Size):
-        return "size", (role.name, role.dim)
-    return "held", role.index
-
-
-class _Stage:
-    """What a piece does: brings the values together, runs its operations, hands on.
-
-    Args:
-        name: What it is called in messages.
-        module: Its operations.
-        run: They, or what they were compiled to.
-        held: The list that held tensors are in.
-        is_first: Nothing is carried to it.
-
-    Attributes:
-        arguments: For each argument of ``run``, where it comes from.
-        returns: For each value handed on, likewise.
-        spec: The structure of the step's result, in the last piece.
-        also_takes: Further inputs that it is given.
-        failed_at: The operation that raised last, with its line in the user's code.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: fx.GraphModule,
-        run: Callable[..., Any],
-        held: list[torch.Tensor],
-        *,
-        is_first: bool,
-    ) -> None:
-        self.__name__ = name
-        self.module, self.run, self.held, self._is_first = module, run, held, is_first
-        self.arguments: list[tuple[str, Any]] = []
-        self.returns: list[tuple[str, Any]] = []
-        self.spec: Any = None
-        self.also_takes: tuple[str, ...] = ()
-        self.failed_at = ""
-
-    def inputs(self) -> list[str]:
-        """Return the inputs it needs, by name."""
-        names = dict.fromkeys(self.also_takes)
-        for kind, what in (*self.arguments, *self.returns):
-            if kind in ("input", "size"):
-                names[what if kind == "input" else what[0]] = None
-        return list(names)
-
-    def sign(self) -> _Stage:
-        """Declare its parameters, for a runner to read."""
-        kinds = inspect.Parameter
-        parameters = [] if self._is_first else [kinds("carried", kinds.POSITIONAL_ONLY)]
-        parameters += [kinds(name, kinds.KEYWORD_ONLY) for name in self.inputs()]
-        self.__signature__ = inspect.Signature(parameters)
-        return self
-
-    def __call__(self, carried: tuple[Any, ...] = (), /, **inputs: torch.Tensor) -> Any:
-        arguments = [self._value(kind, what, carried, (), inputs) for kind, what in self.arguments]
-        try:
-            made = self.run(*arguments)
-        except Exception as error:
-            self.failed_at = _place_of(error, self.module)
-            error.add_note(f"In {self.__name__}: {self.failed_at}")
-            raise
-        values = [self._value(kind, what, carried, made, inputs) for kind, what in self.returns]
-        return tuple(values) if self.spec is None else tree_unflatten(values, self.spec)
-
-    def _value(
-        self,
-        kind: str,
-        what: Any,
-        carried: Sequence[Any],
-        made: Sequence[Any],
-        inputs: Mapping[str, torch.Tensor],
-    ) -> Any:
-        if kind == "carried":
-            return carried[what]
-        if kind == "made":
-            return made[what]
-        if kind == "held":
-            return self.held[what]
-        if kind == "input":
-            return inputs[what]
-        if kind == "size":
-            return inputs[what[0]].shape[what[1]]
-        return what
-
-    def __repr__(self) -> str:
-        return f"<piece {self.__name__}>"
-
-
-def _place_of(error: BaseException, module: fx.GraphModule) -> str:
-    """Return which operation of a piece raised, and the line of the user's that it is from."""
-    code = getattr(module.forward, "__code__", None)
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code is not code:
-        trace = trace.tb_next
-    if trace is None:
-        return "code that it was compiled to"
-    line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
-    name = line.partition(" ")[0].rstrip(":;")
-    for node in module.graph.nodes:
-        if node.name == name:
-            stack = str(node.meta.get("stack_trace") or "").strip().splitlines()
-            where = next((one.strip() for one in reversed(stack) if "File" in one), line)
-            return f"{op_name(node) or _function_name(node)} ({where})"
-    return line
 
 
 def _device_of(step: Any, tensors: Mapping[str, torch.Tensor]) -> torch.device:

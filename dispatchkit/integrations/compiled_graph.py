@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
@@ -20,11 +20,7 @@ from torch import fx
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import ConfigError, InputError, NoGraphError
-from dispatchkit.execute.context import (
-    ForwardContext,
-    forward_context_is_available,
-    get_forward_context,
-)
+from dispatchkit.execute.context import forward_context_is_available, get_forward_context
 from dispatchkit.execute.inputs import InputSet, StaticInput
 from dispatchkit.execute.pieces import Piece
 from dispatchkit.execute.reasons import EagerStepWarning
@@ -32,12 +28,14 @@ from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.setup import make_backend
 from dispatchkit.execute.splitting import SplitRules, split_graph
 from dispatchkit.execute.tracing import example_of
+from dispatchkit.integrations.batch_facts import facts_of
 from dispatchkit.integrations.compile_options import CompileOptions
+from dispatchkit.integrations.compiled_stats import CompiledStats
 from dispatchkit.integrations.graph_arguments import PlainReason, read_arguments
-from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode, allowed_modes_code
-from dispatchkit.observe.counters import RunnerStats
+from dispatchkit.integrations.piece_compilers import piece_compiler
+from dispatchkit.keys.modes import CUDAGraphMode
 
-__all__ = ["CompiledGraph", "CompiledStats"]
+__all__ = ["CompiledGraph"]
 
 #: How often tensors that should stay may be replaced before their graph runs plainly.
 MAX_REBINDS = 8
@@ -54,31 +52,6 @@ _WHAT_TO_DO = {
     PlainReason.HELD_MOVED: "Write into the same tensors, rather than replacing them.",
     PlainReason.LAYOUT: "Give it as a contiguous tensor.",
 }
-
-
-@attrs.frozen
-class CompiledStats:
-    """What one compiled graph has done.
-
-    Attributes:
-        name: Which.
-        plain_steps: Steps that went by the runner, by reason.
-        runner: What the runner did; None if no step has reached it.
-    """
-
-    name: str
-    plain_steps: dict[str, int]
-    runner: RunnerStats | None
-
-    @property
-    def steps(self) -> int:
-        """All steps."""
-        return sum(self.plain_steps.values()) + (self.runner.steps if self.runner else 0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
-        runner = None if self.runner is None else self.runner.to_dict()
-        return {"name": self.name, "plain_steps": dict(self.plain_steps), "runner": runner}
 
 
 class CompiledGraph:
@@ -158,7 +131,7 @@ class CompiledGraph:
                 PlainReason.INPUT_CHANGED, args, "it was compiled for one size"
             )
         if forward_context_is_available():
-            facts = _facts(get_forward_context(), num_rows, runner.config.query_lens)
+            facts = facts_of(get_forward_context(), num_rows, runner.config.query_lens)
             return runner(*tensors, **facts)
         return runner(*tensors)
 
@@ -213,7 +186,7 @@ class CompiledGraph:
         return made
 
     def _split(self) -> list[Piece]:
-        compile_piece = _piece_compiler(self.options.piece_compiler)
+        compile_piece = piece_compiler(self.options.piece_compiler)
         try:
             pieces = split_graph(
                 self._arguments.traced,
@@ -349,44 +322,3 @@ def _picker(places: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
         return lambda args: [args[place]]
     pick = operator.itemgetter(*places)
     return lambda args: list(pick(args))
-
-
-def _facts(context: ForwardContext, num_rows: int, query_lens: tuple[int, ...]) -> dict[str, Any]:
-    """Return the facts of a batch from a forward context, as arguments of a runner."""
-    descriptor = context.descriptor
-    ceiling = allowed_modes_code([RuntimeMode.NONE, context.runtime_mode])
-    if descriptor is None:
-        return {"ceiling": ceiling}
-    num_reqs = getattr(descriptor, "num_reqs", None) or 0
-    uniform = 0
-    if getattr(descriptor, "uniform", False):
-        query_len = getattr(descriptor, "query_len", query_lens[0])
-        uniform = 1 + query_lens.index(query_len) if query_len in query_lens else 0
-    loras = getattr(descriptor, "num_active_loras", 0)
-    return {
-        "num_reqs": min(num_reqs, num_rows),
-        "uniform": uniform,
-        "loras": loras,
-        "ceiling": ceiling,
-    }
-
-
-_PieceCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
-
-
-def _piece_compiler(compiler: Any) -> _PieceCompiler | None:
-    if not isinstance(compiler, str):
-        return cast("_PieceCompiler | None", compiler)
-    if compiler == "inductor":
-        return _with_inductor
-    from torch._dynamo import lookup_backend
-
-    return cast("_PieceCompiler", lookup_backend(compiler))
-
-
-def _with_inductor(piece: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
-    """Compile a piece with inductor, for every size its arguments may have."""
-    from torch._inductor import standalone_compile
-
-    compiled: Callable[..., Any] = standalone_compile(piece, fakes, dynamic_shapes="from_graph")
-    return compiled

@@ -20,7 +20,8 @@ from torch import fx
 from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.tracing import mark_batch
 from dispatchkit.integrations.compile_options import CompileOptions
-from dispatchkit.integrations.compiled_graph import CompiledGraph, CompiledStats
+from dispatchkit.integrations.compiled_graph import CompiledGraph
+from dispatchkit.integrations.compiled_stats import CompiledStats
 from dispatchkit.integrations.graph_arguments import PlainReason
 
 __all__ = [

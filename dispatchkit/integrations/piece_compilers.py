@@ -1,0 +1,31 @@
+"""What graph pieces may be compiled to before they are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import fx
+
+__all__ = ["PieceCompiler", "piece_compiler"]
+
+PieceCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+def piece_compiler(compiler: Any) -> PieceCompiler | None:
+    """Return what the option ``piece_compiler`` stands for."""
+    if not isinstance(compiler, str):
+        return cast("PieceCompiler | None", compiler)
+    if compiler == "inductor":
+        return _with_inductor
+    from torch._dynamo import lookup_backend
+
+    return cast("PieceCompiler", lookup_backend(compiler))
+
+
+def _with_inductor(piece: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
+    """Compile a piece with inductor, for every size its arguments may have."""
+    from torch._inductor import standalone_compile
+
+    compiled: Callable[..., Any] = standalone_compile(piece, fakes, dynamic_shapes="from_graph")
+    return compiled
