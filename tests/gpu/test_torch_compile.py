@@ -16,7 +16,11 @@ from dispatchkit.execute.context import set_forward_context  # noqa: E402
 from dispatchkit.integrations import torch_compile  # noqa: E402
 from dispatchkit.keys import BatchDescriptor  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's own, as it loads inductor
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 DEVICE = "cuda:0"
 SIZES = [1, 2, 4, 8, 16, 32, 64]
@@ -109,7 +113,6 @@ def assert_same(got, want):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as inductor loads
 @pytest.mark.parametrize("compiler", [None, "inductor"])
 def test_compiled_decoder_equals_eager_for_all_sizes_with_one_compile(compiler):
     """FULL and PIECEWISE in turns over 1 to 64 rows, with plain pieces and inductor's."""
