@@ -59,12 +59,14 @@ class StepCounters:
         """Put the counts together."""
         by_mode = dict.fromkeys(RuntimeMode.__members__, 0)
         hits: dict[str, int] = {}
+        hit_tokens: dict[str, int] = {}
         by_reason: dict[str, int] = {}
         real = padded = 0
         for key, count in tuple(self._hits.items()):
             by_mode[key.mode.name] += count.steps
             if count.steps:
                 hits[str(key)] = count.steps
+                hit_tokens[str(key)] = count.tokens
             real += count.tokens
             padded += count.steps * key.num_tokens
         for reason, count in tuple(self._eager_by_reason()):
@@ -77,6 +79,7 @@ class StepCounters:
             steps=sum(by_mode.values()),
             steps_by_mode=by_mode,
             hits=hits,
+            hit_tokens=hit_tokens,
             eager_by_reason=by_reason,
             real_tokens=real,
             padded_tokens=padded,
@@ -96,6 +99,7 @@ class RunnerStats:
         steps: Steps that gave a result.
         steps_by_mode: Those steps by runtime mode.
         hits: Replays by key, as text.
+        hit_tokens: Tokens that callers gave to those replays, before padding.
         eager_by_reason: Eager steps by reason.
         real_tokens: Tokens (rows) that callers gave.
         padded_tokens: Tokens that were computed, padding included.
@@ -109,6 +113,7 @@ class RunnerStats:
     steps: int
     steps_by_mode: dict[str, int]
     hits: dict[str, int]
+    hit_tokens: dict[str, int]
     eager_by_reason: dict[str, int]
     real_tokens: int
     padded_tokens: int

@@ -1,0 +1,484 @@
+"""Plots as SVG text: drawn here, so that a page needs no script, no font and no network.
+
+Each plot is drawn for a width and a height in CSS pixels, and so twice for a page: once for a
+desk and once for a phone, each with text of a readable size. Colours are classes of the page,
+which knows light from dark. All text that comes from data is escaped here.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+__all__ = ["Band", "Bars", "Chart", "Line", "Lines", "Pairs", "Series", "Shares", "Stacked", "text"]
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 14.0, 12.0, 44.0
+_CHAR = 6.6  # mean width of a letter at 12 px
+# What HTML and XML do not allow in text, lone surrogates among them.
+_UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def text(value: object) -> str:
+    """Return a value as text that is safe anywhere in the page, attributes included."""
+    return html.escape(_UNWRITABLE.sub("\N{REPLACEMENT CHARACTER}", str(value)), quote=True)
+
+
+@attrs.frozen
+class Series:
+    """One colour of a plot.
+
+    Attributes:
+        name: What it is, for the legend.
+        css: Class that colours it: ``full``, ``piecewise``, ``eager``, ``padding``, ``other``.
+        values: One for each category.
+    """
+
+    name: str
+    css: str
+    values: tuple[float, ...]
+
+
+@attrs.frozen
+class Line:
+    """A line, or single marked points.
+
+    Attributes:
+        name: What it is, for the legend.
+        css: Class that colours it.
+        points: (x, y), ascending in x.
+        marked: Points with a name beside them, rather than a line.
+    """
+
+    name: str
+    css: str
+    points: tuple[tuple[float, float], ...]
+    marked: bool = False
+
+
+class Chart:
+    """Something that draws itself; ``legend`` says what its colours mean."""
+
+    label: str
+
+    def draw(self, width: float, height: float) -> str:
+        """Return the plot as an ``<svg>`` element of that size in CSS pixels."""
+        raise NotImplementedError
+
+    def legend(self) -> Sequence[tuple[str, str]]:
+        """Return (class, name) pairs."""
+        return ()
+
+
+# -- scales -------------------------------------------------------------------------------
+
+
+def _ticks(top: float, count: int) -> list[float]:
+    """Return round numbers from 0 to at least ``top``."""
+    if top <= 0:
+        return [0.0, 1.0]
+    rough = top / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
+    return [step * index for index in range(math.ceil(top / step - 1e-9) + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 2, 5) if len(decades) < 4 else (1,)
+    ticks = [10.0**decade * factor for decade in decades for factor in factors]
+    return [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
+
+
+def number(value: float) -> str:
+    """Return a number as people read it: 1,234 or 12k or 0.05."""
+    if abs(value) >= 1e9:
+        return f"{value / 1e9:.3g}G"
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if abs(value) >= 1e4:
+        return f"{value / 1e3:.3g}k"
+    if value == int(value):
+        return f"{int(value):,}"
+    return f"{value:.3g}"
+
+
+# -- pieces of a plot ---------------------------------------------------------------------
+
+
+@attrs.define
+class _Frame:
+    """Axes and the room inside them."""
+
+    width: float
+    height: float
+    left: float = _LEFT
+    parts: list[str] = attrs.field(factory=list)
+
+    @property
+    def inner_width(self) -> float:
+        return self.width - self.left - _RIGHT
+
+    @property
+    def bottom(self) -> float:
+        return self.height - _BOTTOM
+
+    @property
+    def inner_height(self) -> float:
+        return self.bottom - _TOP
+
+    def say(self, x: float, y: float, what: str, css: str = "tick", anchor: str = "middle") -> None:
+        place = f'x="{x:.1f}" y="{y:.1f}"'
+        self.parts.append(
+            f'<text {place} class="{css}" text-anchor="{anchor}">{text(what)}</text>'
+        )
+
+    def y_axis(self, ticks: Iterable[tuple[float, str]], label: str) -> None:
+        for y, what in ticks:
+            self.parts.append(
+                f'<line x1="{self.left:.1f}" x2="{self.width - _RIGHT:.1f}" y1="{y:.1f}" '
+                f'y2="{y:.1f}" class="grid"/>'
+            )
+            self.say(self.left - 7, y + 4, what, anchor="end")
+        middle = _TOP + self.inner_height / 2
+        self.parts.append(
+            f'<text transform="translate(12 {middle:.1f}) rotate(-90)" class="axis" '
+            f'text-anchor="middle">{text(label)}</text>'
+        )
+
+    def x_axis(self, ticks: Sequence[tuple[float, str]], label: str) -> None:
+        """Draw as many ticks as fit without touching; the last one is always there."""
+        chosen: list[tuple[float, str]] = []
+        free = math.inf
+        for x, what in reversed(ticks):
+            half = len(what) * _CHAR / 2 + 3
+            if x + half <= free:
+                chosen.append((x, what))
+                free = x - half
+        for x, what in chosen:
+            self.parts.append(
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{self.bottom:.1f}" '
+                f'y2="{self.bottom + 4:.1f}" class="base"/>'
+            )
+            half = len(what) * _CHAR / 2
+            self.say(min(x, self.width - half - 1), self.bottom + 17, what)
+        self.parts.append(
+            f'<line x1="{self.left:.1f}" x2="{self.width - _RIGHT:.1f}" y1="{self.bottom:.1f}" '
+            f'y2="{self.bottom:.1f}" class="base"/>'
+        )
+        self.say(self.left + self.inner_width / 2, self.height - 7, label, "axis")
+
+    def bar(self, x: float, y: float, w: float, h: float, css: str, what: str) -> None:
+        if h > 0 and w > 0:
+            self.parts.append(
+                f'<rect x="{x:.2f}" y="{y:.2f}" width="{w:.2f}" height="{h:.2f}" '
+                f'class="mark {css}"><title>{text(what)}</title></rect>'
+            )
+
+    def svg(self, label: str) -> str:
+        return (
+            f'<svg viewBox="0 0 {self.width:g} {self.height:g}" role="img" '
+            f'aria-label="{text(label)}">{"".join(self.parts)}</svg>'
+        )
+
+
+# -- the plots ----------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Stacked(Chart):
+    """Bars side by side, one for each category, of stacked values.
+
+    Attributes:
+        label: What is shown, for readers that do not see it.
+        categories: Names below the bars.
+        series: Parts of a bar, from the bottom up.
+        x_label: What the categories are.
+        y_label: What the height is.
+        unit: Of the values, for what is shown of a single bar.
+    """
+
+    label: str
+    categories: tuple[str, ...]
+    series: tuple[Series, ...]
+    x_label: str
+    y_label: str
+    unit: str
+
+    def legend(self) -> Sequence[tuple[str, str]]:
+        """Return (class, name) pairs."""
+        return [(one.css, one.name) for one in self.series]
+
+    def draw(self, width: float, height: float) -> str:
+        """Return the plot as SVG."""
+        frame = _Frame(width, height)
+        sums = [sum(values) for values in zip(*(s.values for s in self.series), strict=True)]
+        ticks = _ticks(max(sums, default=0), 5)
+        scale = frame.inner_height / ticks[-1]
+        frame.y_axis(((frame.bottom - t * scale, number(t)) for t in ticks), self.y_label)
+        pitch = frame.inner_width / max(1, len(self.categories))
+        bar = max(1.0, min(pitch * 0.78, 42.0))
+        for index, category in enumerate(self.categories):
+            x = frame.left + (index + 0.5) * pitch - bar / 2
+            y = frame.bottom
+            whole = ", ".join(f"{s.name} {s.values[index]:,.4g}" for s in self.series)
+            for one in self.series:
+                h = one.values[index] * scale
+                y -= h
+                frame.bar(x, y, bar, h, one.css, f"{self.x_label} {category}: {whole} {self.unit}")
+        places = [
+            (frame.left + (index + 0.5) * pitch, category)
+            for index, category in enumerate(self.categories)
+        ]
+        frame.x_axis(places, self.x_label)
+        return frame.svg(self.label)
+
+
+@attrs.frozen(kw_only=True)
+class Shares(Chart):
+    """Shares of a whole over steps: bars without gaps, each of full height.
+
+    Attributes:
+        label: What is shown.
+        ends: Number of the last step of each bar.
+        series: Parts; values are counts.
+    """
+
+    label: str
+    ends: tuple[int, ...]
+    series: tuple[Series, ...]
+    x_label: str = "step"
+
+    def legend(self) -> Sequence[tuple[str, str]]:
+        """Return (class, name) pairs."""
+        return [(one.css, one.name) for one in self.series]
+
+    def draw(self, width: float, height: float) -> str:
+        """Return the plot as SVG."""
+        frame = _Frame(width, height)
+        marks = [(frame.bottom - frame.inner_height * n / 4, f"{25 * n}%") for n in range(5)]
+        frame.y_axis(marks, "share of steps")
+        last = max(self.ends[-1] if self.ends else 1, 1)
+        start = 0
+        for index, end in enumerate(self.ends):
+            x = frame.left + frame.inner_width * start / last
+            w = frame.inner_width * (end - start) / last
+            total = sum(one.values[index] for one in self.series)
+            y = frame.bottom
+            for one in self.series:
+                share = one.values[index] / total if total else 0.0
+                h = frame.inner_height * share
+                y -= h
+                what = f"steps {start:,} to {end:,}: {one.name} {share:.1%}"
+                # A hair wider, so that no seam shows between neighbours.
+                frame.bar(x, y, w + (0.3 if index + 1 < len(self.ends) else 0), h, one.css, what)
+            start = end
+        ticks = [
+            (frame.left + frame.inner_width * t / last, number(t))
+            for t in _ticks(last, 6)
+            if t <= last
+        ]
+        frame.x_axis(ticks, self.x_label)
+        return frame.svg(self.label)
+
+
+@attrs.frozen(kw_only=True)
+class Lines(Chart):
+    """Lines and named points over numbers, on a linear x and a logarithmic y axis.
+
+    Attributes:
+        label: What is shown.
+        lines: What is drawn.
+        x_label: What x is.
+        y_label: What y is.
+        unit: Of y.
+    """
+
+    label: str
+    lines: tuple[Line, ...]
+    x_label: str
+    y_label: str
+    unit: str
+
+    def legend(self) -> Sequence[tuple[str, str]]:
+        """Return (class, name) pairs."""
+        return [(line.css, line.name) for line in self.lines]
+
+    def draw(self, width: float, height: float) -> str:
+        """Return the plot as SVG."""
+        frame = _Frame(width, height)
+        points = [point for line in self.lines for point in line.points]
+        ys = [y for _, y in points if y > 0] or [1.0]
+        low, high = min(ys), max(ys)
+        low, high = low / 1.3, max(high * 1.3, low * 4)
+        right = _ticks(max((x for x, _ in points), default=1), 6)[-1]
+
+        def at(x: float, y: float) -> tuple[float, float]:
+            share = (math.log(max(y, low)) - math.log(low)) / (math.log(high) - math.log(low))
+            return frame.left + frame.inner_width * x / right, frame.bottom - (
+                frame.inner_height * share
+            )
+
+        ticks = [(at(0, t)[1], f"{number(t)}{self.unit}") for t in _log_ticks(low, high)]
+        frame.y_axis(ticks, self.y_label)
+        for line in self.lines:
+            if not line.marked:
+                path = " ".join("{:.1f},{:.1f}".format(*at(x, y)) for x, y in line.points)
+                frame.parts.append(f'<polyline points="{path}" class="mark line {line.css}"/>')
+        taken: list[tuple[float, float, float]] = []
+        for line in self.lines:
+            for x, y in line.points if line.marked else ():
+                cx, cy = at(x, y)
+                frame.parts.append(
+                    f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="5.5" class="mark dot {line.css}">'
+                    f"<title>{text(f'{line.name}: {y:.2f}{self.unit} at {x:g}')}</title></circle>"
+                )
+                _name_point(frame, cx, cy, f"{line.name}: {y:.3g}{self.unit}", taken)
+        places = [(at(t, low)[0], number(t)) for t in _ticks(right, 6)]
+        frame.x_axis(places, self.x_label)
+        return frame.svg(self.label)
+
+
+def _name_point(
+    frame: _Frame, x: float, y: float, what: str, taken: list[tuple[float, float, float]]
+) -> None:
+    """Write a name beside a point, where no other name is."""
+    room = frame.width - _RIGHT
+    length = len(what) * _CHAR
+    left_edge = min(max(x - length / 2, frame.left + 4), room - length)
+    for offset in (-12.0, 22.0, -28.0, 38.0, -44.0, 54.0):
+        top = y + offset
+        free = all(
+            abs(top - other) >= 14 or left_edge > end or left_edge + length < begin
+            for begin, end, other in taken
+        )
+        if free and _TOP + 6 < top < frame.bottom - 3:
+            break
+    taken.append((left_edge, left_edge + length, top))
+    frame.say(left_edge, top, what, "name", "start")
+
+
+@attrs.frozen(kw_only=True)
+class Pairs(Chart):
+    """Two or more values of each category as dots on one stroke, on a logarithmic axis.
+
+    Attributes:
+        label: What is shown.
+        categories: Names below.
+        series: The dots; a value that is not known is 0 and left out.
+        x_label: What the categories are.
+        y_label: What y is.
+        unit: Of the values.
+    """
+
+    label: str
+    categories: tuple[str, ...]
+    series: tuple[Series, ...]
+    x_label: str
+    y_label: str
+    unit: str
+
+    def legend(self) -> Sequence[tuple[str, str]]:
+        """Return (class, name) pairs."""
+        return [(one.css, one.name) for one in self.series]
+
+    def draw(self, width: float, height: float) -> str:
+        """Return the plot as SVG."""
+        frame = _Frame(width, height)
+        known = [value for one in self.series for value in one.values if value > 0] or [1.0]
+        low, high = min(known) / 1.15, max(known) * 1.15
+        if high < 2 * low:
+            low, high = low / 1.5, high * 1.5
+
+        def at(value: float) -> float:
+            share = (math.log(value) - math.log(low)) / (math.log(high) - math.log(low))
+            return frame.bottom - frame.inner_height * share
+
+        frame.y_axis(((at(t), number(t)) for t in _log_ticks(low, high)), self.y_label)
+        pitch = frame.inner_width / max(1, len(self.categories))
+        radius = max(1.6, min(4.5, pitch * 0.42))
+        for index, category in enumerate(self.categories):
+            x = frame.left + (index + 0.5) * pitch
+            here = [(one, one.values[index]) for one in self.series if one.values[index] > 0]
+            if len(here) > 1:
+                ends = [at(value) for _, value in here]
+                frame.parts.append(
+                    f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{min(ends):.1f}" y2="{max(ends):.1f}" '
+                    'class="stroke"/>'
+                )
+            whole = ", ".join(f"{one.name} {value:,.4g} {self.unit}" for one, value in here)
+            for one, value in here:
+                frame.parts.append(
+                    f'<circle cx="{x:.1f}" cy="{at(value):.1f}" r="{radius:.1f}" '
+                    f'class="mark {one.css}">'
+                    f"<title>{text(f'{self.x_label} {category}: {whole}')}</title></circle>"
+                )
+        places = [
+            (frame.left + (index + 0.5) * pitch, category)
+            for index, category in enumerate(self.categories)
+        ]
+        frame.x_axis(places, self.x_label)
+        return frame.svg(self.label)
+
+
+@attrs.frozen
+class Band:
+    """One row of horizontal bars.
+
+    Attributes:
+        name: What it is.
+        parts: (class, value, what to show of it) of its parts, from the left.
+        note: What stands at its end.
+    """
+
+    name: str
+    parts: tuple[tuple[str, float, str], ...]
+    note: str
+
+
+@attrs.frozen(kw_only=True)
+class Bars(Chart):
+    """Rows of horizontal bars, each with its name above; the height grows with the rows.
+
+    Attributes:
+        label: What is shown.
+        bands: The rows.
+        colours: (class, name) pairs for the legend.
+    """
+
+    label: str
+    bands: tuple[Band, ...]
+    colours: tuple[tuple[str, str], ...] = ()
+
+    def legend(self) -> Sequence[tuple[str, str]]:
+        """Return (class, name) pairs."""
+        return self.colours
+
+    def draw(self, width: float, height: float) -> str:
+        """Return the plot as SVG; its height is its own."""
+        row = 42.0
+        frame = _Frame(width, max(row * len(self.bands) + 8, 50.0), left=2.0)
+        top = max((sum(value for _, value, _ in band.parts) for band in self.bands), default=0)
+        scale = (width - 4) / top if top else 0.0
+        most = int((width - 8) / _CHAR)
+        for index, band in enumerate(self.bands):
+            y = index * row + 16
+            note = band.note[: most // 2]
+            room = most - len(note) - 2
+            name = band.name if len(band.name) <= room else band.name[: room - 1] + "…"
+            frame.say(2, y, name, "name", "start")
+            frame.say(width - 2, y, note, "tick", "end")
+            frame.parts.append(
+                f'<rect x="2" y="{y + 6:.1f}" width="{width - 4:.1f}" height="12" rx="2" '
+                'class="track"/>'
+            )
+            x = 2.0
+            for css, value, what in band.parts:
+                # Something is there, so something is seen, however little it is.
+                w = max(value * scale, 1.5) if value > 0 else 0.0
+                frame.bar(x, y + 6, min(w, width - 2 - x), 12, css, f"{band.name}: {what}")
+                x += w
+        return frame.svg(self.label)

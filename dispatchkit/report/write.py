@@ -1,0 +1,54 @@
+"""One call from what there is to a page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dispatchkit import __version__
+from dispatchkit.errors import ConfigError
+from dispatchkit.report.account import Account
+from dispatchkit.report.files import write_whole
+from dispatchkit.report.from_account import report_of_account
+from dispatchkit.report.from_simulations import report_of_simulations
+from dispatchkit.report.live import LiveStatistics, report_of_statistics
+from dispatchkit.report.page import Report, page
+
+if TYPE_CHECKING:
+    from dispatchkit.plan import Simulation
+
+__all__ = ["as_report", "write_report"]
+
+
+def as_report(source: Report | Account | LiveStatistics | Sequence[Simulation]) -> Report:
+    """Return what a page shows of an account, of live statistics or of simulations.
+
+    Raises:
+        ConfigError: It is nothing of the kind.
+    """
+    if isinstance(source, Report):
+        return source
+    if isinstance(source, Account):
+        return report_of_account(
+            source, plan="Give `plan=waste_plan(trace, max_size)` to report_of_account for it."
+        )
+    if isinstance(source, LiveStatistics):
+        return report_of_statistics(source.to_json(), source="a live runner")
+    if isinstance(source, list | tuple):
+        return report_of_simulations([one.to_json() for one in source], source="a trace")
+    raise ConfigError(
+        "source", source, "a Report, an Account, LiveStatistics or a list of simulations"
+    )
+
+
+def write_report(
+    source: Report | Account | LiveStatistics | Sequence[Simulation],
+    path: str | os.PathLike[str],
+) -> None:
+    """Write a report as one HTML file, whole or not at all.
+
+    Raises:
+        ConfigError: The file cannot be written, or the source is nothing to report of.
+    """
+    write_whole(path, page(as_report(source), version=__version__))
