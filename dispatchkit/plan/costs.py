@@ -8,11 +8,13 @@ points. It is a JSON file::
      "eager_us": [[1, 4182.0], [64, 6489.0]],
      "graph_us": [[1, 1167.0], [64, 1942.0]]}
 
-Optional: ``graph_bytes`` and ``capture_us``, the same kind of curve, for what one more
-captured graph of that size takes in memory and in start-up time.
+Optional: ``piecewise_us``, the same kind of curve, for steps whose graphs are pieces with eager
+work between them; ``graph_bytes`` and ``capture_us`` for what one more captured graph of that
+size takes in memory and in start-up time; ``clock``: ``device``, or ``host`` where there was no
+device to measure.
 
-The curves are the device time of a whole step. Of what lies outside the measured sizes the
-model says that it does: ``covers``.
+The curves are the time of a whole step. Of what lies outside the measured sizes the model says
+that it does: ``covers``.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ __all__ = [
 COST_MODEL_FORMAT = "dispatchkit-cost-model"
 COST_MODEL_VERSION = 1
 _MAX_FILE_BYTES = 16 * 1024 * 1024
-_CURVES = ("eager_us", "graph_us", "graph_bytes", "capture_us")
+_CURVES = ("eager_us", "graph_us", "piecewise_us", "graph_bytes", "capture_us")
 
 
 @attrs.frozen
@@ -116,6 +118,10 @@ def _graph(points: Any) -> Curve:
     return _curve("graph_us", points)
 
 
+def _piecewise(points: Any) -> Curve | None:
+    return None if points is None else _curve("piecewise_us", points)
+
+
 def _bytes(points: Any) -> Curve | None:
     return None if points is None else _curve("graph_bytes", points)
 
@@ -131,10 +137,15 @@ class CostModel:
     Attributes:
         name: Name for tables and messages.
         eager_us: Eager step at its exact size.
-        graph_us: Replay of a graph captured at that size.
+        graph_us: Replay of a graph captured at that size, the whole step as one graph where
+            the step can be captured so.
+        piecewise_us: A step of that size as graphs with eager pieces between them; None:
+            the same as ``graph_us``.
         graph_bytes: Memory that one more graph of that size takes; None: not measured.
         capture_us: Time that capturing one takes; None: not measured.
         source: Who measured what, on which device, with which versions.
+        clock: ``device``, or ``host`` for times of a stand-in without a device, which say
+            nothing of one.
 
     Units: microseconds, bytes.
     """
@@ -142,9 +153,16 @@ class CostModel:
     name: str = attrs.field(validator=attrs.validators.instance_of(str))
     eager_us: Curve = attrs.field(converter=_eager)
     graph_us: Curve = attrs.field(converter=_graph)
+    piecewise_us: Curve | None = attrs.field(default=None, converter=_piecewise)
     graph_bytes: Curve | None = attrs.field(default=None, converter=_bytes)
     capture_us: Curve | None = attrs.field(default=None, converter=_capture)
     source: str = attrs.field(default="", validator=attrs.validators.instance_of(str))
+    clock: str = attrs.field(default="device")
+
+    @clock.validator
+    def _check_clock(self, attribute: attrs.Attribute[str], value: Any) -> None:
+        if value not in ("device", "host"):
+            raise ConfigError("clock", value, "'device' or 'host'")
 
     @classmethod
     def from_measurements(
@@ -163,18 +181,27 @@ class CostModel:
         """Whether both curves were measured up to that size."""
         return num_tokens <= min(self.eager_us.last, self.graph_us.last)
 
-    def step_us(self, num_tokens: int, captured: int | None, *, best: bool = False) -> float:
+    def step_us(
+        self,
+        num_tokens: int,
+        captured: int | None,
+        *,
+        best: bool = False,
+        piecewise: bool = False,
+    ) -> float:
         """Return the time of one step.
 
         Args:
             num_tokens: Tokens of the step.
             captured: Size of the graph that serves it; None runs eager.
             best: Run eager where that is faster than the graph.
+            piecewise: The graph is pieces with eager work between them.
         """
         eager = self.eager_us(num_tokens)
         if captured is None:
             return eager
-        graph = self.graph_us(captured)
+        curve = self.piecewise_us if piecewise and self.piecewise_us else self.graph_us
+        graph = curve(captured)
         return min(graph, eager) if best else graph
 
     def to_json(self) -> dict[str, Any]:
@@ -184,6 +211,7 @@ class CostModel:
             "version": COST_MODEL_VERSION,
             "name": self.name,
             "source": self.source,
+            "clock": self.clock,
         }
         for field in _CURVES:
             curve: Curve | None = getattr(self, field)
@@ -213,7 +241,7 @@ class CostModel:
                 str(COST_MODEL_VERSION),
                 "It was written by another version of dispatchkit; calibrate again.",
             )
-        known = {"format", "version", "name", "source", *_CURVES}
+        known = {"format", "version", "name", "source", "clock", *_CURVES}
         odd = sorted(set(data) - known)
         if odd:
             raise UnknownNameError(f"{where}: field", odd[0], known)
@@ -224,6 +252,7 @@ class CostModel:
             return cls(
                 name=data["name"],
                 source=data.get("source", ""),
+                clock=data.get("clock", "device"),
                 **{field: data[field] for field in _CURVES if field in data},
             )
         except (TypeError, ConfigError) as error:

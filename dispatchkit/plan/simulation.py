@@ -71,6 +71,8 @@ class Scenario:
         max_bytes: Most memory of live graphs on a lane, by the cost model's ``graph_bytes``.
         eviction: Who goes first: ``lru``, the one not used for longest, or ``benefit``, the
             one with the fewest replays for its size.
+        capture_after: How often a graph must be asked for before it is captured; until then
+            its steps run eager. Above 1, nothing is captured before the first step.
         lanes: Steps are dealt to so many lanes in turn, each with graphs of its own.
         cost_model: A cost model, or the name of a built-in one or a file.
         sample_every: Of the steps that a learning policy wants timed, one in so many is;
@@ -90,6 +92,7 @@ class Scenario:
     max_graphs: int | None = None
     max_bytes: int | None = None
     eviction: Eviction = "lru"
+    capture_after: int = 1
     lanes: int = 1
     cost_model: CostModel | str = "lm-decode-h100"
     sample_every: int = 64
@@ -100,6 +103,7 @@ class Scenario:
 
     def __attrs_post_init__(self) -> None:
         check_count(self.lanes, "lanes")
+        check_count(self.capture_after, "capture_after")
         check_count(self.sample_every, "sample_every")
         for setting in ("max_graphs", "max_bytes"):
             if getattr(self, setting) is not None:
@@ -110,6 +114,12 @@ class Scenario:
             raise ConfigError(
                 "sizes", self.sizes, "left out beside config", "The config has sizes of its own."
             )
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether graphs are captured when they are asked for, not before the first step."""
+        bounded = self.max_graphs is not None or self.max_bytes is not None
+        return bounded or self.capture_after > 1
 
 
 @attrs.frozen(kw_only=True)
@@ -227,10 +237,9 @@ def simulate(
             "Calibrate one, or limit max_graphs.",
         )
     lanes = min(scenario.lanes, len(steps))
-    lazy = scenario.max_graphs is not None or scenario.max_bytes is not None
     runs = []
     for lane, policy in enumerate(_policies(scenario, lanes, plugins)):
-        dispatcher = Dispatcher(policy, config, lazy=lazy)
+        dispatcher = Dispatcher(policy, config, lazy=scenario.is_lazy)
         run = _LaneRun(dispatcher, model, scenario, random.Random(scenario.seed + lane))
         run.serve(steps.every(lane, lanes))
         dispatcher.close()
@@ -354,9 +363,10 @@ class _LaneRun:
         self.tallies: dict[int, _Tally] = {}
         self.measured = self.captures = self.evictions = 0
         self.capture_us = self.live_bytes = self.peak_bytes = 0.0
-        self._is_bounded = scenario.max_graphs is not None or scenario.max_bytes is not None
+        self.pending: Counter[int] = Counter()  # eager steps before a capture, by tokens
+        self._asked: Counter[GraphKey] = Counter()
         self._live: OrderedDict[GraphKey, int] = OrderedDict()  # key to its replays
-        if not self._is_bounded:
+        if not scenario.is_lazy:
             largest_first = sorted(dispatcher.registry, key=lambda key: -key.num_tokens)
             for key in largest_first:
                 self._capture(key)
@@ -366,8 +376,8 @@ class _LaneRun:
         """Run the lane's steps."""
         if callable(getattr(self.dispatcher.policy, "observe", None)):
             self._serve_learning(steps)
-        elif self._is_bounded:
-            self._serve_bounded(steps)
+        elif self.scenario.is_lazy:
+            self._serve_lazy(steps)
         else:
             for tally, count in self._decide_all(steps)[0]:
                 tally.count += count
@@ -404,19 +414,22 @@ class _LaneRun:
         counts = np.bincount(number, minlength=len(tallies)).tolist()
         return list(zip(tallies, counts, strict=True)), tallies, number
 
-    def _serve_bounded(self, steps: _Steps) -> None:
+    def _serve_lazy(self, steps: _Steps) -> None:
         _, tallies, number = self._decide_all(steps)
         keys = [tally.decision.key for tally in tallies]
         live, use = self._live, self._use
         for which in number.tolist():
-            tallies[which].count += 1
-            key = keys[which]
-            if key is not None:
-                if key in live:
-                    live[key] += 1
-                    live.move_to_end(key)
-                else:
-                    use(key)
+            tally, key = tallies[which], keys[which]
+            if key is None:
+                tally.count += 1
+            elif key in live:
+                tally.count += 1
+                live[key] += 1
+                live.move_to_end(key)
+            elif use(key):
+                tally.count += 1
+            else:
+                self.pending[tally.decision.num_tokens] += 1
 
     # -- a policy that learns: every step, in order ---------------------------------------
 
@@ -431,18 +444,19 @@ class _LaneRun:
             steps.loras.tolist(),
             strict=True,
         )
-        live, is_bounded = self._live, self._is_bounded
+        live, is_lazy = self._live, self.scenario.is_lazy
         for step, (tokens, reqs, uniform, loras) in enumerate(rows):
             decision = dispatch(tokens, reqs, uniform, loras)
             tally = tallies.get(id(decision)) or self._tally(decision, tokens)
-            tally.count += 1
             key = decision.key
-            if is_bounded and key is not None:
+            if is_lazy and key is not None:
                 if key in live:
                     live[key] += 1
                     live.move_to_end(key)
-                else:
-                    self._use(key)
+                elif not self._use(key):
+                    self.pending[tokens] += 1
+                    continue  # it ran eager and teaches nothing of its graph
+            tally.count += 1
             if decision.timed and (decision.one_shot or step - last_sample >= sample_every):
                 last_sample = step
                 self.measured += 1
@@ -458,13 +472,18 @@ class _LaneRun:
         tally = self.tallies.get(id(decision))
         if tally is None:
             captured = None if decision.key is None else decision.key.num_tokens
-            tally = _Tally(decision, self.model.step_us(num_tokens, captured))
+            piecewise = decision.mode is RuntimeMode.PIECEWISE
+            time_us = self.model.step_us(num_tokens, captured, piecewise=piecewise)
+            tally = _Tally(decision, time_us)
             self.tallies[id(decision)] = tally
         return tally
 
-    def _use(self, key: GraphKey) -> None:
-        """Capture a graph that is asked for, after making room for it."""
+    def _use(self, key: GraphKey) -> bool:
+        """Capture a graph that is asked for, after making room for it; False: not yet."""
         scenario, live = self.scenario, self._live
+        self._asked[key] += 1
+        if self._asked[key] < scenario.capture_after:
+            return False
         need = self._bytes_of(key)
         limit = scenario.max_bytes
         if limit is not None and need > limit:
@@ -484,6 +503,7 @@ class _LaneRun:
             self.live_bytes -= self._bytes_of(victim)
             self.evictions += 1
         self._capture(key)
+        return True
 
     def _capture(self, key: GraphKey) -> None:
         self._live[key] = 1
@@ -497,6 +517,7 @@ class _LaneRun:
         return 0.0 if self.model.graph_bytes is None else self.model.graph_bytes(key.num_tokens)
 
 
+_PENDING = "capture_pending"  # the runner's word for it
 _NO_GRAPH = object()  # stands where a captured graph would
 
 
@@ -535,6 +556,10 @@ def _merged(
             else:
                 real += decision.num_tokens * count
                 padding += decision.padding * count
+        for num_tokens, count in run.pending.items():
+            modes[RuntimeMode.NONE.name] += count
+            misses[_PENDING] += count
+            total_us += model.eager_us(num_tokens) * count
         lane_us.append(total_us)
     first = runs[0].dispatcher
     return Simulation(
@@ -580,6 +605,8 @@ def _notes(
             f"{over} of {len(steps)} steps are above {last} tokens, the last measured size of "
             f"{model.name}; their times go on in a straight line."
         )
+    if model.clock != "device":
+        yield f"{model.name} holds times of a host without a device: they say nothing of one."
     if model.graph_bytes is None:
         yield f"{model.name} has no graph_bytes: memory is not predicted."
     if scenario.lanes > 1:

@@ -1,0 +1,118 @@
+"""Models ready to be measured, each a function that returns a runner.
+
+``dispatchkit calibrate`` takes such a function by its name, ``module:function``; one of your
+own is written like these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache
+from dispatchkit.demo.replay import CUDA_SHAPE, TAPE_SHAPE, resolve_device
+from dispatchkit.execute import GraphRunner, StaticInput
+from dispatchkit.keys import DispatchConfig
+
+__all__ = ["decoder", "mlp"]
+
+#: Spread over what a serving loop sees; denser where steps are frequent.
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_TAPE_SIZES = (1, 2, 4, 8, 16)
+
+
+def decoder(
+    device: str = "auto",
+    *,
+    shape: DecoderShape | None = None,
+    sizes: Sequence[int] | None = None,
+    max_num_tokens: int | None = None,
+    **settings: Any,
+) -> GraphRunner:
+    """Return a runner of the demo's decoder with a cache of its own.
+
+    Args:
+        device: ``auto``, ``tape``, ``cpu``, ``cuda`` or ``cuda:N``.
+        shape: Sizes of the model; by default what suits the device.
+        sizes: Capture sizes.
+        max_num_tokens: Largest step; by default the largest size on the tape, 2048 on a GPU.
+        settings: More settings of the runner.
+    """
+    place, is_gpu, backend = _place(device)
+    shape = shape or (CUDA_SHAPE if is_gpu else TAPE_SHAPE)
+    cache = KVCache(shape, place)
+    config = DispatchConfig(
+        capture_sizes=tuple(sizes or (SIZES if is_gpu else _TAPE_SIZES)),
+        max_num_tokens=max_num_tokens or (2048 if is_gpu else None),
+        max_num_seqs=shape.num_slots,
+    )
+    return GraphRunner(
+        Decoder(shape, device=place).pieces(cache),
+        inputs={
+            "tokens": StaticInput((None,), "int64"),
+            "positions": StaticInput((None,), "int64"),
+            "slots": StaticInput((None,), "int64", fill=shape.sink_slot),
+        },
+        config=config,
+        backend=backend,
+        device=str(place),
+        state=cache.tensors,
+        **settings,
+    )
+
+
+def mlp(
+    device: str = "auto",
+    *,
+    num_layers: int = 8,
+    width: int | None = None,
+    sizes: Sequence[int] | None = None,
+    max_num_tokens: int | None = None,
+    **settings: Any,
+) -> GraphRunner:
+    """Return a runner of a plain MLP, in bfloat16 on a GPU: (rows, width) to the same shape.
+
+    Args:
+        device: ``auto``, ``tape``, ``cpu``, ``cuda`` or ``cuda:N``.
+        num_layers: Linear layers, with a ReLU after each.
+        width: Width of all layers; by default what suits the device.
+        sizes: Capture sizes.
+        max_num_tokens: Largest step; by default the largest size on the tape, 2048 on a GPU.
+        settings: More settings of the runner.
+    """
+    place, is_gpu, backend = _place(device)
+    width = width or (4096 if is_gpu else 32)
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    generator = torch.Generator(place).manual_seed(0)
+    weights = [
+        torch.randn(width, width, generator=generator, device=place).mul_(width**-0.5).to(dtype)
+        for _ in range(num_layers)
+    ]
+
+    def step(hidden: Tensor) -> Tensor:
+        for weight in weights:
+            hidden = torch.relu(nn.functional.linear(hidden, weight))
+        return hidden
+
+    config = DispatchConfig(
+        capture_sizes=tuple(sizes or (SIZES if is_gpu else _TAPE_SIZES)),
+        max_num_tokens=max_num_tokens or (2048 if is_gpu else None),
+        mode="FULL",
+    )
+    return GraphRunner(
+        step,
+        inputs={"hidden": StaticInput((None, width), dtype)},
+        config=config,
+        backend=backend,
+        device=str(place),
+        **settings,
+    )
+
+
+def _place(device: str) -> tuple[torch.device, bool, str]:
+    place = resolve_device(device)
+    is_gpu = place.type == "cuda"
+    return place, is_gpu, "cuda" if is_gpu else "tape"
