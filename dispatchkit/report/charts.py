@@ -16,7 +16,7 @@ import attrs
 
 __all__ = ["Band", "Bars", "Chart", "Line", "Lines", "Pairs", "Series", "Shares", "Stacked", "text"]
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 14.0, 12.0, 44.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 14.0, 12.0, 44.0
 _CHAR = 6.6  # mean width of a letter at 12 px
 # What HTML and XML do not allow in text, lone surrogates among them.
 _UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -88,7 +88,9 @@ def _ticks(top: float, count: int) -> list[float]:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if len(decades) < 4 else (1,)
+    factors: tuple[float, ...] = (1, 2, 5) if len(decades) < 4 else (1,)
+    if high < 10 * low:
+        factors = (1, 1.5, 2, 3, 4, 5, 7)
     ticks = [10.0**decade * factor for decade in decades for factor in factors]
     return [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
 
@@ -132,9 +134,7 @@ class _Frame:
 
     def say(self, x: float, y: float, what: str, css: str = "tick", anchor: str = "middle") -> None:
         place = f'x="{x:.1f}" y="{y:.1f}"'
-        self.parts.append(
-            f'<text {place} class="{css}" text-anchor="{anchor}">{text(what)}</text>'
-        )
+        self.parts.append(f'<text {place} class="{css}" text-anchor="{anchor}">{text(what)}</text>')
 
     def y_axis(self, ticks: Iterable[tuple[float, str]], label: str) -> None:
         for y, what in ticks:
@@ -145,7 +145,7 @@ class _Frame:
             self.say(self.left - 7, y + 4, what, anchor="end")
         middle = _TOP + self.inner_height / 2
         self.parts.append(
-            f'<text transform="translate(12 {middle:.1f}) rotate(-90)" class="axis" '
+            f'<text transform="translate(10 {middle:.1f}) rotate(-90)" class="axis" '
             f'text-anchor="middle">{text(label)}</text>'
         )
 
@@ -305,7 +305,8 @@ class Lines(Chart):
 
     def legend(self) -> Sequence[tuple[str, str]]:
         """Return (class, name) pairs."""
-        return [(line.css, line.name) for line in self.lines]
+        # Marked points carry their names themselves.
+        return [(line.css, line.name) for line in self.lines if not line.marked]
 
     def draw(self, width: float, height: float) -> str:
         """Return the plot as SVG."""
@@ -328,12 +329,15 @@ class Lines(Chart):
             if not line.marked:
                 path = " ".join("{:.1f},{:.1f}".format(*at(x, y)) for x, y in line.points)
                 frame.parts.append(f'<polyline points="{path}" class="mark line {line.css}"/>')
-        taken: list[tuple[float, float, float]] = []
+        marked = [at(x, y) for line in self.lines if line.marked for x, y in line.points]
+        taken = [(x - 7, x + 7, y + 4) for x, y in marked]
         for line in self.lines:
             for x, y in line.points if line.marked else ():
                 cx, cy = at(x, y)
+                # Two points at one place: the larger one is seen around the smaller.
+                radius = 7.5 if line.css == "eager" else 5
                 frame.parts.append(
-                    f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="5.5" class="mark dot {line.css}">'
+                    f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="{radius}" class="mark dot {line.css}">'
                     f"<title>{text(f'{line.name}: {y:.2f}{self.unit} at {x:g}')}</title></circle>"
                 )
                 _name_point(frame, cx, cy, f"{line.name}: {y:.3g}{self.unit}", taken)
@@ -346,11 +350,12 @@ def _name_point(
     frame: _Frame, x: float, y: float, what: str, taken: list[tuple[float, float, float]]
 ) -> None:
     """Write a name beside a point, where no other name is."""
-    room = frame.width - _RIGHT
+    room = frame.width - 2
     length = len(what) * _CHAR
-    left_edge = min(max(x - length / 2, frame.left + 4), room - length)
-    for offset in (-12.0, 22.0, -28.0, 38.0, -44.0, 54.0):
-        top = y + offset
+    middle = min(max(x - length / 2, frame.left + 4), room - length)
+    beside = [(x + 11, y + 4 + rise) for rise in (0.0, -15.0, 15.0)] if x + length < room else []
+    over = [(middle, y + rise) for rise in (-13.0, 23.0, -28.0, 38.0, -43.0, 53.0, -58.0, 68.0)]
+    for left_edge, top in (*beside, *over):
         free = all(
             abs(top - other) >= 14 or left_edge > end or left_edge + length < begin
             for begin, end, other in taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 
 from dispatchkit.errors import DispatchkitError
 from dispatchkit.report.account import Account, AccountedDecision
@@ -90,12 +91,13 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
     speed = account.eager_time_s / account.time_s if account.time_s else 1.0
     own = _own_point(account)
     return Report(
-        title=f"{account.source} under {account.policy.partition(' ')[0]}",
+        title=f"{PurePath(account.source).name} under {account.policy.partition(' ')[0]}",
         summary=(
             f"Of {steps:,} steps {replayed:.1%} replay a graph, with {account.waste_pct:.1f}% "
             f"padding; the rest run eager for a reason named below."
         ),
         facts=(
+            ("Trace", account.source),
             ("Policy", account.policy),
             ("Mode", str(account.config.mode)),
             ("Sizes", _brief(account.config.capture_sizes)),
@@ -109,6 +111,7 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
         ),
         figures=(
             _padding(account),
+            _tokens(account),
             _over_time(account),
             waste_figure(plan, own, account.config.max_capture_size),
             _times(account),
@@ -166,6 +169,33 @@ def _padding(account: Account) -> Figure | Missing:
         ),
         Table(
             ("Bucket", "Steps", "Real tokens", "Padding", "Of real"), tuple(rows), (0, 1, 2, 3, 4)
+        ),
+    )
+
+
+def _tokens(account: Account) -> Figure | Missing:
+    title = "Tokens over sizes"
+    buckets = _by_bucket(account)
+    if not buckets:
+        return Missing("tokens", title, "No step replayed a graph.")
+    real = [sum(one.steps * one.num_tokens for one in group) for group in buckets.values()]
+    extra = [sum(one.steps * one.decision.padding for one in group) for group in buckets.values()]
+    most = max(zip(extra, buckets, strict=True))
+    return Figure(
+        "tokens",
+        title,
+        "Where the rows are computed, and so where padding costs most: "
+        f"bucket {most[1]}, with {most[0]:,} rows of it.",
+        Stacked(
+            label=title,
+            categories=tuple(map(str, buckets)),
+            series=(
+                Series("real tokens", "full", tuple(map(float, real))),
+                Series("padding", "padding", tuple(map(float, extra))),
+            ),
+            x_label="bucket (tokens)",
+            y_label="rows computed",
+            unit="rows",
         ),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.report.charts import Band, Bars, Line, Lines, Pairs, Series
+from dispatchkit.report.charts import Band, Bars, Line, Lines
 from dispatchkit.report.from_account import MODE_NAMES, WastePlan
 from dispatchkit.report.page import Figure, Missing, Report, Table, Tile
 
@@ -44,7 +44,10 @@ def report_of_simulations(
     best = min(checked, key=lambda row: row["time_s"])
     first = checked[0]
     speed = best["eager_time_s"] / best["time_s"] if best["time_s"] else 1.0
-    notes = [f"{row['label']}: {note}" for row in checked for note in row["notes"]]
+    notes = []
+    for note in dict.fromkeys(note for row in checked for note in row["notes"]):
+        of = [row["label"] for row in checked if note in row["notes"]]
+        notes.append(note if len(of) == len(checked) else f"{', '.join(of)}: {note}")
     names = ", ".join(row["label"] for row in checked)
     several = len(checked) > 1
     return Report(
@@ -76,7 +79,7 @@ def report_of_simulations(
             ),
         ),
         tables=(_table(checked),),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(notes),
     )
 
 
@@ -128,21 +131,23 @@ def _modes(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _time(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    bands = [
+        Band(
+            row["label"],
+            (("full", row["time_s"], f"{row['time_s']:.4g} s"),),
+            f"{row['time_s']:.3g} s, {row['eager_time_s'] / row['time_s']:.2f}x"
+            if row["time_s"]
+            else "0 s",
+        )
+        for row in rows
+    ]
+    slowest = max(row["eager_time_s"] for row in rows)
+    eager = Band("all eager", (("eager", slowest, f"{slowest:.4g} s"),), f"{slowest:.3g} s")
     return Figure(
         "times",
         "Time of the whole trace",
-        "Device time by the cost model: as dispatched, and if every step ran eager.",
-        Pairs(
-            label="Time of the whole trace",
-            categories=tuple(row["label"] for row in rows),
-            series=(
-                Series("dispatched", "full", tuple(row["time_s"] for row in rows)),
-                Series("eager", "eager", tuple(row["eager_time_s"] for row in rows)),
-            ),
-            x_label="scenario",
-            y_label="seconds",
-            unit="s",
-        ),
+        "Device time by the cost model, and that of the same steps all eager.",
+        Bars(label="Time of the whole trace", bands=(*bands, eager)),
     )
 
 

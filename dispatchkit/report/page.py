@@ -13,6 +13,7 @@ __all__ = ["Figure", "Missing", "Report", "Table", "Tile", "page"]
 _WIDE = (540.0, 320.0)
 _NARROW = (330.0, 290.0)
 _MAX_CELL = 300
+_LONG_CELL = 44
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -193,6 +194,8 @@ def _table(table: Table) -> str:
         css = ' class="right"' if index in table.right else ""
         if len(value) > _MAX_CELL:
             value = value[: _MAX_CELL - 1] + "…"
+        if len(value) > _LONG_CELL and not css:
+            css = ' class="long"'
         return f"<{tag}{css}>{text(value)}</{tag}>"
 
     head = "".join(cell("th", index, name) for index, name in enumerate(table.columns))
@@ -247,6 +250,7 @@ margin-bottom:16px}}
 .card{{margin:0;padding:16px 18px;min-width:0}}
 main>.card{{margin-top:16px}}
 .figures>.card{{height:100%}}
+.figures>.missing:last-child:nth-child(odd){{grid-column:1/-1;height:auto}}
 figcaption,.card>p{{color:var(--soft);font-size:14px;margin-bottom:10px}}
 .missing{{border-style:dashed;background:none}}
 .legend{{list-style:none;display:flex;flex-wrap:wrap;gap:3px 18px;margin:0 0 8px;padding:0;
@@ -260,6 +264,7 @@ font-size:13px;color:var(--soft)}}
 .plot.narrow{{display:none}}
 svg text{{font-family:inherit;font-size:12px;fill:var(--soft)}}
 svg .name{{fill:var(--ink)}}
+.mark{{shape-rendering:auto}}rect.mark{{shape-rendering:crispEdges}}
 .grid{{stroke:var(--line)}}.base{{stroke:var(--soft)}}.stroke{{stroke:var(--edge);stroke-width:2}}
 .track{{fill:var(--track)}}
 .mark.full{{fill:var(--full)}}.mark.piecewise{{fill:var(--piecewise)}}
@@ -274,7 +279,7 @@ table{{border-collapse:collapse;font-size:13px;width:100%;font-variant-numeric:t
 th{{text-align:left;font-weight:600;color:var(--soft);position:sticky;top:0;
 background:var(--card);white-space:nowrap}}
 th,td{{padding:5px 14px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}}
-td{{overflow-wrap:anywhere;min-width:3.5em}}
+td{{white-space:nowrap}}td.long{{white-space:normal;min-width:17em;overflow-wrap:anywhere}}
 .right{{text-align:right;white-space:nowrap}}
 main ul{{margin:0}}
 main .card>ul:not(.legend){{padding-left:20px;color:var(--soft);font-size:14px}}
