@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from dispatchkit.errors import ConfigError, RankError
 from dispatchkit.ranks.fingerprint import differences, odd_ranks, versions
-from dispatchkit.ranks.notes import LEFT, RAISED, WAITED, Note, Notes
+from dispatchkit.ranks.notes import Notes
 from dispatchkit.ranks.protocol import MAX_COLUMNS, Phase
+from dispatchkit.ranks.verdict import LEFT, RAISED, WAITED, Note
 
 # Who is in which phase, and the mark with its negative; the row follows.
 _MARK = len(Phase)

@@ -160,6 +160,8 @@ class RankedDispatcher:
             self._settle_news(merged[-1])
         agreed = self._facts.merge(merged)
         self.step += 1
+        if self._leader is not None:
+            self._leader.is_listening = True
         return agreed
 
     def dispatch(
@@ -229,7 +231,12 @@ class RankedDispatcher:
         Returns:
             The keys that some rank cannot run: the ranks (by index) and their reasons.
         """
-        return self._keys.settle(self.ranks.gather(self._keys.report()))
+        lost = self._keys.settle(self.ranks.gather(self._keys.report()))
+        if self._leader is not None:
+            # A key that changed on one rank alone has emptied cells there, and one-shot
+            # decisions with them; now all ranks begin with an empty table.
+            self.dispatcher.set_lazy(False)
+        return lost
 
     def close(self) -> None:
         """Stop listening to the registry; the agreement is its owner's to close."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import platform
@@ -18,7 +19,8 @@ from dispatchkit.registry import GraphRegistry
 _MAX_PROBED_SIZES = 64
 
 
-def versions() -> dict[str, str]:
+@functools.cache
+def versions() -> Mapping[str, str]:
     """Return the versions that must be the same on all ranks."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("dispatchkit", "torch"):

@@ -48,7 +48,8 @@ class SharedKeys:
             if why is None:
                 ready.append(str(key))
             else:
-                lost[str(key)] = why
+                entry = self._registry.get(key)
+                lost[str(key)] = (entry.reason if entry is not None else "") or why
         return json.dumps({"ready": sorted(ready), "lost": lost})
 
     def settle(self, reports: Sequence[str]) -> dict[GraphKey, dict[int, str]]:

@@ -1,0 +1,105 @@
+"""Policies and dispatchers that the tests of ranks share; free of torch."""
+
+from __future__ import annotations
+
+from dispatchkit import (
+    BatchDescriptor,
+    CellUpdate,
+    Decision,
+    DispatchConfig,
+    Dispatcher,
+    GraphKey,
+    Reason,
+    RuntimeMode,
+)
+
+SIZES = (1, 2, 4, 8)
+MAX_NUM_TOKENS = 8
+
+
+class Smallest:
+    """FULL for uniform batches, PIECEWISE for all, each at the smallest ready key; or eager."""
+
+    name = "smallest"
+    traits = frozenset({"stateless"})
+
+    def __init__(self, eager_below=0):
+        self.eager_below = eager_below
+
+    def declare(self, config):
+        keys = []
+        for size in config.capture_sizes:
+            keys.append(GraphKey(RuntimeMode.PIECEWISE, BatchDescriptor(size)))
+            keys += [
+                GraphKey(
+                    RuntimeMode.FULL,
+                    BatchDescriptor(size, size // query_len, True, query_len=query_len),
+                )
+                for query_len in config.query_lens
+                if size % query_len == 0
+            ]
+        return keys
+
+    def decide(self, batch, graphs):
+        if batch.num_tokens < self.eager_below:
+            return Decision.eager("small")
+        why = Reason.NO_KEY
+        for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
+            if not batch.allows(mode):
+                why = Reason.CEILING
+                continue
+            for key in graphs.covering(batch, mode):
+                why = graphs.why_not(key)
+                if why is None:
+                    return Decision.replay(key)
+        return Decision.eager(why)
+
+
+class Wilful:
+    """Learns, in the sense that each outcome makes it want something else for that batch."""
+
+    name = "wilful"
+
+    def __init__(self, seed=0):
+        self.count = seed
+        self.asked = []
+
+    def declare(self, config):
+        return Smallest().declare(config)
+
+    def decide(self, batch, graphs):
+        self.asked.append(batch)
+        return
+
+    def observe(self, outcome):
+        self.count += 1
+        batch = outcome.batch
+        eager = Decision.eager(f"wanted_{self.count}", timed=self.count % 2 == 0)
+        kinds = {0: (eager, True), 1: (eager, False), 2: (None, False)}
+        answer, one_shot = kinds[self.count % 3]
+        return [CellUpdate(batch, answer, one_shot)]
+
+
+def make_dispatcher(policy=None, *, captured=True, sizes=SIZES, **settings):
+    config = DispatchConfig(
+        capture_sizes=sizes, max_num_tokens=MAX_NUM_TOKENS, **{"query_lens": (1, 2), **settings}
+    )
+    dispatcher = Dispatcher(policy or Smallest(), config)
+    if captured:
+        for key in dispatcher.registry:
+            dispatcher.registry.captured(key, f"graph of {key}")
+    return dispatcher
+
+
+def random_batch(random, config):
+    """Return arguments of a dispatch that are possible together."""
+    uniform = random.randrange(1 + len(config.query_lens))
+    if uniform:
+        query_len = config.query_lens[uniform - 1]
+        num_reqs = random.randint(1, config.max_num_tokens // query_len)
+        num_tokens = num_reqs * query_len
+    else:
+        num_tokens = random.randint(1, config.max_num_tokens)
+        num_reqs = random.randint(0, num_tokens)
+    loras = random.randint(0, config.max_loras)
+    return num_tokens, num_reqs, uniform, loras, random.choice((0, 1, 2, 2, 2))

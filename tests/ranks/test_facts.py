@@ -1,0 +1,104 @@
+"""What follows from the rows of all ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_policies import MAX_NUM_TOKENS, SIZES
+
+from dispatchkit import DispatchConfig, RuntimeMode
+from dispatchkit.errors import ConfigError, NoGraphError
+from dispatchkit.keys.modes import ALLOWED_MODES
+from dispatchkit.ranks import Facts
+
+CONFIG = DispatchConfig(
+    capture_sizes=SIZES,
+    max_num_tokens=MAX_NUM_TOKENS,
+    query_lens=(2, 1, 4),
+    varlen_decode=True,
+    max_loras=3,
+)
+SWITCHES = ("microbatch", "all_to_all")
+FACTS = Facts(CONFIG, SWITCHES)
+
+batches = st.tuples(
+    st.integers(1, 10),
+    st.integers(0, 10),
+    st.integers(0, CONFIG.num_query_classes - 1),
+    st.integers(0, 3),
+    st.integers(0, len(ALLOWED_MODES) - 1),
+    st.integers(0, 2),
+    st.integers(0, 3),
+)
+IDLE = (0, 0, 0, 0, 2, 2, 3)
+
+
+def merged(rows):
+    return [max(column) for column in zip(*rows, strict=True)]
+
+
+def agreed(given_batches):
+    return FACTS.merge(merged([FACTS.row(*batch) for batch in given_batches]))
+
+
+@given(st.lists(batches, min_size=1, max_size=6))
+def test_the_outcome_is_the_most_of_all_and_the_most_careful_mode(given_batches):
+    """No rank gets a size too small for it, or a mode above what it can run."""
+    ceiling = min(batch[5] for batch in given_batches)
+    allowed = frozenset(mode for mode in RuntimeMode if mode <= ceiling)
+    for batch in given_batches:
+        allowed &= ALLOWED_MODES[batch[4]]
+    if not allowed:
+        with pytest.raises(NoGraphError) as caught:
+            agreed(given_batches)
+        assert caught.value.reason == "no_common_mode"
+        return
+    found = agreed(given_batches)
+    assert found.num_tokens == max(batch[0] for batch in given_batches)
+    assert found.num_reqs == max(batch[1] for batch in given_batches)
+    assert found.loras == max(batch[3] for batch in given_batches)
+    assert ALLOWED_MODES[found.ceiling] == allowed
+    both = given_batches[0][6]
+    for batch in given_batches:
+        both &= batch[6]
+    assert found.switches == both
+
+
+@given(st.lists(batches, min_size=1, max_size=6))
+def test_a_common_query_class_is_one_that_every_batch_belongs_to(given_batches):
+    """A uniform graph must never serve a rank whose batch is mixed."""
+    given_batches = [(*batch[:4], 2, *batch[5:]) for batch in given_batches]
+    classes = {batch[2] for batch in given_batches}
+    found = agreed(given_batches).uniform
+    # Classes: 0 mixed, 1 to 3 of 2, 1 and 4 tokens per request, 4 of at most 2 (the first).
+    if len(classes) == 1:
+        assert {found} == classes
+    else:
+        assert found == (4 if classes <= {1, 2, 4} else 0)
+
+
+@given(st.lists(batches, min_size=1, max_size=5), st.integers(1, 3))
+def test_idle_ranks_change_nothing(given_batches, num_idle):
+    """A rank without work runs a dummy of whatever the others need."""
+    given_batches = [(*batch[:4], 2, *batch[5:]) for batch in given_batches]
+    assert agreed([*given_batches, *[IDLE] * num_idle]) == agreed(given_batches)
+
+
+def test_all_idle_is_a_step_of_nothing():
+    """Nobody has work: there is nothing to pad to."""
+    assert agreed([IDLE, IDLE])[:4] == (0, 0, 0, 0)
+
+
+@given(st.lists(batches, min_size=2, max_size=5), st.randoms())
+def test_the_order_of_ranks_does_not_matter(given_batches, random):
+    """All ranks compute the same from the same merged row, whoever they are."""
+    given_batches = [(*batch[:4], 2, *batch[5:]) for batch in given_batches]
+    shuffled = random.sample(given_batches, len(given_batches))
+    assert agreed(shuffled) == agreed(given_batches)
+
+
+def test_too_many_switches_are_refused():
+    """The row has a fixed length, so that ranks in different phases can meet at all."""
+    with pytest.raises(ConfigError, match="switches must be at most"):
+        Facts(CONFIG, [f"switch{index}" for index in range(30)])

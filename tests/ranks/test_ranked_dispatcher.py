@@ -1,0 +1,440 @@
+"""Ranks decide the same, whatever their batches, learners and lost keys."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_ranks import all_good, run_ranks
+from rank_policies import MAX_NUM_TOKENS, Smallest, Wilful, make_dispatcher, random_batch
+
+from dispatchkit import (
+    Batch,
+    BatchDescriptor,
+    CellUpdate,
+    Decision,
+    Dispatcher,
+    GraphKey,
+    KeyState,
+    Outcome,
+    RuntimeMode,
+)
+from dispatchkit.errors import ConfigError, DescriptorError, NoGraphError, RankError
+from dispatchkit.ranks import LeaderPolicy, RankedDispatcher
+
+FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
+# An example makes several threads and dispatchers: a quarter of what small ones get.
+some = settings(max_examples=max(10, settings.default.max_examples // 4))
+
+
+def shown(decision):
+    """What must be the same on all ranks; why a graph is not used may differ."""
+    return decision.mode, str(decision.key), decision.padded_num_tokens, decision.timed
+
+
+def change_a_key(dispatcher, rng):
+    """Let something happen to a key of one rank alone."""
+    registry = dispatcher.registry
+    key = rng.choice(sorted(registry, key=str))
+    state = registry.get(key).state
+    kind = rng.choice(("lose", "lose", "again", "off", "on", "mode"))
+    if kind == "lose" and state is KeyState.CAPTURED:
+        rng.choice((registry.failed, registry.evicted, registry.stale))(key, "test")
+    elif kind == "again" and state is not KeyState.CAPTURED:
+        registry.captured(key, "again")
+    elif kind in ("off", "on"):
+        registry.set_enabled(kind == "on", key=key)
+    elif kind == "mode":
+        registry.set_enabled(rng.random() < 0.7, mode=key.mode)
+
+
+@some
+@given(st.integers(2, 3), st.integers(0, 1 << 32), st.sampled_from(["alone", "leader"]))
+def test_all_ranks_decide_the_same(size, seed, rule):
+    """Different batches, adapters, learners, lost and returning keys: one answer per step."""
+
+    def run(ranks):
+        rng = random.Random(f"{seed}/{ranks.rank}")
+        policy = Smallest(eager_below=2)
+        if rule == "leader":
+            policy = LeaderPolicy(policy, Wilful(seed) if ranks.rank == 0 else None)
+        dispatcher = make_dispatcher(policy, max_loras=2)
+        ranked = RankedDispatcher(dispatcher, ranks, epoch_steps=3)
+        found = []
+        for _ in range(8):
+            if rng.random() < 0.3:
+                change_a_key(dispatcher, rng)
+            batch = (0,) if rng.random() < 0.2 else random_batch(rng, dispatcher.config)
+            agreed = ranked.agree(*batch)
+            decision = dispatcher.dispatch(*agreed[:5])
+            found.append((agreed, shown(decision)))
+            if not batch[0] or not agreed.num_tokens:
+                continue
+            own = dispatcher.batch(*batch)
+            assert own.allows(decision.mode)
+            assert decision.padded_num_tokens >= own.num_tokens
+            assert decision.key is None or decision.key.covers(own)
+            facts = dispatcher.batch(*agreed[:5])
+            dispatcher.observe(Outcome(facts, decision, elapsed_us=1.0 + ranks.rank))
+        return found
+
+    first, *others = all_good(run_ranks(size, run))
+    for other in others:
+        assert other == first
+
+
+@some
+@given(st.integers(2, 4), st.integers(0, 1 << 32))
+def test_the_rule_is_most_tokens_least_mode_and_dispatch_again(size, seed):
+    """The data-parallel rule of vLLM, step by step with plain dispatchers."""
+    rng = random.Random(seed)
+    plain = make_dispatcher(Smallest(eager_below=3))
+    steps = [[random_batch(rng, plain.config) for _ in range(size)] for _ in range(6)]
+
+    def run(ranks):
+        ranked = RankedDispatcher(make_dispatcher(Smallest(eager_below=3)), ranks)
+        return [shown(ranked.dispatch(*step[ranks.rank])) for step in steps]
+
+    for found in all_good(run_ranks(size, run)):
+        for step, got in zip(steps, found, strict=True):
+            mode = min(plain.dispatch(*batch).mode for batch in step)
+            mode = min(mode, *(batch[4] for batch in step))
+            classes = {batch[2] for batch in step}
+            expected = plain.dispatch(
+                max(batch[0] for batch in step),
+                max(batch[1] for batch in step),
+                classes.pop() if len(classes) == 1 else 0,
+                0,
+                int(mode),
+            )
+            assert got == shown(expected)
+
+
+@some
+@given(st.integers(0, 1 << 32))
+def test_a_steady_step_has_one_exchange(seed):
+    """The cost of agreement is one small collective, whatever the batches are."""
+
+    def run(ranks):
+        rng = random.Random(f"{seed}/{ranks.rank}")
+        ranked = RankedDispatcher(make_dispatcher(), ranks)
+        before = ranks.num_exchanges
+        for _ in range(5):
+            ranked.dispatch(*random_batch(rng, ranked.dispatcher.config))
+        return ranks.num_exchanges - before
+
+    assert all_good(run_ranks(2, run)) == [5, 5]
+
+
+def test_a_key_lost_on_one_rank_is_used_by_none_until_it_is_back():
+    """A rank without the graph would run other collectives than the rest."""
+    key = GraphKey(PIECEWISE, BatchDescriptor(4))
+
+    def run(ranks):
+        dispatcher = make_dispatcher()
+        ranked = RankedDispatcher(dispatcher, ranks)
+        found = [str(ranked.dispatch(3).key)]
+        if ranks.rank == 1:
+            dispatcher.registry.failed(key, "out of memory")
+        found.append(str(ranked.dispatch(3).key))
+        withheld = ranked.withheld
+        if ranks.rank == 1:
+            dispatcher.registry.captured(key, "again")
+        found.append(str(ranked.dispatch(3).key))
+        return found, withheld, ranked.withheld
+
+    first, second = all_good(run_ranks(2, run))
+    assert first[0] == second[0] == ["PIECEWISE tokens=4", "PIECEWISE tokens=8", str(key)]
+    assert first[1] == {key: {1: "out of memory"}}
+    assert (second[1], first[2], second[2]) == ({}, {}, {})
+
+
+def test_what_the_user_switched_off_stays_off_when_the_other_rank_is_back():
+    """Withholding and the user's own switch are kept apart."""
+    key = GraphKey(PIECEWISE, BatchDescriptor(4))
+
+    def run(ranks):
+        dispatcher = make_dispatcher()
+        ranked = RankedDispatcher(dispatcher, ranks)
+        if ranks.rank == 1:
+            dispatcher.registry.failed(key, "out of memory")
+        ranked.dispatch(3)
+        dispatcher.registry.set_enabled(False, key=key)
+        ranked.dispatch(3)
+        if ranks.rank == 1:
+            dispatcher.registry.captured(key, "again")
+        off = str(ranked.dispatch(3).key)
+        dispatcher.registry.set_enabled(True, key=key)
+        return off, str(ranked.dispatch(3).key)
+
+    for found in all_good(run_ranks(2, run)):
+        assert found == ("PIECEWISE tokens=8", "PIECEWISE tokens=4")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_key_that_fails_to_capture_on_one_rank_is_used_by_none(failing):
+    """Ranks capture in one order; a failure stays with its key."""
+    bad = GraphKey(FULL, BatchDescriptor(8, 8, True, query_len=1))
+
+    def run(ranks):
+        dispatcher = make_dispatcher(captured=False)
+        ranked = RankedDispatcher(dispatcher, ranks)
+        order = []
+
+        def capture(key):
+            order.append(str(key))
+            if key == bad and ranks.rank == failing:
+                raise MemoryError("no room")
+            dispatcher.registry.captured(key, "graph")
+
+        lost = ranked.capture(capture)
+        assert {each.mode for each in map(ranked.dispatch, (8, 8), (8, 8), (1, 1))} == {PIECEWISE}
+        assert ranked.dispatch(4, 4, 1).mode is FULL
+        again = ranked.capture(lambda key: dispatcher.registry.captured(key, "graph"))
+        assert ranked.dispatch(8, 8, 1).key == bad
+        return order, lost, again
+
+    first, second = all_good(run_ranks(2, run))
+    assert first == second
+    assert first[0] == sorted(first[0], key=lambda name: -int(name.split("tokens=")[1].split()[0]))
+    assert first[1] == {bad: {failing: "MemoryError: no room"}}
+    assert first[2] == {}
+
+
+def test_the_leaders_table_travels_between_two_steps():
+    """What the leader learnt takes effect everywhere at once, one-shots included."""
+
+    class Once:
+        name = "once"
+
+        def declare(self, config):
+            return Smallest().declare(config)
+
+        def decide(self, batch, graphs):
+            return None
+
+        def observe(self, outcome):
+            batch = outcome.batch
+            return [
+                CellUpdate(batch, Decision.eager("learnt")),
+                CellUpdate(batch, Decision.eager("probe", timed=True), one_shot=True),
+            ]
+
+    def run(ranks):
+        learner = Once() if ranks.rank == 0 else None
+        dispatcher = make_dispatcher(LeaderPolicy(Smallest(), learner))
+        ranked = RankedDispatcher(dispatcher, ranks, epoch_steps=4)
+        early = Outcome(Batch(3), Decision.eager("start"), elapsed_us=1.0)
+        dispatcher.observe(early)
+        found = []
+        for step in range(6):
+            found.append(ranked.dispatch(3).reason)
+            if step == 1:
+                dispatcher.observe(Outcome(Batch(3), Decision.eager("x"), elapsed_us=5.0))
+        return found, ranked.epoch
+
+    for found in all_good(run_ranks(3, run)):
+        assert found == (["hit", "hit", "hit", "hit", "probe", "learnt"], 1)
+
+
+def test_outcomes_of_start_up_teach_nothing():
+    """While others are still starting, a step's time is no measure of it."""
+
+    def run(ranks):
+        policy = LeaderPolicy(Smallest(), Wilful() if ranks.rank == 0 else None)
+        dispatcher = make_dispatcher(policy)
+        ranked = RankedDispatcher(dispatcher, ranks, epoch_steps=1)
+        for _ in range(3):
+            dispatcher.observe(Outcome(Batch(3), Decision.eager("x"), elapsed_us=1e6))
+        ranked.dispatch(3)
+        return policy.has_news, ranked.epoch
+
+    assert all_good(run_ranks(2, run)) == [(False, 0), (False, 0)]
+
+
+def test_a_learner_that_raises_changes_nothing_of_what_is_served():
+    """Its fault is the leader's alone, while all ranks serve the table."""
+
+    class Broken(Wilful):
+        def observe(self, outcome):
+            raise ZeroDivisionError("no samples")
+
+    def run(ranks):
+        policy = LeaderPolicy(Smallest(), Broken() if ranks.rank == 0 else None)
+        dispatcher = make_dispatcher(policy)
+        ranked = RankedDispatcher(dispatcher, ranks, epoch_steps=1)
+        found = [str(ranked.dispatch(3).key)]
+        outcome = Outcome(Batch(3), Decision.eager("x"), elapsed_us=1.0)
+        if ranks.rank == 0:
+            with pytest.warns(RuntimeWarning, match="'wilful', observe: raised ZeroDivisionError"):
+                dispatcher.observe(outcome)
+        found.append(str(ranked.dispatch(3).key))
+        return found, policy.num_learner_errors
+
+    found = all_good(run_ranks(2, run))
+    assert found == [(["PIECEWISE tokens=4"] * 2, 1), (["PIECEWISE tokens=4"] * 2, 0)]
+
+
+def test_nothing_is_exchanged_where_nothing_can_differ():
+    """Tensor parallelism under one scheduler: same batches, same answers."""
+
+    def run(ranks):
+        ranked = RankedDispatcher(make_dispatcher(), ranks, same_batches=True)
+        before = ranks.num_exchanges
+        found = [shown(ranked.dispatch(n)) for n in (1, 5, 8)]
+        return ranks.num_exchanges - before, ranked.needs_agreement, found
+
+    first, second = all_good(run_ranks(2, run))
+    assert first == second
+    assert first[:2] == (0, False)
+
+
+def test_a_lost_key_stops_a_rank_where_the_others_could_not_learn_of_it():
+    """Without an exchange the others would replay what this rank cannot."""
+
+    def run(ranks):
+        dispatcher = make_dispatcher()
+        ranked = RankedDispatcher(dispatcher, ranks, same_batches=True)
+        ranked.dispatch(3)
+        dispatcher.registry.set_enabled(False, mode=FULL)
+        ranked.settle()
+        settled = ranked.dispatch(2, 2, 1).mode
+        if ranks.rank == 1:
+            dispatcher.registry.failed(GraphKey(PIECEWISE, BatchDescriptor(4)), "broken")
+            with pytest.raises(RankError, match="check_every"):
+                ranked.dispatch(3)
+        return settled, str(ranks.meeting.failed)
+
+    first, second = run_ranks(2, run)
+    assert first[0] is second[0] is PIECEWISE
+    assert "A graph of this rank changed" in second[1]
+
+
+def test_a_check_finds_batches_that_differ_after_all():
+    """The promise of same batches is looked at every so often."""
+
+    def run(ranks):
+        ranked = RankedDispatcher(make_dispatcher(), ranks, same_batches=True, check_every=4)
+        found = []
+        for step in range(1, 9):
+            found.append(step)
+            ranked.dispatch(3 if step != 6 or ranks.rank == 0 else 4)
+        return found
+
+    for error in run_ranks(2, run):
+        assert isinstance(error, RankError)
+        assert error.step == 8
+
+
+def test_impossible_facts_can_be_tried_again():
+    """They are refused before anything is exchanged; the others wait meanwhile."""
+
+    def run(ranks):
+        ranked = RankedDispatcher(make_dispatcher(), ranks)
+        if ranks.rank == 0:
+            with pytest.raises(DescriptorError, match="num_tokens"):
+                ranked.dispatch(MAX_NUM_TOKENS + 1)
+        return shown(ranked.dispatch(2)), ranked.step
+
+    first, second = all_good(run_ranks(2, run))
+    assert first == second
+    assert first[1] == 1
+
+
+def test_no_common_mode_is_refused_on_every_rank_and_the_next_step_works():
+    """One rank allows FULL alone, the other PIECEWISE at most."""
+
+    def run(ranks):
+        ranked = RankedDispatcher(make_dispatcher(), ranks)
+        with pytest.raises(NoGraphError) as caught:
+            ranked.dispatch(2, 2, 1, 0, 4 if ranks.rank == 0 else 1)
+        return caught.value.reason, ranked.dispatch(2, 2, 1).mode
+
+    assert all_good(run_ranks(2, run)) == [("no_common_mode", FULL)] * 2
+
+
+def test_switches_are_on_where_all_ranks_have_them_on():
+    """Whatever changes the collectives inside a step is part of the agreement."""
+
+    def run(ranks):
+        ranked = RankedDispatcher(make_dispatcher(), ranks, switches=("microbatch", "quant"))
+        own = 0b11 if ranks.rank == 0 else 0b10
+        return ranked.agree(2, switches=own).switches, ranked.agree(2).switches
+
+    assert all_good(run_ranks(2, run)) == [(0b10, 0b11)] * 2
+
+
+@pytest.mark.parametrize(
+    ("odd", "what"),
+    [
+        ({"sizes": (1, 4, 8)}, "config.capture_sizes"),
+        ({"max_loras": 3}, "config.max_loras"),
+        ({"policy": Smallest(eager_below=5)}, "policy's answers"),
+        ({"facts": {"model": "other"}}, "model"),
+        ({"switches": ("microbatch",)}, "switches"),
+    ],
+)
+def test_ranks_that_are_not_set_up_alike_stop_at_once(odd, what):
+    """A difference that shows up in the middle of serving is a hang."""
+
+    def run(ranks):
+        settings = {"facts": {"model": "same"}, **(odd if ranks.rank == 1 else {})}
+        options = {name: settings.pop(name) for name in ("facts", "switches") if name in settings}
+        return RankedDispatcher(make_dispatcher(**settings), ranks, **options)
+
+    for error in run_ranks(3, run):
+        assert isinstance(error, RankError)
+        assert error.reason == "differs"
+        assert what in str(error)
+        assert "rank 1 has" in str(error)
+
+
+def test_a_policy_that_learns_on_every_rank_is_refused():
+    """What one rank has learnt another does not know."""
+
+    def run(ranks):
+        return RankedDispatcher(make_dispatcher(Wilful()), ranks)
+
+    found = run_ranks(2, run)
+    assert any(isinstance(error, ConfigError) and "LeaderPolicy" in str(error) for error in found)
+
+
+def test_a_lazy_dispatcher_is_refused():
+    """A capture in the middle of a step may fail on one rank alone."""
+
+    def run(ranks):
+        plain = make_dispatcher(captured=False)
+        return RankedDispatcher(Dispatcher(Smallest(), plain.config, lazy=True), ranks)
+
+    assert any(isinstance(error, ConfigError) for error in run_ranks(2, run))
+
+
+def test_a_learner_on_another_rank_than_the_first_is_refused_and_stops_all():
+    """The others must not wait for a rank that could not start."""
+
+    def run(ranks):
+        return RankedDispatcher(make_dispatcher(LeaderPolicy(Smallest(), Wilful())), ranks)
+
+    first, second = run_ranks(2, run)
+    assert isinstance(first, RankError)
+    assert isinstance(second, ConfigError)
+    assert "Only rank 0" in str(second)
+
+
+def test_a_base_that_learns_is_refused():
+    """All ranks fall back on the base, and must get the same from it."""
+    with pytest.raises(ConfigError, match="stateless"):
+        LeaderPolicy(Wilful())
+
+
+def test_one_rank_alone_decides_as_its_dispatcher_does():
+    """The same program runs on one GPU, and costs nothing there."""
+
+    def run(ranks):
+        ranked = RankedDispatcher(make_dispatcher(Wilful()), ranks)
+        before = ranks.num_exchanges
+        return shown(ranked.dispatch(3)), ranks.num_exchanges - before
+
+    assert all_good(run_ranks(1, run)) == [(shown(make_dispatcher(Wilful()).dispatch(3)), 0)]
