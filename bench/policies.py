@@ -18,7 +18,6 @@ import functools
 import json
 import random
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,10 +84,7 @@ def main() -> None:
                 if options.json:
                     print(json.dumps(row), flush=True)
             if not options.json:
-                print(
-                    summary([row for row in rows if (row["trace"], row["policy"]) == (trace, name)])
-                )
-                sys.stdout.flush()
+                print(summary(rows[-options.seeds :]), flush=True)
 
 
 def parse() -> argparse.Namespace:

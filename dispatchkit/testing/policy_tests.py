@@ -397,6 +397,7 @@ class PolicyTests(CaseRunner):
             if not outcome.completed:
                 outcome = attrs.evolve(outcome, elapsed_us=0.001)
                 twin = attrs.evolve(outcome, elapsed_us=1e9)
+            case.decide(outcome.batch, other)  # both serve the step
             mine = self._observe(case, case.policy, outcome)
             theirs = self._observe(case, other, twin)
             if mine != theirs:
@@ -414,6 +415,7 @@ class PolicyTests(CaseRunner):
         other = case.make_policy()
         case.declare(other)
         for outcome in self._outcomes(case, case.policy, list(case.batches(4)), failures=False):
+            case.decide(outcome.batch, other)  # both serve the step
             mine = self._observe(case, case.policy, outcome)
             theirs = self._observe(case, other, outcome)
             if mine != theirs:

@@ -479,7 +479,10 @@ class AdaptivePolicy:
             bucket.stale_us = 0.0
             ledger.account(steps, expected or us, expected or us)
             return
-        base = None if bucket.base_arm is None else self._known(bucket).get(bucket.base_arm)
+        base = None
+        if bucket.base_arm is not None:
+            base = self._arms.get((self._regime, bucket.base_arm))
+            base = self._known(bucket).get(bucket.base_arm, base)
         base_us = None if base is None else base.expect(num_tokens)
         if base is None or base_us is None:
             # Nothing is known to compare with: taken for a loss of all it took.
@@ -533,8 +536,8 @@ class AdaptivePolicy:
                 continue
             arm = self._arms.get((self._regime, ident))
             if arm is None or len(arm.samples) < _KNOWN:
-                cost = max(0.0, self._guess(bucket, ident, current, batch.num_tokens) - 1) * now_us
-                if 2.0 * cost <= account:
+                cost = max(0.0, self._guess(ident, current, batch.num_tokens) - 1) * now_us
+                if cost <= account and not bucket.is_detour(ident):
                     return self._send(bucket, batch, ident)
                 continue
             us = arm.expect(batch.num_tokens) or 0.0
@@ -554,14 +557,14 @@ class AdaptivePolicy:
         self.ledger.pay_probe(cost, far=best[1])
         return self._send(bucket, batch, best[2])
 
-    def _guess(self, bucket: Bucket, ident: ArmId, current: ArmId, num_tokens: int) -> float:
-        """Return how many times as long an arm may take that is unknown in this regime."""
-        for regime in sorted({regime for regime, _ in self._arms}):
+    def _guess(self, ident: ArmId, current: ArmId, num_tokens: int) -> float:
+        """Return how many times as long an arm may take of which little is known."""
+        for regime in (self._regime, *sorted({regime for regime, _ in self._arms})):
             one, other = self._arms.get((regime, ident)), self._arms.get((regime, current))
-            if one is not None and other is not None and len(one.samples) >= _KNOWN:
-                us, now_us = one.expect(num_tokens), other.expect(num_tokens)
-                if us is not None and now_us:
-                    return 1.2 * us / now_us
+            us = None if one is None else one.expect(num_tokens)
+            now_us = None if other is None else other.expect(num_tokens)
+            if us is not None and now_us:
+                return 1.2 * us / now_us
         return _UNKNOWN_COST
 
     def _send(self, bucket: Bucket, batch: Batch, ident: ArmId | None) -> list[CellUpdate]:

@@ -1,0 +1,448 @@
+"""The policy ``adaptive``: what it learns, when it changes its mind, and what it never does."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from dispatchkit import (
+    Batch,
+    BatchDescriptor,
+    Decision,
+    DispatchConfig,
+    Dispatcher,
+    GraphKey,
+    GraphView,
+    Outcome,
+    RuntimeMode,
+    load_plugins,
+)
+from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.testing import PolicyTests
+
+from dispatchkit_adaptive import AdaptivePolicy, StateError
+
+PLUGINS = load_plugins()
+CONFIG = DispatchConfig(mode="FULL", capture_sizes=(512, 768))
+
+
+def key(size: int) -> GraphKey:
+    return GraphKey(RuntimeMode.FULL, BatchDescriptor(size, size))
+
+
+def adaptive(**options: Any) -> AdaptivePolicy:
+    return AdaptivePolicy(plugins=PLUGINS, **options)
+
+
+def serve(policy: Any, config: DispatchConfig = CONFIG) -> Dispatcher:
+    dispatcher = Dispatcher(policy, config, strict=True)
+    for each in dispatcher.registry:
+        dispatcher.registry.captured(each, object())
+    return dispatcher
+
+
+class Device:
+    """Runs steps at known costs; tells each outcome at once."""
+
+    def __init__(self, dispatcher: Dispatcher, eager_per_token: float, graph: float) -> None:
+        self.dispatcher, self.chance = dispatcher, random.Random(3)
+        self.eager_per_token, self.graph = eager_per_token, graph
+        self.steps = 0
+
+    def us(self, num_tokens: int, graph: GraphKey | None) -> float:
+        if graph is None:
+            return self.eager_per_token * num_tokens
+        return self.graph * graph.num_tokens / 512
+
+    def seed(self) -> None:
+        while runs := self.dispatcher.policy.wants_seeding(self.dispatcher.graphs):  # type: ignore[attr-defined]
+            for run in runs:
+                for _ in range(run.runs):
+                    us = self.us(run.batch.num_tokens, run.decision.key)
+                    outcome = Outcome(run.batch, run.decision, us * self.chance.gauss(1, 0.02))
+                    self.dispatcher.observe(outcome)
+
+    def step(self, num_tokens: int, **facts: Any) -> Decision:
+        self.steps += 1
+        decision = self.dispatcher.dispatch(num_tokens)
+        if decision.timed:
+            us = self.us(num_tokens, decision.key) * self.chance.gauss(1.0, 0.02)
+            batch = self.dispatcher.batch(num_tokens)
+            self.dispatcher.observe(Outcome(batch, decision, us, step=self.steps, **facts))
+        return decision
+
+
+class TestKit(PolicyTests):
+    max_examples = 20
+
+    def make_policy(self) -> AdaptivePolicy:
+        return adaptive()
+
+
+class TestKitOverAnotherBase(PolicyTests):
+    max_examples = 10
+
+    def make_policy(self) -> AdaptivePolicy:
+        return adaptive(base="threshold", base_options={"max_waste": 0.5})
+
+
+# -- what is learnt -----------------------------------------------------------------------------
+
+
+def test_without_any_time_it_is_its_base() -> None:
+    table, base = serve(adaptive()), serve(PLUGINS.create_policy("vllm"))
+    for num_tokens in range(1, 769):
+        mine, theirs = table.dispatch(num_tokens), base.dispatch(num_tokens)
+        assert (mine.key, mine.reason) == (theirs.key, theirs.reason)
+
+
+def test_seeding_finds_the_faster_arm_before_the_first_step() -> None:
+    """Eager takes 2 µs a token, the graph of 512 tokens 900: eager up to about 450."""
+    device = Device(serve(adaptive()), 2.0, 900.0)
+    device.seed()
+    table = device.dispatcher
+    assert table.dispatch(300).key is None
+    assert table.dispatch(300).reason == "eager_is_faster"
+    assert table.dispatch(500).key == key(512)
+
+
+def test_it_learns_while_serving_without_seeding() -> None:
+    device = Device(serve(adaptive()), 1.0, 900.0)
+    for _ in range(1200):
+        device.step(400 + device.chance.randrange(100))
+    assert device.dispatcher.dispatch(400).reason == "eager_is_faster"
+
+
+def test_a_slow_graph_that_mends_is_found_again() -> None:
+    device = Device(serve(adaptive()), 1.5, 900.0)
+    device.seed()
+    for _ in range(200):
+        device.step(500)
+    assert device.dispatcher.dispatch(500).key is None
+    device.graph = 600.0
+    for _ in range(2000):
+        device.step(500)
+    assert device.dispatcher.dispatch(500).key == key(512)
+
+
+def test_a_change_of_eager_in_one_bucket_is_expected_in_the_others() -> None:
+    device = Device(serve(adaptive()), 1.2, 900.0)
+    device.seed()
+    for _ in range(50):
+        device.step(450)
+        device.step(700)
+    assert device.dispatcher.dispatch(700).key is None
+    device.eager_per_token = 3.0
+    for _ in range(12):
+        device.step(450)
+    assert device.dispatcher.dispatch(700).key == key(768)
+
+
+def test_the_winner_follows_the_state_of_the_queue() -> None:
+    """Idle, eager waits for the host and loses; with work queued ahead it wins."""
+    policy = adaptive()
+    device = Device(serve(policy), 1.0, 900.0)
+    device.step(500)
+    batch, table = device.dispatcher.batch(500), device.dispatcher
+    for _ in range(40):
+        for queued, eager_us in ((False, 1500.0), (True, 600.0)):
+            policy.record(batch, RuntimeMode.NONE, eager_us, queued=queued)
+            policy.record(key(512), RuntimeMode.FULL, 900.0, queued=queued)
+    seen = {}
+    for queued in (False, True, False):
+        for _ in range(40):
+            decision = table.dispatch(500)
+            us = 900.0 if decision.key else 600.0 if queued else 1500.0
+            table.observe(Outcome(batch, decision, us, queued=queued))
+        seen[queued] = table.dispatch(500).key
+        assert seen[queued] == (None if queued else key(512))
+    assert len(seen) == 2
+
+
+def test_host_times_are_not_compared_with_device_times() -> None:
+    policy = adaptive()
+    table = serve(policy)
+    table.dispatch(500)
+    batch = table.batch(500)
+    for _ in range(20):
+        policy.record(batch, RuntimeMode.NONE, 1.0, clock="host")
+        policy.record(key(512), RuntimeMode.FULL, 900.0, clock="device")
+    assert policy.decide(batch, table.graphs).key == key(512)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"completed": False, "elapsed_us": 1.0}, {"elapsed_us": None}, {"elapsed_us": math.nan}],
+)
+def test_what_did_not_run_to_its_end_teaches_nothing(facts: dict[str, Any]) -> None:
+    policy = adaptive()
+    table = serve(policy)
+    for _ in range(50):
+        eager = attrs.evolve(Decision.eager("probe", timed=True), num_tokens=500)
+        table.dispatch(500)
+        table.observe(Outcome(table.batch(500), eager, **facts))
+    assert all(arm.samples == 0 for report in policy.explain() for arm in report.arms)
+
+
+def test_larger_graphs_and_other_modes_are_arms_too() -> None:
+    """PIECEWISE beats FULL at 64 tokens, and the graph of 128 beats that of 64."""
+    config = DispatchConfig(capture_sizes=(64, 128), max_num_tokens=128)
+    policy = adaptive()
+    table = serve(policy, config)
+    uniform, mixed = table.batch(60, uniform=1), table.batch(60)
+    keys = {
+        (each.mode.name, each.num_tokens, each.descriptor.uniform): each for each in table.graphs
+    }
+    assert table.dispatch(60, uniform=1).key == keys["FULL", 64, True]
+    assert table.dispatch(60).key == keys["PIECEWISE", 64, False]
+    times = {("FULL", 64): 900.0, ("FULL", 128): 950.0, ("PIECEWISE", 64): 500.0}
+    for (mode, size, _), each in keys.items():
+        for _ in range(30):
+            policy.record(each, each.mode, times.get((mode, size), 300.0))
+    assert policy.decide(uniform, table.graphs).key == keys["PIECEWISE", 128, False]
+    assert policy.decide(mixed, table.graphs).key == keys["PIECEWISE", 128, False]
+
+
+def test_hard_constraints_stand_above_what_was_learnt() -> None:
+    config = DispatchConfig(capture_sizes=(64,), max_num_tokens=64)
+    policy = adaptive()
+    table = serve(policy, config)
+    for each in table.graphs:
+        table.dispatch(60, uniform=1)
+        policy.record(each, each.mode, 10.0 if each.mode is RuntimeMode.FULL else 900.0)
+    assert table.dispatch(60, uniform=1, ceiling=1).mode is RuntimeMode.PIECEWISE
+    assert table.dispatch(60, uniform=1, ceiling=0).reason == "ceiling"
+
+
+# -- the table ----------------------------------------------------------------------------------
+
+
+def test_a_learned_cell_is_served_from_the_table() -> None:
+    """The policy is asked once more when an answer flips, and then not any more."""
+    asked: list[int] = []
+
+    class Counting(AdaptivePolicy):
+        def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
+            asked.append(batch.num_tokens)
+            return super().decide(batch, graphs)
+
+    device = Device(serve(Counting(plugins=PLUGINS)), 1.0, 900.0)
+    device.seed()
+    device.step(400)
+    asked.clear()
+    first = device.dispatcher.dispatch(400)
+    assert all(device.dispatcher.dispatch(400) is first for _ in range(100))
+    assert asked == []
+
+
+def test_only_cells_whose_answer_flips_are_changed() -> None:
+    policy = adaptive()
+    device = Device(serve(policy), 2.0, 900.0)
+    device.seed()
+    for num_tokens in (300, 400, 500):
+        device.dispatcher.dispatch(num_tokens)
+    kept = {n: device.dispatcher.dispatch(n) for n in (300, 500)}
+    batch = device.dispatcher.batch(400)
+    updates = []
+    for _ in range(30):  # eager becomes slow where it was just good enough
+        eager = attrs.evolve(device.dispatcher.dispatch(400), mode=RuntimeMode.NONE, key=None)
+        updates += policy.observe(Outcome(batch, eager, 1000.0))
+    flipped = {update.batch.num_tokens for update in updates if not update.one_shot}
+    assert 400 in flipped
+    assert 500 not in flipped
+    assert (
+        kept[500].key == policy.decide(device.dispatcher.batch(500), device.dispatcher.graphs).key
+    )
+
+
+def test_probes_are_one_shot_and_the_steady_answer_is_back_after_them() -> None:
+    device = Device(serve(adaptive()), 2.0, 900.0)
+    device.seed()
+    probes = 0
+    for _ in range(3000):
+        decision = device.step(440)
+        if decision.reason == "probe":
+            probes += 1
+            assert decision.one_shot
+            assert decision.timed
+            steady = device.dispatcher.decide(device.dispatcher.batch(440))
+            assert steady.reason in ("hit", "eager_is_faster")
+    assert 1 <= probes <= 3000 // 16
+
+
+def test_far_arms_are_seldom_tried() -> None:
+    device = Device(serve(adaptive()), 8.0, 900.0)
+    device.seed()
+    modes = [device.step(500).mode for _ in range(3000)]
+    assert modes.count(RuntimeMode.NONE) <= 3
+
+
+def test_evicted_graphs_are_not_chosen_and_what_was_learnt_of_them_stays() -> None:
+    device = Device(serve(adaptive()), 2.0, 900.0)
+    device.seed()
+    table = device.dispatcher
+    assert table.dispatch(500).key == key(512)
+    table.registry.evicted(key(512))
+    assert table.dispatch(500).key != key(512)
+    table.registry.captured(key(512), object())
+    assert table.dispatch(500).key == key(512)
+    assert table.dispatch(300).key is None
+
+
+def test_same_seed_same_run() -> None:
+    def run() -> list[tuple[str, str]]:
+        device = Device(serve(adaptive(seed=5)), 1.8, 900.0)
+        device.seed()
+        return [
+            (str(decision.key), decision.reason)
+            for decision in (device.step(n) for n in range(300, 700))
+        ]
+
+    assert run() == run()
+
+
+def test_inside_a_composite_it_learns_from_its_own_steps() -> None:
+    composite = PLUGINS.create_policy("composite", members="adaptive:1, vllm", plugins=PLUGINS)
+    device = Device(serve(composite), 1.0, 900.0)
+    device.seed()
+    for _ in range(20):
+        decision = device.step(400)
+    assert (decision.policy, decision.reason) == ("adaptive", "eager_is_faster")
+
+
+# -- by hand, and in words ----------------------------------------------------------------------
+
+
+def test_recorded_times_decide() -> None:
+    policy = adaptive()
+    table = serve(policy)
+    table.dispatch(500)
+    for _ in range(20):
+        policy.record(key(512), RuntimeMode.FULL, 900.0)
+        policy.record(table.batch(500), RuntimeMode.NONE, 500.0)
+    assert policy.decide(table.batch(500), table.graphs).reason == "eager_is_faster"
+
+
+@pytest.mark.parametrize(
+    ("what", "mode", "us"),
+    [
+        (key(512), RuntimeMode.PIECEWISE, 5.0),
+        (key(512), RuntimeMode.FULL, 0.0),
+        (key(512), RuntimeMode.FULL, math.nan),
+        (Batch(7), RuntimeMode.NONE, 5.0),
+        (Batch(500), RuntimeMode.FULL, 5.0),
+    ],
+)
+def test_times_that_make_no_sense_are_refused(what: Any, mode: RuntimeMode, us: float) -> None:
+    with pytest.raises(ConfigError):
+        adaptive().record(what, mode, us)
+
+
+def test_explain_names_arms_samples_and_margins() -> None:
+    policy = adaptive()
+    device = Device(serve(policy), 2.0, 900.0)
+    device.seed()
+    for _ in range(100):
+        device.step(500)
+    (report,) = policy.explain(device.dispatcher.batch(500))
+    in_use, *others = report.arms
+    assert in_use.arm == str(key(512))
+    assert in_use.margin == 0.0
+    assert in_use.samples >= 100
+    assert in_use.median_us == pytest.approx(900.0, rel=0.02)
+    eager = next(arm for arm in others if arm.arm == "eager")
+    assert eager.margin == pytest.approx(1024 / 900 - 1, abs=0.05)
+    assert "eager up to" in str(report)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"history_size": 4}, {"margin": 2}, {"promise": -0.1}, {"explore": "much"}, {"max_sizes": 0}],
+)
+def test_bad_options_are_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        adaptive(**options)
+
+
+def test_unknown_base_is_an_error_with_the_nearest_names() -> None:
+    with pytest.raises(UnknownNameError, match="vllm"):
+        adaptive(base="vlm")
+
+
+# -- kept on disk -------------------------------------------------------------------------------
+
+HERE = {"device": "H100", "driver": "cuda 13", "torch": "2.13", "model": "mlp"}
+
+
+def learned(path: Path) -> AdaptivePolicy:
+    policy = adaptive(state=path, fingerprint=HERE)
+    device = Device(serve(policy), 2.0, 900.0)
+    device.seed()
+    for n in range(300, 500):
+        device.step(n)
+    policy.save()
+    return policy
+
+
+def test_what_was_learnt_is_there_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    learned(path)
+    table = serve(adaptive(state=path, fingerprint=HERE))
+    assert table.dispatch(300).reason == "eager_is_faster"
+    assert table.dispatch(500).key == key(512)
+    assert [each.name for each in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "JSON"),
+        (lambda text: "", "JSON"),
+        (lambda text: "[]", "no state"),
+        (lambda text: text.replace('"version": 1', '"version": 99'), "version 99"),
+        (lambda text: text.replace("H100", "A100"), "digest"),
+        (lambda text: text.replace("dispatchkit-adaptive", "something"), "no state"),
+    ],
+)
+def test_a_torn_or_foreign_file_is_refused_and_learning_starts_anew(
+    tmp_path: Path, damage: Any, message: str
+) -> None:
+    path = tmp_path / "state.json"
+    learned(path)
+    path.write_text(damage(path.read_text()))
+    with pytest.warns(RuntimeWarning, match=message):
+        policy = adaptive(state=path, fingerprint=HERE)
+    assert serve(policy).dispatch(300).key == key(512)
+
+
+def test_state_of_another_device_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    learned(path)
+    policy = adaptive(fingerprint={**HERE, "device": "A100"})
+    with pytest.raises(StateError, match="A100"):
+        policy.load(path)
+
+
+def test_state_with_an_impossible_arm_is_refused(tmp_path: Path) -> None:
+    import hashlib
+
+    path = tmp_path / "state.json"
+    learned(path)
+    data = json.loads(path.read_text())
+    data["arms"][0]["samples"][0] = [512, -1.0]
+    body = {"fingerprint": data["fingerprint"], "arms": data["arms"]}
+    data["digest"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(data))
+    with pytest.raises(StateError, match="not possible"):
+        adaptive(fingerprint=HERE).load(path)
+
+
+def test_save_needs_a_path() -> None:
+    with pytest.raises(ConfigError, match="path"):
+        adaptive().save()
