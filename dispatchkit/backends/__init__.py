@@ -10,6 +10,7 @@ from dispatchkit.backends.base import (
     CapturedGraph,
     Event,
     GraphBackend,
+    RehearsingBackend,
     Stream,
 )
 from dispatchkit.backends.resolve import BUILT_IN_BACKENDS, resolve_backend
@@ -20,6 +21,7 @@ __all__ = [
     "CapturedGraph",
     "Event",
     "GraphBackend",
+    "RehearsingBackend",
     "Stream",
     "resolve_backend",
 ]

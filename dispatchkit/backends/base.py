@@ -207,3 +207,29 @@ class GraphBackend(Protocol):
     def is_capturing(self) -> bool:
         """Return whether this thread is inside a capture, ours or the caller's."""
         ...
+
+
+@runtime_checkable
+class RehearsingBackend(Protocol):
+    """A backend that tells beforehand how much memory a capture takes.
+
+    Optional: where it is missing, a budget of bytes goes by the memory of the first warm-up.
+    """
+
+    def rehearse(
+        self,
+        run: Callable[[], Any],
+        *,
+        stream: Stream,
+        pool: Any,
+        generators: Iterable[Any] = (),
+    ) -> int:
+        """Return by how many bytes at most a capture would make the pool grow.
+
+        The callable runs once on the stream, like a warm-up: what it changes is the
+        caller's to put back. The pool stays as it is.
+
+        Raises:
+            CaptureError: It could not be captured either.
+        """
+        ...

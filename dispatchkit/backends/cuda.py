@@ -26,6 +26,7 @@ from dispatchkit.backends.capture_guard import (
 from dispatchkit.backends.cuda_capture import CaptureAttempt
 from dispatchkit.backends.cuda_device import device_index, require_cuda
 from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury, return_idle_memory
+from dispatchkit.backends.cuda_memory import growth, segments_of, segments_taken
 from dispatchkit.backends.cuda_streams import CudaEvent, CudaStream, UseStream, make_current
 from dispatchkit.backends.cuda_watch import CaptureWatch
 from dispatchkit.backends.warmup import run_warmup
@@ -285,6 +286,26 @@ class CudaBackend:
                     f"Make it with torch.Generator(device={self.torch_device!r}).",
                 )
         return [generator for generator in own if generator is not default]
+
+    def rehearse(
+        self,
+        run: Callable[[], Any],
+        *,
+        stream: Any,
+        pool: Any,
+        generators: Iterable[Any] = (),
+    ) -> int:
+        """Return by how many bytes at most a capture would make the pool grow.
+
+        Runs the callable once plainly, its memory in a pool of its own that goes back to the
+        device at once; the allocator's rounding to segments is thereby in the number. Needs
+        as much memory for that moment as a warm-up does. See cuda_memory.py.
+        """
+        refuse_in_capture("backend.rehearse()")
+        self._check_generators(generators)
+        return_idle_memory()
+        needed = run_warmup(self, lambda: segments_taken(run, self._index), stream, 1)
+        return growth(needed, segments_of(pool.handles(), self._index))
 
     def is_capturing(self) -> bool:
         """Return whether this thread is inside a capture, ours or the caller's."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dispatchkit.backends.capture_guard import is_any_capturing
+from dispatchkit.backends.cuda_memory import segments_of
 from dispatchkit.errors import ReplayError
 
 _logger = logging.getLogger(__name__)
@@ -104,17 +105,16 @@ class CudaPool:
 
     def reserved_bytes(self, device_index: int) -> int:
         """Return the bytes of the device that torch reserves for this pool."""
-        handles = {tuple(self._handle), *map(tuple, self._earlier)}
-        seen: set[tuple[int, int]] = set()
-        total = 0
-        for segment in torch.cuda.memory_snapshot():
-            owner = tuple(segment["segment_pool_id"])
-            if owner in handles and segment["device"] == device_index:
-                seen.add(owner)
-                total += int(segment["total_size"])
+        segments = segments_of(self.handles(), device_index)
+        seen = {tuple(segment["segment_pool_id"]) for segment in segments}
         with self.guard:
             self._earlier = {handle for handle in self._earlier if tuple(handle) in seen}
-        return total
+        return sum(int(segment["total_size"]) for segment in segments)
+
+    def handles(self) -> set[tuple[int, int]]:
+        """Return torch's handles of the pools that may have memory of this one."""
+        with self.guard:
+            return {tuple(self._handle), *map(tuple, self._earlier)}
 
 
 def _refuse_replay() -> None:

@@ -49,16 +49,16 @@ def resolve_backend(
         if device is not None:
             raise ConfigError("device", device, "left out where the backend is an object")
         return spec
-    registered = registered or {}
+    registered = dict(registered or {})
     name, _, index = spec.partition(":")
     if name == AUTO and not index:
         name = _choose(device)
     if name == "cuda":
         if index and device is not None:
             raise ConfigError("device", device, f"left out where the backend is {spec!r}")
-        return registered.get(name, _cuda)(device=spec if index else device)
+        return (registered.get(name) or _cuda)(device=spec if index else device)
     if name in ("tape", "cpu") and not index:
-        return registered.get("tape", _tape)(device=device)
+        return (registered.get("tape") or _tape)(device=device)
     if spec in registered:
         return registered[spec](device=device)
     known = {AUTO, "cpu", *BUILT_IN_BACKENDS, *registered}

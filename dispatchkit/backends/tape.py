@@ -208,22 +208,53 @@ class TapeBackend:
         held = nullcontext() if self._scheduler is None else self._scheduler.lock
         handled = sys.exception()
         with exclusive_capture(self.torch_device), held, self.use_stream(stream):
-            recorder = Recorder()
-            try:
-                recorder.add_generators([torch.default_generator, *generators])
-                with HostSyncGuard(recorder.note_error, "cpu"), recorder:
-                    outputs = run()
-                recorder.raise_swallowed_error()
-            except Exception as error:
-                forget_frames(error, handled)
-                raise capture_error(recorder.first_error or error) from error
-            finally:
-                recorder.restore()
+            recorder, outputs = self._record(run, generators, handled)
             kept = recorder.kept()
             tensors = pool.home(recorder, kept)
             launch = compile_replay(recorder.steps, tensors)
             poison_kept(recorder, kept)
         return TapeGraph(self.current_stream, pool, outputs, launch, draws=recorder.draws)
+
+    def rehearse(
+        self,
+        run: Callable[[], Any],
+        *,
+        stream: Any,
+        pool: Any,
+        generators: Iterable[Any] = (),
+    ) -> int:
+        """Return by how many bytes a capture would make the pool grow: exact here.
+
+        Raises:
+            CaptureError: It could not be captured either.
+        """
+        held = nullcontext() if self._scheduler is None else self._scheduler.lock
+        handled = sys.exception()
+        with exclusive_capture(self.torch_device), held, self.use_stream(stream):
+            recorder, outputs = self._record(run, generators, handled)
+            num_bytes: int = pool.growth(recorder, recorder.kept())
+            del outputs  # kept until here: it tells what outlives the callable
+        return num_bytes
+
+    def _record(
+        self,
+        run: Callable[[], Any],
+        generators: Iterable[Any],
+        handled: BaseException | None,
+    ) -> tuple[Recorder, Any]:
+        """Run the callable once, noting what it does; what it changed is put back."""
+        recorder = Recorder()
+        try:
+            recorder.add_generators([torch.default_generator, *generators])
+            with HostSyncGuard(recorder.note_error, "cpu"), recorder:
+                outputs = run()
+            recorder.raise_swallowed_error()
+        except Exception as error:
+            forget_frames(error, handled)
+            raise capture_error(recorder.first_error or error) from error
+        finally:
+            recorder.restore()
+        return recorder, outputs
 
     def is_capturing(self) -> bool:
         """Return whether this thread is inside a capture."""

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dispatchkit.backends.capture_guard import capturing_device
-from dispatchkit.backends.tape_plan import Materialiser, place, view_of_storage
+from dispatchkit.backends.tape_plan import Materialiser, Placement, place, view_of_storage
 from dispatchkit.backends.tape_poison import poison
 from dispatchkit.backends.tape_recorder import Recorder
 from dispatchkit.backends.tape_streams import TapeStream
@@ -45,13 +45,8 @@ class TapePool:
 
     def home(self, recorder: Recorder, kept: set[int]) -> Materialiser:
         """Give the intermediates of a recording their places; kept storages stay put."""
-        sizes = {identity: recorder.storages[identity].nbytes() for identity in recorder.own - kept}
         with self._lock:
-            if not self._graphs:
-                self._segments.clear()
-            placement = place(
-                recorder.steps, sizes, [segment.nbytes() for segment in self._segments]
-            )
+            sizes, placement = self._place(recorder, kept)
             if placement.new_bytes:
                 self._segments.append(torch.UntypedStorage(placement.new_bytes))
             homes = {
@@ -65,6 +60,21 @@ class TapePool:
                 storage = recorder.storages[identity]
                 self._kept.append((StorageWeakRef(storage), storage.nbytes()))
         return Materialiser(homes)
+
+    def growth(self, recorder: Recorder, kept: set[int]) -> int:
+        """Return by how many bytes homes for a recording would make the pool grow."""
+        with self._lock:
+            num_bytes = self._place(recorder, kept)[1].new_bytes
+        for identity in kept:
+            num_bytes += recorder.storages[identity].nbytes()
+        return num_bytes
+
+    def _place(self, recorder: Recorder, kept: set[int]) -> tuple[dict[int, int], Placement]:
+        """Plan where intermediates go, and return their sizes and places; under the lock."""
+        sizes = {identity: recorder.storages[identity].nbytes() for identity in recorder.own - kept}
+        if not self._graphs:
+            self._segments.clear()
+        return sizes, place(recorder.steps, sizes, [segment.nbytes() for segment in self._segments])
 
     def add(self, graph: TapeGraph) -> None:
         """Count a graph as a user of the pool."""

@@ -1,4 +1,10 @@
-"""Budgets: how many graphs and bytes there may be, and which graph goes first."""
+"""Budgets: how many graphs and bytes there may be, and which graph goes first.
+
+A budget of bytes holds at every moment: before a graph takes memory it is told how much, by
+a rehearsal on the device, and what does not fit is not begun. Graphs of one pool share their
+memory, so that it is the pool that goes to make room, as a group, and whatever is still
+wanted of it is captured anew.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from dispatchkit.backends.base import RehearsingBackend
 from dispatchkit.errors import CaptureError, ConfigError, UnknownNameError
 from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.lanes import Lane
@@ -72,6 +79,88 @@ class Budget:
         return min(steps, key=lambda step: (score(step), step.last_used), default=None)
 
 
+class OverBudgetError(CaptureError):
+    """A capture would take more memory than it may; nothing was taken.
+
+    Attributes:
+        fits_alone: As far as can be told it would fit if the lane had no other graphs.
+    """
+
+    def __init__(self, key: GraphKey, need: int, limit: int, *, fits_alone: bool) -> None:
+        super().__init__(
+            f"{key} would bring the graphs to {need} bytes, and max_bytes is {limit}.",
+            key=str(key),
+            reason="over_budget",
+        )
+        self.fits_alone = fits_alone
+
+
+class Admission:
+    """Lets the capture of one key take memory, each time before it is taken.
+
+    Args:
+        key: What is captured.
+        limit: Most bytes of the lane's graphs.
+        lane: Whose memory.
+        forecast: Bytes the key's graph is expected to need, None if not known; for backends
+            that cannot rehearse.
+        give_way: Evicts a graph that alone holds memory of the pool; False if there is none.
+    """
+
+    def __init__(
+        self,
+        key: GraphKey,
+        limit: int,
+        lane: Lane,
+        forecast: Callable[[GraphKey], int | None],
+        give_way: Callable[[], bool],
+    ) -> None:
+        self._key, self._limit, self._lane = key, limit, lane
+        self._forecast, self._give_way = forecast, give_way
+
+    def ask(self, num_bytes: int) -> None:
+        """Return if so many bytes more may be taken.
+
+        Raises:
+            OverBudgetError: They may not.
+        """
+        if num_bytes and (need := self._lane.num_bytes() + num_bytes) > self._limit:
+            raise OverBudgetError(self._key, need, self._limit, fits_alone=num_bytes <= self._limit)
+
+    def ask_for_graph(
+        self, trial: Callable[[], Any], generators: Iterable[Any], more: int = 0
+    ) -> None:
+        """Return if a graph may take memory of the pool, and so many bytes more elsewhere.
+
+        Args:
+            trial: Does what the graph is to do.
+            generators: Random generators it draws from.
+            more: Bytes outside the pool.
+
+        Raises:
+            OverBudgetError: It may not.
+            CaptureError: It could not be captured either.
+        """
+        lane, limit = self._lane, self._limit
+        while True:
+            need = lane.num_bytes() + self._growth(trial, generators, lane.pool) + more
+            if need <= limit:
+                return
+            if not self._give_way():
+                alone = self._growth(trial, generators, lane.backend.new_pool()) + more
+                raise OverBudgetError(self._key, need, limit, fits_alone=alone <= limit)
+
+    def _growth(self, trial: Callable[[], Any], generators: Iterable[Any], pool: Any) -> int:
+        """Return by how many bytes a pool grows at most."""
+        backend = self._lane.backend
+        if isinstance(backend, RehearsingBackend):
+            return backend.rehearse(
+                trial, stream=self._lane.stream, pool=pool, generators=generators
+            )
+        # No more than a guess; what comes out otherwise is given up after the capture.
+        return max(0, (self._forecast(self._key) or 0) - backend.pool_bytes(pool))
+
+
 class Room:
     """Keeps the graphs of a lane within their budget.
 
@@ -113,54 +202,40 @@ class Room:
         if limit == 0:
             raise CaptureError("max_graphs is 0: no graph may live.", reason="over_budget")
         while not self.for_one_more():
-            self._evict_one()
+            self._evict_one(self._live().values())
 
-    def _evict_one(self) -> None:
-        live = self._live()
-        step = self._budget.victim(live.values())
-        for key, one in live.items():
-            if one is step:
-                self._evict(key, "budget")
-
-    def admit(self, key: GraphKey, *, evict: bool) -> None:
-        """Refuse a capture that is forecast to break the budget of bytes, or make room.
-
-        Graphs of one pool share memory, so that evicting one frees little: when that is not
-        enough the pool goes as a whole, and what was in it is captured anew when asked for.
-        """
+    def admission(self, key: GraphKey, *, evict: bool) -> Admission | None:
+        """Return what the capture of a key asks for memory; None where there is no limit."""
         limit = self._budget.max_bytes
         if limit is None:
-            return
-        need = self._forecast(key) or 0
-        if need > limit:
-            raise _over_budget(key, need, limit)
-        if self._lane.num_bytes() + self._growth(need) <= limit:
-            return
-        if not evict:
-            raise _over_budget(key, self._lane.num_bytes() + self._growth(need), limit)
-        while self._live() and self._lane.num_bytes() + self._growth(need) > limit:
-            self._evict_one()
-        if self._lane.num_bytes() + self._growth(need) > limit:
-            self._lane.drop_pool()
+            return None
+        give_way = self._give_way if evict else lambda: False
+        return Admission(key, limit, self._lane, self._forecast, give_way)
 
-    def _growth(self, need: int) -> int:
-        """Return how much more memory a graph takes that needs so much by itself."""
-        reserved = [self._forecast(key) or 0 for key in self._live()]
-        return max(0, need - max(reserved, default=0))
+    def clear_pool(self) -> list[GraphKey]:
+        """Give up all graphs of the lane's pool, and the pool with them.
+
+        Graphs of one pool share memory: to give up some of them frees next to nothing.
+
+        Returns:
+            The keys that lost their graph.
+        """
+        lost = [key for key, step in self._live().items() if not step.is_foreign]
+        for key in lost:
+            self._evict(key, "budget")
+        self._lane.drop_pool()
+        return lost
 
     def check(self, key: GraphKey, step: CapturedStep) -> None:
-        """Give up a graph that took more than was forecast, and more than there may be."""
+        """Give up a graph that took more than was told beforehand, and more than it may."""
         limit = self._budget.max_bytes
-        if limit is None or self._lane.num_bytes() <= limit:
+        if limit is None or (taken := self._lane.num_bytes()) <= limit:
             return
-        taken = self._lane.num_bytes()
         self._lane.settle()
         step.release()
-        while self._live() and self._lane.num_bytes() > limit:
-            self._evict_one()
         if self._lane.num_bytes() > limit:
-            self._lane.drop_pool()
-        raise _over_budget(key, taken, limit)
+            self.clear_pool()
+        raise OverBudgetError(key, taken, limit, fits_alone=False)
 
     def warn_of_churn(self) -> None:
         """Warn once when most captured graphs are given up again."""
@@ -177,10 +252,15 @@ class Room:
                 stacklevel=2,
             )
 
+    def _give_way(self) -> bool:
+        """Evict the graph that goes first of those whose going leaves memory to others."""
+        holding = [step for step in self._live().values() if step.own_bytes and not step.is_foreign]
+        if holding:
+            self._evict_one(holding)
+        return bool(holding)
 
-def _over_budget(key: GraphKey, need: int, limit: int) -> CaptureError:
-    return CaptureError(
-        f"{key} would bring the graphs to {need} bytes, and max_bytes is {limit}.",
-        key=str(key),
-        reason="over_budget",
-    )
+    def _evict_one(self, steps: Iterable[CapturedStep]) -> None:
+        step = self._budget.victim(steps)
+        for key, one in self._live().items():
+            if one is step:
+                self._evict(key, "budget")

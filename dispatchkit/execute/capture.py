@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from dispatchkit.backends.base import CapturedGraph, GraphBackend
 from dispatchkit.errors import CaptureError
+from dispatchkit.execute.budget import Admission
 from dispatchkit.execute.captured import (
     CapturedStep,
     EagerPart,
@@ -25,12 +26,15 @@ from dispatchkit.execute.captured import (
 )
 from dispatchkit.execute.guard import Guard
 from dispatchkit.execute.lanes import Lane
-from dispatchkit.execute.outputs import OutputLayout
+from dispatchkit.execute.outputs import OutputLayout, SharedMemory
 from dispatchkit.execute.state import Known, Snapshot, restored
 from dispatchkit.execute.warmup import Warmups
 from dispatchkit.execute.wrapper_device import weak_tensor
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
+
+#: A place of the lane's output memory: its name, and the shape and type of what lies there.
+Place = tuple[int, torch.Size, torch.dtype]
 
 
 class Capturer:
@@ -64,7 +68,7 @@ class Capturer:
         key: GraphKey,
         lane: Lane,
         other_sizes: Sequence[int],
-        admit: Callable[[], None] = lambda: None,
+        admission: Admission | None = None,
     ) -> CapturedStep:
         """Capture a key; the step's state, the generators and other keys are as before.
 
@@ -72,18 +76,18 @@ class Capturer:
             key: What to capture.
             lane: Where.
             other_sizes: Further sizes the step can be run at, to measure its outputs.
-            admit: Called when the memory needed is forecast; raises to give up.
+            admission: Asked before memory is taken; None where there is no limit.
 
         Raises:
             CaptureError: It cannot be captured, for a reason to count.
+            OverBudgetError: It would take more memory than it may.
         """
         with self._set_up(key, lane) as snapshot:
             outputs = self._warmups.run(key, lane, snapshot)
             layout = self._warmups.layout(key, lane, outputs, other_sizes)
-            admit()
             if key.mode is RuntimeMode.FULL:
-                return self._capture_full(key, lane, outputs, layout)
-            return self._capture_pieces(key, lane, outputs, layout)
+                return self._capture_full(key, lane, outputs, layout, admission)
+            return self._capture_pieces(key, lane, outputs, layout, admission)
 
     def warm(self, key: GraphKey, lane: Lane) -> None:
         """Warm a key up without capturing it; what it changes is put back.
@@ -117,15 +121,38 @@ class Capturer:
 
     # -- graphs -------------------------------------------------------------------------
 
-    def _graph(self, run: Callable[[], Any], lane: Lane) -> CapturedGraph:
+    def _graph(
+        self,
+        run: Callable[[], Any],
+        lane: Lane,
+        places: list[Place | None],
+        found: list[Any],
+        admission: Admission | None,
+    ) -> CapturedGraph:
+        """Capture what is run, its outputs in the lane's memory, if there is room for both."""
+        generators = self._warmups.generators
+        if admission is not None:
+            # Elsewhere: what an earlier replay left in the lane's memory may still be read.
+            memory = SharedMemory(self._warmups.device)
+            others = [None if place is None else memory.take(*place) for place in places]
+
+            def trial() -> Any:
+                return self._writing_home(run, others, [])()  # holds no result by itself
+
+            more = sum(lane.outputs.growth(*place) for place in places if place is not None)
+            admission.ask_for_graph(trial, generators, more)
+        homes = [None if place is None else lane.outputs.take(*place) for place in places]
         return self._backend.capture(
-            run, stream=lane.stream, pool=lane.pool, generators=self._warmups.generators
+            _without_result(self._writing_home(run, homes, found)),
+            stream=lane.stream,
+            pool=lane.pool,
+            generators=generators,
         )
 
-    def _homes(self, lane: Lane, outputs: Any) -> list[torch.Tensor | None]:
-        """Return where the graph is to write each output; None where it stays as it is."""
+    def _places(self, outputs: Any) -> list[Place | None]:
+        """Return what memory the graph is to write each output to; None where it stays."""
         return [
-            lane.outputs.take(index, leaf.shape, leaf.dtype)
+            (index, leaf.shape, leaf.dtype)
             if self._share_outputs
             and isinstance(leaf, torch.Tensor)
             and not self._warmups.is_state(leaf)
@@ -160,13 +187,17 @@ class Capturer:
         return captured
 
     def _capture_full(
-        self, key: GraphKey, lane: Lane, outputs: Any, layout: OutputLayout | None
+        self,
+        key: GraphKey,
+        lane: Lane,
+        outputs: Any,
+        layout: OutputLayout | None,
+        admission: Admission | None,
     ) -> CapturedStep:
         views = self._warmups.views(lane, key.num_tokens)
         found: list[Any] = []
-        homes = self._homes(lane, outputs) if layout is not None else []
-        run = self._writing_home(lambda: self._step(views), homes, found)
-        graph = self._graph(run, lane)
+        places = self._places(outputs) if layout is not None else []
+        graph = self._graph(lambda: self._step(views), lane, places, found, admission)
         return FullStep(**self._common(key, lane, found[0], layout, (graph,)))
 
     def _common(
@@ -188,15 +219,20 @@ class Capturer:
                 reason="output_layout",
             )
         leaves = tuple(tree_leaves(outputs))
+        clones = tuple(
+            isinstance(leaf, torch.Tensor) and not self._warmups.is_state(leaf) for leaf in leaves
+        )
         return {
             "key": key,
             "lane": lane,
             "buffers": lane.buffers,
             "layout": layout,
             "leaves": leaves,
-            "clones": tuple(
-                isinstance(leaf, torch.Tensor) and not self._warmups.is_state(leaf)
-                for leaf in leaves
+            "clones": clones,
+            "own_bytes": sum(
+                leaf.untyped_storage().nbytes()
+                for leaf, is_result in zip(leaves, clones, strict=True)
+                if is_result and leaf not in lane.outputs
             ),
             "graphs": graphs,
             "holds": (*self._warmups.written(), self._step),
@@ -206,7 +242,12 @@ class Capturer:
         }
 
     def _capture_pieces(
-        self, key: GraphKey, lane: Lane, outputs: Any, layout: OutputLayout | None
+        self,
+        key: GraphKey,
+        lane: Lane,
+        outputs: Any,
+        layout: OutputLayout | None,
+        admission: Admission | None,
     ) -> CapturedStep:
         """Capture piece by piece, replaying each so that eager pieces see real values."""
         views = self._warmups.views(lane, key.num_tokens)
@@ -225,14 +266,14 @@ class Capturer:
                 link = None
                 args: tuple[Any, ...] = ()
                 if index > 0:
-                    link, static = self._link(lane, index, value, stable)
+                    link, static = self._link(lane, index, value, stable, admission)
                     args = (static,)
                     if isinstance(parts[-1], GraphPart):
                         link = None  # straight from graph to graph: nothing moves
                 found: list[Any] = []
-                homes = self._homes(lane, outputs) if index == last and layout else []
-                run = self._writing_home(_calling(piece.fn, args, inputs), homes, found)
-                graph = self._graph(_without_result(run), lane)
+                places = self._places(outputs) if index == last and layout else []
+                call = _calling(piece.fn, args, inputs)
+                graph = self._graph(call, lane, places, found, admission)
                 graphs.append(graph)
                 parts.append(GraphPart(graph, link, found[0]))
                 graph.replay()
@@ -258,7 +299,9 @@ class Capturer:
     def _stays(self, leaf: torch.Tensor) -> bool:
         return self._warmups.is_state(leaf) or self._warmups.is_scratch(leaf)
 
-    def _link(self, lane: Lane, index: int, value: Any, stable: Known) -> tuple[Link, Any]:
+    def _link(
+        self, lane: Lane, index: int, value: Any, stable: Known, admission: Admission | None
+    ) -> tuple[Link, Any]:
         """Return how a value reaches the graph of a piece, and the static form of it."""
         leaves, spec = tree_flatten(value)
         link = Link([], [], [])
@@ -271,6 +314,8 @@ class Capturer:
                 link.fixed.append((number, leaf.data_ptr(), leaf.shape))
                 static.append(leaf)
             else:
+                if admission is not None:
+                    admission.ask(lane.between.growth((index, number), leaf.shape, leaf.dtype))
                 own = lane.between.take((index, number), leaf.shape, leaf.dtype)
                 own.copy_(leaf)
                 link.copies.append((number, own))

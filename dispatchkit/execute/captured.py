@@ -47,6 +47,7 @@ class CapturedStep:
         holds: Whatever else the graphs read, kept alive.
         guard: What it was made under.
         has_effect: A replay changes more than its outputs: state, or random generators.
+        own_bytes: Memory of the pool that no other graph can use while this one lives.
         released: It may not be launched any more.
         last_used: The lane's tick at its last launch.
         hits: Launches since the capture.
@@ -62,9 +63,15 @@ class CapturedStep:
     holds: tuple[Any, ...] = ()
     guard: Fingerprint = (None, None)
     has_effect: bool = False
+    own_bytes: int = 0
     released: bool = False
     last_used: int = 0
     hits: int = 0
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether its graph was captured elsewhere, and so has no memory of the lane."""
+        return self.buffers is not self.lane.buffers
 
     def launch(self) -> Sequence[Any]:
         """Queue it on the current stream; return the padded outputs.

@@ -13,23 +13,19 @@ from typing import Any
 
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, ConfigError, RegistryError
-from dispatchkit.execute.budget import Budget, Room
+from dispatchkit.execute.budget import Budget, OverBudgetError, Room
 from dispatchkit.execute.capture import Capturer
 from dispatchkit.execute.capture_report import CaptureReport, as_capture_error, largest_first
 from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.reasons import CAPTURE_PENDING
+from dispatchkit.execute.retries import Retries
 from dispatchkit.execute.warmup import family_of
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import StepCounters
 from dispatchkit.observe.events import CaptureEvent, CaptureFailedEvent, EvictEvent
 from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
-
-#: Captures tried for one key before it is left alone.
-MAX_ATTEMPTS = 3
-#: Steps that go by before a failed key is tried again; four times as many each time.
-RETRY_AFTER = 64
 
 
 class Lifecycle:
@@ -71,7 +67,7 @@ class Lifecycle:
         self._modes, self._counters, self._notify = modes, counters, notify
         self._capture_after = capture_after
         self._seen: Counter[GraphKey] = Counter()
-        self._since_failure: Counter[GraphKey] = Counter()
+        self._retries = Retries()
 
     # -- reading ------------------------------------------------------------------------
 
@@ -114,7 +110,7 @@ class Lifecycle:
                 continue
             if not self._registry.is_enabled(key):
                 skipped[key] = Reason.DISABLED
-            elif entry.state is KeyState.FAILED and entry.attempts >= MAX_ATTEMPTS:
+            elif entry.state is KeyState.FAILED and not self._retries.may_try(entry):
                 skipped[key] = f"failed {entry.attempts} times: {entry.reason}"
             else:
                 wanted.append(key)
@@ -211,7 +207,7 @@ class Lifecycle:
                 continue
             if reason == Reason.STALE and entry.state is KeyState.STALE:
                 return key
-            if entry.state is KeyState.FAILED and entry.attempts < MAX_ATTEMPTS:
+            if self._retries.may_try(entry):
                 return key
         return None
 
@@ -220,11 +216,7 @@ class Lifecycle:
         entry = self._registry.get(key)
         if entry is None or self.is_frozen:
             return False
-        if entry.state is KeyState.FAILED:
-            self._since_failure[key] += 1
-            if self._since_failure[key] <= RETRY_AFTER * 4 ** (entry.attempts - 1):
-                return False
-        elif entry.state is not KeyState.STALE:
+        if entry.state is not KeyState.STALE and not self._retries.is_due(entry):
             return False
         self._try(key, evict=True)
         return True
@@ -251,7 +243,7 @@ class Lifecycle:
         """Mark that a replay of a key failed, and release its graph."""
         step = self._entry(key).graph
         self._registry.failed(key, reason)
-        self._since_failure[key] = 0
+        self._retries.note_failure(key)
         if step is not None:
             self._release(step)
 
@@ -292,38 +284,53 @@ class Lifecycle:
 
     def _try(self, key: GraphKey, *, evict: bool) -> CaptureError | None:
         """Capture a key; a failure is marked, counted and returned."""
-        start = time.perf_counter()
-        before = self._lane.num_bytes()
+        start, before = time.perf_counter(), self._lane.num_bytes()
+        lost: list[GraphKey] = []
+        problem: CaptureError | None = None
         try:
             if evict:
                 self._room.make()
-            step = self._capturer.capture(
-                key, self._lane, self._other_sizes(key), lambda: self._room.admit(key, evict=evict)
-            )
+            step = self._capture(key, evict=evict, lost=lost)
             self._room.check(key, step)
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
             problem = as_capture_error(error, key)
-            self._registry.failed(key, f"{problem.reason}: {problem}")
-            self._since_failure[key] = 0
-            self._counters.capture_failures += 1
-            elapsed = (time.perf_counter() - start) * 1e6
-            self._notify(
-                _event(
-                    CaptureFailedEvent,
-                    key,
-                    reason=problem.reason,
-                    message=str(problem),
-                    elapsed_us=elapsed,
-                )
-            )
-            return problem
-        grown = max(0, self._lane.num_bytes() - before)
-        step.last_used = self._lane.tick
-        self._registry.captured(key, step, num_bytes=grown)
-        self._counters.captures += 1
         elapsed = (time.perf_counter() - start) * 1e6
-        self._notify(_event(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown))
-        return None
+        if problem is None:
+            grown = max(0, self._lane.num_bytes() - before)
+            step.last_used = self._lane.tick
+            self._registry.captured(key, step, num_bytes=grown)
+            self._counters.captures += 1
+            self._notify(_event(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown))
+        else:
+            if not any(not step.is_foreign for step in self.live().values()):
+                self._lane.drop_pool()  # what the failed one had got of it
+            self._registry.failed(key, f"{problem.reason}: {problem}")
+            self._retries.note_failure(key)
+            self._counters.capture_failures += 1
+            facts = {"reason": problem.reason, "message": str(problem), "elapsed_us": elapsed}
+            self._notify(_event(CaptureFailedEvent, key, **facts))
+        if not self.lazy:  # otherwise the next call that asks for one captures it
+            for other in sorted(lost, key=largest_first):
+                if self._room.for_one_more():
+                    self._try(other, evict=False)
+        return problem
+
+    def _capture(self, key: GraphKey, *, evict: bool, lost: list[GraphKey]) -> CapturedStep:
+        """Capture a key; where others hold the memory it needs, they go first, as a group.
+
+        Args:
+            key: Which.
+            evict: Others may go.
+            lost: Gets the keys that went.
+        """
+        admission, others = self._room.admission(key, evict=evict), self._other_sizes(key)
+        try:
+            return self._capturer.capture(key, self._lane, others, admission)
+        except OverBudgetError as error:
+            if not (evict and error.fits_alone):
+                raise
+        lost += self._room.clear_pool()
+        return self._capturer.capture(key, self._lane, others, admission)
 
     def _other_sizes(self, key: GraphKey) -> list[int]:
         """Return sizes that the step can be run at: those of keys like this one, or any."""

@@ -10,11 +10,13 @@ All graphs of a lane write their outputs to one memory, since a lane runs one at
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from dispatchkit.errors import CaptureError, ConfigError
@@ -203,29 +205,46 @@ class SharedMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._blocks: dict[Any, torch.Tensor] = {}
+        self._replaced: list[tuple[StorageWeakRef, int]] = []
 
     def take(self, place: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous tensor at the front of a place's memory."""
-        count = 1
-        for size in shape:
-            count *= size
-        num_bytes = count * dtype.itemsize
-        block = self._blocks.get(place)
-        if block is None or block.numel() < num_bytes:
+        num_bytes = _num_bytes(shape, dtype)
+        if growth := self.growth(place, shape, dtype):
+            if (old := self._blocks.get(place)) is not None:
+                self._replaced.append((StorageWeakRef(old.untyped_storage()), old.numel()))
             with torch.inference_mode(False):
-                block = torch.zeros(max(num_bytes, 16), dtype=torch.uint8, device=self._device)
-            self._blocks[place] = block
+                self._blocks[place] = torch.zeros(growth, dtype=torch.uint8, device=self._device)
         with torch.inference_mode(False):
-            return block[:num_bytes].view(dtype).view(tuple(shape))
+            return self._blocks[place][:num_bytes].view(dtype).view(tuple(shape))
+
+    def growth(self, place: Any, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Return the bytes that taking a tensor would add; earlier graphs keep what they have."""
+        num_bytes = _num_bytes(shape, dtype)
+        block = self._blocks.get(place)
+        return 0 if block is not None and block.numel() >= num_bytes else max(num_bytes, 16)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in memory handed out now."""
+        storage = tensor.untyped_storage()._cdata
+        return any(block.untyped_storage()._cdata == storage for block in self._blocks.values())
 
     def clear(self) -> None:
         """Let go of all memory; tensors taken from it keep theirs."""
+        for block in self._blocks.values():
+            self._replaced.append((StorageWeakRef(block.untyped_storage()), block.numel()))
         self._blocks.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held now."""
-        return sum(block.numel() for block in self._blocks.values())
+        """Bytes that are alive now, those of replaced memory that graphs still use included."""
+        self._replaced = [pair for pair in self._replaced if not pair[0].expired()]
+        replaced = sum(num_bytes for _, num_bytes in self._replaced)
+        return replaced + sum(block.numel() for block in self._blocks.values())
+
+
+def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def cut(layout: OutputLayout, leaves: Sequence[Any], num_rows: int) -> list[Any]:

@@ -92,6 +92,11 @@ class Warmups:
         self._layouts: dict[Family, list[OutputLayout]] = {}
         self._peaks: dict[Family, tuple[int, int]] = {}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the step's tensors are."""
+        return self._inputs.device
+
     def forecast_bytes(self, key: GraphKey) -> int | None:
         """Return the memory that a graph of a key is expected to need; None if not known.
 

@@ -1,0 +1,37 @@
+"""Keys whose capture failed are remembered, and tried again a few times, ever more rarely."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dispatchkit.keys.batch import GraphKey
+from dispatchkit.registry import GraphEntry, KeyState
+
+#: Captures tried for one key before it is left alone.
+MAX_ATTEMPTS = 3
+#: Steps that go by before a failed key is tried again; four times as many each time.
+RETRY_AFTER = 64
+
+
+class Retries:
+    """Counts the steps that go by since the last failure of each key."""
+
+    def __init__(self) -> None:
+        self._since_failure: Counter[GraphKey] = Counter()
+
+    def note_failure(self, key: GraphKey) -> None:
+        """Start to count anew for a key."""
+        self._since_failure[key] = 0
+
+    @staticmethod
+    def may_try(entry: GraphEntry) -> bool:
+        """Return whether a failed key may be tried again some time."""
+        return entry.state is KeyState.FAILED and entry.attempts < MAX_ATTEMPTS
+
+    def is_due(self, entry: GraphEntry) -> bool:
+        """Count a step that would have used a failed key; return whether to try it now."""
+        if not self.may_try(entry):
+            return False
+        self._since_failure[entry.key] += 1
+        wait: int = RETRY_AFTER * 4 ** (entry.attempts - 1)
+        return self._since_failure[entry.key] > wait
