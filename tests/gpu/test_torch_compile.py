@@ -18,8 +18,9 @@ from dispatchkit.keys import BatchDescriptor  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch's own, as it loads inductor
+    # torch's own, as it loads inductor and as inductor advises
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
 ]
 
 DEVICE = "cuda:0"
