@@ -44,9 +44,10 @@ def decoder(
     place, is_gpu, backend = _place(device)
     shape = shape or (CUDA_SHAPE if is_gpu else TAPE_SHAPE)
     cache = KVCache(shape, place)
+    sizes = tuple(sizes or (SIZES if is_gpu else _TAPE_SIZES))
     config = DispatchConfig(
-        capture_sizes=tuple(sizes or (SIZES if is_gpu else _TAPE_SIZES)),
-        max_num_tokens=max_num_tokens or (2048 if is_gpu else None),
+        capture_sizes=sizes,
+        max_num_tokens=max_num_tokens or (2048 if is_gpu else max(sizes)),
         max_num_seqs=shape.num_slots,
     )
     return GraphRunner(
@@ -97,9 +98,10 @@ def mlp(
             hidden = torch.relu(nn.functional.linear(hidden, weight))
         return hidden
 
+    sizes = tuple(sizes or (SIZES if is_gpu else _TAPE_SIZES))
     config = DispatchConfig(
-        capture_sizes=tuple(sizes or (SIZES if is_gpu else _TAPE_SIZES)),
-        max_num_tokens=max_num_tokens or (2048 if is_gpu else None),
+        capture_sizes=sizes,
+        max_num_tokens=max_num_tokens or (2048 if is_gpu else max(sizes)),
         mode="FULL",
     )
     return GraphRunner(

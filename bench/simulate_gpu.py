@@ -1,0 +1,319 @@
+"""Does a simulation on calibrated times foretell a replay, and a forecast the memory of graphs?
+
+    python bench/simulate_gpu.py [--steps N] [--repeats N] [--samples N] [--trace FILE]
+                                 [--only simulate|memory] [--models NAME,NAME]
+
+``simulate``: a decoder (FULL for decode steps, PIECEWISE for mixed ones) and an MLP are
+calibrated, the trace is simulated with what was measured, and then the steps of the same trace
+run through the runner: same sizes, same numbers of requests, on inputs made beforehand. Both
+paces: ``queued`` waits for the device once, at the end of the trace; ``waited`` after each step,
+as a loop that reads its results. ``median`` is the replay's total, ``ratio`` the simulated total
+over it: 1 is exact, 0.95 to 1.05 is the aim. Before, the modes of all steps are compared: the
+simulation must count the same as the runner.
+
+``memory``: for five models, the forecast from a few captured sizes beside what the graphs of all
+sizes then take. ``median`` is what they take, ``ratio`` what the forecast says to keep free over
+it: from 1 to 1.1 is the aim. ``driver`` is what the driver took beside torch, which no forecast
+from torch's numbers holds.
+
+Without a GPU the tape runs small models, which shows that it works and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from _common import emit
+from torch import nn
+
+from dispatchkit import GraphRunner, StaticInput
+from dispatchkit.demo.decoder import DecoderShape
+from dispatchkit.demo.models import decoder, mlp
+from dispatchkit.demo.replay import CUDA_SHAPE, resolve_device
+from dispatchkit.execute.calibrate import calibrate
+from dispatchkit.execute.graph_memory import MemoryMeter, forecast_graph_memory
+from dispatchkit.keys import DispatchConfig, default_capture_sizes
+from dispatchkit.observe.trace import StepTrace, read_trace
+from dispatchkit.plan import CostModel, Scenario, simulate
+
+BENCH = "simulate_gpu"
+IS_GPU = torch.cuda.is_available()
+TRACE = Path(__file__).parents[1] / (
+    f"tests/data/traces/step_azure_conv_{'high' if IS_GPU else 'low'}.csv.gz"
+)
+PLACE = resolve_device("auto")
+
+
+# -- simulate ---------------------------------------------------------------------------------
+
+
+def largest(trace: StepTrace) -> int:
+    return max(trace.column("num_tokens"))
+
+
+def calibrated_models(trace: StepTrace) -> dict[str, Callable[[], GraphRunner]]:
+    limit = largest(trace)
+    if not IS_GPU:
+        shape = DecoderShape(num_slots=64, cache_len=32)
+        return {
+            "decoder": lambda: decoder(shape=shape, max_num_tokens=limit, outputs="view"),
+            "mlp": lambda: mlp(max_num_tokens=limit, outputs="view"),
+        }
+    # Slots for all requests of the trace; short caches, for attention here reads them whole.
+    slots = max(256, *trace.column("num_reqs"))
+    shape = DecoderShape(
+        num_layers=CUDA_SHAPE.num_layers,
+        num_heads=8,
+        head_dim=64,
+        cache_len=128,
+        num_slots=slots,
+    )
+    return {
+        "decoder": lambda: decoder(shape=shape, max_num_tokens=limit, outputs="view"),
+        "mlp": lambda: mlp(max_num_tokens=limit, outputs="view"),
+    }
+
+
+class Steps:
+    """The steps of a trace as calls of a runner, inputs and all."""
+
+    def __init__(
+        self, runner: GraphRunner, trace: StepTrace, specs: dict[str, StaticInput]
+    ) -> None:
+        generator = torch.Generator(PLACE).manual_seed(0)
+        made: dict[int, dict[str, torch.Tensor]] = {}
+        self.calls = []
+        limit = runner.config.max_num_seqs
+        for tokens, reqs, uniform in zip(
+            *(trace.column(name) for name in ("num_tokens", "num_reqs", "uniform_decode")),
+            strict=True,
+        ):
+            if not tokens:
+                continue
+            if tokens not in made:
+                made[tokens] = {name: spec.full(tokens, PLACE) for name, spec in specs.items()}
+                for tensor in made[tokens].values():
+                    if tensor.dtype.is_floating_point:
+                        tensor.normal_(generator=generator)
+            self.calls.append((made[tokens], min(reqs, limit), uniform))
+        self.runner = runner
+
+    def run(self, *, waited: bool) -> float:
+        """Return the seconds that all steps take."""
+        runner, synchronize = self.runner, self.runner.backend.synchronize
+        synchronize()
+        gc.collect()
+        start = perf_counter()
+        for inputs, num_reqs, uniform in self.calls:
+            runner(**inputs, num_reqs=num_reqs, uniform=uniform)
+            if waited:
+                synchronize()
+        synchronize()
+        return perf_counter() - start
+
+
+def eager_sizes(trace: StepTrace) -> list[int]:
+    """Return sizes to time eager: every step above the largest graph runs so."""
+    limit, size = largest(trace), 512 if IS_GPU else 16
+    sizes = [1, size]
+    while size < limit:
+        size = min(limit, size + max(1, size // 6))
+        sizes.append(size)
+    return sizes
+
+
+def compare(name: str, runner: GraphRunner, trace: StepTrace, args: argparse.Namespace) -> None:
+    """Calibrate, simulate and replay one model, and print how they agree."""
+    models: dict[str, CostModel] = {}
+    start = perf_counter()
+    for pace in ("queued", "waited"):
+        models[pace] = calibrate(
+            runner,
+            pace=pace,
+            samples=args.samples,
+            eager_sizes=eager_sizes(trace),
+            name=f"{name}, {pace}",
+        )
+    calibrated_s = perf_counter() - start
+    report = runner.capture()
+    specs = runner.__reduce__()[1][0]["inputs"]
+    steps = Steps(runner, trace, specs)
+    simulated = {
+        pace: simulate(trace, Scenario(cost_model=model, config=runner.config))
+        for pace, model in models.items()
+    }
+    steps.run(waited=False)
+    modes = dict(runner.stats().steps_by_mode)
+    totals: dict[str, list[float]] = {"queued": [], "waited": []}
+    for _ in range(args.repeats):
+        for pace, times in totals.items():
+            times.append(steps.run(waited=pace == "waited"))
+    for pace, times in totals.items():
+        measured = statistics.median(times)
+        told = simulated[pace]
+        emit(
+            BENCH,
+            f"{name}, {pace}: simulated over measured",
+            measured * 1e3,
+            "ms",
+            len(times),
+            ratio_to="replay",
+            ratio=told.time_s / measured,
+            simulated_ms=round(told.time_s * 1e3, 2),
+            eager_ms=round(told.eager_time_s * 1e3, 2),
+            least_ms=round(min(times) * 1e3, 2),
+            most_ms=round(max(times) * 1e3, 2),
+            steps=len(steps.calls),
+            modes={mode: count for mode, count in told.modes.items() if count},
+            same_modes={m: c for m, c in told.modes.items() if c}
+            == {str(m): c for m, c in modes.items() if c},
+            calibrated_s=round(calibrated_s, 1),
+            captured_s=round(report.seconds, 1),
+            source=models[pace].source,
+        )
+    if args.dump:
+        path = Path(args.dump) / f"costs_{name}.json"
+        path.write_text(json.dumps({pace: one.to_json() for pace, one in models.items()}))
+
+
+# -- memory -----------------------------------------------------------------------------------
+
+
+def _weights(count: int, rows: int, columns: int) -> list[torch.Tensor]:
+    dtype = torch.bfloat16 if IS_GPU else torch.float32
+    return [
+        torch.randn(rows, columns, device=PLACE).mul_(columns**-0.5).to(dtype) for _ in range(count)
+    ]
+
+
+def conv_step() -> tuple[Any, dict[str, StaticInput]]:
+    """Embedded texts of 64 letters through three convolutions, one vector a row."""
+    channels = 128 if IS_GPU else 8
+    embedding = nn.Embedding(256, channels, device=PLACE)
+    convs = [nn.Conv1d(channels, channels, 5, padding=2, device=PLACE) for _ in range(3)]
+
+    def step(letters: torch.Tensor) -> torch.Tensor:
+        hidden = embedding(letters).transpose(1, 2)
+        for conv in convs:
+            hidden = torch.relu(conv(hidden))
+        return hidden.mean(-1)
+
+    return step, {"letters": StaticInput((None, 64), "int64")}
+
+
+def wide_step() -> tuple[Any, dict[str, StaticInput]]:
+    """Two layers, the hidden one 16 times as wide as what goes in and out."""
+    width = 1024 if IS_GPU else 16
+    (up,), (down,) = _weights(1, 16 * width, width), _weights(1, width, 16 * width)
+
+    def step(hidden: torch.Tensor) -> torch.Tensor:
+        inner = torch.nn.functional.gelu(nn.functional.linear(hidden, up))
+        return nn.functional.linear(inner, down)
+
+    return step, {"hidden": StaticInput((None, width), up.dtype)}
+
+
+def memory_models() -> dict[str, Callable[[], GraphRunner]]:
+    sizes = default_capture_sizes(512 if IS_GPU else 16)
+
+    def made(build: Callable[[], tuple[Any, dict[str, StaticInput]]]) -> GraphRunner:
+        step, inputs = build()
+        config = DispatchConfig(capture_sizes=sizes, mode="FULL")
+        return GraphRunner(step, inputs, config=config)
+
+    shape = DecoderShape(num_layers=8, num_heads=8, head_dim=64, cache_len=128, num_slots=512)
+    small = DecoderShape(num_slots=32, cache_len=16)
+    return {
+        "mlp": lambda: mlp(sizes=sizes),
+        "decoder": lambda: decoder(sizes=sizes, shape=shape if IS_GPU else small),
+        "deep narrow": lambda: mlp(num_layers=64, width=1024 if IS_GPU else 16, sizes=sizes),
+        "wide": lambda: made(wide_step),
+        "convolutions": lambda: made(conv_step),
+    }
+
+
+def forecast(name: str, runner: GraphRunner, args: argparse.Namespace) -> None:
+    """Forecast the memory of one runner's graphs, then capture them all."""
+    start = perf_counter()
+    told = forecast_graph_memory(runner)
+    forecast_s = perf_counter() - start
+    meter = MemoryMeter(runner)
+    sizes = sorted({key.num_tokens for key in runner.registry}, reverse=True)
+    taken, driver, count = [], [], 0
+    for size in sizes:
+        report = runner.capture([key for key in runner.registry if key.num_tokens == size])
+        count += report.num_graphs
+        taken.append(meter.pool_bytes())
+        if args.dump:
+            driver.append(meter.driver_bytes())
+    driver.append(meter.driver_bytes())
+    emit(
+        BENCH,
+        f"{name}: forecast over what graphs take",
+        taken[-1],
+        "bytes",
+        1,
+        ratio_to="all graphs",
+        ratio=told.high_bytes / taken[-1],
+        expected_ratio=round(told.expected_bytes / taken[-1], 3),
+        forecast_bytes=told.high_bytes,
+        expected_bytes=told.expected_bytes,
+        low_bytes=told.low_bytes,
+        driver_bytes=driver[-1],
+        graphs=count,
+        sizes=len(sizes),
+        forecast_s=round(forecast_s, 1),
+    )
+    if args.dump:
+        path = Path(args.dump) / f"memory_{name.replace(' ', '_')}.json"
+        path.write_text(json.dumps({"sizes": sizes, "pool": taken, "driver": driver}))
+
+
+def main() -> None:
+    """Measure what the arguments name."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2000 if IS_GPU else 40)
+    parser.add_argument("--repeats", type=int, default=5 if IS_GPU else 1)
+    parser.add_argument("--samples", type=int, default=7 if IS_GPU else 1)
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--only", choices=("simulate", "memory"))
+    parser.add_argument("--models", default="")
+    parser.add_argument("--dump", default="", help="a folder for curves and single captures")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    warnings.simplefilter("ignore")  # of sizes above the largest graph: those are meant
+    if not IS_GPU:
+        torch.set_num_threads(1)
+    wanted = set(filter(None, args.models.split(",")))
+    trace = read_trace(args.trace)[: args.steps]
+    if args.only != "memory":
+        for name, make in calibrated_models(trace).items():
+            if not wanted or name in wanted:
+                compare(name, make(), trace, args)
+                release()
+    if args.only != "simulate":
+        for name, make in memory_models().items():
+            if not wanted or name in wanted:
+                forecast(name, make(), args)
+                release()
+
+
+def release() -> None:
+    """Let go of the model before the next one is made."""
+    gc.collect()
+    if IS_GPU:
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
