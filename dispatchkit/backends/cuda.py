@@ -27,6 +27,7 @@ from dispatchkit.backends.cuda_capture import CaptureAttempt
 from dispatchkit.backends.cuda_device import device_index, require_cuda
 from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury, return_idle_memory
 from dispatchkit.backends.cuda_memory import growth, segments_of, segments_taken
+from dispatchkit.backends.cuda_launch import direct_launch
 from dispatchkit.backends.cuda_streams import CudaEvent, CudaStream, UseStream, make_current
 from dispatchkit.backends.cuda_watch import CaptureWatch
 from dispatchkit.backends.warmup import run_warmup
@@ -142,6 +143,17 @@ class CudaBackend:
     def new_event(self, *, timing: bool = False) -> CudaEvent:
         """Return a new event; only a timing event measures."""
         return CudaEvent(self._index, timing=timing)
+
+    def new_graph_event(self) -> Any:
+        """Return an event that graphs record themselves: ``record()`` in a capture is a node.
+
+        Once the graph is launched it is not done until that node has run.
+        """
+        return torch.cuda.Event(external=True)
+
+    def direct_launch(self) -> Callable[[Any, Any], int] | None:
+        """Return the runtime's own launch call for graphs of this device; None without one."""
+        return direct_launch(self._index)
 
     def synchronize(self) -> None:
         """Block the host until all work of the device is done."""
@@ -267,7 +279,7 @@ class CudaBackend:
             outputs,
             pool,
             attempt.handle,
-            host_tensors=watch.host_tensors,
+            holds=[*watch.host_tensors, *watch.outside(segments_of(pool.handles(), self._index))],
             generators=[default, *generators],
             # Unwatched, nobody knows: the first replay tells.
             draws=watch.draws or not self._refuse_host_syncs,
@@ -309,4 +321,7 @@ class CudaBackend:
 
     def is_capturing(self) -> bool:
         """Return whether this thread is inside a capture, ours or the caller's."""
-        return bool(capturing_device()) or torch.cuda.is_current_stream_capturing()
+        if capturing_device():
+            return True
+        # The default stream, handle 0, cannot be captured; asking the driver takes longer.
+        return self._raw_handle(self._index) != 0 and torch.cuda.is_current_stream_capturing()

@@ -126,8 +126,9 @@ def _refuse_replay() -> None:
 class CudaGraph:
     """One captured and instantiated CUDA graph.
 
-    It holds its outputs and the host memory that its copies use, not the device memory that
-    it reads: whoever owns the graph must hold its inputs, weights and state.
+    It holds its outputs and what it reads and writes: host memory that its copies use, and on
+    the device inputs, weights and state, as far as the capture was watched. Memory of its own
+    pool belongs to the pool's graphs together.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class CudaGraph:
         pool: CudaPool,
         handle: Any,
         *,
-        host_tensors: list[torch.Tensor],
+        holds: list[Any],
         generators: list[Any],
         draws: bool,
     ) -> None:
@@ -145,7 +146,7 @@ class CudaGraph:
         self._outputs = outputs
         self._pool = pool
         self._handle = handle
-        self._host_tensors = host_tensors
+        self._holds = holds
         self._generators = generators
         self._draws = draws
         self._launch: Callable[[], None] = self._first_replay if draws else graph.replay
@@ -208,7 +209,7 @@ class CudaGraph:
         graph, self._graph = self._graph, None
         self._launch = _refuse_replay
         self._outputs = None
-        self._host_tensors = []
+        self._holds = []
         if graph is not None:
             _graveyard.append(Burial(graph, self._pool, self._handle))
             bury()

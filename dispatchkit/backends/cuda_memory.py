@@ -9,10 +9,14 @@ segments already, those that find a free block of their size in there are not ta
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+
+# Of the whole process it takes the longer, the more tensors are alive.
+_CAN_SNAPSHOT_ONE = "mempool_id" in inspect.signature(torch.cuda.memory_snapshot).parameters
 
 Segment = Mapping[str, Any]  # as in torch.cuda.memory_snapshot()
 
@@ -30,9 +34,12 @@ def segments_taken(run: Callable[[], object], device_index: int) -> list[Segment
 
 def segments_of(pools: Collection[Any], device_index: int) -> list[Segment]:
     """Return the segments that belong to pools, by torch's handles."""
+    found: list[Segment] = []
+    for pool in pools if _CAN_SNAPSHOT_ONE else [None]:
+        found += torch.cuda.memory_snapshot(**({"mempool_id": pool} if pool else {}))
     return [
         segment
-        for segment in torch.cuda.memory_snapshot()
+        for segment in found
         if segment["device"] == device_index and tuple(segment["segment_pool_id"]) in pools
     ]
 

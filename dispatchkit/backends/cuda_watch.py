@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.capture_guard import HostSyncError
+from dispatchkit.backends.cuda_memory import Segment
 from dispatchkit.backends.dispatch_mode import DispatchMode
 from dispatchkit.backends.host_sync import HostSyncGuard, run_composite, sync_of
 
@@ -24,6 +27,10 @@ class CaptureWatch(DispatchMode):
         host_tensors: Host memory that captured copies read or write.
     """
 
+    # Storages on the device that operations were given, without keeping them: most of them
+    # are intermediates, whose memory later operations use again.
+    _given: dict[int, StorageWeakRef]
+
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -31,6 +38,24 @@ class CaptureWatch(DispatchMode):
         self.first_error: HostSyncError | None = None
         self.draws = False
         self.host_tensors: list[torch.Tensor] = []
+        self._given = {}
+
+    def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
+        """Return what the graph reads or writes on the device and does not own itself.
+
+        Args:
+            segments: Those of the graph's pool: what lies there is owned by its graphs.
+        """
+        spans = [(one["address"], one["address"] + one["total_size"]) for one in segments]
+        found = []
+        for ref in self._given.values():
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is None:
+                continue  # an intermediate, gone by now
+            address = storage.data_ptr()
+            if not any(start <= address < end for start, end in spans):
+                found.append(storage)
+        return found
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -57,7 +82,11 @@ class CaptureWatch(DispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        on_device = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tree_leaves(args))
+        on_device = False
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                on_device = True
+                self._note_given(leaf)
         error = sync_of(func, args) if on_device else None  # host tensors may be read
         error = error or self._host_copy(func, args, kwargs)
         if error is not None:
@@ -69,6 +98,12 @@ class CaptureWatch(DispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws = True
         return func(*args, **kwargs)
+
+    def _note_given(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        known = self._given.get(storage._cdata)
+        if known is None or known.expired():
+            self._given[storage._cdata] = StorageWeakRef(storage)
 
     def _host_copy(self, func: Any, args: Any, kwargs: Any) -> HostSyncError | None:
         """Return the error for a copy that waits; hold the host memory of one that does not."""
