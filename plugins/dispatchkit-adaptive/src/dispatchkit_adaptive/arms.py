@@ -29,8 +29,8 @@ _OUTLIERS_IN_A_ROW = 4
 _LEVEL_WINDOW = 128
 # Windows in which a change is looked for, and how many standard errors count as one.
 _CHANGE_WINDOWS = (
-    *((3, 4.5), (4, 4.5), (8, 4.2), (16, 4.0)),
-    *((32, 3.8), (64, 3.7), (128, 3.7)),
+    *((3, 4.5), (4, 4.5), (8, 4.6), (16, 4.4)),
+    *((32, 4.2), (64, 4.0), (128, 4.0)),
 )
 # A median of k normal samples has 1.25 times the standard error of their mean.
 _MEDIAN_ERROR = 1.2533
@@ -158,6 +158,7 @@ class Arm:
         self._added = 0
         self._ratios: deque[float] = deque(maxlen=_CHANGE_WINDOWS[-1][0])
         self._outliers: list[tuple[float, float]] = []
+        self._levels: list[float] = []  # of each sample: its time, in times of the shape
 
     @property
     def line(self) -> Line | None:
@@ -234,8 +235,11 @@ class Arm:
 
     def _take(self, num_tokens: float, us: float) -> None:
         self.samples.append((num_tokens, us))
+        if self._shape is not None:
+            self._levels.append(us / self._shape(num_tokens))
         if len(self.samples) > self._history_size:
-            del self.samples[self._spare()]
+            spare = self._spare()
+            del self.samples[spare], self._levels[spare]
         self._added += 1
         self.fresh = min(self.fresh + 1, len(self.samples))
 
@@ -247,12 +251,30 @@ class Arm:
         """
         if not self._over_tokens:
             return 0
-        sizes = [n for n, _ in self.samples]
-        low = min(sizes)
-        width = (max(sizes) - low) / 4 or 1.0
-        quarters = [min(3, int((n - low) / width)) for n in sizes]
+        quarters = self._quarters()
         fullest = max(range(4), key=quarters.count)
         return quarters.index(fullest)
+
+    def _quarters(self) -> list[int]:
+        """Return for each sample which quarter of the measured range it is in."""
+        shape = self._shape
+        if shape is None or shape.high <= shape.low:
+            return [0] * len(self.samples)
+        low, scale = shape.low, 4 / (shape.high - shape.low)
+        return [min(3, int((n - low) * scale)) for n, _ in self.samples]
+
+    def _fit(self) -> Line:
+        """Fit the line; what is from before a change counts only where nothing newer is."""
+        old = len(self.samples) - self.fresh
+        if old <= 0 or self._shape is None:
+            return fit_line(self.samples)
+        quarters = self._quarters()
+        renewed = {each for each in range(4) if quarters[old:].count(each) >= 4}
+        return fit_line(
+            pair
+            for index, (pair, quarter) in enumerate(zip(self.samples, quarters, strict=True))
+            if index >= old or quarter not in renewed
+        )
 
     def _change(self) -> int:
         """Return how many of the latest samples show a change; 0 if none do."""
@@ -281,26 +303,26 @@ class Arm:
 
     def _replace(self, samples: Iterable[tuple[float, float]], fresh: int) -> None:
         self.samples = list(samples)[-self._history_size :]
+        self._levels = []
         self.fresh = fresh
         self._ratios.clear()
         self._read()
 
     def _read(self) -> None:
         count = len(self.samples)
-        due = self._fitted_at < 0 or self._added - self._fitted_at >= max(4, min(count, 32) // 4)
-        if self._shape is None or (self._over_tokens and due):
+        due = self._fitted_at < 0 or self._added - self._fitted_at >= max(4, min(count, 64) // 4)
+        if self._shape is None or (self._over_tokens and due) or not self._levels:
             if self._over_tokens:
-                self._shape = fit_line(self.samples)
-            else:
-                level = median(us for _, us in self.samples)
-                self._shape = Line(1.0, level)
+                self._shape = self._fit()
+            elif self._shape is None:
+                self._shape = Line(1.0, self.samples[-1][1])
             self._fitted_at = self._added
-        shape = self._shape
+            shape = self._shape
+            self._levels = [us / shape(n) for n, us in self.samples]
         window = max(1, min(self.fresh, _LEVEL_WINDOW))
-        latest = self.samples[-window:]
-        ratios = [us / shape(n) for n, us in latest]
-        self._scale = middle_mean(ratios)
-        if len(ratios) >= 8:
-            spread = 1.4826 * median(abs(ratio / self._scale - 1.0) for ratio in ratios)
+        latest = self._levels[-window:]
+        self._scale = middle_mean(latest)
+        if len(latest) >= 8 and self._added % 4 == 0:
+            spread = 1.4826 * median(abs(level / self._scale - 1.0) for level in latest)
             # Slowly, since the spread of few samples is itself noisy.
-            self.noise = max(_LEAST_NOISE, 0.8 * self.noise + 0.2 * spread)
+            self.noise = max(_LEAST_NOISE, 0.6 * self.noise + 0.4 * spread)

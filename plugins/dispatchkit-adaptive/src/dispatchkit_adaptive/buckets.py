@@ -120,6 +120,7 @@ class Bucket:
         base: What the base policy answers for them.
         keys: Graphs that may serve them.
         piece: Their eager arm; None where eager is not allowed.
+        top: Most tokens of any of them.
         key: The graph in use; None where there is none.
         limit: Eager is used up to so many tokens.
         cells: The batches that were asked for.
@@ -132,6 +133,7 @@ class Bucket:
     base: Decision
     keys: tuple[GraphKey, ...]
     piece: Piece | None
+    top: int
     key: GraphKey | None = attrs.field(init=False)
     limit: float = attrs.field(init=False)
     cells: dict[Batch, None] = attrs.field(factory=dict, repr=False)
@@ -184,6 +186,8 @@ class Bucket:
             self._leave_eager(known, stakes)
         else:
             self._leave_graph(known, stakes)
+        if math.isfinite(self.limit):
+            self.limit = float(math.floor(self.limit))
         return (self.key, self.limit) != before
 
     # -- the base replays a graph -------------------------------------------------------

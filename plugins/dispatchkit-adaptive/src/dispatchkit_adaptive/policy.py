@@ -138,6 +138,7 @@ class AdaptivePolicy:
         self._random = random.Random(seed)
         self._arms: dict[tuple[_Regime, ArmId], Arm] = {}
         self._regime: _Regime = ("device", False)
+        self._seen: list[_Regime] = []
         self._regimes: deque[_Regime] = deque(maxlen=_REGIME_WINDOW)
         self._buckets: dict[Any, Bucket] = {}
         self._of_cell: dict[Batch, Bucket] = {}
@@ -193,8 +194,8 @@ class AdaptivePolicy:
             ident = (batch.allowed, base, tuple(keys), where)
             bucket = self._buckets.get(ident)
             if bucket is None:
-                bucket = self._buckets[ident] = Bucket(base, tuple(keys), piece)
-                bucket.choose(self._known(bucket), self._stakes(bucket))
+                bucket = self._buckets[ident] = Bucket(base, tuple(keys), piece, where.top)
+                self._choose_anew([bucket])
             bucket.cells[batch] = None
             self._of_cell[batch] = bucket
         if old is not None and old is not bucket:
@@ -277,8 +278,7 @@ class AdaptivePolicy:
             if arm is None:
                 raise ConfigError("key", key, "a batch that was decided and may run eager")
         self._learn(self._arm((clock, queued), arm), arm, (clock, queued), num_tokens, latency_us)
-        for one in self._buckets_with(arm):
-            one.choose(self._known(one), self._stakes(one))
+        self._choose_anew(self._buckets_with(arm))
 
     def wants_seeding(self, graphs: GraphView) -> list[SeedRun]:
         """Return timed runs that spare serving the first mistakes; none when it has enough.
@@ -376,8 +376,8 @@ class AdaptivePolicy:
                 was learnt stays as it was.
         """
         self._arms = read_state(Path(path), self.fingerprint, self.history_size)
-        for bucket in self._buckets.values():
-            bucket.choose(self._known(bucket), self._stakes(bucket))
+        self._seen = sorted({regime for regime, _ in self._arms})
+        self._choose_anew(self._buckets.values())
 
     def __repr__(self) -> str:
         return f"AdaptivePolicy(base={self.base!r}, buckets={len(self._buckets)})"
@@ -389,11 +389,12 @@ class AdaptivePolicy:
         if arm is None:
             arm = Arm(self.history_size, over_tokens=isinstance(ident, Piece))
             self._arms[regime, ident] = arm
+            self._seen = sorted({regime, *self._seen})
         return arm
 
     def _known(self, bucket: Bucket) -> dict[ArmId, Arm]:
         """Return the arms of a bucket to compare: all of one regime, today's if it is known."""
-        for regime in (self._regime, *sorted({regime for regime, _ in self._arms})):
+        for regime in self._known_regimes():
             known = {
                 ident: arm
                 for ident in bucket.arms
@@ -404,11 +405,13 @@ class AdaptivePolicy:
                 return known
         return {}
 
-    def _stakes(self, bucket: Bucket) -> Stakes:
-        base = None if bucket.base_arm is None else self._known(bucket).get(bucket.base_arm)
-        typical = 0.0
-        if base is not None:
-            typical = base.expect(max((b.num_tokens for b in bucket.cells), default=1)) or 0.0
+    def _known_regimes(self) -> list[_Regime]:
+        """Return regimes with any samples, today's first."""
+        return [self._regime, *(each for each in self._seen if each != self._regime)]
+
+    def _stakes(self, bucket: Bucket, known: dict[ArmId, Arm]) -> Stakes:
+        base = None if bucket.base_arm is None else known.get(bucket.base_arm)
+        typical = 0.0 if base is None else base.expect(bucket.top) or 0.0
         ledger = self.ledger
         return Stakes(self.margin, ledger.allowance(typical), ledger.lead_us, ledger.horizon)
 
@@ -454,7 +457,7 @@ class AdaptivePolicy:
 
     def _eager_change(self) -> float | None:
         """Return the factor by which eager has changed over all buckets, if it has."""
-        for window, errors in ((3, 4.5), (4, 4.5), (8, 4.2)):
+        for window, errors in ((3, 4.5), (4, 4.6), (8, 5.0)):
             news = list(self._eager_news)[-window:]
             if len(news) < window:
                 return None
@@ -499,16 +502,16 @@ class AdaptivePolicy:
         """Choose again in some buckets; return the cells that get another answer."""
         updates = []
         for bucket in buckets:
-            before = (bucket.key, bucket.limit)
-            if not bucket.choose(self._known(bucket), self._stakes(bucket)):
+            key, limit = bucket.key, bucket.limit
+            known = self._known(bucket)
+            if not bucket.choose(known, self._stakes(bucket, known)):
                 continue
-            after = (bucket.key, bucket.limit)
-            for batch in bucket.cells:
-                bucket.key, bucket.limit = before
-                old = bucket.choice(batch.num_tokens)
-                bucket.key, bucket.limit = after
-                if bucket.choice(batch.num_tokens) != old:
-                    updates.append(CellUpdate(batch, None))
+            low, high = sorted((limit, bucket.limit))
+            if bucket.key != key:
+                high = math.inf
+            updates += [
+                CellUpdate(batch, None) for batch in bucket.cells if low < batch.num_tokens <= high
+            ]
         return updates
 
     # -- probes -------------------------------------------------------------------------
@@ -527,7 +530,7 @@ class AdaptivePolicy:
             bucket.follow_ups += 1  # an odd time: look again, rather than wait
             return self._send(bucket, batch, ran)
         bucket.follow_ups = 0
-        account = self._stakes(bucket).account_us
+        account = self.ledger.allowance(now_us)
         if bucket.stale_us > account / 3 and bucket.base_arm not in (None, current):
             return self._send(bucket, batch, bucket.base_arm)
         best: tuple[float, bool, ArmId] | None = None
@@ -559,7 +562,7 @@ class AdaptivePolicy:
 
     def _guess(self, ident: ArmId, current: ArmId, num_tokens: int) -> float:
         """Return how many times as long an arm may take of which little is known."""
-        for regime in (self._regime, *sorted({regime for regime, _ in self._arms})):
+        for regime in self._known_regimes():
             one, other = self._arms.get((regime, ident)), self._arms.get((regime, current))
             us = None if one is None else one.expect(num_tokens)
             now_us = None if other is None else other.expect(num_tokens)
