@@ -38,7 +38,7 @@ from torch import nn
 from dispatchkit import GraphRunner, StaticInput
 from dispatchkit.demo.decoder import DecoderShape
 from dispatchkit.demo.models import decoder, mlp
-from dispatchkit.demo.replay import CUDA_SHAPE, resolve_device
+from dispatchkit.demo.replay import resolve_device
 from dispatchkit.execute.calibrate import calibrate
 from dispatchkit.execute.graph_memory import MemoryMeter, forecast_graph_memory
 from dispatchkit.keys import DispatchConfig, default_capture_sizes
@@ -68,18 +68,19 @@ def calibrated_models(trace: StepTrace) -> dict[str, Callable[[], GraphRunner]]:
             "decoder": lambda: decoder(shape=shape, max_num_tokens=limit, outputs="view"),
             "mlp": lambda: mlp(max_num_tokens=limit, outputs="view"),
         }
-    # Slots for all requests of the trace; short caches, for attention here reads them whole.
     slots = max(256, *trace.column("num_reqs"))
-    shape = DecoderShape(
-        num_layers=CUDA_SHAPE.num_layers,
-        num_heads=8,
-        head_dim=64,
-        cache_len=128,
-        num_slots=slots,
-    )
+
+    def shape(num_heads: int, head_dim: int) -> DecoderShape:
+        # Short caches, for attention here reads them whole.
+        return DecoderShape(
+            num_layers=8, num_heads=num_heads, head_dim=head_dim, cache_len=128, num_slots=slots
+        )
+
     return {
-        "decoder": lambda: decoder(shape=shape, max_num_tokens=limit, outputs="view"),
+        "decoder": lambda: decoder(shape=shape(16, 128), max_num_tokens=limit, outputs="view"),
         "mlp": lambda: mlp(max_num_tokens=limit, outputs="view"),
+        # Its eager steps take the host longer than the device.
+        "small decoder": lambda: decoder(shape=shape(8, 64), max_num_tokens=limit, outputs="view"),
     }
 
 
@@ -106,6 +107,20 @@ class Steps:
                         tensor.normal_(generator=generator)
             self.calls.append((made[tokens], min(reqs, limit), uniform))
         self.runner = runner
+
+    def each(self) -> list[tuple[str, int, float]]:
+        """Return (mode, tokens, microseconds) of every step, each waited for."""
+        runner, synchronize = self.runner, self.runner.backend.synchronize
+        found = []
+        synchronize()
+        for inputs, num_reqs, uniform in self.calls:
+            tokens = next(iter(inputs.values())).shape[0]
+            mode = runner.explain(tokens, num_reqs, uniform).decision.mode
+            start = perf_counter()
+            runner(**inputs, num_reqs=num_reqs, uniform=uniform)
+            synchronize()
+            found.append((str(mode), tokens, (perf_counter() - start) * 1e6))
+        return found
 
     def run(self, *, waited: bool) -> float:
         """Return the seconds that all steps take."""
@@ -153,10 +168,12 @@ def compare(name: str, runner: GraphRunner, trace: StepTrace, args: argparse.Nam
     }
     steps.run(waited=False)
     modes = dict(runner.stats().steps_by_mode)
+    allocations = device_allocations()
     totals: dict[str, list[float]] = {"queued": [], "waited": []}
     for _ in range(args.repeats):
         for pace, times in totals.items():
             times.append(steps.run(waited=pace == "waited"))
+    allocations = device_allocations() - allocations
     for pace, times in totals.items():
         measured = statistics.median(times)
         told = simulated[pace]
@@ -176,13 +193,20 @@ def compare(name: str, runner: GraphRunner, trace: StepTrace, args: argparse.Nam
             modes={mode: count for mode, count in told.modes.items() if count},
             same_modes={m: c for m, c in told.modes.items() if c}
             == {str(m): c for m, c in modes.items() if c},
+            device_allocations=allocations,
             calibrated_s=round(calibrated_s, 1),
             captured_s=round(report.seconds, 1),
             source=models[pace].source,
         )
     if args.dump:
-        path = Path(args.dump) / f"costs_{name}.json"
-        path.write_text(json.dumps({pace: one.to_json() for pace, one in models.items()}))
+        costs = {pace: one.to_json() for pace, one in models.items()}
+        path = Path(args.dump) / f"costs_{name.replace(' ', '_')}.json"
+        path.write_text(json.dumps({"costs": costs, "each": steps.each()}))
+
+
+def device_allocations() -> int:
+    """Return how often torch has asked the device for memory: slow, and rare once warm."""
+    return torch.cuda.memory_stats()["num_device_alloc"] if IS_GPU else 0
 
 
 # -- memory -----------------------------------------------------------------------------------
@@ -248,14 +272,12 @@ def forecast(name: str, runner: GraphRunner, args: argparse.Namespace) -> None:
     forecast_s = perf_counter() - start
     meter = MemoryMeter(runner)
     sizes = sorted({key.num_tokens for key in runner.registry}, reverse=True)
-    taken, driver, count = [], [], 0
+    taken, count = [], 0
     for size in sizes:
         report = runner.capture([key for key in runner.registry if key.num_tokens == size])
         count += report.num_graphs
         taken.append(meter.pool_bytes())
-        if args.dump:
-            driver.append(meter.driver_bytes())
-    driver.append(meter.driver_bytes())
+    driver = meter.driver_bytes()
     emit(
         BENCH,
         f"{name}: forecast over what graphs take",
@@ -268,7 +290,8 @@ def forecast(name: str, runner: GraphRunner, args: argparse.Namespace) -> None:
         forecast_bytes=told.high_bytes,
         expected_bytes=told.expected_bytes,
         low_bytes=told.low_bytes,
-        driver_bytes=driver[-1],
+        driver_bytes=driver,
+        driver_told=[told.driver_bytes, told.driver_high_bytes],
         graphs=count,
         sizes=len(sizes),
         forecast_s=round(forecast_s, 1),

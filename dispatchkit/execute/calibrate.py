@@ -355,9 +355,11 @@ def _source(
 ) -> str:
     info = ", ".join(f"{key} {value}" for key, value in runner.backend.device_info().items())
     worst = max(time.spread for time in times.values())
-    clock = "device" if runner.backend.capabilities.device_timing else "host, not a device's"
+    clock = {"queued": "timing events", "waited": "host clock, each step to its end"}[pace]
+    if not runner.backend.capabilities.device_timing:
+        clock = "host clock, of no device"
     text = (
-        f"Backend {runner.backend.name}: {info}. Steps {pace}, {clock} time; medians of "
+        f"Backend {runner.backend.name}: {info}. Steps {pace} ({clock}); medians of "
         f"{samples}, whose middle half lies within {worst:.1%} at worst."
     )
     if graphs.failed:

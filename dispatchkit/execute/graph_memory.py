@@ -159,7 +159,13 @@ class MemoryMeter:
         self._runner = runner
         self._device = torch.device(runner.backend.torch_device)
         self._pool = runner.num_bytes
+        self._held = self._in_use()
         self._outside = self._outside_torch()
+
+    def _in_use(self) -> int:
+        if self._device.type != "cuda":
+            return self._runner.num_bytes
+        return torch.cuda.memory_allocated(self._device)
 
     def _outside_torch(self) -> int:
         if self._device.type != "cuda":
@@ -172,6 +178,13 @@ class MemoryMeter:
         """Return what torch reserved for the graphs: their pool, and the outputs they share."""
         return self._runner.num_bytes - self._pool
 
+    def held_bytes(self) -> int:
+        """Return what of torch's memory the graphs keep in use while none runs.
+
+        Whatever else allocates meanwhile counts too.
+        """
+        return max(0, self._in_use() - self._held)
+
     def driver_bytes(self) -> int:
         """Return what the driver took besides, of the whole device: others' share too."""
         return max(0, self._outside_torch() - self._outside)
@@ -180,7 +193,7 @@ class MemoryMeter:
 def forecast_graph_memory(
     step: Any,
     *,
-    samples: int = 4,
+    samples: int = 6,
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> MemoryForecast:
@@ -224,7 +237,8 @@ def forecast_graph_memory(
                         f"{key} could not be captured ({why}), so that its memory is not known.",
                         key=str(key),
                     )
-                taken.append(MemorySample(size, meter.pool_bytes()))
+                pool, held = meter.pool_bytes(), meter.held_bytes()
+                taken.append(MemorySample(size, pool, held, meter.driver_bytes()))
         finally:
             runner.clear()
     if progress is not None:

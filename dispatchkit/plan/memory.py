@@ -1,13 +1,17 @@
 """Forecast what a set of graphs will take in memory, from a few that were captured.
 
-Graphs of one lane share one pool: the largest graph, captured first, sizes it, and each
-smaller one adds only what cannot be shared. So the forecast is the measured first graph plus
-an increment for each other size. Increments are taken to be larger for larger sizes: between
-two measured sizes the increment lies between theirs, at the smaller end at least, at the
-larger end at most. What a pool reserves moves in whole segments, so one measured increment may
-hold a segment that the next graph uses too; that too is inside the bar.
+Graphs of one lane share one pool. What a graph only works with, others use again: the pool
+grows when a graph needs more at once than any before it, which the largest does, captured
+first, and now and then a small one that picks another kernel. What a graph keeps to itself
+(tensors that outlive its capture) each adds anew. So the forecast is what the pool holds after
+the captured ones, plus what each other size will keep: between two measured sizes the amount
+lies between theirs, at the smaller end at least, at the larger end at most.
 
-``high_bytes`` is what to keep free: under those assumptions the graphs never take more.
+Without ``held_bytes`` nothing tells the two apart, and all growth counts as kept: safe, and far
+too much where a pool has grown once for all.
+
+``high_bytes`` is what to keep free. It is never too low as long as no size that was left out
+needs more at once than those captured; capture more of them where that is in doubt.
 """
 
 from __future__ import annotations
@@ -28,15 +32,19 @@ SEGMENT_BYTES = 2 * 1024 * 1024
 
 @attrs.frozen
 class MemorySample:
-    """Memory of a pool after one more graph was captured into it.
+    """Memory after one more graph was captured, since before the first.
 
     Attributes:
         size: Capture size of that graph.
-        reserved_bytes: What the pool and the driver hold since before the first capture.
+        reserved_bytes: What the pool holds, in whole segments.
+        held_bytes: Of that, what is in use while no graph runs; None where not known.
+        driver_bytes: What the driver took besides.
     """
 
     size: int
     reserved_bytes: int
+    held_bytes: int | None = None
+    driver_bytes: int = 0
 
 
 @attrs.frozen
@@ -44,16 +52,21 @@ class MemoryForecast:
     """What a set of graphs will take.
 
     Attributes:
-        expected_bytes: Best estimate.
+        expected_bytes: Best estimate for the pool.
         low_bytes: Least that the samples allow.
         high_bytes: Most that the samples allow; keep this much free.
         per_graph_bytes: Expected increment of each size but the largest.
+        driver_bytes: What the driver will take besides the pool, in proportion to the samples.
+        driver_high_bytes: The most it is, since it grows in whole blocks: wide where the
+            samples took few of them.
     """
 
     expected_bytes: int
     low_bytes: int
     high_bytes: int
     per_graph_bytes: tuple[tuple[int, int], ...]
+    driver_bytes: int = 0
+    driver_high_bytes: int = 0
 
 
 def forecast_memory(
@@ -66,10 +79,10 @@ def forecast_memory(
 
     Args:
         samples: Captured in this order, largest size first; the first one must be the
-            largest of ``sizes``. Two or three more, spread over the sizes and with the
-            smallest among them, make the bar narrow.
+            largest of ``sizes``. Four or five more, spread over the sizes and with the
+            smallest among them, find most of what makes a pool grow.
         sizes: All sizes that will be captured.
-        segment_bytes: Step in which the pool grows.
+        segment_bytes: Step in which the pool and the driver grow.
 
     Raises:
         ConfigError: Fewer than two samples, not largest first, memory that shrinks, or a
@@ -77,6 +90,45 @@ def forecast_memory(
     """
     taken = list(samples)
     wanted = sorted({check_count(size, "size") for size in sizes}, reverse=True)
+    _check(taken, wanted)
+    pairs = list(itertools.pairwise(taken))
+    grown = {after.size: after.reserved_bytes - before.reserved_bytes for before, after in pairs}
+    knows_held = all(sample.held_bytes is not None for sample in taken)
+    kept = dict(grown)
+    if knows_held:
+        kept = {b.size: max(0, (b.held_bytes or 0) - (a.held_bytes or 0)) for a, b in pairs}
+    increments = sorted(kept.items())
+    first, last = taken[0].reserved_bytes, taken[-1].reserved_bytes
+    expected = low = high = float(last)
+    if any(size not in wanted for size in grown):
+        low = float(first)  # the samples hold what the graphs will not
+    per_graph, is_guessed = [], False
+    for size in wanted[1:]:
+        if size in grown:
+            per_graph.append((size, grown[size]))
+            continue
+        below, guess, above = _between(increments, size)
+        is_guessed = True
+        expected, low, high = expected + guess, low + below, high + above
+        per_graph.append((size, round(guess)))
+    if is_guessed:
+        # A segment reserved for one graph may serve the next, or the next may need a new one.
+        low = max(float(last if low >= last else first), low - segment_bytes)
+        if not knows_held or any(grown.values()) or any(kept.values()):
+            high += segment_bytes
+    share = len(wanted) / len(taken)
+    driver = taken[-1].driver_bytes
+    return MemoryForecast(
+        round(expected),
+        round(low),
+        round(high),
+        tuple(per_graph),
+        round(driver * share),
+        round((driver + segment_bytes) * share) if is_guessed else driver,
+    )
+
+
+def _check(taken: Sequence[MemorySample], wanted: Sequence[int]) -> None:
     if len(taken) < 2:
         raise ConfigError("samples", len(taken), "at least 2 captured sizes")
     if any(a.size <= b.size for a, b in itertools.pairwise(taken)):
@@ -93,34 +145,6 @@ def forecast_memory(
             taken[0].size,
             f"first of all the largest size to forecast ({wanted[0] if wanted else 'none'})",
         )
-    increments = [
-        (after.size, after.reserved_bytes - before.reserved_bytes)
-        for before, after in itertools.pairwise(taken)
-    ]
-    increments.reverse()  # ascending in size
-    first = taken[0].reserved_bytes
-    expected = low = high = float(first)
-    per_graph = []
-    measured = dict(increments)
-    for size in wanted[1:]:
-        if size in measured:
-            below = guess = above = float(measured[size])
-        else:
-            below, guess, above = _between(increments, size)
-        expected, low, high = expected + guess, low + below, high + above
-        per_graph.append((size, round(guess)))
-    # A segment reserved for one graph may serve the next, or the next may need a new one.
-    if any(size not in measured for size in wanted[1:]):
-        high += segment_bytes
-        low = max(
-            float(taken[-1].reserved_bytes if _covers(wanted, taken) else first),
-            low - segment_bytes,
-        )
-    return MemoryForecast(round(expected), round(low), round(high), tuple(per_graph))
-
-
-def _covers(wanted: Sequence[int], taken: Sequence[MemorySample]) -> bool:
-    return {sample.size for sample in taken} <= set(wanted)
 
 
 def _between(increments: Sequence[tuple[int, int]], size: int) -> tuple[float, float, float]:
