@@ -8,7 +8,10 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 # Read by pytest-timeout where it is installed: seconds that one test may take.
 export PYTEST_TIMEOUT ?= 120
+# Processes that share the tests, a file each at a time; 0 runs them in one.
+WORKERS ?= 2
 PYTEST := $(VENV_PY) -m pytest
+SHARED := -n $(WORKERS) --dist loadfile
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -33,16 +36,16 @@ demo: $(READY) ## Replay a real trace through a small decoder (options: ARGS="--
 	@$(VENV_PY) -m dispatchkit demo $(ARGS)
 
 test: $(READY) ## Run all tests but the slow ones and those for a GPU
-	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) $(SHARED) -m "not slow and not gpu" $(ARGS)
 
 test-slow: export PYTEST_TIMEOUT := 900
 test-slow: $(READY) ## Run the slow tests: package builds, full vectors, many processes
-	$(PYTEST) -m "slow and not gpu" $(ARGS)
+	$(PYTEST) $(SHARED) -m "slow and not gpu" $(ARGS)
 
 nightly: export HYPOTHESIS_PROFILE := nightly
 nightly: export PYTEST_TIMEOUT := 7200
 nightly: $(READY) ## Run everything with 10,000 random examples for each property
-	$(PYTEST) -m "not gpu" $(ARGS)
+	$(PYTEST) $(SHARED) -m "not gpu" $(ARGS)
 
 check: lint types contracts ## Lint, formatting, types, import contracts (-k: all, even if one fails)
 
