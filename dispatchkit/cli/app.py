@@ -1,33 +1,47 @@
 """The application: its commands, and what becomes of errors.
 
-Every command is run by ``Commands.invoke``, those of plugins too, so that one place decides:
-an error that dispatchkit raises on purpose is one message on stderr and exit code 2; anything
-else keeps its traceback, since it is a defect of ours or of a plugin.
+Everything goes through ``run``, commands of plugins too, so that one place decides: what
+dispatchkit raises on purpose, and every mistake on the command line, is one message on stderr
+and exit code 2; anything else keeps its traceback, since it is a defect of ours or of a plugin.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from dispatchkit import __version__
+from dispatchkit.cli.benching import bench
+from dispatchkit.cli.calibrating import calibrate
+from dispatchkit.cli.configuring import config
 from dispatchkit.cli.demo import demo
 from dispatchkit.cli.doctor import doctor
 from dispatchkit.cli.explaining import explain_batch
 from dispatchkit.cli.listing import plugins, policies
+from dispatchkit.cli.options import COMMON
 from dispatchkit.cli.output import complain, load_installed_plugins
 from dispatchkit.cli.planning import plan
-from dispatchkit.errors import DispatchkitError
+from dispatchkit.cli.recording import record
+from dispatchkit.cli.reporting import report
+from dispatchkit.cli.simulating import simulate
+from dispatchkit.errors import DispatchkitError, UnknownNameError
 from dispatchkit.keys import CaptureSizeWarning
 
+BAD_INPUT = 2
 STOPPED = 130
 READER_GONE = 141
+
+# The classes that a wrong command line raises: click's, which newer typer brings along itself.
+UsageError: Any = typer.BadParameter.__mro__[1]
+ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 class Commands(TyperGroup):
@@ -42,10 +56,17 @@ class Commands(TyperGroup):
         """Find the command; only one that is not built in makes plugins load."""
         if args and args[0] not in self.commands:
             self._add_plugin_commands()
+            if args[0] not in self.commands and not args[0].startswith("-"):
+                raise UnknownNameError("command", args[0], self.commands)
         return super().resolve_command(ctx, args)
 
     def _add_plugin_commands(self) -> None:
-        for name, registered in load_installed_plugins().commands.items():
+        try:
+            found = load_installed_plugins().commands
+        except DispatchkitError as error:
+            complain(f"Commands of plugins are left out: {error}")  # the help is still needed
+            return
+        for name, registered in found.items():
             if name in self.commands:
                 if name not in self._added:
                     complain(
@@ -63,18 +84,14 @@ class Commands(TyperGroup):
         names: set[str] = self.__dict__.setdefault("_plugin_commands", set())
         return names
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run a command; turn what may be expected to go wrong into a line and a code."""
+    def invoke(self, ctx: Any) -> None:
+        """Run a command; turn what ends it from outside into a line and a code."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("always", category=CaptureSizeWarning)
                 warnings.showwarning = _show_warning
-                result = super().invoke(ctx)
+                super().invoke(ctx)
             sys.stdout.flush()
-        except DispatchkitError as error:
-            notes = getattr(error, "__notes__", [])
-            complain(" ".join([str(error), *notes]))
-            raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             complain("Stopped.")
             raise typer.Exit(STOPPED) from error
@@ -82,7 +99,19 @@ class Commands(TyperGroup):
             # Python flushes stdout once more on exit, and would complain about it again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(READER_GONE) from error
-        return result
+
+
+class Group(TyperGroup):
+    """A command that has commands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command."""
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            raise UnknownNameError("command", f"{ctx.info_name} {args[0]}", self._whole(ctx))
+        return super().resolve_command(ctx, args)
+
+    def _whole(self, ctx: Any) -> list[str]:
+        return [f"{ctx.info_name} {name}" for name in self.commands]
 
 
 def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
@@ -92,12 +121,12 @@ def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
 
 app = typer.Typer(
     cls=Commands,
-    no_args_is_help=True,
     help="Decide which captured CUDA graph serves a batch, and see why.",
-    epilog="Exit codes: 0 done, 1 done and found wanting, 2 bad input.",
+    epilog="Exit codes: 0 done, 1 done and found wanting, 2 bad input, 130 stopped by Ctrl-C.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    invoke_without_command=True,
 )
 
 
@@ -109,6 +138,21 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _top(
+    ctx: typer.Context,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Read settings from this TOML file, rather than the nearest pyproject.toml.",
+        ),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="Give any setting; see `dispatchkit config show`."
+        ),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option(
@@ -116,7 +160,12 @@ def _top(
         ),
     ] = False,
 ) -> None:
-    pass
+    COMMON.config_file, COMMON.sets = config_file, tuple(sets or ())
+    if ctx.invoked_subcommand is None:
+        with contextlib.redirect_stdout(sys.stderr):
+            text = ctx.get_help()
+        complain(text or "Name one of these commands.")
+        raise typer.Exit(BAD_INPUT)
 
 
 app.command("demo")(demo)
@@ -124,7 +173,13 @@ app.command("policies")(policies)
 app.command("plugins")(plugins)
 app.command("explain")(explain_batch)
 app.command("plan")(plan)
+app.command("simulate")(simulate)
+app.command("calibrate")(calibrate)
+app.command("record", context_settings={"ignore_unknown_options": True})(record)
+app.command("bench")(bench)
+app.command("report")(report)
 app.command("doctor")(doctor)
+app.add_typer(config, name="config", cls=Group)
 
 
 def run(args: Sequence[str] | None = None) -> int:
@@ -133,12 +188,44 @@ def run(args: Sequence[str] | None = None) -> int:
     Args:
         args: Words after the program's name; those of the process by default.
     """
+    COMMON.config_file, COMMON.sets = None, ()
     # Not app(): that would install typer's own hook for unexpected exceptions.
     command = typer.main.get_command(app)
     try:
-        command(args=None if args is None else list(args), prog_name="dispatchkit")
-    except SystemExit as done:
-        return done.code if isinstance(done.code, int) else int(done.code is not None)
+        code = command.main(
+            args=None if args is None else list(args),
+            prog_name="dispatchkit",
+            standalone_mode=False,
+        )
+    except DispatchkitError as error:
+        _refuse(error)
+        return BAD_INPUT
+    except ClickException as error:
+        _refuse(_as_ours(error))
+        return BAD_INPUT
+    except typer.Abort:
+        complain("Stopped.")
+        return STOPPED
     except KeyboardInterrupt:
         return STOPPED
-    return 0
+    except SystemExit as done:  # from completion, and from commands of plugins
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    return code if isinstance(code, int) else 0
+
+
+def _refuse(error: Exception) -> None:
+    """Print an error and its notes as one line."""
+    complain(" ".join([str(error), *getattr(error, "__notes__", [])]))
+
+
+def _as_ours(error: Any) -> Exception:
+    """Return a mistake on the command line in the words of the rest of dispatchkit."""
+    ctx = getattr(error, "ctx", None)
+    if ctx is not None and type(error).__name__ == "NoSuchOption":
+        flags = {flag for one in ctx.command.get_params(ctx) for flag in one.opts}
+        known = [flag for flag in flags if flag.startswith("-")]
+        return UnknownNameError("option", error.option_name, known)
+    text = " ".join(error.format_message().split()).removesuffix(".")
+    hint = f" Next: {ctx.command_path} --help." if ctx is not None else ""
+    made: Exception = UsageError(f"{text}.{hint}")
+    return made

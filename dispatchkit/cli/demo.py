@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, RenderableType
 from rich.padding import Padding
-from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
+from dispatchkit.cli.options import BackendOption, PolicyOption, SizesOption, settings_of
 from dispatchkit.cli.output import (
     JsonOption,
     console,
     load_installed_plugins,
     mention_problems,
     print_json,
+    progress,
     table,
 )
 from dispatchkit.demo.traffic import DEFAULT_STEPS
 from dispatchkit.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
-    from dispatchkit.demo.replay import Progress as Tell
     from dispatchkit.demo.report import DemoReport
 
 MIB = 2**20
@@ -35,23 +33,18 @@ MAX_SHOWN = 3  # of failed captures and of steps that differ
 
 
 def demo(
-    policy: Annotated[str, typer.Option(help="The policy that decides.")] = "vllm",
+    policy: PolicyOption = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A step trace; by default an excerpt of a real one."),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Most steps to run.")] = DEFAULT_STEPS,
-    sizes: Annotated[
-        str | None,
-        typer.Option(metavar="A,B,...", help="Capture sizes; by default the usual ones."),
-    ] = None,
-    device: Annotated[
-        str,
         typer.Option(
-            metavar="DEVICE",
-            help="auto, cuda, cuda:1, ... or tape (also cpu), the stand-in on a CPU.",
+            "--trace", metavar="FILE", help="A step trace; by default an excerpt of a real one."
         ),
-    ] = "auto",
+    ] = None,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", help="Most steps to run.")
+    ] = DEFAULT_STEPS,
+    sizes: SizesOption = None,
+    device: BackendOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Replay a real trace through a small decoder, eager and dispatched, and compare.
@@ -69,10 +62,17 @@ def demo(
             f"The demo runs a model, and {error.name} is not installed. "
             "Next: pip install 'dispatchkit[torch]'."
         ) from error
-    options = DemoOptions(policy=policy, trace=trace, steps=steps, sizes=sizes, device=device)
-    plugins = load_installed_plugins()
+    settings = settings_of({"policy": policy, "capture_sizes": sizes, "backend": device})
+    options = DemoOptions(
+        policy=settings["policy"],
+        trace=trace,
+        steps=steps,
+        sizes=settings["capture_sizes"],
+        device=settings["backend"],
+    )
+    plugins = load_installed_plugins(settings)
     mention_problems(plugins)
-    with _progress() as tell:
+    with progress() as tell:
         report = run_demo(options, plugins=plugins, progress=tell)
     if as_json:
         print_json(report.to_dict())
@@ -80,22 +80,6 @@ def demo(
         show(report, console())
     if not report.comparison.is_equal:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _progress() -> Iterator[Tell]:
-    """Show a bar on standard error while it is a terminal; it is gone afterwards."""
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def tell(doing: str, done: int, total: int) -> None:
-            if doing not in tasks:
-                tasks[doing] = bars.add_task(doing)
-            bars.update(tasks[doing], completed=done, total=total)
-
-        yield tell
 
 
 def show(report: DemoReport, out: Console) -> None:

@@ -15,8 +15,10 @@ import attrs
 import typer
 
 from dispatchkit import __version__
+from dispatchkit.cli.options import settings_of
 from dispatchkit.cli.output import JsonOption, console, load_installed_plugins, print_json
 from dispatchkit.errors import DispatchkitError
+from dispatchkit.settings import Settings
 
 if TYPE_CHECKING:
     from dispatchkit.backends.base import GraphBackend
@@ -58,7 +60,17 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Exit code 1 if anything is broken; slow is not broken.
     """
-    findings = list(examine(load_installed_plugins(), os.environ))
+    findings = []
+    try:
+        plugins = load_installed_plugins()
+        settings_of().dispatch_config()
+    except DispatchkitError as error:
+        text = " ".join([str(error), *getattr(error, "__notes__", [])])
+        findings.append(
+            Finding(Level.PROBLEM, "settings", text, "see `dispatchkit config show`; correct it.")
+        )
+        plugins = load_installed_plugins(Settings())  # the rest is looked at all the same
+    findings += examine(plugins, os.environ)
     if as_json:
         print_json(
             {

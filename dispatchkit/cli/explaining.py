@@ -1,82 +1,177 @@
-"""``explain``: what would happen to one batch, and why. Needs no torch and no device."""
+"""``explain``: what would happen to a batch, or to a whole trace, and why. Needs no device."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from dispatchkit.cli.options import (
+    CostModelOption,
+    MaxLorasOption,
+    MaxNumSeqsOption,
+    MaxNumTokensOption,
+    ModeOption,
+    PolicyOption,
+    QueryLensOption,
+    SizesOption,
+    settings_of,
+)
 from dispatchkit.cli.output import (
     JsonOption,
     console,
     load_installed_plugins,
     mention_problems,
     print_json,
+    progress,
     short_origin,
     table,
 )
 from dispatchkit.dispatch import Dispatcher, Explanation, explain
-from dispatchkit.keys import DispatchConfig, RuntimeMode
+from dispatchkit.errors import ConfigError
+from dispatchkit.keys import CaptureSizeWarning, RuntimeMode
+
+if TYPE_CHECKING:
+    from dispatchkit.keys import DispatchConfig
+    from dispatchkit.observe.trace import StepTrace
+    from dispatchkit.plan.costs import CostModel
+    from dispatchkit.report import Account, AccountedDecision
+    from dispatchkit.settings import Settings
+
+MAX_SHOWN = 15
 
 
 def explain_batch(
-    num_tokens: Annotated[int, typer.Argument(metavar="N", help="Tokens of the batch.")],
-    num_reqs: Annotated[int, typer.Option(help="Requests of the batch; 0: not known.")] = 0,
+    num_tokens: Annotated[
+        int | None,
+        typer.Argument(metavar="N", help="Tokens of the batch.", show_default=False),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Explain a whole trace instead."),
+    ] = None,
+    num_reqs: Annotated[
+        int, typer.Option("--num-reqs", metavar="N", help="Requests of the batch; 0: not known.")
+    ] = 0,
     uniform: Annotated[
         bool, typer.Option("--uniform", help="A uniform decode batch, rather than a mixed one.")
     ] = False,
-    loras: Annotated[int, typer.Option(help="Adapters in use.")] = 0,
+    loras: Annotated[int, typer.Option("--loras", metavar="N", help="Adapters in use.")] = 0,
     ceiling: Annotated[
-        str, typer.Option(metavar="MODE", help="Highest mode allowed: NONE, PIECEWISE or FULL.")
+        str,
+        typer.Option(
+            "--ceiling", metavar="MODE", help="Highest mode allowed: NONE, PIECEWISE or FULL."
+        ),
     ] = "FULL",
-    policy: Annotated[str, typer.Option(help="The policy that decides.")] = "vllm",
-    sizes: Annotated[
-        str | None,
-        typer.Option(metavar="A,B,...", help="Capture sizes; by default derived from the limit."),
-    ] = None,
-    max_num_tokens: Annotated[
-        int | None, typer.Option(help="Largest batch in tokens; by default the largest size.")
-    ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Most requests of a batch.")] = None,
-    query_len: Annotated[int, typer.Option(help="Tokens per request when uniform.")] = 1,
-    max_loras: Annotated[int | None, typer.Option(help="Most adapters at once.")] = None,
-    mode: Annotated[
-        str, typer.Option(help="Configured mode, as vLLM's cudagraph mode.")
-    ] = "FULL_AND_PIECEWISE",
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show every decision of a trace, not the costliest.")
+    ] = False,
+    policy: PolicyOption = None,
+    sizes: SizesOption = None,
+    mode: ModeOption = None,
+    max_num_tokens: MaxNumTokensOption = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    query_lens: QueryLensOption = None,
+    max_loras: MaxLorasOption = None,
+    cost_model: CostModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say which graph a batch would get, by which policy, and what was near.
+    """Say which graph a batch would get, by which policy, why, and what it costs.
 
     Every graph that the policy declares is taken as captured.
 
     Example: dispatchkit explain 13 --num-reqs 13 --uniform
+
+    Example: dispatchkit explain --trace trace.csv.gz --policy vllm
     """
-    given: dict[str, Any] = {
-        "capture_sizes": sizes,
-        "max_num_tokens": max_num_tokens,
-        "max_num_seqs": max_num_seqs,
-        "query_lens": query_len,
-        "max_loras": loras if max_loras is None else max_loras,
-    }
-    config = DispatchConfig(
-        mode=mode, **{name: value for name, value in given.items() if value is not None}
-    )
+    if (num_tokens is None) == (trace is None):
+        raise ConfigError(
+            "N",
+            num_tokens,
+            "given, or --trace FILE, and not both",
+            "Next: dispatchkit explain --help.",
+        )
     highest = RuntimeMode.parse(ceiling)
-    plugins = load_installed_plugins()
-    mention_problems(plugins)
-    rule = plugins.create_policy(policy)
-    origin = short_origin(plugins.get_policy(policy).origin)
-    dispatcher = Dispatcher(rule, config, lazy=True, origin=origin)
-    answer = explain(dispatcher, num_tokens, num_reqs, int(uniform), loras, int(highest))
+    settings = settings_of(
+        {
+            "policy": policy,
+            "capture_sizes": sizes,
+            "mode": mode,
+            "max_num_tokens": max_num_tokens,
+            "max_num_seqs": max_num_seqs,
+            "query_lens": query_lens,
+            "max_loras": max_loras,
+            "cost_model": cost_model,
+        }
+    )
+    from dispatchkit.plan.costs import load_cost_model
+
+    model = load_cost_model(settings["cost_model"])
+    if trace is not None:
+        facts = {"--num-reqs": num_reqs, "--uniform": uniform, "--loras": loras}
+        for flag, value in facts.items():
+            if value:
+                raise ConfigError(flag, value, "left out beside --trace, which has its own")
+        if highest is not RuntimeMode.FULL:
+            raise ConfigError("--ceiling", ceiling, "left out beside --trace")
+        account = account_of(trace, settings, model)
+        if as_json:
+            print_json(account_as_dict(account))
+        else:
+            show_account(account, console(), None if show_all else MAX_SHOWN)
+        return
+    dispatcher = dispatcher_of(settings, settings.dispatch_config(max_loras=loras))
+    answer = explain(dispatcher, num_tokens or 0, num_reqs, int(uniform), loras, int(highest))
     if as_json:
-        print_json(explanation_as_dict(answer))
+        print_json({**explanation_as_dict(answer), "cost": cost_as_dict(answer, model)})
     else:
-        show(answer, console())
+        show(answer, console(), model)
 
 
-def show(answer: Explanation, out: Console) -> None:
+def dispatcher_of(settings: Settings, config: DispatchConfig) -> Dispatcher:
+    """Return a dispatcher of the chosen policy, every declared graph taken as captured."""
+    plugins = load_installed_plugins(settings)
+    mention_problems(plugins)
+    name = settings["policy"]
+    rule = plugins.create_policy(name, **settings["policy_options"])
+    origin = short_origin(plugins.get_policy(name).origin)
+    return Dispatcher(rule, config, lazy=True, origin=origin)
+
+
+def account_of(trace: Path, settings: Settings, model: CostModel) -> Account:
+    """Read a trace and run it through the chosen policy, with a progress bar."""
+    from dispatchkit.observe.trace import read_trace
+    from dispatchkit.report import account_for
+
+    rows = read_trace(trace)
+    dispatcher = dispatcher_of(settings, config_for(rows, settings))
+    with progress() as tell:
+        return account_for(rows, dispatcher, model, tell=tell)
+
+
+def config_for(rows: StepTrace, settings: Settings) -> DispatchConfig:
+    """Return the configuration of the settings; what nobody gave fits the trace."""
+    from dispatchkit.plan import trace_config
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureSizeWarning)  # the one below says it
+        fitting = trace_config(rows, sizes=settings["capture_sizes"])
+    return settings.dispatch_config(
+        max_num_tokens=fitting.max_num_tokens,
+        max_num_seqs=fitting.max_num_seqs,
+        query_lens=fitting.query_lens,
+        max_loras=fitting.max_loras,
+    )
+
+
+# -- one batch ----------------------------------------------------------------------------
+
+
+def show(answer: Explanation, out: Console, model: CostModel) -> None:
     """Print an explanation, readable at 80 columns."""
     batch, decision = answer.batch, answer.decision
     facts = [f"{batch.num_tokens} tokens"]
@@ -88,7 +183,11 @@ def show(answer: Explanation, out: Console) -> None:
     allowed = ", ".join(mode.name for mode in sorted(batch.allowed_modes))
     out.print(Text(f"Batch    {', '.join(facts)}; allowed: {allowed}"))
     out.print(Text(f"Runs as  {decision}", style="bold"))
+    out.print(Text(f"Because  {answer.because}"))
+    if answer.nearest:
+        out.print(Text(f"Nearest  {answer.nearest}"))
     out.print(Text(f"Padding  {decision.padding} tokens"))
+    out.print(Text(f"Cost     {_cost_line(answer, model)}"))
     out.print(Text(f"Policy   {answer.policy}"))
     if not answer.candidates:
         out.print("No graph is large enough for it.")
@@ -103,6 +202,30 @@ def show(answer: Explanation, out: Console) -> None:
     ]
     out.print()
     out.print(table(["Graphs that could serve it", "Padding", "Verdict"], rows, right=[1]))
+
+
+def _cost_line(answer: Explanation, model: CostModel) -> str:
+    cost = cost_as_dict(answer, model)
+    text = f"{cost['step_us']:,.0f} µs; eager {cost['eager_us']:,.0f} µs"
+    if cost["lost_us"]:
+        text += f"; {cost['lost_us']:,.0f} µs more than a graph of its size"
+    measured = "" if cost["measured"] else ", beyond what it measured"
+    return f"{text} ({model.name}{measured})"
+
+
+def cost_as_dict(answer: Explanation, model: CostModel) -> dict[str, Any]:
+    """Return what a step costs by a cost model, in microseconds."""
+    decision, size = answer.decision, answer.batch.num_tokens
+    captured = None if decision.key is None else decision.key.num_tokens
+    us = model.step_us(size, captured, piecewise=decision.mode is RuntimeMode.PIECEWISE)
+    exact = model.step_us(size, size, piecewise=decision.mode is RuntimeMode.PIECEWISE)
+    return {
+        "model": model.name,
+        "step_us": us if size else 0.0,
+        "eager_us": model.eager_us(size) if size else 0.0,
+        "lost_us": max(0.0, us - exact) if size else 0.0,
+        "measured": model.covers(max(size, captured or 0)),
+    }
 
 
 def explanation_as_dict(answer: Explanation) -> dict[str, Any]:
@@ -124,6 +247,8 @@ def explanation_as_dict(answer: Explanation) -> dict[str, Any]:
             "padded_num_tokens": decision.padded_num_tokens,
             "padding": decision.padding,
         },
+        "because": answer.because,
+        "nearest": answer.nearest or None,
         "policy": answer.policy,
         "candidates": [
             {
@@ -133,5 +258,89 @@ def explanation_as_dict(answer: Explanation) -> dict[str, Any]:
                 "padding": each.padding,
             }
             for each in answer.candidates
+        ],
+    }
+
+
+# -- a whole trace ------------------------------------------------------------------------
+
+
+def show_account(account: Account, out: Console, limit: int | None) -> None:
+    """Print what became of a trace, readable at 80 columns."""
+    speed = account.eager_time_s / account.time_s if account.time_s else 1.0
+    out.print(Text(f"Trace    {account.source}, {account.num_steps:,} steps"))
+    out.print(Text(f"Policy   {account.policy}, {account.num_graphs} graphs"))
+    out.print(
+        Text(
+            f"Cost     {account.time_s:.4g} s, {speed:.2f} times as fast as eager; padding "
+            f"{account.waste_pct:.2f}% ({account.cost_model})"
+        )
+    )
+    rows, reasons = [], {}
+    for (mode, reason), group in account.by(
+        lambda one: (one.decision.mode.name, str(one.decision.reason))
+    ).items():
+        steps = sum(one.steps for one in group)
+        runs_as = "eager" if mode == "NONE" else mode
+        seconds = sum(one.total_us for one in group) / 1e6
+        lost = sum(one.lost_us for one in group) / 1e6
+        rows.append([runs_as, reason, f"{steps:,}", f"{seconds:.3f}", f"{lost:.3f}"])
+        reasons[reason] = account.explain(group[0]).because
+    out.print()
+    columns = ["Runs as", "Reason", "Steps", "Seconds", "Lost (s)"]
+    out.print(table(columns, rows, right=[2, 3, 4]))
+    out.print()
+    for reason, because in reasons.items():
+        out.print(Text(f"{reason}: {because}"))
+    shown = account.decisions[:limit]
+    title = "Every decision" if len(shown) == len(account.decisions) else "Costliest decisions"
+    out.print(Text(f"\n{title} (lost: above a graph of exactly its size)", style="bold"))
+    cells = [_decision_cells(account, one) for one in shown]
+    columns = ["Tokens", "Steps", "Runs as", "Pad", "ms", "Lost ms", "Nearest graph"]
+    out.print(table(columns, cells, right=[0, 1, 3, 4, 5]))
+    if len(shown) < len(account.decisions):
+        rest = len(account.decisions) - len(shown)
+        out.print(Text(f"{rest:,} more; --all or --json has them."))
+
+
+def _decision_cells(account: Account, one: AccountedDecision) -> list[str]:
+    answer = account.explain(one)
+    runs_as = "eager" if one.bucket is None else f"{one.decision.mode} {one.bucket}"
+    return [
+        str(one.num_tokens),
+        f"{one.steps:,}",
+        runs_as,
+        str(one.decision.padding),
+        f"{one.total_us / 1e3:,.1f}",
+        f"{one.lost_us / 1e3:,.1f}",
+        answer.nearest or "-",
+    ]
+
+
+def account_as_dict(account: Account) -> dict[str, Any]:
+    """Return a trace's decisions as plain values, ready for JSON."""
+    return {
+        "trace": account.source,
+        "policy": account.policy,
+        "steps": account.num_steps,
+        "modes": account.modes(),
+        "misses": account.misses(),
+        "graphs": account.num_graphs,
+        "waste_pct": round(account.waste_pct, 4),
+        "cost_model": account.cost_model,
+        "time_s": account.time_s,
+        "eager_time_s": account.eager_time_s,
+        "decisions": [
+            {
+                **explanation_as_dict(account.explain(one)),
+                "steps": one.steps,
+                "cost": {
+                    "step_us": one.step_us,
+                    "eager_us": one.eager_us,
+                    "lost_us": one.lost_us / one.steps,
+                    "measured": one.num_tokens <= account.covered_to,
+                },
+            }
+            for one in account.decisions
         ],
     }

@@ -6,16 +6,21 @@ import functools
 import json
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
     from dispatchkit.plugins import Origin, PluginSet
+    from dispatchkit.settings import Settings
+
+Tell = Callable[[str, int, int], None]
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")
@@ -62,16 +67,56 @@ def table(
     return made
 
 
+def load_installed_plugins(settings: Settings | None = None) -> PluginSet:
+    """Load the installed plugins that the settings allow, once.
+
+    Args:
+        settings: Where ``plugins`` and ``disable`` are; read if not given.
+
+    Raises:
+        ConfigError: The settings cannot be used.
+    """
+    if settings is None:
+        from dispatchkit.cli.options import settings_of
+
+        settings = settings_of()
+    return _load(settings["plugins"], settings["disable"])
+
+
 @functools.cache
-def load_installed_plugins() -> PluginSet:
-    """Load the installed plugins, once; say on standard error if any was left out."""
+def _load(allow: tuple[str, ...] | None, block: tuple[str, ...]) -> PluginSet:
     from dispatchkit.plugins import load_plugins
 
     # The command line reports problems itself, in one line or in full (`plugins`).
     log = logging.getLogger("dispatchkit.plugins")
     log.addHandler(logging.NullHandler())
     log.propagate = False
-    return load_plugins()
+    return load_plugins(allow=allow, block=block or None)
+
+
+def forget_plugins() -> None:
+    """Load plugins anew the next time."""
+    _load.cache_clear()
+
+
+@contextmanager
+def progress() -> Iterator[Tell]:
+    """Show a bar on standard error while it is a terminal; it is gone afterwards.
+
+    Yields:
+        To be called with what is being done, how much is done, and of how much.
+    """
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def tell(doing: str, done: int, total: int) -> None:
+            if doing not in tasks:
+                tasks[doing] = bars.add_task(doing)
+            bars.update(tasks[doing], completed=done, total=total)
+
+        yield tell
 
 
 def short_origin(origin: Origin) -> str:

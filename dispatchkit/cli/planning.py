@@ -32,41 +32,78 @@ def plan(
             help="A step trace, a histogram of sizes, or a log with vLLM's cudagraph statistics.",
         ),
     ],
-    graphs: Annotated[int | None, typer.Option(help="How many graphs may be captured.")] = None,
+    graphs: Annotated[
+        int | None, typer.Option("--graphs", metavar="N", help="How many graphs may be captured.")
+    ] = None,
     memory_bytes: Annotated[
-        float | None, typer.Option(help="How much memory they may take; instead of --graphs.")
+        float | None,
+        typer.Option(
+            "--memory-bytes",
+            metavar="BYTES",
+            help="How much memory they may take; instead of --graphs.",
+        ),
     ] = None,
     capture_time_s: Annotated[
-        float | None, typer.Option(help="How long capturing may take; instead of --graphs.")
+        float | None,
+        typer.Option(
+            "--capture-time-s",
+            metavar="SECONDS",
+            help="How long capturing may take; instead of --graphs.",
+        ),
     ] = None,
     bytes_per_graph: Annotated[
-        float | None, typer.Option(help="Memory of one graph, for --memory-bytes.")
+        float | None,
+        typer.Option(
+            "--bytes-per-graph", metavar="BYTES", help="Memory of one graph, for --memory-bytes."
+        ),
     ] = None,
     capture_s_per_graph: Annotated[
-        float | None, typer.Option(help="Seconds for one graph, for --capture-time-s.")
+        float | None,
+        typer.Option(
+            "--capture-s-per-graph",
+            metavar="SECONDS",
+            help="Seconds for one graph, for --capture-time-s.",
+        ),
     ] = None,
     max_size: Annotated[
-        int, typer.Option(help="Largest size; always captured, counted among the graphs.")
+        int,
+        typer.Option(
+            "--max-size",
+            metavar="N",
+            help="Largest size; always captured, counted among the graphs.",
+        ),
     ] = 512,
     fit_on: Annotated[
-        FitOn, typer.Option(help="Plan on all steps, or on the first half and judge on the rest.")
+        FitOn,
+        typer.Option(
+            "--fit-on",
+            metavar="WHICH",
+            help="Plan on all steps, or on the first half and judge on the rest.",
+        ),
     ] = FitOn.ALL,
     keyed: Annotated[
         bool, typer.Option("--keyed", help="Plan uniform decode and mixed steps apart.")
     ] = False,
-    align: Annotated[int, typer.Option(help="Only multiples of so many tokens.")] = 1,
+    align: Annotated[
+        int, typer.Option("--align", metavar="N", help="Only multiples of so many tokens.")
+    ] = 1,
     cost_model: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Minimise time by this model, rather than padding."),
+        typer.Option(
+            "--cost-model", metavar="FILE", help="Minimise time by this model, rather than padding."
+        ),
     ] = None,
     engine: Annotated[
         str | None,
         typer.Option(
+            "--engine",
             metavar="ENGINE",
             help="Print settings to paste: dispatchkit, vllm, sglang, tensorrt-llm.",
         ),
     ] = None,
-    query_len: Annotated[int, typer.Option(help="Tokens per request in decode steps.")] = 1,
+    query_len: Annotated[
+        int, typer.Option("--query-len", metavar="N", help="Tokens per request in decode steps.")
+    ] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Find the capture sizes that fit a trace, and compare them with known lists.

@@ -69,7 +69,7 @@ class Explanation:
             return f"{near.key}: {near.why_not or 'ready, not preferred'}"
         short = self.batch.num_tokens - self.largest
         if short > 0:
-            return f"none declared; the largest is {short} tokens too small"
+            return f"a graph of {self.batch.num_tokens} tokens; the largest is {short} too small"
         return "none declared for this kind of batch"
 
     def __str__(self) -> str:

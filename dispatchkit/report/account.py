@@ -207,7 +207,8 @@ def account_for(
         tally = tallies.get(id(decision))
         if tally is None:
             captured = None if decision.key is None else decision.key.num_tokens
-            us = model.step_us(tokens, captured)
+            is_pieces = decision.mode is RuntimeMode.PIECEWISE
+            us = model.step_us(tokens, captured, piecewise=is_pieces)
             tally = tallies[id(decision)] = [decision, 0, (tokens, reqs, uniform, loras), us]
         tally[1] += 1
         part = bins[index * num_bins // len(rows)]

@@ -28,9 +28,9 @@ def _known_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm")
     monkeypatch.delenv("DISPATCHKIT_DISABLE", raising=False)
-    output.load_installed_plugins.cache_clear()
+    output.forget_plugins()
     yield
-    output.load_installed_plugins.cache_clear()
+    output.forget_plugins()
 
 
 @pytest.fixture
@@ -79,6 +79,6 @@ def plugins_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(
             plugins_module, "load_plugins", lambda **options: load(extra=objects.items(), **options)
         )
-        output.load_installed_plugins.cache_clear()
+        output.forget_plugins()
 
     return use

@@ -1,0 +1,110 @@
+"""``bench``: the benchmark scripts of a checkout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from dispatchkit.cli.output import JsonOption, complain, console, print_json, progress, table
+from dispatchkit.errors import BackendUnavailableError, UnknownNameError
+
+
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Which; all by default.", show_default=False),
+    ] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="List them, and run none.")] = False,
+    checkout: Annotated[
+        Path | None,
+        typer.Option("--checkout", metavar="FOLDER", help="Where bench/ lies."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the benchmarks of a checkout, each in a process of its own.
+
+    They print one JSON line for each result; --json gathers them. Exit code 1 if one fails.
+
+    Example: dispatchkit bench decision
+    """
+    scripts = find_scripts(checkout)
+    for name in names or ():
+        if name not in scripts:
+            raise UnknownNameError("benchmark", name, scripts)
+    chosen = list(dict.fromkeys(names or scripts))
+    if list_only:
+        _list({name: scripts[name] for name in chosen}, as_json)
+        return
+    results: list[dict[str, Any]] = []
+    failed = []
+    with progress() as tell:
+        for index, name in enumerate(chosen):
+            tell("benchmarks", index, len(chosen))
+            done = subprocess.run(
+                [sys.executable, str(scripts[name])],
+                stdout=subprocess.PIPE,
+                encoding="utf-8",
+                check=False,
+            )
+            lines = [_parsed(line) for line in done.stdout.splitlines() if line.strip()]
+            results += [{"benchmark": name, **line} for line in lines]
+            if not as_json:
+                console().print(Text(f"\n{name}", style="bold"))
+                print(done.stdout, end="")
+            if done.returncode:
+                failed.append(name)
+                complain(f"Benchmark {name!r} failed with exit code {done.returncode}.")
+    if as_json:
+        print_json({"ok": not failed, "failed": failed, "results": results})
+    if failed:
+        raise typer.Exit(1)
+
+
+def find_scripts(checkout: Path | None) -> dict[str, Path]:
+    """Return the benchmark scripts of a checkout, by name.
+
+    Raises:
+        BackendUnavailableError: There are none; an installed package has no benchmarks.
+    """
+    root = checkout or Path(__file__).resolve().parents[2]
+    folder = root / "bench"
+    scripts = {
+        path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")
+    }
+    if not scripts:
+        raise BackendUnavailableError(
+            f"There are no benchmarks in {folder}: they are scripts of a checkout, and not part of "
+            "an installed package. Next: clone the repository, then "
+            "`dispatchkit bench --checkout FOLDER`."
+        )
+    return scripts
+
+
+def _list(scripts: dict[str, Path], as_json: bool) -> None:
+    rows = {name: _summary(path) for name, path in scripts.items()}
+    if as_json:
+        print_json([{"benchmark": name, "summary": text} for name, text in rows.items()])
+    else:
+        console().print(table(["Benchmark", "What it measures"], list(rows.items())))
+
+
+def _summary(path: Path) -> str:
+    """Return the first line of a script's docstring, without running it."""
+    import ast
+
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {"text": line}
+    return value if isinstance(value, dict) else {"value": value}

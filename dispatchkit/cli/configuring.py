@@ -1,0 +1,79 @@
+"""``config show``: every setting, its value, and where that came from."""
+
+from __future__ import annotations
+
+import typer
+from rich.text import Text
+
+from dispatchkit.cli.options import (
+    BackendOption,
+    CostModelOption,
+    MaxLorasOption,
+    MaxNumSeqsOption,
+    MaxNumTokensOption,
+    ModeOption,
+    PolicyOption,
+    QueryLensOption,
+    SizesOption,
+    settings_of,
+)
+from dispatchkit.cli.output import JsonOption, console, print_json, table
+from dispatchkit.settings import Settings, shown
+
+config = typer.Typer(help="Settings: what holds, and where it came from.", no_args_is_help=False)
+
+
+@config.command("show")
+def show_config(
+    policy: PolicyOption = None,
+    sizes: SizesOption = None,
+    mode: ModeOption = None,
+    max_num_tokens: MaxNumTokensOption = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    query_lens: QueryLensOption = None,
+    max_loras: MaxLorasOption = None,
+    device: BackendOption = None,
+    cost_model: CostModelOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show every setting with its value and where that came from.
+
+    Settings are read from [tool.dispatchkit] of the nearest pyproject.toml, then from the
+    environment (DISPATCHKIT_POLICY, ...), then from the command line; the last one wins.
+
+    Example: dispatchkit --set lazy=true config show --policy vllm
+    """
+    settings = settings_of(
+        {
+            "policy": policy,
+            "capture_sizes": sizes,
+            "mode": mode,
+            "max_num_tokens": max_num_tokens,
+            "max_num_seqs": max_num_seqs,
+            "query_lens": query_lens,
+            "max_loras": max_loras,
+            "backend": device,
+            "cost_model": cost_model,
+        }
+    )
+    settings.dispatch_config()  # says here what contradicts what
+    if as_json:
+        file = None if settings.file is None else str(settings.file)
+        print_json({"file": file, "settings": settings.rows()})
+        return
+    out = console()
+    out.print(Text(f"File: {settings.file or 'no pyproject.toml with [tool.dispatchkit]'}\n"))
+    rows = []
+    for row in settings.rows():
+        value = row["derived"] if row["value"] is None else shown(row["value"])
+        rows.append([row["setting"], value, _short(row["source"], settings)])
+        rows += [
+            ["", f"overrides {shown(each['value'])}", _short(each["source"], settings)]
+            for each in row["overrides"]
+        ]
+    out.print(table(["Setting", "Value", "From"], rows))
+
+
+def _short(source: str, settings: Settings) -> str:
+    """Return a source without the path that the first line tells."""
+    return source.replace(f"{settings.file} ", "") if settings.file is not None else source

@@ -1,0 +1,152 @@
+"""Options that several commands share, and what becomes of them: settings.
+
+Every option is declared with its flag and metavar. Derived ones differ between releases of
+typer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+import typer
+
+from dispatchkit.cli.output import complain
+from dispatchkit.errors import ConfigError
+from dispatchkit.settings import SETTINGS, Settings, load_settings, shown
+
+__all__ = [
+    "COMMON",
+    "BackendOption",
+    "CostModelOption",
+    "MaxLorasOption",
+    "MaxNumSeqsOption",
+    "MaxNumTokensOption",
+    "ModeOption",
+    "PolicyOption",
+    "QueryLensOption",
+    "SizesOption",
+    "TraceArgument",
+    "settings_of",
+]
+
+
+@attrs.define
+class Common:
+    """What was given before the command.
+
+    Attributes:
+        config_file: The TOML file to read.
+        sets: ``NAME=VALUE`` pairs.
+    """
+
+    config_file: Path | None = None
+    sets: tuple[str, ...] = ()
+
+
+COMMON = Common()
+"""Of the command that runs; the application fills it."""
+
+
+def setting_option(name: str, *flags: str, metavar: str, autocompletion: Any = None) -> Any:
+    """Return the option of a setting; text, since the setting itself reads and checks it."""
+    setting = SETTINGS[name]
+    default = shown(setting.default).strip('"') if setting.default is not None else setting.derived
+    return typer.Option(
+        *flags,
+        metavar=metavar,
+        help=f"{setting.help.removesuffix('.')} (default: {default}).",
+        show_default=False,
+        autocompletion=autocompletion,
+        rich_help_panel="Settings",
+    )
+
+
+def complete_policies(incomplete: str) -> list[str]:
+    """Return the installed policies that begin so, for the shell."""
+    from dispatchkit.cli.output import load_installed_plugins
+
+    return [name for name in load_installed_plugins().policies if name.startswith(incomplete)]
+
+
+def complete_modes(incomplete: str) -> list[str]:
+    """Return the modes that begin so, for the shell."""
+    from dispatchkit.keys import CUDAGraphMode
+
+    return [name for name in CUDAGraphMode.__members__ if name.startswith(incomplete.upper())]
+
+
+def complete_cost_models(incomplete: str) -> list[str]:
+    """Return the built-in cost models that begin so, for the shell."""
+    from dispatchkit.plan.costs import BUILTIN_COST_MODELS
+
+    return [name for name in BUILTIN_COST_MODELS if name.startswith(incomplete)]
+
+
+PolicyOption = Annotated[
+    str | None,
+    setting_option("policy", "--policy", metavar="NAME", autocompletion=complete_policies),
+]
+ModeOption = Annotated[
+    str | None, setting_option("mode", "--mode", metavar="MODE", autocompletion=complete_modes)
+]
+SizesOption = Annotated[
+    str | None, setting_option("capture_sizes", "--sizes", "--capture-sizes", metavar="A,B,...")
+]
+MaxNumTokensOption = Annotated[
+    str | None, setting_option("max_num_tokens", "--max-num-tokens", metavar="N")
+]
+MaxNumSeqsOption = Annotated[
+    str | None, setting_option("max_num_seqs", "--max-num-seqs", metavar="N")
+]
+QueryLensOption = Annotated[
+    str | None, setting_option("query_lens", "--query-len", "--query-lens", metavar="A,B,...")
+]
+MaxLorasOption = Annotated[str | None, setting_option("max_loras", "--max-loras", metavar="N")]
+BackendOption = Annotated[
+    str | None, setting_option("backend", "--device", "--backend", metavar="DEVICE")
+]
+CostModelOption = Annotated[
+    str | None,
+    setting_option(
+        "cost_model", "--cost-model", metavar="NAME|FILE", autocompletion=complete_cost_models
+    ),
+]
+TraceArgument = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="A step trace: CSV or JSON lines, plain or gzip.")
+]
+
+_FLAGS = {
+    "capture_sizes": "--sizes",
+    "query_lens": "--query-len",
+    "backend": "--device",
+}
+
+
+def settings_of(given: Mapping[str, Any] | None = None) -> Settings:
+    """Return the settings of command line, environment and ``pyproject.toml``.
+
+    Args:
+        given: What options of the command gave, by setting; None: not given.
+
+    Raises:
+        ConfigError: A value cannot be used, or was given twice on the command line.
+    """
+    values = {name: value for name, value in (given or {}).items() if value is not None}
+    sources = {name: f"option {_FLAGS.get(name, '--' + name.replace('_', '-'))}" for name in values}
+    for pair in COMMON.sets:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError("--set", pair, "NAME=VALUE")
+        name = name.strip().replace("-", "_")
+        if name in values:
+            raise ConfigError(
+                name, value, "given once on the command line", f"It is also in {sources[name]}."
+            )
+        values[name], sources[name] = value, f"option --set {name}"
+    settings = load_settings(values, sources=sources, file=COMMON.config_file)
+    for sentence in settings.disagreements():
+        complain(f"Note: {sentence}")
+    return settings

@@ -1,0 +1,99 @@
+"""``report``: one HTML file to look at, of a trace, of simulations or of live statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from dispatchkit.cli.explaining import account_of
+from dispatchkit.cli.options import (
+    CostModelOption,
+    ModeOption,
+    PolicyOption,
+    SizesOption,
+    settings_of,
+)
+from dispatchkit.cli.output import JsonOption, console, print_json
+from dispatchkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dispatchkit.report import Report
+
+
+def report(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A step trace, the output of `simulate --json`, or saved live statistics.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")
+    ] = Path("report.html"),
+    policy: PolicyOption = None,
+    sizes: SizesOption = None,
+    mode: ModeOption = None,
+    cost_model: CostModelOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one HTML file: padding, modes, waste, times and reasons, to look at anywhere.
+
+    The file is complete in itself: no network, no script; light and dark, desk and phone.
+
+    Example: dispatchkit report trace.csv.gz --policy vllm -o report.html
+    """
+    from dispatchkit.report import write_report
+    from dispatchkit.report.files import check_writable, read_json
+
+    check_writable(output)
+    given = {"policy": policy, "capture_sizes": sizes, "mode": mode, "cost_model": cost_model}
+    settings = settings_of(given)
+    document = read_json(source)
+    made = None if document is None else _of_document(document, source, given)
+    if made is None:
+        from dispatchkit.observe.trace import read_trace
+        from dispatchkit.plan.costs import load_cost_model
+        from dispatchkit.report import report_of_account, waste_plan
+
+        account = account_of(source, settings, load_cost_model(settings["cost_model"]))
+        largest = account.config.max_capture_size
+        curve = waste_plan(read_trace(source), largest) if largest else "There are no sizes."
+        made = report_of_account(account, plan=curve)
+    write_report(made, output)
+    if as_json:
+        tiles = {tile.name: tile.value for tile in made.tiles}
+        print_json(
+            {
+                "output": str(output),
+                "title": made.title,
+                "figures": [figure.name for figure in made.figures],
+                "tiles": tiles,
+            }
+        )
+    else:
+        out = console()
+        out.print(Text(made.title, style="bold"))
+        out.print(Text(made.summary))
+        out.print(Text(f"Written to {output} ({output.stat().st_size / 1024:.0f} KiB)."))
+
+
+def _of_document(document: Any, source: Path, given: dict[str, Any]) -> Report | None:
+    """Return the report of a JSON document; None where it is a trace in JSON lines."""
+    from dispatchkit.report import report_of_simulations, report_of_statistics
+    from dispatchkit.report.live import STATISTICS_FORMAT
+
+    if isinstance(document, dict) and "num_tokens" in document:
+        return None  # a trace of one line
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                name, value, f"left out: {source} says already what was decided, and by whom"
+            )
+    if isinstance(document, dict) and document.get("format") == STATISTICS_FORMAT:
+        return report_of_statistics(document, source=str(source))
+    rows = document if isinstance(document, list) else [document]
+    return report_of_simulations(rows, source=str(source))
