@@ -343,6 +343,7 @@ class Lifecycle:
         if any(one is step for one in self.live().values()):
             return
         step.lane.settle()
+        step.lane.forget_plans()  # the views in them would keep its outputs
         step.release()
 
 

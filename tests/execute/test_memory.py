@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import StaticInput  # noqa: E402
+from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.errors import RegistryError  # noqa: E402
 from dispatchkit.execute import ChurnWarning, EagerStepWarning  # noqa: E402
 from dispatchkit.registry import KeyState  # noqa: E402
@@ -126,23 +126,200 @@ def test_least_useful_for_its_size_goes_first(make_runner, keys):
     assert set(runner.lifecycle.live()) == {keys.full(2), keys.full(4)}
 
 
-def test_bytes_never_pass_the_limit(make_runner, wide, backend):
-    """At the end of every call; a graph that does not fit runs eager and says so."""
-    free = make_runner(wide, INPUT)
-    free.capture()
-    limit = int(free.num_bytes * 0.6)
-    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit)
-    chooser = random.Random(1)
-    with pytest.warns(EagerStepWarning, match="capture_failed"):
-        runner(rows_of(8))
-    for _ in range(40):
-        rows = chooser.randint(1, 8)
-        x = rows_of(rows)
-        same(runner(x), wide(x))
+@pytest.fixture
+def metered(backend):
+    """A tape that notes the most memory that all pools together ever reserved."""
+
+    class MeteredTape(type(backend)):
+        def __init__(self):
+            super().__init__()
+            self.begin()
+
+        def begin(self):
+            """Meter what is made from here on."""
+            self.pools = []
+            self.most_bytes = self.most_live = self.live = 0
+
+        def new_pool(self):
+            self.pools.append(super().new_pool())
+            return self.pools[-1]
+
+        def capture(self, run, *, stream, pool, generators=()):
+            graph = super().capture(run, stream=stream, pool=pool, generators=generators)
+            self.most_bytes = max(self.most_bytes, sum(one.num_bytes for one in self.pools))
+            return graph
+
+    return MeteredTape()
+
+
+def bytes_of_all(make_runner, step, inputs=None, **settings):
+    runner = make_runner(step, inputs or INPUT, **settings)
+    runner.capture()
+    return runner.num_bytes
+
+
+def drive(runner, step, calls, chooser, limit):
+    for _ in range(calls):
+        x = rows_of(chooser.randint(1, 8), chooser.randint(0, 3))
+        same(runner(x), step(x))
         assert runner.num_bytes <= limit
+
+
+@pytest.mark.filterwarnings("ignore::dispatchkit.execute.ChurnWarning")
+@pytest.mark.parametrize("share_outputs", [True, False])
+@pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
+def test_bytes_never_pass_the_limit(make_runner, wide, metered, quiet, share, share_outputs):
+    """Not even for a moment in a capture; what does not fit runs eager and says so."""
+    settings = {"share_outputs": share_outputs, "backend": metered}
+    limit = int(bytes_of_all(make_runner, wide, **settings) * share)
+    metered.begin()
+    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit, **settings)
+    drive(runner, wide, 60, random.Random(1), limit)
+    assert metered.most_bytes <= limit
     stats = runner.stats()
     assert stats.steps_by_mode["FULL"] > 0
-    assert "capture_failed" in stats.eager_by_reason
+    assert set(stats.eager_by_reason) == (set() if share == 1.0 else {"capture_failed"})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::dispatchkit.execute.ChurnWarning")
+@pytest.mark.parametrize("budget", [{"max_graphs": 2}, {"max_bytes": 0.6}, {"max_bytes": 0.3}])
+def test_budgets_hold_under_ten_thousand_calls(make_runner, wide, metered, quiet, budget):
+    limit = 1 << 40
+    if "max_bytes" in budget:
+        limit = int(bytes_of_all(make_runner, wide, backend=metered) * budget["max_bytes"])
+        budget = {"max_bytes": limit}
+    metered.begin()
+    runner = make_runner(wide, INPUT, lazy=True, backend=metered, **budget)
+    drive(runner, wide, 10_000, random.Random(2), limit)
+    assert metered.most_bytes <= limit
+    assert metered.most_live <= budget.get("max_graphs", 4)
+    assert runner.stats().steps == 10_000
+
+
+def test_pool_goes_as_a_group_and_what_is_still_wanted_is_captured_anew(
+    make_runner, wide, backend, keys
+):
+    """From small to large memory is wasted; with the large one first all of them fit."""
+    limit = bytes_of_all(make_runner, wide)
+    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit)
+    for rows in (1, 2, 4, 8):
+        runner(rows_of(rows))
+    assert runner.stats().evictions > 0
+    for rows in (1, 2, 4, 8, 3, 1):
+        x = rows_of(rows, rows)
+        same(runner(x), wide(x))
+        assert runner.num_bytes <= limit
+    assert set(runner.lifecycle.live()) == {keys.full(size) for size in (1, 2, 4, 8)}
+    assert runner.stats().eager_by_reason == {}
+
+
+def test_idle_capture_brings_back_what_gave_way(make_runner, wide, keys, quiet):
+    """Where nothing is captured on demand, survivors come back at once."""
+    limit = bytes_of_all(make_runner, wide)
+    runner = make_runner(wide, INPUT, max_bytes=limit)
+    for size in (1, 2, 4):
+        runner.capture([keys.full(size)])
+    runner(rows_of(8))
+    assert runner.capture_next() == keys.full(8)
+    assert runner.stats().evictions == 3
+    assert runner.lifecycle.num_graphs() == 4
+    assert runner.num_bytes <= limit
+
+
+def test_key_that_could_never_fit_evicts_nothing(make_runner, wide, keys, quiet):
+    limit = int(bytes_of_all(make_runner, wide) * 0.6)
+    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit)
+    for rows in (1, 2, 8, 8, 1, 2):
+        x = rows_of(rows)
+        same(runner(x), wide(x))
+    stats = runner.stats()
+    assert stats.evictions == 0
+    assert stats.eager_by_reason == {"capture_failed": 2}
+    entry = runner.registry.get(keys.full(8))
+    assert entry.reason.startswith("over_budget: ")
+    assert entry.attempts == 1
+
+
+def test_graph_with_outputs_of_its_own_goes_alone(make_runner, wide, keys):
+    """It frees its memory, so that the others may stay."""
+    limit = bytes_of_all(make_runner, wide, share_outputs=False) - 1
+    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit, share_outputs=False)
+    for rows in (8, 4, 2, 1):
+        x = rows_of(rows)
+        same(runner(x), wide(x))
+    assert runner.stats().evictions == 1
+    assert set(runner.lifecycle.live()) == {keys.full(size) for size in (4, 2, 1)}
+
+
+def test_budget_of_bytes_of_pieces(make_runner, metered, quiet):
+    """Each graph of a step asks for itself, and so do the values between them."""
+    weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(2))
+
+    def project(x):
+        return torch.relu(x @ weight) @ weight, x
+
+    def mix(pair):
+        return pair[0].cumsum(0) + pair[1]
+
+    def finish(mixed):
+        return torch.tanh(mixed @ weight)
+
+    def whole(x):
+        return finish(mix(project(x)))
+
+    pieces = [graph_piece(project), eager_piece(mix), graph_piece(finish)]
+    settings = {"mode": "PIECEWISE", "backend": metered}
+    full = bytes_of_all(make_runner, pieces, **settings)
+    for share in (0.4, 0.7, 1.0):
+        limit = int(full * share)
+        metered.begin()
+        runner = make_runner(pieces, INPUT, lazy=True, max_bytes=limit, **settings)
+        drive(runner, whole, 40, random.Random(3), limit)
+        assert metered.most_bytes <= limit
+        assert runner.stats().steps_by_mode["PIECEWISE"] > 0
+
+
+class Unrehearsed:
+    """A device that cannot tell beforehand what a capture takes."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        if name == "rehearse":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def test_device_without_rehearsals_goes_by_the_first_warmup(make_runner, wide, backend, quiet):
+    """What turns out larger than expected is given up at once."""
+    limit = int(bytes_of_all(make_runner, wide) * 0.6)
+    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit, backend=Unrehearsed(backend))
+    drive(runner, wide, 60, random.Random(1), limit)
+    assert runner.stats().steps_by_mode["FULL"] > 0
+    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit, backend=Unrehearsed(backend))
+    runner.lifecycle._room._forecast = lambda key: 0  # a wrong one
+    drive(runner, wide, 60, random.Random(1), limit)
+    assert runner.stats().steps_by_mode["FULL"] > 0
+
+
+def test_graphs_captured_elsewhere_keep_their_memory(make_runner, wide, backend, keys):
+    """They are not of the pool that goes."""
+    limit = bytes_of_all(make_runner, wide)
+    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit)
+    static = torch.zeros(2, WIDTH)
+    stream, pool = backend.new_stream(), backend.new_pool()
+    graph = backend.capture(lambda: wide(static), stream=stream, pool=pool)
+    runner.register(
+        keys.full(2), graph, inputs={"x": static}, outputs=graph.outputs, has_effect=False
+    )
+    for rows in (1, 4, 8, 2, 1, 4):
+        x = rows_of(rows, rows)
+        same(runner(x), wide(x))
+    assert runner.stats().evictions > 0
+    assert runner.get(keys.full(2)).is_foreign
+    assert runner.stats().eager_by_reason == {}
 
 
 def test_bytes_of_a_session_skip_what_does_not_fit(make_runner, wide):
@@ -155,6 +332,16 @@ def test_bytes_of_a_session_skip_what_does_not_fit(make_runner, wide):
     assert runner.num_bytes <= free.num_bytes * 0.6
     x = rows_of(3)
     same(runner(x), wide(x))
+
+
+def test_memory_that_outgrown_graphs_still_use_is_counted(make_runner, wide):
+    """A larger graph brings a new home for outputs; the smaller one keeps its own."""
+    runner = make_runner(wide, INPUT, lazy=True)
+    runner(rows_of(2))
+    runner(rows_of(8))
+    assert runner._lane.outputs.num_bytes == (2 + 8) * WIDTH * 4
+    runner.evict(next(key for key in runner.lifecycle.live() if key.num_tokens == 2))
+    assert runner._lane.outputs.num_bytes == 8 * WIDTH * 4
 
 
 def test_recapture_of_everything_does_not_hold_old_and_new_together(make_runner, wide, backend):
