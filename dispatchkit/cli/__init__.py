@@ -8,6 +8,8 @@ from typing import NoReturn
 __all__ = ["main"]
 
 _NEEDS = ("typer", "rich")
+# Older releases do not agree with newer ones of click, which they let in: they lose arguments.
+_OLDEST_TYPER = (0, 20)
 
 
 def main() -> NoReturn:
@@ -17,6 +19,16 @@ def main() -> NoReturn:
     reader of the output went away.
     """
     try:
+        import typer
+
+        if _release(typer.__version__) < _OLDEST_TYPER:
+            oldest = ".".join(map(str, _OLDEST_TYPER))
+            print(
+                f"The command line needs typer {oldest} or newer, got {typer.__version__}. "
+                "Next: pip install --upgrade 'dispatchkit[cli]'.",
+                file=sys.stderr,
+            )
+            sys.exit(2)
         from dispatchkit.cli.app import run
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _NEEDS:
@@ -30,3 +42,9 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)  # Ctrl-C while typer was being imported
     sys.exit(run())
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    parts = version.split(".")[:2]
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("typer")
+pytest.importorskip("typer", minversion="0.20")
 pytest.importorskip("rich")
 
 

@@ -74,7 +74,7 @@ def test_core_wheel_holds_the_demo_trace(wheels: list[Path]) -> None:
 
 def test_installed_wheels_find_their_policies(installed: dict[str, str], tmp_path: Path) -> None:
     """Entry points, not the checkout, lead from a name to a policy."""
-    pytest.importorskip("typer")
+    pytest.importorskip("typer", minversion="0.20")
     python = [sys.executable, "-S"]
     where = run(
         *python,
