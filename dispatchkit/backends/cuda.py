@@ -26,8 +26,8 @@ from dispatchkit.backends.capture_guard import (
 from dispatchkit.backends.cuda_capture import CaptureAttempt
 from dispatchkit.backends.cuda_device import device_index, require_cuda
 from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury, return_idle_memory
-from dispatchkit.backends.cuda_memory import growth, segments_of, segments_taken
 from dispatchkit.backends.cuda_launch import direct_launch
+from dispatchkit.backends.cuda_memory import growth, segments_of, segments_taken
 from dispatchkit.backends.cuda_streams import CudaEvent, CudaStream, UseStream, make_current
 from dispatchkit.backends.cuda_watch import CaptureWatch
 from dispatchkit.backends.warmup import run_warmup

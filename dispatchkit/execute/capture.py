@@ -197,7 +197,13 @@ class Capturer:
         views = self._warmups.views(lane, key.num_tokens)
         found: list[Any] = []
         places = self._places(outputs) if layout is not None else []
-        graph = self._graph(lambda: self._step(views), lane, places, found, admission)
+
+        def step() -> Any:
+            if lane.buffers.staging is not None:
+                lane.buffers.staging.queue_copy(key.num_tokens)
+            return self._step(views)
+
+        graph = self._graph(step, lane, places, found, admission)
         return FullStep(**self._common(key, lane, found[0], layout, (graph,)))
 
     def _common(

@@ -56,7 +56,7 @@ def external_step(
     if not callable(getattr(graph, "replay", None)):
         raise ConfigError("graph", graph, "an object with replay()")
     bound = inputs.bind((), dict(tensors))
-    rows = inputs.check(bound)
+    rows = inputs.as_device().check(bound)
     if rows != key.num_tokens:
         raise InputError(
             inputs.names[0], f"{key} reads tensors of {key.num_tokens} rows, got {rows} rows."

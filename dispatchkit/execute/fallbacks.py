@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from dispatchkit.errors import NoGraphError, ReplayError
 from dispatchkit.execute.captured import CapturedStep, LaunchError
 from dispatchkit.execute.check import CheckWarning
 from dispatchkit.execute.inputs import InputSet
+from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.execute.pieces import Step
 from dispatchkit.execute.reasons import (
@@ -31,12 +33,17 @@ class Fallbacks:
     counters: StepCounters
     downgrades = DOWNGRADES
     _inputs: InputSet
+    _lane: Lane
     _step: Step
     _row_count: str | None
     _told: set[str]
 
-    def run_eager(self, tensors: list[torch.Tensor], num_tokens: int) -> Any:
-        """Run the step plainly on a checked call, uncounted."""
+    def run_eager(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
+        """Run the step plainly on a checked call, uncounted; None: on what the buffers hold."""
+        if tensors is None:
+            tensors = self._lane.buffers.copies(num_tokens)
+        else:
+            tensors = self._inputs.to_tensors(tensors)
         given = dict(zip(self._inputs.names, tensors, strict=True))
         if self._row_count is not None:
             given[self._row_count] = torch.full(
@@ -46,7 +53,7 @@ class Fallbacks:
             return self._step(given)
 
     def run_eager_for(
-        self, reason: str, tensors: list[torch.Tensor], num_tokens: int, missed: GraphKey | None
+        self, reason: str, tensors: Sequence[Any] | None, num_tokens: int, missed: GraphKey | None
     ) -> Any:
         """Run the step plainly, counted and told with a reason."""
         if reason in DOWNGRADES:
@@ -85,7 +92,7 @@ class Fallbacks:
         )
 
     def replay_failed(
-        self, step: CapturedStep, error: LaunchError, tensors: list[torch.Tensor], num_tokens: int
+        self, step: CapturedStep, error: LaunchError, tensors: Sequence[Any] | None, num_tokens: int
     ) -> Any:
         """Mark the keys of a step whose launch failed; run eager if that is still once.
 

@@ -18,11 +18,14 @@ class Guard:
     Args:
         device_type: Whose autocast matters.
         module: The module whose training flag matters, if the step is one.
+
+    Attributes:
+        module: That module.
     """
 
     def __init__(self, device_type: str, module: torch.nn.Module | None) -> None:
         self._device_type = device_type
-        self._module = module
+        self.module = module
 
     def now(self) -> Fingerprint:
         """Return the facts as they are now: autocast type or None, training flag."""
@@ -31,7 +34,7 @@ class Guard:
             if torch.is_autocast_enabled(self._device_type)
             else None
         )
-        return autocast, None if self._module is None else self._module.training
+        return autocast, None if self.module is None else self.module.training
 
 
 def difference(made_under: Fingerprint, now: Fingerprint) -> str:

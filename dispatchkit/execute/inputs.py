@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import attrs
 import torch
 
 from dispatchkit.errors import ConfigError, InputError, UnknownNameError
+from dispatchkit.execute.host_arrays import (
+    array_dtype,
+    carrier_of,
+    host_array,
+    host_tensor,
+    numpy_module,
+)
 
 # Expected shapes kept ready, one tuple per batch size; beyond it they are made again.
 MAX_KEPT_SIZES = 4096
@@ -51,11 +59,14 @@ class StaticInput:
             batched and is copied whole.
         dtype: Its type, as a torch dtype or a name.
         fill: What rows without a token hold, in warmup, capture and every replay.
+        host: It is given in host memory: a numpy array, a CPU tensor (pinned or not), or a
+            list. Its copy to the device is part of the graph.
     """
 
     shape: tuple[int | None, ...] = attrs.field(converter=_shape)
     dtype: torch.dtype = attrs.field(converter=parse_dtype)
     fill: float | int | bool = 0
+    host: bool = False
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -139,24 +150,45 @@ class InputSet:
                 "Without one nothing says how many rows a call has.",
             )
         self._lead, self._lead_dim = self.batched[0]
-        self._expected: dict[int, tuple[tuple[torch.Size, torch.dtype], ...]] = {}
+        self._expected: dict[int, tuple[tuple[torch.Size, Any], ...]] = {}
+        self.host = tuple(index for index, spec in enumerate(self) if spec.host)
+        self.check: Callable[[Any], int] = self._check_all if self.host else self._check_tensors
+        # For a single name it gives the value and not a tuple of one.
+        self._pick: Any = itemgetter(*self.names) if len(self.names) > 1 else None
+        self._host_types = tuple(
+            (index, spec.dtype, carrier_of(spec.dtype) is spec.dtype)
+            for index, spec in enumerate(self)
+            if spec.host
+        )
+        self._array_type: Any = numpy_module().ndarray if self.host else None
 
     def __iter__(self) -> Iterator[StaticInput]:
         return iter(self.specs.values())
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def as_device(self) -> InputSet:
+        """Return the same inputs, all of them on the device."""
+        if not self.host:
+            return self
+        specs = {name: attrs.evolve(spec, host=False) for name, spec in self.specs.items()}
+        return InputSet(specs, self.device)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         """Put the arguments of a call into declared order.
 
         Raises:
             InputError: One is missing, unknown or given twice.
         """
-        if not args and len(kwargs) == len(self.names):
-            try:
-                return [kwargs[name] for name in self.names]
-            except KeyError:
-                pass  # told below, with names
-        elif len(args) == len(self.names) and not kwargs:
-            return list(args)
+        if not args:
+            if len(kwargs) == len(self.names):
+                try:
+                    if self._pick is None:
+                        return (kwargs[self.names[0]],)
+                    picked: tuple[Any, ...] = self._pick(kwargs)
+                    return picked
+                except KeyError:
+                    pass  # told below, with names
+        elif not kwargs and len(args) == len(self.names):
+            return args
         return self._bind_cold(args, kwargs)
 
     def _bind_cold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -182,13 +214,11 @@ class InputSet:
             )
         return [given[name] for name in self.names]
 
-    def check(self, tensors: Sequence[Any]) -> int:
-        """Return the number of rows of a call whose inputs all fit.
+    # ``check(values)`` returns the number of rows of a call whose inputs all fit. It raises
+    # InputError where one is no tensor, or has another type, device, rank, fixed dimension or
+    # number of rows than it should. Host inputs are checked as arrays: see ``host_arrays``.
 
-        Raises:
-            InputError: An input is no tensor, or has another type, device, rank, fixed
-                dimension or number of rows than it should.
-        """
+    def _check_tensors(self, tensors: Sequence[Any]) -> int:
         try:
             rows: int = tensors[self._lead].shape[self._lead_dim]
             expected = self._expected.get(rows) or self._expect(rows)
@@ -207,10 +237,61 @@ class InputSet:
             pass  # not a tensor, or of too low a rank
         return self._check_cold(tensors)
 
-    def _expect(self, rows: int) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    def _check_all(self, values: Sequence[Any]) -> int:
+        """Check a call with host inputs, which are arrays here unless something is wrong."""
+        try:
+            rows: int = values[self._lead].shape[self._lead_dim]
+            expected = self._expected.get(rows) or self._expect(rows)
+            device = self.device
+            for value, spec, (shape, dtype) in zip(values, self, expected, strict=True):
+                if value.shape != shape or value.dtype != dtype:
+                    break
+                if not spec.host and (value.device != device or value.requires_grad):
+                    break
+            else:
+                return rows
+        except (AttributeError, IndexError):
+            pass  # not what it should be, or of too low a rank
+        return self._check_cold(values)
+
+    def to_arrays(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Return a call's values with those of host inputs as arrays, where they can be.
+
+        Raises:
+            InputError: An array was given for a type that numpy has no word for.
+        """
+        made: list[Any] | None = None
+        for index, dtype, is_plain in self._host_types:
+            value = values[index]
+            if type(value) is self._array_type:
+                if is_plain:
+                    continue
+                raise InputError(
+                    self.names[index],
+                    f"Input {self.names[index]!r} is {dtype}, which numpy has no type for: an "
+                    f"array of {value.dtype} could mean anything. Give a tensor.",
+                )
+            if made is None:
+                made = list(values)
+            made[index] = host_array(value, dtype)
+        return values if made is None else made
+
+    def to_tensors(self, values: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Return a checked call as tensors on the device; arrays are copied."""
+        if not self.host:
+            return values
+        return [
+            host_tensor(value, spec.dtype, self.device) if spec.host else value
+            for value, spec in zip(values, self, strict=True)
+        ]
+
+    def _expect(self, rows: int) -> tuple[tuple[torch.Size, Any], ...]:
         if len(self._expected) >= MAX_KEPT_SIZES:
             self._expected.clear()
-        expected = tuple((spec.sized(rows), spec.dtype) for spec in self)
+        expected = tuple(
+            (spec.sized(rows), array_dtype(spec.dtype) if spec.host else spec.dtype)
+            for spec in self
+        )
         self._expected[rows] = expected
         return expected
 
@@ -219,19 +300,21 @@ class InputSet:
         rows: int | None = None
         first = ""
         for name, spec, tensor in zip(self.names, self, tensors, strict=True):
-            if not isinstance(tensor, torch.Tensor):
+            if spec.host:
+                self._check_host_kind(name, spec, tensor)
+            elif not isinstance(tensor, torch.Tensor):
                 raise InputError(
                     name,
                     f"Input {name!r} must be a tensor of {spec.dtype}, got {tensor!r:.60} "
                     f"({type(tensor).__name__}).",
                 )
-            if tensor.dtype is not spec.dtype:
+            elif tensor.dtype is not spec.dtype:
                 raise InputError(
                     name,
                     f"Input {name!r} must be {spec.dtype}, got {tensor.dtype}. Convert it "
                     "before the call; nothing is converted silently.",
                 )
-            if tensor.device != self.device:
+            elif tensor.device != self.device:
                 raise InputError(
                     name,
                     f"Input {name!r} must be on {self.device}, got {tensor.device}. Move it "
@@ -244,7 +327,7 @@ class InputSet:
             )
             if not fits:
                 raise InputError(name, f"Input {name!r} must have shape {want}, got {got}.")
-            if tensor.requires_grad and torch.is_grad_enabled():
+            if not spec.host and tensor.requires_grad and torch.is_grad_enabled():
                 raise InputError(
                     name,
                     f"Input {name!r} requires a gradient, and graphs carry none. Detach it, or "
@@ -262,3 +345,23 @@ class InputSet:
                     "inputs of a call have the same number.",
                 )
         return rows or 0
+
+    def _check_host_kind(self, name: str, spec: StaticInput, value: Any) -> None:
+        """Say what is wrong with a value for a host input that did not become an array."""
+        if type(value) is self._array_type:
+            if value.dtype == array_dtype(spec.dtype):
+                return
+            got = f"an array of {value.dtype}. Convert it before the call"
+        elif not isinstance(value, torch.Tensor):
+            got = f"{value!r:.60} ({type(value).__name__})"
+        elif value.requires_grad and torch.is_grad_enabled():
+            got = "one that requires a gradient, and graphs carry none. Detach it"
+        elif value.device.type != "cpu":
+            got = f"a tensor on {value.device}. Without host=True it is taken from there"
+        else:
+            got = f"a tensor of {value.dtype} ({value.layout}). Convert it before the call"
+        raise InputError(
+            name,
+            f"Input {name!r} is declared with host=True and must be a numpy array, a CPU tensor "
+            f"or a list of {spec.dtype}, got {got}.",
+        )

@@ -8,6 +8,7 @@ The lane's own stream serves warmup and capture.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from typing import Any
 
@@ -35,6 +36,8 @@ class Lane:
 
     Attributes:
         tick: Counts launches; says which graph was used last.
+        handle: Raw handle of the stream of the last step, None before the first.
+        stream_argument: The same, ready for a call of the driver.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Lane:
         self.index = index
         self.stream = backend.new_stream()
         self.pool = backend.new_pool()
-        self.buffers = InputBuffers(inputs, num_rows)
+        self.buffers = InputBuffers(inputs, num_rows, backend=backend)
         self.outputs = SharedMemory(inputs.device)
         self.between = SharedMemory(inputs.device)
         self.row_count: torch.Tensor | None = None
@@ -59,22 +62,25 @@ class Lane:
                 self.row_count = torch.zeros((), dtype=torch.int64, device=inputs.device)
         self.tick = 0
         self._rows = 0
-        self._handle: int | None = None
+        self.handle: int | None = None
+        self.stream_argument = ctypes.c_void_p()
         self._last: Stream | None = None
         self._ready: deque[Any] = deque()
 
     def order(self) -> None:
         """Make the current stream wait for the lane's earlier steps, if it is another one."""
         handle = self.backend.current_stream_handle()
-        if handle != self._handle:
-            self._switch(handle)
+        if handle != self.handle:
+            self.switch(handle)
 
-    def _switch(self, handle: int) -> None:
+    def switch(self, handle: int) -> None:
+        """Make the current stream, another one than before, wait for the lane's earlier steps."""
         current = self.backend.current_stream()
         if self._last is not None:
             # Also covers what the old stream's user queued there to read views of outputs.
             current.wait_stream(self._last)
-        self._handle, self._last = handle, current
+        self.handle, self._last = handle, current
+        self.stream_argument = ctypes.c_void_p(handle)
 
     def settle(self) -> None:
         """Block until the lane's steps are done; nothing of it is in flight afterwards."""
@@ -92,12 +98,12 @@ class Lane:
         """Note that a plan holds views; the oldest beyond a bound gives them up."""
         self._ready.append(plan)
         if len(self._ready) > MAX_READY_PLANS:
-            self._ready.popleft().views = None
+            self._ready.popleft().forget()
 
     def forget_plans(self) -> None:
         """Let go of all kept views."""
         while self._ready:
-            self._ready.popleft().views = None
+            self._ready.popleft().forget()
 
     def num_bytes(self) -> int:
         """Return the bytes of its graphs: the pool, and the outputs they share."""

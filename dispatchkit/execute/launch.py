@@ -6,12 +6,18 @@ is for an exact number of tokens, so that views of static inputs and outputs can
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision
-from dispatchkit.execute.captured import CapturedStep, LaunchError
+from dispatchkit.errors import ReplayError
+from dispatchkit.execute.buffers import Loader
+from dispatchkit.execute.captured import CapturedStep, FullStep, LaunchError
 from dispatchkit.execute.guard import difference
 from dispatchkit.execute.outputs import builder, cut
 from dispatchkit.execute.timing import Timer
@@ -27,6 +33,14 @@ class _Again:
 
 
 AGAIN: Final = _Again()
+
+# Stands for a result that must be made.
+_NOT_READY: Final = object()
+# Stands for the module of a step that is none.
+_NO_MODULE: Final = SimpleNamespace(training=None)
+
+# A third of the price of asking for one device type.
+_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 class EagerPlan:
@@ -56,7 +70,7 @@ class EagerPlan:
         self.count, self.missed, self.retry, self.timer = count, missed, retry, timer
         self._is_downgrade = reason in runner.downgrades
 
-    def run(self, tensors: list[torch.Tensor]) -> Any:
+    def run(self, tensors: Sequence[Any] | None) -> Any:
         """Run a checked call.
 
         Raises:
@@ -86,7 +100,7 @@ class LazyPlan:
     def __init__(self, runner: GraphRunner, key: GraphKey, num_tokens: int) -> None:
         self.runner, self.key, self.num_tokens = runner, key, num_tokens
 
-    def run(self, tensors: list[torch.Tensor]) -> Any:
+    def run(self, tensors: Sequence[Any] | None) -> Any:
         """Capture and ask the table again, or run eager."""
         reason = self.runner.lifecycle.capture_if_due(self.key)
         if not reason:
@@ -95,19 +109,148 @@ class LazyPlan:
 
 
 class GraphPlan:
-    """Replay a captured step.
+    """Replay a captured step: the path that nearly every step takes.
+
+    What can be found once is found at the first run and kept: views of inputs and outputs at
+    the real size, how the graph is launched, what makes the result. A step then checks what
+    may have changed, copies in, launches and counts.
 
     Args:
         runner: Whose step.
         step: What is replayed.
         num_tokens: Rows of the cell, at most the size of the graph.
         count: What the step is counted in.
-        timer: Measures it, where the decision asks for that.
 
     Attributes:
-        views: Views of the inputs at the real size and of the outputs; None until the first
-            run, and again when there are too many plans.
+        loader: Brings the inputs in; None until the first run, and again when there are too
+            many plans.
     """
+
+    def __init__(
+        self, runner: GraphRunner, step: CapturedStep, num_tokens: int, count: StepCount
+    ) -> None:
+        self.runner, self.step, self.num_tokens, self.count = runner, step, num_tokens, count
+        self.loader: Loader | None = None
+        self._lane = step.lane
+        self._current_handle = runner.backend.current_stream_handle
+        self._had_autocast = step.guard[0] is not None
+        self._module: Any = runner.guard.module or _NO_MODULE
+        self._training = step.guard[1]
+        self._launch: Callable[[Any, Any], int | None] = self._launch_step
+        self._graph: Any = None
+        self._ready: Any = _NOT_READY
+        self._result: Callable[[], Any] = self._make_result
+        self._leaves: list[Any] | None = None
+        self._padded: Sequence[Any] = ()
+        self._build = builder(step.layout.spec)
+
+    def run(self, tensors: Sequence[Any] | None) -> Any:
+        """Copy a checked call in, launch, and return its own rows of the outputs.
+
+        Args:
+            tensors: The inputs; None if the rows are in the buffers already.
+        """
+        step, lane = self.step, self._lane
+        if step.released:
+            return AGAIN
+        if (
+            _is_any_autocast_enabled()
+            or self._had_autocast
+            or self._module.training is not self._training
+        ):
+            reason = self._guard_reason()
+            if reason:
+                return self.runner.run_eager_for(reason, tensors, self.num_tokens, step.key)
+        handle = self._current_handle()
+        if handle != lane.handle:
+            lane.switch(handle)
+        loader = self.loader or self._prepare()
+        if tensors is None:
+            loader.settle()
+        else:
+            loader.load(tensors)
+        if lane.row_count is not None:
+            lane.set_rows(self.num_tokens)
+        try:
+            code = self._launch(self._graph, lane.stream_argument)
+            if code:
+                raise _refused(code, step)
+        except LaunchError as error:
+            return self.runner.replay_failed(step, error, tensors, self.num_tokens)
+        lane.tick = step.last_used = lane.tick + 1
+        step.hits += 1
+        count = self.count
+        count.steps += 1
+        count.tokens += self.num_tokens
+        ready = self._ready
+        return self._result() if ready is _NOT_READY else ready
+
+    def forget(self) -> None:
+        """Let go of what is kept; the next run finds it again."""
+        self.loader = None
+        self._ready, self._leaves, self._result = _NOT_READY, None, self._make_result
+
+    def _guard_reason(self) -> str:
+        return difference(self.step.guard, self.runner.guard.now())
+
+    # -- what is found once -------------------------------------------------------------
+
+    def _prepare(self) -> Loader:
+        step = self.step
+        self._launch, self._graph = self._choose_launch()
+        if step.leaves:
+            self._leaves = cut(step.layout, step.leaves, self.num_tokens)
+            self._choose_result(self._leaves)
+        loader = self.loader = Loader(step.buffers, self.num_tokens, step.key.num_tokens)
+        step.lane.keep_ready(self)
+        return loader
+
+    def _choose_launch(self) -> tuple[Callable[[Any, Any], int | None], Any]:
+        direct = direct_call(self.runner.backend, self.step)
+        staging = self.step.buffers.staging
+        if not isinstance(direct, str) and (staging is None or staging.graphs_record):
+            return direct
+        return self._launch_step, None
+
+    def _choose_result(self, leaves: list[Any]) -> None:
+        """Keep the result itself where every call may have the same one, or what makes it."""
+        spec = self.step.layout.spec
+        if self.runner.owned_outputs and any(self.step.clones):
+            if spec.is_leaf():
+                self._result = leaves[0].clone
+        elif spec.is_leaf() or (spec.type is tuple and spec.num_nodes == 1 + spec.num_leaves):
+            self._ready = self._build(leaves)
+
+    # -- the ways that are not direct ---------------------------------------------------
+
+    def _launch_step(self, graph: Any, stream: Any) -> None:
+        """Launch by the graph itself; from its first replay on it may turn out to draw nothing."""
+        step = self.step
+        staging = step.buffers.staging
+        if staging is not None and not isinstance(step, FullStep):
+            staging.queue_copy(step.key.num_tokens)  # before all pieces: it is in no graph
+        self._padded = step.launch()
+        if staging is not None:
+            staging.note_launch()
+        self._launch, self._graph = self._choose_launch()
+
+    def _make_result(self) -> Any:
+        leaves = self._leaves
+        if leaves is None:
+            leaves = cut(self.step.layout, self._padded, self.num_tokens)
+        return self._build(self._hand_out(leaves))
+
+    def _hand_out(self, leaves: list[Any]) -> list[Any]:
+        if not self.runner.owned_outputs:
+            return list(leaves)
+        return [
+            leaf.clone() if own else leaf
+            for leaf, own in zip(leaves, self.step.clones, strict=True)
+        ]
+
+
+class WatchedPlan(GraphPlan):
+    """Replay a captured step that is measured, or that check mode may look at."""
 
     def __init__(
         self,
@@ -117,76 +260,115 @@ class GraphPlan:
         count: StepCount,
         timer: Timer | None,
     ) -> None:
-        self.runner, self.step, self.num_tokens = runner, step, num_tokens
-        self.count, self.timer = count, timer
-        self.views: tuple[list[torch.Tensor], list[Any] | None] | None = None
-        self._owned = runner.owned_outputs
-        self._build = builder(step.layout.spec)
+        super().__init__(runner, step, num_tokens, count)
+        self._timer = timer
+        self._is_queued = False
+        self._owns = runner.owned_outputs
 
-    def run(self, tensors: list[torch.Tensor]) -> Any:
-        """Copy a checked call in, launch, and return its own rows of the outputs."""
+    def run(self, tensors: Sequence[Any] | None) -> Any:
+        """Replay as any other step does, and compare or measure it."""
         step, runner = self.step, self.runner
         if step.released:
             return AGAIN
-        guard = runner.guard.now()
-        if guard != step.guard:
-            reason = difference(step.guard, guard)
-            return runner.run_eager_for(reason, tensors, self.num_tokens, step.key)
+        if self._timer is not None:
+            # Asked before the inputs are copied in: those are work of the step itself.
+            self._lane.order()
+            self._is_queued = self._timer.is_queued()
+        checker = runner.checker
+        if checker is None or self._guard_reason() or not checker.is_due(step, self.num_tokens):
+            return super().run(tensors)
+        steps, tokens = self.count.steps, self.count.tokens
+        self._owns = True
         try:
-            if runner.checker is not None and runner.checker.is_due(step, self.num_tokens):
-                result, difference_found = runner.checker.compare(
-                    lambda: self._replay(tensors, owned=True),
-                    lambda: runner.run_eager(tensors, self.num_tokens),
-                )
-                if difference_found:
-                    return runner.check_failed(step, difference_found, result, self.num_tokens)
-            else:
-                result = self._replay(tensors, owned=self._owned)
-        except LaunchError as error:
-            return runner.replay_failed(step, error, tensors, self.num_tokens)
-        self.count.steps += 1
-        self.count.tokens += self.num_tokens
+            result, found = checker.compare(
+                lambda: super(WatchedPlan, self).run(tensors),
+                lambda: runner.run_eager(tensors, self.num_tokens),
+            )
+        finally:
+            self._owns = runner.owned_outputs
+        if found:
+            # The caller gets eager's result: that is what is counted.
+            self.count.steps, self.count.tokens = steps, tokens
+            return runner.check_failed(step, found, result, self.num_tokens)
         return result
 
-    def _replay(self, tensors: list[torch.Tensor], *, owned: bool) -> Any:
-        """Copy in, launch and cut; raises LaunchError where the launch fails."""
-        step, runner = self.step, self.runner
-        inputs, outputs = self.views or self._prepare()
-        lane = step.lane
-        lane.order()
-        # Asked before the inputs are copied in: those are work of the step itself.
-        queued = self.timer is not None and self.timer.is_queued()
-        step.buffers.load(inputs, tensors, self.num_tokens)
-        if lane.row_count is not None:
-            lane.set_rows(self.num_tokens)
-        if self.timer is None:
-            padded = step.launch()
-        else:
-            padded = self.timer.measure(step.launch, queued=queued)
-        lane.tick += 1
-        step.last_used = lane.tick
-        step.hits += 1
-        if outputs is None:
-            outputs = cut(step.layout, padded, self.num_tokens)
-        if owned:
-            outputs = [
-                leaf.clone() if own else leaf
-                for leaf, own in zip(outputs, step.clones, strict=True)
-            ]
-        elif runner.checker is not None:
-            outputs = runner.checker.hand_out(outputs)
-        return self._build(outputs)
+    def _choose_launch(self) -> tuple[Callable[[Any, Any], int | None], Any]:
+        launch, graph = super()._choose_launch()
+        timer = self._timer
+        if timer is None:
+            return launch, graph
 
-    def _prepare(self) -> tuple[list[torch.Tensor], list[Any] | None]:
-        step = self.step
-        inputs = step.buffers.views(self.num_tokens)
-        outputs = cut(step.layout, step.leaves, self.num_tokens) if step.leaves else None
-        self.views = (inputs, outputs)
-        step.lane.keep_ready(self)
-        return self.views
+        def timed(graph: Any, stream: Any) -> None:
+            def checked() -> None:
+                code = launch(graph, stream)
+                if code:
+                    raise _refused(code, self.step)
+
+            timer.measure(checked, queued=self._is_queued)
+            self._launch, self._graph = self._choose_launch()  # as it was before the launch
+
+        return timed, graph
+
+    def _choose_result(self, leaves: list[Any]) -> None:
+        """Nothing is ready: who reads a result too late is to be found out."""
+
+    def _hand_out(self, leaves: list[Any]) -> list[Any]:
+        checker = self.runner.checker
+        if self._owns or checker is None:
+            return [
+                leaf.clone() if own and self._owns else leaf
+                for leaf, own in zip(leaves, self.step.clones, strict=True)
+            ]
+        return checker.hand_out(leaves)
 
 
 Plan = EagerPlan | LazyPlan | GraphPlan
+
+
+def graph_plan(
+    runner: GraphRunner,
+    step: CapturedStep,
+    num_tokens: int,
+    count: StepCount,
+    timer: Timer | None,
+) -> GraphPlan:
+    """Return the plan of a step, one that is watched only where somebody watches."""
+    if timer is None and runner.checker is None:
+        return GraphPlan(runner, step, num_tokens, count)
+    return WatchedPlan(runner, step, num_tokens, count, timer)
+
+
+def direct_call(
+    backend: GraphBackend, step: CapturedStep
+) -> tuple[Callable[[Any, Any], int | None], Any] | str:
+    """Return the call and the graph to launch it directly, or why torch must do it.
+
+    A graph that draws random numbers needs torch, which tells it where the generator is.
+    """
+    if not isinstance(step, FullStep):
+        return "pieces"
+    graph = step.graphs[0]
+    if graph.has_random_state:
+        return "random numbers"
+    find = getattr(backend, "direct_launch", None)
+    handle = getattr(graph, "raw_exec_handle", None)
+    if find is None or handle is None:
+        return "no direct launch"
+    call = find()
+    if call is None:
+        return "no CUDA runtime found"
+    return call, ctypes.c_void_p(handle)
+
+
+def launch_path(backend: GraphBackend, step: CapturedStep) -> str:
+    """Return how a step is launched, as text: ``direct``, or why it is not."""
+    direct = direct_call(backend, step)
+    return f"by its graph: {direct}" if isinstance(direct, str) else "direct"
+
+
+def _refused(code: int, step: CapturedStep) -> LaunchError:
+    cause = ReplayError(f"The launch of {step.key} failed with CUDA error {code}.")
+    return LaunchError(cause, has_effect=step.has_effect)
 
 
 def timer_for(runner: GraphRunner, decision: Decision, batch: Any) -> Timer | None:

@@ -12,6 +12,7 @@ from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher, Policy
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.budget import Budget
+from dispatchkit.execute.buffers import StaticBuffers
 from dispatchkit.execute.capture import Capturer
 from dispatchkit.execute.check import Checker
 from dispatchkit.execute.controls import Controls
@@ -19,7 +20,7 @@ from dispatchkit.execute.fallbacks import Fallbacks
 from dispatchkit.execute.guard import Guard
 from dispatchkit.execute.inputs import InputSet, StaticInput, inputs_from_example
 from dispatchkit.execute.lanes import Lane
-from dispatchkit.execute.launch import AGAIN, EagerPlan, GraphPlan, LazyPlan, Plan, timer_for
+from dispatchkit.execute.launch import AGAIN, EagerPlan, LazyPlan, Plan, graph_plan, timer_for
 from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.execute.notices import Notices
 from dispatchkit.execute.outputs import DERIVED
@@ -103,6 +104,8 @@ class GraphRunner(Controls, Fallbacks):
         mode_reasons: Why the mode in force is less than what was asked for, where a piece or
             the backend says that it supports less.
         backend: The device.
+        buffers: The static inputs by name, for callers that write them themselves; see
+            ``step``.
 
     Raises:
         ConfigError: A setting cannot be used, or two contradict each other.
@@ -206,6 +209,12 @@ class GraphRunner(Controls, Fallbacks):
         # Room for the largest bucket: that is what is cut, whatever batches may come.
         num_rows = max((key.num_tokens for key in self.registry), default=1)
         self._lane = Lane(self.backend, self._inputs, num_rows, row_count=row_count is not None)
+        self.buffers = StaticBuffers(self._lane.buffers)
+        # Found once, since a step asks for each of them.
+        self._bind_inputs, self._check_inputs = self._inputs.bind, self._inputs.check
+        self._has_host_inputs = bool(self._inputs.host)
+        self._is_capturing = self.backend.is_capturing
+        self._decide = self.dispatcher.dispatch
         self.timings = Timings(self.backend, self.dispatcher.observe)
         warm = Warmups(
             self._step,
@@ -236,12 +245,12 @@ class GraphRunner(Controls, Fallbacks):
 
     def __call__(
         self,
-        *args: torch.Tensor,
+        *args: Any,
         num_reqs: int = 0,
         uniform: int = 0,
         loras: int = 0,
         ceiling: int = 2,
-        **inputs: torch.Tensor,
+        **inputs: Any,
     ) -> Any:
         """Run one step; it runs exactly once, whatever fails.
 
@@ -262,20 +271,50 @@ class GraphRunner(Controls, Fallbacks):
             NoGraphError: Eager is not allowed, or a downgrade in a strict runner.
             ReplayError: A replay failed after the step may have changed something.
         """
-        tensors = self._inputs.bind(args, inputs)
-        num_tokens = self._inputs.check(tensors)
-        if self.backend.is_capturing():
+        tensors = self._bind_inputs(args, inputs)
+        if self._has_host_inputs:
+            tensors = self._inputs.to_arrays(tensors)
+        num_tokens = self._check_inputs(tensors)
+        if self._is_capturing():
             return self.run_eager_for(INSIDE_CAPTURE, tensors, num_tokens, None)
         with self._lock:
             try:
-                while True:
-                    decision = self.dispatcher.dispatch(
-                        num_tokens, num_reqs, uniform, loras, ceiling
-                    )
-                    plan: Plan = decision.plan
-                    result = plan.run(tensors)
-                    if result is not AGAIN:
-                        return result
+                result = self._decide(num_tokens, num_reqs, uniform, loras, ceiling).plan.run(
+                    tensors
+                )
+                while result is AGAIN:
+                    decision = self._decide(num_tokens, num_reqs, uniform, loras, ceiling)
+                    result = decision.plan.run(tensors)
+                return result
+            except Exception:
+                self.counters.failed_steps += 1
+                raise
+
+    def step(
+        self,
+        num_tokens: int,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+    ) -> Any:
+        """Run one step on what is in ``buffers`` already: decide and launch, no more.
+
+        Rows from ``num_tokens`` on need not be written: the runner sets those that its earlier
+        steps used back to fill. Everything else is as in a call.
+
+        Raises:
+            InputError: No graph serves the batch, and it is larger than the buffers.
+        """
+        if self._is_capturing():
+            return self.run_eager_for(INSIDE_CAPTURE, None, num_tokens, None)
+        with self._lock:
+            try:
+                result = self._decide(num_tokens, num_reqs, uniform, loras, ceiling).plan.run(None)
+                while result is AGAIN:
+                    decision = self._decide(num_tokens, num_reqs, uniform, loras, ceiling)
+                    result = decision.plan.run(None)
+                return result
             except Exception:
                 self.counters.failed_steps += 1
                 raise
@@ -304,7 +343,7 @@ class GraphRunner(Controls, Fallbacks):
             if entry is None or entry.state is not KeyState.CAPTURED:
                 return LazyPlan(self, decision.key, num_tokens)
             count = self.counters.of_key(decision.key)
-            return GraphPlan(self, entry.graph, num_tokens, count, timer)
+            return graph_plan(self, entry.graph, num_tokens, count, timer)
         reason = self._own_reason(decision.reason)
         missed = [
             key

@@ -29,17 +29,20 @@ def test_stale_tail_of_a_larger_batch_is_gone(make_runner):
 
 
 def test_only_stale_rows_are_reset(make_runner):
-    """Rows that hold fill already are not written again."""
+    """Rows that hold fill already are not written again, nor those that no graph reads now."""
     runner = make_runner(lambda tokens: tokens)
     runner.capture()
     buffers = runner._lane.buffers
-    assert buffers.dirty == 0
+    assert (buffers.clean_from, buffers.clean_to) == (0, 8)
     runner(torch.ones(5, dtype=torch.int64))
-    assert buffers.dirty == 5
+    assert (buffers.clean_from, buffers.clean_to) == (5, 8)
     buffers.tensors[0][6] = 99  # beyond what any call wrote: nobody resets it
     runner(torch.ones(3, dtype=torch.int64))
-    assert buffers.tensors[0].tolist() == [1, 1, 1, 0, 0, 0, 99, 0]
-    assert buffers.dirty == 3
+    assert buffers.tensors[0].tolist() == [1, 1, 1, 0, 1, 0, 99, 0]
+    assert (buffers.clean_from, buffers.clean_to) == (3, 4)
+    runner(torch.ones(5, dtype=torch.int64))
+    assert buffers.tensors[0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert (buffers.clean_from, buffers.clean_to) == (5, 8)
 
 
 def test_each_input_has_its_own_fill_everywhere(make_runner, backend):
