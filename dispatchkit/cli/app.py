@@ -26,6 +26,7 @@ from dispatchkit.cli.demo import demo
 from dispatchkit.cli.doctor import doctor
 from dispatchkit.cli.explaining import explain_batch
 from dispatchkit.cli.listing import plugins, policies
+from dispatchkit.cli.new_policy import new_policy
 from dispatchkit.cli.options import COMMON
 from dispatchkit.cli.output import complain, load_installed_plugins
 from dispatchkit.cli.planning import plan
@@ -179,6 +180,7 @@ app.command("record", context_settings={"ignore_unknown_options": True})(record)
 app.command("bench")(bench)
 app.command("report")(report)
 app.command("doctor")(doctor)
+app.command("new-policy")(new_policy)
 app.add_typer(config, name="config", cls=Group)
 
 

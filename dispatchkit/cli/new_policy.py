@@ -1,0 +1,91 @@
+"""``new-policy``: a distribution with a policy that installs, is found and passes its tests."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Annotated
+
+import typer
+
+from dispatchkit import __version__
+from dispatchkit.cli.output import load_installed_plugins
+from dispatchkit.errors import ConfigError
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+#: Template -> where it goes; ``{package}`` stands for the package.
+_FILES = {
+    "pyproject.toml.in": "pyproject.toml",
+    "README.md.in": "README.md",
+    "__init__.py.in": "src/{package}/__init__.py",
+    "plugin.py.in": "src/{package}/plugin.py",
+    "policy.py.in": "src/{package}/policy.py",
+    "test_policy.py.in": "tests/test_policy.py",
+}
+
+
+def new_policy(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What the policy is chosen by.")],
+    directory: Annotated[
+        Path, typer.Option(help="Where the folder dispatchkit-NAME is made.")
+    ] = Path(),
+) -> None:
+    """Write a distribution with a policy of your own, ready to install and to test.
+
+    Example: dispatchkit new-policy smallest
+    """
+    taken = load_installed_plugins().policies.get(name)
+    if taken is not None:
+        raise ConfigError("NAME", name, "a name without a policy", f"It is of {taken.origin}.")
+    made = write_distribution(name, directory)
+    print(f"Wrote {made}, with the policy {name!r}. Next:")
+    print(f"  cd {made}")
+    print("  pip install -e '.[testing]'")
+    print("  pytest")
+    print(f"  dispatchkit explain 13 --policy {name}")
+
+
+def write_distribution(name: str, directory: Path) -> Path:
+    """Write the files of a new distribution; return its folder.
+
+    Args:
+        name: The policy's name, of small letters, digits and single hyphens.
+        directory: Where the folder is made.
+
+    Raises:
+        ConfigError: The name cannot be used, the folder exists, or cannot be written.
+    """
+    package = "dispatchkit_" + name.replace("-", "_")
+    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+        allowed = "small letters, digits and single hyphens, beginning with a letter"
+        raise ConfigError("NAME", name, allowed)
+    target = directory / f"dispatchkit-{name}"
+    if target.exists():
+        hint = "Nothing is overwritten; choose another name or directory."
+        raise ConfigError("NAME", name, f"one for which {target} does not exist", hint)
+    facts = {
+        "name": name,
+        "distribution": f"dispatchkit-{name}",
+        "package": package,
+        "class_name": "".join(part.capitalize() for part in name.split("-")) + "Policy",
+        "version": __version__,
+    }
+    try:
+        for template, where in _FILES.items():
+            path = target / where.format(package=package)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_filled(template, facts), encoding="utf-8")
+        (target / "src" / package / "py.typed").touch()
+    except OSError as error:
+        raise ConfigError("directory", str(directory), "writable", f"It says: {error}.") from error
+    return target
+
+
+def _filled(template: str, facts: Mapping[str, str]) -> str:
+    source = files("dispatchkit.cli") / "new_policy_files" / template
+    return Template(source.read_text(encoding="utf-8")).substitute(facts)

@@ -1,0 +1,135 @@
+"""``new-policy``: what it writes installs, is found by name and passes the kit."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from dispatchkit import load_plugins
+from dispatchkit.errors import ConfigError
+from dispatchkit.testing import run_policy_conformance
+
+pytest.importorskip("typer")
+
+from dispatchkit.cli.app import run
+from dispatchkit.cli.new_policy import write_distribution
+
+PYTHON = sys.executable
+
+
+def test_it_writes_a_distribution_and_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["new-policy", "my-rule", "--directory", str(tmp_path)]) == 0
+    root = tmp_path / "dispatchkit-my-rule"
+    written = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+    assert written == {
+        "README.md",
+        "pyproject.toml",
+        "src/dispatchkit_my_rule/__init__.py",
+        "src/dispatchkit_my_rule/plugin.py",
+        "src/dispatchkit_my_rule/policy.py",
+        "src/dispatchkit_my_rule/py.typed",
+        "tests/test_policy.py",
+    }
+    assert "pip install" in capsys.readouterr().out
+
+
+def test_the_policy_is_short_and_nothing_is_left_to_fill_in(tmp_path: Path) -> None:
+    root = write_distribution("my-rule", tmp_path)
+    policy = (root / "src/dispatchkit_my_rule/policy.py").read_text()
+    assert len(policy.splitlines()) < 50
+    for path in root.rglob("*.py"):
+        ast.parse(path.read_text())
+    texts = [path.read_text() for path in root.rglob("*") if path.is_file()]
+    assert not any("$name" in text or "$package" in text for text in texts)
+
+
+def test_the_policy_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_distribution("fresh-rule", tmp_path)
+    monkeypatch.syspath_prepend(root / "src")
+    from dispatchkit_fresh_rule import FreshRulePolicy
+
+    verdict = run_policy_conformance(FreshRulePolicy, max_examples=10)
+    verdict.raise_if_failed()
+    assert verdict.claimed == ("monotone", "order", "smallest_bucket", "stateless")
+
+
+def test_its_plugin_object_joins_a_composite_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_distribution("joining-rule", tmp_path)
+    monkeypatch.syspath_prepend(root / "src")
+    from dispatchkit_joining_rule import plugin
+
+    monkeypatch.delenv("DISPATCHKIT_PLUGINS")
+    plugins = load_plugins(extra=[("joining-rule", plugin)], strict=True)
+    policy = plugins.create_policy("composite", members="joining-rule:9, vllm", plugins=plugins)
+    assert [one.name for one in policy.members] == ["joining-rule", "vllm"]
+
+
+@pytest.mark.parametrize("name", ["", "My", "a_b", "1st", "a--b", "-a", "a-", "../x", "class"])
+def test_names_that_cannot_be_used_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="NAME"):
+        write_distribution(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_policy_that_exists_is_not_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["new-policy", "vllm", "--directory", str(tmp_path)]) == 2
+    assert "dispatchkit-vllm" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    root = write_distribution("mine", tmp_path)
+    (root / "README.md").write_text("kept")
+    with pytest.raises(ConfigError, match="does not exist"):
+        write_distribution("mine", tmp_path)
+    assert (root / "README.md").read_text() == "kept"
+
+
+@pytest.mark.slow
+def test_it_builds_installs_passes_its_own_tests_and_joins_a_composite(tmp_path: Path) -> None:
+    """As a user would: another process, an installed wheel, names only."""
+    pytest.importorskip("hatchling")
+    root = write_distribution("smallest-of-all", tmp_path)
+    site = tmp_path / "site"
+    pip = [PYTHON, "-m", "pip", "--quiet", "install", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", str(site), str(root)], check=True)
+    path = os.pathsep.join([str(site), sysconfig.get_paths()["purelib"]])
+    everything = {key: text for key, text in os.environ.items() if key != "DISPATCHKIT_PLUGINS"}
+    environment = {**everything, "PYTHONPATH": path}
+
+    def call(*command: str) -> str:
+        done = subprocess.run(
+            [PYTHON, *command],
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    listed = json.loads(call("-m", "dispatchkit", "policies", "--json"))
+    rows = listed["policies"] if isinstance(listed, dict) else listed
+    assert "dispatchkit-smallest-of-all" in {row["distribution"] for row in rows}
+    assert " passed" in call("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    code = (
+        "from dispatchkit import DispatchConfig, Dispatcher, load_plugins\n"
+        "policy = load_plugins().create_policy('composite', members='smallest-of-all:1, vllm')\n"
+        "table = Dispatcher(policy, DispatchConfig(capture_sizes=(8, 16)), lazy=True)\n"
+        "print(table.dispatch(9).policy)"
+    )
+    assert call("-c", code).strip() == "smallest-of-all"
