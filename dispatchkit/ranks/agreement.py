@@ -34,7 +34,7 @@ _ROW = _MARK + 2
 _WIDTH = _ROW + MAX_COLUMNS
 # A collective has several waits in a row, each of them with the limit of its own: what comes
 # between two of them starts it anew. Two limits and the time for notes are within the whole.
-_SHARE_OF_COLLECTIVE, _SHARE_OF_NOTES = 0.4, 0.12
+_SHARE_OF_COLLECTIVE, _SHARE_OF_NOTES = 0.4, 0.08
 _instances: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
 
 
@@ -63,7 +63,8 @@ class RankAgreement:
     Args:
         group: A process group of torch.distributed; by default that of all ranks.
         timeout: Seconds within which every rank has stopped when another does not come to
-            a step. A rank counts as late from 0.4 of them on.
+            a step (below 10, and where the store's host is frozen: one second more). A
+            rank counts as late from 0.4 of them on.
         setup_timeout: The same for start-up, captures and the first step, where ranks may
             be far apart.
         device: Where the rows meet. By default the CPU, over gloo, which holds up no device
@@ -237,7 +238,7 @@ class RankAgreement:
             # Whoever went first has closed its side; this one goes now.
             with contextlib.suppress(RuntimeError):
                 self._reduce(self.timeout * _SHARE_OF_COLLECTIVE)
-            self._notes.leave(Note(LEFT, self.step, "closed"), self._note_seconds)
+            self._notes.leave(Note(LEFT, self.step, "closed"))
         self._end(RankError("The agreement of the ranks was closed.", reason=LEFT))
 
     def fail(self, error: BaseException | str) -> None:
@@ -247,7 +248,7 @@ class RankAgreement:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         if self._group is not None:
             # The note first: dropping the group is what makes others look for it.
-            self._notes.leave(Note(RAISED, self.step, text[:2000]), self._note_seconds)
+            self._notes.leave(Note(RAISED, self.step, text[:2000]))
         me = self.members[self.rank]
         self._end(RankError(f"This rank ({me}) raised {text}.", ranks=(me,), reason=RAISED))
 
@@ -270,15 +271,10 @@ class RankAgreement:
     def _make_group(self) -> Callable[[float], None]:
         """Make this agreement's own group, and return what reduces the message within a limit."""
         on_cpu = self._device.type == "cpu"
-        self._group = dist.new_group(
-            self.members,
-            # Limits are given with each collective; this one is for connecting, and for NCCL's
-            # watchdog, which ends the process: it must not come first.
-            timeout=timedelta(seconds=self.setup_timeout * (1 if on_cpu else 2)),
-            backend="gloo" if on_cpu else "nccl",
-            use_local_synchronization=True,  # only members take part
-            group_desc="dispatchkit_ranks",
-        )
+        # Not `new_group`: limited to the members it names groups by their members alone, and a
+        # second group of the same would meet the addresses that the first left in the store.
+        make = _gloo if on_cpu else _nccl
+        self._group = make(self._notes.group_store(), self.rank, self.size, self.setup_timeout)
         self._blank = np.zeros(_WIDTH, dtype=np.int64)
         tensor = torch.zeros(_WIDTH, dtype=torch.int64)
         self._message = tensor.numpy()
@@ -354,17 +350,13 @@ class RankAgreement:
             return label
         return f"step {step}" if phase is Phase.STEP else "a comparison of settings"
 
-    @property
-    def _note_seconds(self) -> float:
-        return self.timeout * _SHARE_OF_NOTES
-
     def _broken(self, error: Exception, seconds: float, limit: float, where: str) -> RankError:
         """End, find out whom a failed collective is put down to, and return the error."""
         self._drop_group()
         # Gloo's text alone tells a limit from a lost connection; both are RuntimeErrors.
         timed_out = "imed out" in str(error) or seconds >= limit * _SHARE_OF_COLLECTIVE
         own = Note(WAITED, self.step, str(error)[:500], seconds, timed_out)
-        found = self._notes.judge(own, limit * _SHARE_OF_NOTES, where)
+        found = self._notes.judge(own, max(0.25, limit * _SHARE_OF_NOTES), where)
         me = self.members[self.rank]
         stop = RankError(
             f"{found.text} (Told by rank {me} of {self.size}.)",
@@ -414,10 +406,23 @@ class RankAgreement:
     def _drop_group(self) -> None:
         """Let go of the group: its connections close, and ranks that wait in it wake up."""
         group, self._group = self._group, None
-        if group is None or not dist.is_initialized():
-            return
-        with contextlib.suppress(ValueError):  # where the caller has destroyed all at once
-            dist.destroy_process_group(group)
+        if group is not None:
+            group.shutdown()
+
+
+def _gloo(store: Any, rank: int, size: int, seconds: float) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    return ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+
+
+def _nccl(store: Any, rank: int, size: int, seconds: float) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    # NCCL's own watchdog ends the process: it must not come first.
+    options._timeout = timedelta(seconds=2 * seconds)  # noqa: SLF001 - its only spelling
+    return ProcessGroupNCCL(store, rank, size, options)
 
 
 def _seconds(value: Any, setting: str) -> float:

@@ -47,13 +47,17 @@ class Notes:
         self._store = PrefixStore(prefix, store.clone())
         self._members, self._rank = tuple(members), rank
 
+    def group_store(self) -> Any:
+        """Return the part of the store that the agreement's process group connects through."""
+        return PrefixStore("group", self._store)
+
     def meet(self, seconds: float) -> None:
         """Wait until every rank has come here.
 
         Raises:
             RankError: Some have not within the limit; it names them.
         """
-        present = self._within(seconds * 1.25 + 1, lambda: self._all("here", "1", seconds))
+        present = self._within(_at_most(seconds), lambda: self._all("here", "1", seconds))
         if present is None:
             raise RankError(
                 f"The store of torch.distributed did not answer within {seconds:g} s at start-up.",
@@ -68,10 +72,10 @@ class Notes:
                 ranks=missing,
             )
 
-    def leave(self, note: Note, seconds: float) -> None:
+    def leave(self, note: Note) -> None:
         """Leave a note, for whoever looks."""
         text = json.dumps(attrs.asdict(note))
-        self._within(seconds, lambda: self._store.set(self._key("stop", self._me), text))
+        self._within(_at_most(0), lambda: self._store.set(self._key("stop", self._me), text))
 
     def judge(self, own: Note, seconds: float, where: str) -> Verdict:
         """Leave a note, read those of the others, and say who stopped the ranks.
@@ -82,7 +86,7 @@ class Notes:
             where: What this rank was waiting in.
         """
         text = json.dumps(attrs.asdict(own))
-        found = self._within(seconds * 1.25 + 0.05, lambda: self._all("stop", text, seconds))
+        found = self._within(_at_most(seconds), lambda: self._all("stop", text, seconds))
         if found is None:
             return store_gone(self._host, own, where)
         notes = {number: Note(**json.loads(value)) for number, value in found.items()}
@@ -121,6 +125,11 @@ class Notes:
         thread.start()
         thread.join(seconds)
         return found[0] if found else None
+
+
+def _at_most(seconds: float) -> float:
+    """Return the limit of a call that itself waits for so many seconds."""
+    return seconds + max(1.0, seconds)
 
 
 def _host_of(store: Any) -> int | None:

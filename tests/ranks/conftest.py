@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -13,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(scope="session")
 def worlds():
     """Starts ranks as processes; all of them are gone afterwards."""
-    pytest.importorskip("torch")
+    # Not imported here: only the interpreter that forks ranks needs it.
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
     from rank_processes import Worlds
 
     with Worlds() as started:

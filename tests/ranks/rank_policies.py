@@ -29,7 +29,8 @@ class Smallest:
     def declare(self, config):
         keys = []
         for size in config.capture_sizes:
-            keys.append(GraphKey(RuntimeMode.PIECEWISE, BatchDescriptor(size)))
+            if config.mode.has_piecewise_cudagraphs():
+                keys.append(GraphKey(RuntimeMode.PIECEWISE, BatchDescriptor(size)))
             keys += [
                 GraphKey(
                     RuntimeMode.FULL,

@@ -1,0 +1,223 @@
+"""What ranks do in the tests with processes; each function runs in every rank."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rank_policies import Smallest, Wilful, make_dispatcher, random_batch
+
+from dispatchkit import GraphRunner, Outcome, StaticInput
+from dispatchkit.errors import RankError
+from dispatchkit.ranks import LeaderPolicy, RankAgreement, RankedDispatcher, RankedRunner
+
+# Far above what a start takes on a busy machine.
+START = 40.0
+
+
+def run(request, world, rank, port):
+    """Join the world's process group, run a case, and leave no group behind."""
+    torch.set_num_threads(1)
+    request = dict(request)
+    case, size, host = request.pop("case"), request.pop("size"), request.pop("host", "agent")
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=START))
+    store = dist.PrefixStore(f"world{world}", store)
+    if host == "agent":
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    else:
+        # Rank 0 serves the store, as without torchrun.
+        if rank == 0:
+            own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store.set("port", str(own.port))
+        else:
+            own = dist.TCPStore("127.0.0.1", int(store.get("port")))
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
+    found = globals()[case](rank, size, **request)
+    dist.destroy_process_group()
+    return found
+
+
+def shown(decision):
+    return [str(decision.mode), str(decision.key), decision.padded_num_tokens]
+
+
+def told(error):
+    return {"ranks": list(error.ranks), "step": error.step, "reason": error.reason,
+            "text": str(error)}  # fmt: skip
+
+
+def schedule(rank, size, *, seed, num_steps, rule="alone"):
+    """Decide for random batches; every decision is the same everywhere."""
+    rng = random.Random(f"{seed}/{rank}")
+    policy = Smallest(eager_below=2)
+    if rule == "leader":
+        policy = LeaderPolicy(policy, Wilful(seed) if rank == 0 else None)
+    dispatcher = make_dispatcher(policy, max_loras=1)
+    found = []
+    with RankAgreement(timeout=START, setup_timeout=START) as ranks:
+        ranked = RankedDispatcher(dispatcher, ranks, epoch_steps=4)
+        for _ in range(num_steps):
+            key = rng.choice(sorted(dispatcher.registry, key=str))
+            if rng.random() < 0.1:
+                dispatcher.registry.failed(key, "test")
+            elif rng.random() < 0.1:
+                dispatcher.registry.captured(key, "again")
+            batch = (0,) if rng.random() < 0.2 else random_batch(rng, dispatcher.config)
+            agreed = ranked.agree(*batch)
+            decision = dispatcher.dispatch(*agreed[:5])
+            found.append(shown(decision))
+            if agreed.num_tokens:
+                facts = dispatcher.batch(*agreed[:5])
+                dispatcher.observe(Outcome(facts, decision, elapsed_us=1.0 + rank))
+    return {"decisions": found, "epoch": ranked.epoch}
+
+
+def alike(rank, size, *, odd_rank, what):
+    """Start with one rank that is set up otherwise."""
+    settings = {what: 2} if rank == odd_rank else {}
+    ranks = RankAgreement(timeout=START, setup_timeout=START)
+    try:
+        RankedDispatcher(make_dispatcher(**settings), ranks)
+    except RankError as error:
+        return told(error)
+    return None
+
+
+def leftovers(rank, size, *, num_lives):
+    """Count groups, threads and open files after each of several agreements' lives."""
+
+    def now():
+        gc.collect()
+        groups = len(dist.distributed_c10d._world.pg_map)
+        files = len(list(Path("/proc/self/fd").iterdir()))
+        tasks = len(list(Path("/proc/self/task").iterdir()))
+        return [groups, threading.active_count(), tasks, files]
+
+    def live():
+        with RankAgreement(timeout=START, setup_timeout=START) as ranks:
+            ranked = RankedDispatcher(make_dispatcher(), ranks)
+            for n in (1, 2, 3):
+                ranked.dispatch(n)
+        return now()
+
+    return [live() for _ in range(1 + num_lives)]  # the first also makes what torch makes once
+
+
+def statistics(rank, size):
+    """One rank is slow to start; that is not in what agreements cost."""
+    ranks = RankAgreement(timeout=START, setup_timeout=START)
+    ranked = RankedDispatcher(make_dispatcher(), ranks)
+    store = dist.PrefixStore("statistics", dist.group.WORLD.get_group_store())
+    start = time.perf_counter()
+    if rank == 1:
+        # Not before the other waits in its first step, and for a while after.
+        store.wait(["comes"])
+        time.sleep(0.5)
+    else:
+        store.set("comes", "1")
+    ranked.dispatch(1)
+    waited = time.perf_counter() - start
+    for n in (1, 2, 3):
+        ranked.dispatch(n)
+    stats = ranks.stats()
+    ranks.close()
+    return {"waited": waited, "total": stats.total_us / 1e6, "steps": stats.num_exchanges}
+
+
+def not_coming(rank, size):
+    """The last rank does not come to the start."""
+    store = dist.PrefixStore("not_coming", dist.group.WORLD.get_group_store())
+    if rank == size - 1:
+        store.wait([f"stopped/{each}" for each in range(size - 1)], timedelta(seconds=START))
+        return None
+    try:
+        RankAgreement(timeout=0.2, setup_timeout=0.5)
+    except RankError as error:
+        store.set(f"stopped/{rank}", "1")
+        return told(error)
+    return None
+
+
+def faults(rank, size, *, schedules):
+    """Run schedules one after the other; each of them makes a new agreement."""
+    return [_faulty(rank, size, index, **each) for index, each in enumerate(schedules)]
+
+
+def _faulty(rank, size, index, *, seed, num_steps, kind, bad_rank, bad_step, timeout):
+    rng = random.Random(f"{seed}/{rank}")
+    store = dist.PrefixStore(f"faults/{index}", dist.group.WORLD.get_group_store())
+    others = [f"stopped/{each}" for each in range(size) if each != bad_rank]
+    dispatcher = make_dispatcher(Smallest(), query_lens=(1,))
+    is_bad = rank == bad_rank
+    found, error, start = [], None, 0.0
+    try:
+        with RankAgreement(timeout=timeout, setup_timeout=START) as ranks:
+            ranked = RankedDispatcher(dispatcher, ranks)
+            ranked.dispatch(1)
+            for step in range(num_steps):
+                if is_bad and step == bad_step:
+                    if kind == "raise":
+                        raise ZeroDivisionError("planted")
+                    if kind == "leave":
+                        break
+                    if kind == "die":
+                        os._exit(1)
+                    if kind == "freeze":
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    if kind == "late":
+                        # As late as can be: when all others have stopped.
+                        store.wait(others, timedelta(seconds=START))
+                    if kind == "capture":
+                        ranked.capture(lambda key: None)
+                    if kind == "lose":
+                        key = rng.choice(sorted(dispatcher.registry, key=str))
+                        dispatcher.registry.failed(key, "planted")
+                batch = (0,) if rng.random() < 0.2 else random_batch(rng, dispatcher.config)
+                start = time.monotonic()
+                found.append(shown(ranked.dispatch(*batch)))
+    except RankError as caught:
+        error = {**told(caught), "seconds": time.monotonic() - start}
+        store.set(f"stopped/{rank}", "1")
+    except ZeroDivisionError:
+        error = {"raised": True}
+    return {"decisions": found, "error": error, "open": ranks.is_open}
+
+
+def padded_steps(rank, size, *, fails_on):
+    """A runner per rank; rows of the largest batch on all of them, results as alone."""
+    weight = torch.arange(12.0).reshape(3, 4) / 7
+
+    def step(x):
+        if fails_on == rank and x.shape[0] == 4:
+            raise MemoryError("no room")
+        return torch.tanh(x @ weight)
+
+    inputs = {"x": StaticInput((None, 3), "float32", fill=0.5)}
+    runner = GraphRunner(step, inputs, config=make_dispatcher().config, policy=Smallest(),
+                         backend="tape")  # fmt: skip
+    rng = random.Random(rank)
+    found, worst = [], 0.0
+    with RankAgreement(timeout=START, setup_timeout=START) as ranks:
+        ranked = RankedRunner(runner, ranks, inputs)
+        lost = ranked.capture()
+        for index in range(12):
+            if index % 4 == rank:
+                found.append(ranked.idle())
+                continue
+            rows = rng.randint(1, 8) if index % 3 else 3
+            x = torch.rand(rows, 3)
+            result = ranked(x=x, num_reqs=rows, uniform=1)
+            worst = max(worst, float((result - torch.tanh(x @ weight)).abs().max()))
+            found.append(list(result.shape) == [rows, 4])
+        hits = runner.stats().hits
+    lost_keys = {str(key): {str(r): why for r, why in each.items()} for key, each in lost.items()}
+    return {"found": found, "worst": worst, "lost": lost_keys, "hits": hits}

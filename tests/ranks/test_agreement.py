@@ -1,0 +1,139 @@
+"""Ranks as processes over gloo: they decide the same, or stop with a message that names a rank."""
+
+from __future__ import annotations
+
+import pytest
+
+# Seconds within which a rank has stopped; only tests with a rank that does not come wait so long.
+SHORT, LONG = 1.5, 30.0
+
+
+def fault(kind, *, bad_rank=1, bad_step=2, num_steps=5, timeout=LONG, seed=0):
+    return {
+        "seed": seed,
+        "num_steps": num_steps,
+        "kind": kind,
+        "bad_rank": bad_rank,
+        "bad_step": bad_step,
+        "timeout": timeout,
+    }
+
+
+def run_faults(worlds, *schedules, size=2, **more):
+    """Run schedules in one world; returns each schedule's results by rank."""
+    found = worlds.run_one("faults", size, schedules=list(schedules), **more)
+    broken = [each for each in found if isinstance(each, dict)]
+    assert not broken, broken
+    lists = [each for each in found if isinstance(each, list)]
+    return [
+        [each[index] if isinstance(each, list) else each for each in found]
+        for index in range(len(lists[0]))
+    ]
+
+
+@pytest.mark.parametrize("rule", ["alone", "leader"])
+def test_two_processes_decide_the_same(worlds, rule):
+    """Different batches, adapters, learners and lost keys, over gloo."""
+    first, second = worlds.run_one("schedule", seed=3, num_steps=40, rule=rule)
+    assert first == second
+    assert len(first["decisions"]) == 40
+    assert len({tuple(each) for each in first["decisions"]}) > 5
+    assert (first["epoch"] > 2) == (rule == "leader")
+
+
+def test_a_difference_in_set_up_stops_both_and_is_named(worlds):
+    """The message says what differs and on which rank."""
+    for found in worlds.run_one("alike", odd_rank=1, what="max_loras"):
+        assert found["reason"] == "differs"
+        assert "config.max_loras" in found["text"]
+        assert "rank 1 has 2" in found["text"]
+
+
+def test_faults_name_the_rank_and_the_last_step(worlds):
+    """One that raises, leaves or captures: the other stops at once, and can begin anew after."""
+    schedules = [
+        fault("raise"),
+        fault("leave"),
+        fault("capture"),
+        fault("raise", bad_rank=0, bad_step=0),
+        fault("none"),
+    ]
+    raised, left, captures, first, fine = run_faults(worlds, *schedules)
+    good, bad = raised
+    assert bad["error"] == {"raised": True}
+    assert (good["error"]["ranks"], good["error"]["reason"]) == ([1], "raised")
+    assert good["error"]["step"] == 3
+    assert "Rank 1 raised ZeroDivisionError: planted (last step: 3)" in good["error"]["text"]
+    good, bad = left
+    assert bad["error"] is None
+    assert (good["error"]["ranks"], good["error"]["reason"]) == ([1], "left")
+    for rank, each in enumerate(captures):
+        assert (each["error"]["ranks"], each["error"]["reason"]) == ([1 - rank], "differs")
+    assert "Rank 1 captures, while rank 0 came to step 4" in captures[0]["error"]["text"]
+    assert first[1]["error"]["ranks"] == [0]
+    assert [each["error"] for each in fine] == [None, None]
+    assert fine[0]["decisions"] == fine[1]["decisions"]
+    for each in (*raised, *left, *captures, *first, *fine):
+        assert not each["open"]
+
+
+def test_a_late_rank_is_named_and_finds_out_itself(worlds):
+    """It comes when the others have stopped; no step of it runs alone."""
+    ((good, late),) = run_faults(worlds, fault("late", timeout=SHORT))
+    assert (good["error"]["ranks"], good["error"]["step"]) == ([1], 3)
+    assert "Rank 1 did not come to step 4" in good["error"]["text"]
+    assert (late["error"]["ranks"], late["error"]["step"]) == ([1], 3)
+    assert late["decisions"] == good["decisions"]
+
+
+@pytest.mark.parametrize("kind", ["die", "freeze"])
+@pytest.mark.parametrize(("host", "bad_rank"), [("agent", 1), ("rank 0", 0)])
+def test_a_dead_or_frozen_rank_is_named(worlds, kind, host, bad_rank):
+    """Also where it is the one whose process serves the store."""
+    found = worlds.run_one(
+        "faults", host=host, schedules=[fault(kind, bad_rank=bad_rank, timeout=SHORT)]
+    )
+    assert found[bad_rank] == "died"
+    (good,) = found[1 - bad_rank]
+    assert (good["error"]["ranks"], good["error"]["step"]) == ([bad_rank], 3)
+    assert good["error"]["reason"] == "late"
+
+
+def test_a_rank_that_does_not_start_is_named(worlds):
+    """Nothing has been agreed on yet; the store knows who came."""
+    first, _ = worlds.run_one("not_coming")
+    assert first["ranks"] == [1]
+    assert "Rank 1 did not come to the start-up of the ranks 0, 1" in first["text"]
+
+
+def test_nothing_is_left_after_the_end(worlds):
+    """No group, thread or connection outlives an agreement."""
+    for counts in worlds.run_one("leftovers", num_lives=6):
+        first, last = counts[0], counts[-1]
+        assert first[:2] == last[:2] == [1, 1]
+        # A connection may take a moment to go, but six lives leave no six of anything.
+        assert all(after - before < 6 for before, after in zip(first, last, strict=True))
+
+
+def test_start_up_skew_is_not_a_cost_of_agreement(worlds):
+    """The first step waits for whoever is still loading its weights."""
+    first, _ = worlds.run_one("statistics")
+    assert first["steps"] == 3
+    assert first["waited"] > 0.5 > first["total"]
+
+
+@pytest.mark.parametrize("fails_on", [None, 1])
+def test_runners_pad_to_the_largest_batch_and_compute_each_its_own(worlds, fails_on):
+    """The replays are the same on both ranks; the rows are each rank's own."""
+    first, second = worlds.run_one("padded_steps", fails_on=fails_on)
+    assert first["hits"] == second["hits"]
+    assert first["hits"]
+    assert first["worst"] < 1e-6
+    assert second["worst"] < 1e-6
+    assert all(first["found"])
+    assert all(second["found"])
+    assert first["lost"] == second["lost"]
+    assert bool(first["lost"]) == (fails_on is not None)
+    assert not set(first["lost"]) & set(first["hits"])
+    for why in first["lost"].values():
+        assert "no room" in why["1"]
