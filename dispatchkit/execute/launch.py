@@ -189,6 +189,7 @@ class GraphPlan:
         """Let go of what is kept; the next run finds it again."""
         self.loader = None
         self._ready, self._leaves, self._result = _NOT_READY, None, self._make_result
+        self._launch, self._graph, self._padded = self._launch_step, None, ()
 
     def _guard_reason(self) -> str:
         return difference(self.step.guard, self.runner.guard.now())
@@ -229,7 +230,9 @@ class GraphPlan:
         staging = step.buffers.staging
         if staging is not None and not isinstance(step, FullStep):
             staging.queue_copy(step.key.num_tokens)  # before all pieces: it is in no graph
-        self._padded = step.launch()
+        padded = step.launch()
+        if not step.leaves:  # kept no longer than the graph where the graph has them
+            self._padded = padded
         if staging is not None:
             staging.note_launch()
         self._launch, self._graph = self._choose_launch()
