@@ -70,17 +70,23 @@ def calibrated_models(trace: StepTrace) -> dict[str, Callable[[], GraphRunner]]:
         }
     slots = max(256, *trace.column("num_reqs"))
 
-    def shape(num_heads: int, head_dim: int) -> DecoderShape:
+    def shape(num_layers: int, num_heads: int, head_dim: int) -> DecoderShape:
         # Short caches, for attention here reads them whole.
         return DecoderShape(
-            num_layers=8, num_heads=num_heads, head_dim=head_dim, cache_len=128, num_slots=slots
+            num_layers=num_layers,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            cache_len=128,
+            num_slots=slots,
         )
 
     return {
-        "decoder": lambda: decoder(shape=shape(16, 128), max_num_tokens=limit, outputs="view"),
+        "decoder": lambda: decoder(shape=shape(4, 16, 128), max_num_tokens=limit, outputs="view"),
         "mlp": lambda: mlp(max_num_tokens=limit, outputs="view"),
         # Its eager steps take the host longer than the device.
-        "small decoder": lambda: decoder(shape=shape(8, 64), max_num_tokens=limit, outputs="view"),
+        "small decoder": lambda: decoder(
+            shape=shape(8, 8, 64), max_num_tokens=limit, outputs="view"
+        ),
     }
 
 
@@ -255,11 +261,12 @@ def memory_models() -> dict[str, Callable[[], GraphRunner]]:
         return GraphRunner(step, inputs, config=config)
 
     shape = DecoderShape(num_layers=8, num_heads=8, head_dim=64, cache_len=128, num_slots=512)
+    narrow = DecoderShape(num_layers=32, num_heads=4, head_dim=64, cache_len=128, num_slots=512)
     small = DecoderShape(num_slots=32, cache_len=16)
     return {
         "mlp": lambda: mlp(sizes=sizes),
         "decoder": lambda: decoder(sizes=sizes, shape=shape if IS_GPU else small),
-        "deep narrow": lambda: mlp(num_layers=64, width=1024 if IS_GPU else 16, sizes=sizes),
+        "deep narrow": lambda: decoder(sizes=sizes, shape=narrow if IS_GPU else small),
         "wide": lambda: made(wide_step),
         "convolutions": lambda: made(conv_step),
     }

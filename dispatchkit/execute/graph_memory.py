@@ -193,7 +193,7 @@ class MemoryMeter:
 def forecast_graph_memory(
     step: Any,
     *,
-    samples: int = 6,
+    samples: int = 10,
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> MemoryForecast:
@@ -204,7 +204,7 @@ def forecast_graph_memory(
 
     Args:
         step: A GraphRunner, which is left as it is, or what one is made of.
-        samples: Sizes to capture, at least 2.
+        samples: Most sizes to capture, at least 2.
         progress: Told (done, total) captured sizes.
         options: ``inputs``, ``example``, ``sizes`` and further settings of the runner, where
             the step is none.
@@ -249,7 +249,11 @@ def forecast_graph_memory(
 
 
 def _spread(sizes: Sequence[int], count: int) -> list[int]:
-    """Return so many of the sizes, evenly by their place, the first and the last with them."""
-    last = len(sizes) - 1
-    count = min(count, len(sizes))
-    return [sizes[round(index * last / (count - 1))] for index in range(count)]
+    """Return about so many of the sizes, the largest first, in even ratios down to the smallest.
+
+    In ratios, since it is around powers of two that libraries take another kernel, with
+    other needs of memory.
+    """
+    largest, smallest = sizes[0], sizes[-1]
+    wanted = [largest * (smallest / largest) ** (i / (count - 1)) for i in range(count)]
+    return sorted({min(sizes, key=lambda size: abs(size - want)) for want in wanted}, reverse=True)

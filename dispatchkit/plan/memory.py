@@ -29,6 +29,9 @@ __all__ = ["SEGMENT_BYTES", "MemoryForecast", "MemorySample", "forecast_memory"]
 SEGMENT_BYTES = 2 * 1024 * 1024
 """Smallest step in which torch's caching allocator reserves memory (torch 2.x, kSmallBuffer)."""
 
+# Samples after the driver's first block that tell how fast it takes more.
+_ENOUGH_BLOCKS = 3
+
 
 @attrs.frozen
 class MemorySample:
@@ -79,8 +82,9 @@ def forecast_memory(
 
     Args:
         samples: Captured in this order, largest size first; the first one must be the
-            largest of ``sizes``. Four or five more, spread over the sizes and with the
-            smallest among them, find most of what makes a pool grow.
+            largest of ``sizes``. Some more, each about half the one before and the smallest
+            among them, find what makes a pool grow: other kernels are taken around powers
+            of two.
         sizes: All sizes that will be captured.
         segment_bytes: Step in which the pool and the driver grow.
 
@@ -114,18 +118,30 @@ def forecast_memory(
     if is_guessed:
         # A segment reserved for one graph may serve the next, or the next may need a new one.
         low = max(float(last if low >= last else first), low - segment_bytes)
-        if not knows_held or any(grown.values()) or any(kept.values()):
-            high += segment_bytes
-    share = len(wanted) / len(taken)
-    driver = taken[-1].driver_bytes
+        high += segment_bytes
+    driver, driver_high = _driver(taken, len(wanted), segment_bytes)
     return MemoryForecast(
-        round(expected),
-        round(low),
-        round(high),
-        tuple(per_graph),
-        round(driver * share),
-        round((driver + segment_bytes) * share) if is_guessed else driver,
+        round(expected), round(low), round(high), tuple(per_graph), driver, driver_high
     )
+
+
+def _driver(taken: Sequence[MemorySample], num_sizes: int, block_bytes: int) -> tuple[int, int]:
+    """Return (expected, most) of what the driver takes for so many sizes.
+
+    It takes whole blocks, the first when the one it had before is full: only what comes
+    after that first one tells how fast they fill.
+    """
+    seen = [sample.driver_bytes for sample in taken]
+    rest = max(0, num_sizes - len(taken))
+    begin = next((index for index, value in enumerate(seen) if value > 0), len(seen) - 1)
+    spaces = len(seen) - 1 - begin
+    if spaces >= _ENOUGH_BLOCKS:
+        slope = (seen[-1] - seen[begin]) / spaces
+        steepest = (seen[-1] - seen[begin] + block_bytes) / spaces
+    else:
+        slope = seen[-1] / len(seen)
+        steepest = (seen[-1] + block_bytes) / len(seen)
+    return round(seen[-1] + rest * slope), round(seen[-1] + rest * steepest)
 
 
 def _check(taken: Sequence[MemorySample], wanted: Sequence[int]) -> None:

@@ -68,10 +68,9 @@ def test_what_graphs_only_work_with_is_counted_once(sizes, kept_per_token, work_
     actual, _ = reserved(sizes)
     forecast = forecast_memory(samples, sizes)
     assert forecast.low_bytes <= actual
+    assert actual <= forecast.high_bytes
     if kept_per_token == 0:
-        assert forecast.low_bytes == forecast.high_bytes == actual
-    else:
-        assert actual <= forecast.high_bytes
+        assert forecast.expected_bytes == actual
 
 
 def test_a_pool_that_grew_once_is_not_taken_to_grow_with_each_graph():
@@ -88,12 +87,23 @@ def test_a_pool_that_grew_once_is_not_taken_to_grow_with_each_graph():
     assert unknown.high_bytes > 32 * MIB  # nothing told it that the growth was shared
 
 
-def test_the_driver_takes_its_share_for_every_graph():
-    samples = [MemorySample(8, 10, 0, 0), MemorySample(4, 10, 0, 4 * MIB)]
-    forecast = forecast_memory(samples, [8, 6, 4, 2])
-    assert forecast.driver_bytes == 8 * MIB
-    assert forecast.driver_high_bytes == 12 * MIB
-    assert forecast_memory(samples, [8, 4]).driver_high_bytes == 4 * MIB
+def test_the_driver_takes_blocks_as_the_graphs_come():
+    """The first block was half full; after it, each size takes a block."""
+    blocks = [0, 1, 2, 3, 4]
+    samples = [
+        MemorySample(size, 10, 0, count * MIB)
+        for size, count in zip((512, 128, 32, 8, 1), blocks, strict=True)
+    ]
+    forecast = forecast_memory(samples, range(1, 513), segment_bytes=MIB)
+    assert forecast.driver_bytes == (4 + 507) * MIB
+    assert forecast.driver_high_bytes == round((4 + 507 * 4 / 3) * MIB)
+
+
+def test_a_driver_that_took_nothing_yet_may_take_a_block_for_each_lot_of_samples():
+    samples = [MemorySample(8, 10, 0), MemorySample(4, 10, 0)]
+    forecast = forecast_memory(samples, [8, 6, 4, 2], segment_bytes=MIB)
+    assert (forecast.driver_bytes, forecast.driver_high_bytes) == (0, MIB)
+    assert forecast_memory(samples, [8, 4], segment_bytes=MIB).driver_high_bytes == 0
 
 
 @pytest.mark.parametrize(
