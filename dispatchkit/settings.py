@@ -168,7 +168,13 @@ def _schema(*settings: Setting) -> Mapping[str, Setting]:
 
 
 SETTINGS: Mapping[str, Setting] = _schema(
-    Setting("policy", "The policy that decides.", _text, "vllm", group="runner"),
+    Setting(
+        "policy",
+        "The policy that decides.",
+        _text,
+        derived="a plugin's choice, else vllm",
+        group="runner",
+    ),
     Setting("policy_options", "Options of the policy.", _options, {}, group="runner"),
     Setting(
         "mode",

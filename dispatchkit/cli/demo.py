@@ -12,7 +12,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dispatchkit.cli.options import BackendOption, PolicyOption, SizesOption, settings_of
+from dispatchkit.cli.options import (
+    BackendOption,
+    PolicyOption,
+    SizesOption,
+    policy_name,
+    settings_of,
+)
 from dispatchkit.cli.output import (
     JsonOption,
     console,
@@ -63,15 +69,15 @@ def demo(
             "Next: pip install 'dispatchkit[torch]'."
         ) from error
     settings = settings_of({"policy": policy, "capture_sizes": sizes, "backend": device})
+    plugins = load_installed_plugins(settings)
+    mention_problems(plugins)
     options = DemoOptions(
-        policy=settings["policy"],
+        policy=policy_name(settings, plugins, settings.dispatch_config()),
         trace=trace,
         steps=steps,
         sizes=settings["capture_sizes"],
         device=settings["backend"],
     )
-    plugins = load_installed_plugins(settings)
-    mention_problems(plugins)
     with progress() as tell:
         report = run_demo(options, plugins=plugins, progress=tell)
     if as_json:

@@ -19,6 +19,7 @@ from dispatchkit.cli.options import (
     PolicyOption,
     QueryLensOption,
     SizesOption,
+    policy_name,
     settings_of,
 )
 from dispatchkit.cli.output import (
@@ -136,7 +137,7 @@ def dispatcher_of(settings: Settings, config: DispatchConfig) -> Dispatcher:
     """Return a dispatcher of the chosen policy, every declared graph taken as captured."""
     plugins = load_installed_plugins(settings)
     mention_problems(plugins)
-    name = settings["policy"]
+    name = policy_name(settings, plugins, config)
     rule = plugins.create_policy(name, **settings["policy_options"])
     origin = short_origin(plugins.get_policy(name).origin)
     return Dispatcher(rule, config, lazy=True, origin=origin)

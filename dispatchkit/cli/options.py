@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
 import typer
@@ -29,8 +29,15 @@ __all__ = [
     "QueryLensOption",
     "SizesOption",
     "TraceArgument",
+    "policy_name",
     "settings_of",
 ]
+
+if TYPE_CHECKING:
+    from dispatchkit.keys import DispatchConfig
+    from dispatchkit.plugins import PluginSet
+
+DEFAULT_POLICY = "vllm"
 
 
 @attrs.define
@@ -75,7 +82,9 @@ def complete_modes(incomplete: str) -> list[str]:
     """Return the modes that begin so, for the shell."""
     from dispatchkit.keys import CUDAGraphMode
 
-    return [name for name in CUDAGraphMode.__members__ if name.startswith(incomplete.upper())]
+    names = [name for name in CUDAGraphMode.__members__ if name.startswith(incomplete.upper())]
+    # As typed: a shell leaves out what does not begin with the very same letters.
+    return names if incomplete == incomplete.upper() else [name.lower() for name in names]
 
 
 def complete_cost_models(incomplete: str) -> list[str]:
@@ -123,6 +132,11 @@ _FLAGS = {
     "query_lens": "--query-len",
     "backend": "--device",
 }
+
+
+def policy_name(settings: Settings, plugins: PluginSet, config: DispatchConfig) -> str:
+    """Return the name of the policy: given, else a plugin's choice, else the default."""
+    return str(settings["policy"] or plugins.select_policy(config) or DEFAULT_POLICY)
 
 
 def settings_of(given: Mapping[str, Any] | None = None) -> Settings:

@@ -15,6 +15,7 @@ from dispatchkit.cli.options import (
     ModeOption,
     SizesOption,
     TraceArgument,
+    policy_name,
     settings_of,
 )
 from dispatchkit.cli.output import (
@@ -91,12 +92,12 @@ def simulate(
 
     rows = read_trace(trace)
     config = config_for(rows, settings)
-    names = list(dict.fromkeys(policy or [settings["policy"]]))
+    plugins = load_installed_plugins(settings)
+    mention_problems(plugins)
+    names = list(dict.fromkeys(policy or [policy_name(settings, plugins, config)]))
     options = settings["policy_options"]
     if options and len(names) > 1:
         raise ConfigError("policy_options", options, "left out where policies are compared")
-    plugins = load_installed_plugins(settings)
-    mention_problems(plugins)
     scenarios = [
         Scenario(
             policy=name,
