@@ -446,3 +446,38 @@ def test_state_with_an_impossible_arm_is_refused(tmp_path: Path) -> None:
 def test_save_needs_a_path() -> None:
     with pytest.raises(ConfigError, match="path"):
         adaptive().save()
+
+
+# -- with an executor ---------------------------------------------------------------------------
+
+
+def test_a_runner_measures_what_the_policy_asks_for() -> None:
+    """Seed runs and steady steps come back as samples; results are those of eager."""
+    torch = pytest.importorskip("torch")
+    from dispatchkit import CellUpdate, GraphRunner, StaticInput
+
+    weight = torch.randn(8, 8)
+    runner = GraphRunner(
+        lambda x: x @ weight,
+        {"x": StaticInput((None, 8), torch.float32)},
+        sizes=(4, 8),
+        mode="FULL",
+        policy="adaptive",
+        backend="tape",
+    )
+    runner.capture()
+    policy: Any = runner.dispatcher.policy
+    rows = torch.randn(8, 8)
+    for run in policy.wants_seeding(runner.dispatcher.graphs):
+        for _ in range(run.runs):
+            runner.dispatcher.update(CellUpdate(run.batch, run.decision, one_shot=True))
+            runner(rows[: run.batch.num_tokens])
+            runner.drain(wait=True)
+    for _ in range(20):
+        assert torch.allclose(runner(rows[:3]), rows[:3] @ weight)
+    runner.drain(wait=True)
+    (report,) = policy.explain(runner.dispatcher.batch(3))
+    samples = {arm.arm: arm.samples for arm in report.arms}
+    assert samples["eager"] >= 8
+    assert samples[str(GraphKey(RuntimeMode.FULL, BatchDescriptor(4, 4)))] >= 8
+    assert sum(samples.values()) >= 16 + 20
