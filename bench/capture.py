@@ -1,0 +1,280 @@
+"""Capturing a decoder at vLLM's 51 default sizes: time and memory against loops by hand.
+
+    python bench/capture.py [--rounds N] [--layers N] [--profile]
+
+- ``by hand``: the tightest loop one would write: largest first, one warmup for each size, one
+  pool, outputs copied into one shared buffer inside the graph, no garbage collection.
+- ``by hand, torch.cuda.graph``: the same loop with torch's own context manager, which collects
+  garbage and empties the cache before every capture.
+- ``GraphRunner``: ``runner.capture()`` of the same step with the same outputs, state declared.
+- ``GraphRunner with max_bytes``: the same under a budget that it fits into, which rehearses
+  each capture.
+- ``first answer, lazy``: a fresh runner with ``lazy=True``, from its first call until the
+  result is there, at the largest size and at 8; the ratio is to the whole ``GraphRunner``.
+
+The cases take turns in one process and each starts from nothing; the ratio is the median of
+the ratios within a round. ``pool`` lines are the bytes that torch reserved for the graphs and
+their shared outputs, ``device`` lines what the driver says is gone, launchable graphs
+included. Without a CUDA device the tape runs a small decoder, against no loop by hand: that
+shows that it works, and no speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import warnings
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+from _common import emit
+
+from dispatchkit import GraphRunner, StaticInput
+from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache
+
+BENCH = "capture"
+VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+NAMES = ("tokens", "positions", "slots")
+
+
+class Subject:
+    """A decoder with its cache, and static inputs of the largest size."""
+
+    def __init__(self, shape: DecoderShape, device: str) -> None:
+        self.device, self.shape = device, shape
+        self.model = Decoder(shape, device=device)
+        self.cache = KVCache(shape, device=device)
+        sink = shape.num_slots
+        self.inputs = {
+            "tokens": StaticInput((None,), "int64"),
+            "positions": StaticInput((None,), "int64"),
+            "slots": StaticInput((None,), "int64", fill=sink),
+        }
+        self.static = {
+            name: one.full(max(VLLM_SIZES), torch.device(device))
+            for name, one in self.inputs.items()
+        }
+
+    def step(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logits (T, V)."""
+        return self.model(tokens, positions, slots, self.cache)
+
+    def batch(self, rows: int) -> dict[str, torch.Tensor]:
+        """Return a decode batch, each row of a request of its own."""
+        generator = torch.Generator().manual_seed(rows)
+        slots = torch.randperm(self.shape.num_slots, generator=generator)
+        return {
+            "tokens": torch.randint(self.shape.vocab, (rows,), generator=generator).to(self.device),
+            "positions": torch.zeros(rows, dtype=torch.int64, device=self.device),
+            "slots": slots[:rows].to(self.device),
+        }
+
+    def make_runner(self, **settings: Any) -> GraphRunner:
+        """Return a fresh runner of the step."""
+        return GraphRunner(
+            self.step,
+            self.inputs,
+            sizes=VLLM_SIZES,
+            mode="FULL",
+            backend="cuda" if self.device != "cpu" else "tape",
+            state=self.cache.tensors,
+            outputs="view",
+            **settings,
+        )
+
+
+def capture_by_hand(subject: Subject, *, plainly: bool) -> tuple[Any, int]:
+    """Capture all sizes, and return what must live on and the bytes of the pool.
+
+    Args:
+        subject: What is captured.
+        plainly: Without the collections that torch's context manager makes.
+    """
+    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    graphs = {}
+    shared: torch.Tensor | None = None
+    torch.cuda.synchronize()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for size in sorted(VLLM_SIZES, reverse=True):
+            views = [subject.static[name][:size] for name in NAMES]
+            out = subject.step(*views)
+            if shared is None:
+                shared = torch.empty_like(out)
+            del out
+            graph = torch.cuda.CUDAGraph()
+            if plainly:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                shared[:size].copy_(subject.step(*views))
+                graph.capture_end()
+            else:
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    shared[:size].copy_(subject.step(*views))
+            graphs[size] = graph
+    torch.cuda.synchronize()
+    reserved = sum(
+        one["total_size"]
+        for one in torch.cuda.memory_snapshot()
+        if tuple(one["segment_pool_id"]) == tuple(pool)
+    )
+    return (graphs, shared), reserved + (0 if shared is None else shared.nbytes)
+
+
+def capture_by_runner(subject: Subject, **settings: Any) -> tuple[Any, int]:
+    """Capture all sizes by a runner; return it and the bytes of its graphs."""
+    runner = subject.make_runner(**settings)
+    report = runner.capture()
+    if report.failed or report.skipped:
+        raise SystemExit(f"not all sizes were captured: {report}")
+    wait(subject)
+    return runner, runner.num_bytes
+
+
+def wait(subject: Subject) -> None:
+    """Wait for the device."""
+    if subject.device != "cpu":
+        torch.cuda.synchronize()
+
+
+def settle(subject: Subject) -> int:
+    """Let go of all that is not needed; return the free bytes of the device."""
+    gc.collect()
+    if subject.device == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def check(subject: Subject, kept: Any) -> None:
+    """Compare some replays with the model itself; a wrong capture has no speed."""
+    for rows in (8, 100, 512):
+        given = subject.batch(rows)
+        with torch.no_grad():
+            want = subject.step(**given)
+            if isinstance(kept, GraphRunner):
+                got = kept(**given)
+            else:
+                size = min(one for one in VLLM_SIZES if one >= rows)
+                for name, static in subject.static.items():
+                    static[:rows] = given[name]
+                    static[rows:].fill_(subject.inputs[name].fill)
+                kept[0][size].replay()
+                got = kept[1][:rows]
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def measure(subject: Subject, run: Callable[[], tuple[Any, int]]) -> dict[str, float]:
+    """Return seconds and bytes of one capture of all sizes, from nothing."""
+    free = settle(subject)
+    start = perf_counter()
+    kept, pool_bytes = run()
+    wait(subject)
+    seconds = perf_counter() - start
+    gc.collect()
+    if subject.device != "cpu":
+        torch.cuda.empty_cache()
+        free -= torch.cuda.mem_get_info()[0]
+    check(subject, kept)
+    return {"time": seconds * 1e3, "pool": pool_bytes, "device": free}
+
+
+def first_answer(subject: Subject, rows: int) -> float:
+    """Return milliseconds from the first call of a lazy runner to its result."""
+    given = subject.batch(rows)
+    runner = subject.make_runner(lazy=True)
+    settle(subject)
+    start = perf_counter()
+    result = runner(**given)
+    wait(subject)
+    elapsed = (perf_counter() - start) * 1e3
+    torch.testing.assert_close(result, subject.step(**given), rtol=1e-3, atol=1e-3)
+    return elapsed
+
+
+def profile(subject: Subject) -> None:
+    """Print where the time of ``runner.capture()`` goes."""
+    import cProfile
+    import pstats
+
+    runner = subject.make_runner()
+    with cProfile.Profile() as profiler:
+        runner.capture()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    on_device = torch.cuda.is_available()
+    parser.add_argument("--rounds", type=int, default=5 if on_device else 1)
+    parser.add_argument("--layers", type=int, default=16 if on_device else 1)
+    parser.add_argument("--profile", action="store_true", help="show where the time goes")
+    options = parser.parse_args()
+
+    shape = DecoderShape(
+        num_layers=options.layers,
+        num_heads=16 if on_device else 2,
+        head_dim=64 if on_device else 8,
+        cache_len=256 if on_device else 16,
+        num_slots=512,
+        vocab=32_000 if on_device else 64,
+    )
+    warnings.simplefilter("ignore")
+    subject = Subject(shape, "cuda:0" if on_device else "cpu")
+    cases: dict[str, Callable[[], tuple[Any, int]]] = {}
+    if on_device:
+        cases["by hand"] = lambda: capture_by_hand(subject, plainly=True)
+        cases["by hand, torch.cuda.graph"] = lambda: capture_by_hand(subject, plainly=False)
+    cases["GraphRunner"] = lambda: capture_by_runner(subject)
+    cases["GraphRunner with max_bytes"] = lambda: capture_by_runner(subject, max_bytes=1 << 40)
+    if options.profile:
+        profile(subject)
+    for run in cases.values():  # libraries, kernels and allocator as they are later
+        check(subject, run()[0])
+        settle(subject)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
+    for _ in range(options.rounds):
+        for name, run in cases.items():
+            found[name].append(measure(subject, run))
+    base = "by hand" if on_device else "GraphRunner"
+    for what, unit in (("time", "ms"), ("pool", "bytes"), ("device", "bytes")):
+        for name, samples in found.items():
+            ratios = [
+                mine[what] / theirs[what]
+                for mine, theirs in zip(samples, found[base], strict=True)
+                if theirs[what]
+            ]
+            emit(
+                BENCH,
+                f"{name}: {what}",
+                statistics.median(one[what] for one in samples),
+                unit,
+                len(samples),
+                ratio_to=None if name == base or not ratios else f"{base}: {what}",
+                ratio=statistics.median(ratios) if name != base and ratios else None,
+                sizes=len(VLLM_SIZES),
+                layers=options.layers,
+            )
+    whole = statistics.median(one["time"] for one in found["GraphRunner"])
+    for rows in (max(VLLM_SIZES), 8):
+        times = [first_answer(subject, rows) for _ in range(max(3, options.rounds))]
+        emit(
+            BENCH,
+            f"first answer, lazy: {rows} rows",
+            statistics.median(times),
+            "ms",
+            len(times),
+            ratio_to="GraphRunner: time",
+            ratio=statistics.median(times) / whole,
+            layers=options.layers,
+        )
+
+
+if __name__ == "__main__":
+    main()
