@@ -1,8 +1,8 @@
 """How long planning takes: a trace read, a curve planned, a hedge validated, steps simulated.
 
-Prints one JSON line per case: best and median of the samples in milliseconds, the least processor
-time of a sample (which other work on the machine sways less), and the target it is held against
-where there is one.
+Prints one JSON line per case, in milliseconds: beside the median the best sample, the least
+processor time of one (which other work on the machine sways less), and the target it is held
+against where there is one.
 
     python bench/plan.py [SAMPLES]
 """
@@ -10,7 +10,6 @@ where there is one.
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from time import perf_counter_ns, process_time_ns
 
 import numpy as np
+from _common import emit
 
 from dispatchkit.observe.trace import TRACE_COLUMNS, read_trace
 from dispatchkit.plan import Scenario, free_tokens, plan_sizes, simulate
@@ -49,15 +49,16 @@ def measure(case: str, run: Callable[[], object], samples: int, target_ms: float
         run()
         times.append((perf_counter_ns() - start) / 1e6)
         busy.append((process_time_ns() - start_cpu) / 1e6)
-    line = {
-        "case": case,
-        "best_ms": round(min(times), 3),
-        "median_ms": round(statistics.median(times), 3),
-        "cpu_ms": round(min(busy), 3),
-        "samples": samples,
-        "target_ms": target_ms,
-    }
-    print(json.dumps(line), flush=True)
+    emit(
+        "plan",
+        case,
+        statistics.median(times),
+        "ms",
+        samples,
+        best=round(min(times), 3),
+        cpu=round(min(busy), 3),
+        target=target_ms,
+    )
 
 
 def main(samples: int = 5) -> None:
