@@ -28,9 +28,7 @@ def record(
             metavar="OUTPUT", help="The trace to write; .jsonl and .gz as the name has."
         ),
     ],
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A Python file, or -m MODULE after `--`.")
-    ],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or -m MODULE.")],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[ARGS]...", help="What the script is given.", show_default=False),
@@ -44,10 +42,12 @@ def record(
 
     Example: dispatchkit record trace.csv.gz serve.py --port 8000
 
-    Example: dispatchkit record trace.csv.gz -- -m my_package.serve
+    Example: dispatchkit record trace.csv.gz -m my_package.serve
     """
     check_writable(output)
     words = [script, *(arguments or [])]
+    if words[0] == "--" and len(words) > 1:
+        words = words[1:]
     as_module = words[0] == "-m"
     if as_module and len(words) < 2:
         raise ConfigError("script", script, "followed by a module's name")

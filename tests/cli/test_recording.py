@@ -1,0 +1,118 @@
+"""``record``: a script is run, its batches become a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import sys
+from dispatchkit import Dispatcher, DispatchConfig, load_plugins
+print("words of the script", sys.argv[1:])
+policy = load_plugins().create_policy("vllm")
+dispatcher = Dispatcher(policy, DispatchConfig(max_num_tokens=8), lazy=True)
+dispatcher.dispatch(3, 3, 1)
+dispatcher.dispatch(7, 2)
+dispatcher.dispatch(5)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "serve.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_every_batch_is_a_step(run: Any, tmp_path: Path, script: Path) -> None:
+    """What was asked, in order; the script's words go to standard error."""
+    from dispatchkit.observe.trace import read_trace
+
+    path = tmp_path / "trace.csv.gz"
+    done = run("record", str(path), str(script), "--port", "80", "--json")
+    # Options behind the script are the script's own.
+    assert "words of the script ['--port', '80', '--json']" in done.err
+    assert done.code == 0, done.err
+    assert done.out.split() == f"3 steps written to {path}.".split()
+    trace = read_trace(path)
+    assert list(trace.column("num_tokens")) == [3, 7, 5]
+    assert list(trace.column("num_reqs")) == [3, 2, 1]
+    assert list(trace.column("uniform_decode")) == [1, 0, 0]
+
+
+def test_json_comes_before_the_script(run: Any, tmp_path: Path, script: Path) -> None:
+    """And is all of standard output."""
+    path = tmp_path / "trace.jsonl"
+    done = run("record", "--json", str(path), str(script))
+    assert json.loads(done.out) == {
+        "output": str(path),
+        "steps": 3,
+        "exit_code": 0,
+        "stopped": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "says"),
+    [
+        ("sys.exit(3)", 1, "exit code 3"),
+        ("sys.exit('words')", 1, "exit code 1"),
+        ("raise KeyboardInterrupt", 130, "Stopped."),
+    ],
+)
+def test_how_the_script_ends_is_told_and_the_trace_is_whole(
+    run: Any, tmp_path: Path, script: Path, end: str, code: int, says: str
+) -> None:
+    """Servers end by Ctrl-C; what they did until then is what was wanted."""
+    from dispatchkit.observe.trace import read_trace
+
+    script.write_text(SCRIPT + end)
+    path = tmp_path / "trace.csv"
+    done = run("record", str(path), str(script))
+    assert done.code == code
+    assert says in done.err
+    assert len(read_trace(path)) == 3
+
+
+def test_a_script_that_raises_keeps_its_traceback_and_leaves_no_trace(
+    run: Any, tmp_path: Path, script: Path
+) -> None:
+    """It is the script's defect, not bad input."""
+    script.write_text(SCRIPT + "1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        run("record", str(tmp_path / "trace.csv"), str(script))
+    assert [each.name for each in tmp_path.glob("trace*")] == []
+
+
+def test_dispatch_is_as_before_afterwards(run: Any, tmp_path: Path, script: Path) -> None:
+    """Recording is over with the command."""
+    from dispatchkit.dispatch import Dispatcher
+
+    before = Dispatcher.dispatch
+    run("record", str(tmp_path / "trace.csv"), str(script))
+    assert Dispatcher.dispatch is before
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["trace.csv", "nowhere.py"], "nowhere.py"),
+        (["no/folder/trace.csv", "empty.py"], "output must be"),
+        (["trace.csv", "empty.py"], "dispatches batches"),
+        (["trace.csv", "-m"], "a module"),
+        (["trace.csv"], "SCRIPT"),
+    ],
+)
+def test_bad_input_is_code_2(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], says: str
+) -> None:
+    """And nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.py").write_text("pass\n")
+    done = run("record", *args)
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+    assert not (tmp_path / "trace.csv").exists()
