@@ -63,8 +63,8 @@ class RankAgreement:
     Args:
         group: A process group of torch.distributed; by default that of all ranks.
         timeout: Seconds within which every rank has stopped when another does not come to
-            a step (below 10, and where the store's host is frozen: one second more). A
-            rank counts as late from 0.4 of them on.
+            a step; where the store does not answer it may be two seconds more. A rank
+            counts as late from 0.4 of them on.
         setup_timeout: The same for start-up, captures and the first step, where ranks may
             be far apart.
         device: Where the rows meet. By default the CPU, over gloo, which holds up no device

@@ -11,13 +11,12 @@ import contextlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import attrs
 from torch.distributed import (  # type: ignore[attr-defined]
-    DistStoreError,
     PrefixStore,
     TCPStore,
 )
@@ -106,10 +105,17 @@ class Notes:
         store = self._store
         store.set(self._key(kind, self._me), value)
         keys = {number: self._key(kind, number) for number in self._members}
-        try:
-            store.wait(list(keys.values()), timedelta(seconds=seconds))
-        except DistStoreError:
-            keys = {number: key for number, key in keys.items() if store.check([key])}
+        # Asked again and again: a `wait` that ends by its limit can leave a TCPStore's client
+        # without an answer for good (seen with torch 2.13).
+        deadline, pause = time.monotonic() + seconds, 0.002
+        while not store.check(list(keys.values())):
+            if time.monotonic() > deadline:
+                # A store that was held up answers everybody at once: let them come first.
+                time.sleep(0.05)
+                keys = {number: key for number, key in keys.items() if store.check([key])}
+                break
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
         return {number: store.get(key).decode() for number, key in keys.items()}
 
     def _within(self, seconds: float, call: Callable[[], _T]) -> _T | None:
@@ -129,7 +135,8 @@ class Notes:
 
 def _at_most(seconds: float) -> float:
     """Return the limit of a call that itself waits for so many seconds."""
-    return seconds + max(1.0, seconds)
+    # A TCPStore looks up the names of its clients, for its log, while it serves nobody else.
+    return seconds + max(2.0, seconds)
 
 
 def _host_of(store: Any) -> int | None:

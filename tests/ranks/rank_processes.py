@@ -28,7 +28,14 @@ class Worlds:
             stdout=subprocess.PIPE,
             text=True,
             # The store warns of every wait that ends by its limit: that is what is tested.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+                # A TCPStore looks its clients' names up; a name server that does not answer
+                # must not hold it up for long.
+                "RES_OPTIONS": "timeout:1 attempts:1",
+            },
         )
         return self
 
