@@ -1,5 +1,68 @@
-"""What happened: counters, events and (with traces) the record of every step."""
+"""What happened: counters, events, and traces, the record of every step.
+
+Names of traces are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from dispatchkit.observe.counters import RunnerStats, StepCount, StepCounters
 
-__all__ = ["RunnerStats", "StepCount", "StepCounters"]
+if TYPE_CHECKING:
+    from dispatchkit.observe.trace import (
+        TRACE_COLUMNS,
+        StepTrace,
+        TraceStep,
+        TraceWriter,
+        read_trace,
+        write_trace,
+    )
+    from dispatchkit.observe.trace_counts import (
+        CudagraphStats,
+        SizeHistogram,
+        read_cudagraph_stats,
+        read_histogram,
+        read_workload,
+    )
+
+_HOME = {
+    "CudagraphStats": "trace_counts",
+    "TRACE_COLUMNS": "trace",
+    "SizeHistogram": "trace_counts",
+    "StepTrace": "trace",
+    "TraceStep": "trace",
+    "TraceWriter": "trace",
+    "read_cudagraph_stats": "trace_counts",
+    "read_histogram": "trace_counts",
+    "read_trace": "trace",
+    "read_workload": "trace_counts",
+    "write_trace": "trace",
+}
+
+__all__ = [
+    "TRACE_COLUMNS",
+    "CudagraphStats",
+    "RunnerStats",
+    "SizeHistogram",
+    "StepCount",
+    "StepCounters",
+    "StepTrace",
+    "TraceStep",
+    "TraceWriter",
+    "read_cudagraph_stats",
+    "read_histogram",
+    "read_trace",
+    "read_workload",
+    "write_trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value

@@ -111,3 +111,16 @@ def test_what_is_no_model_is_refused(tmp_path):
     path.write_text(json.dumps(lacking))
     with pytest.raises(ConfigError, match="graph_us"):
         load_cost_model(path)
+
+
+def test_pieces_have_times_of_their_own_where_they_were_measured():
+    model = CostModel(
+        name="both", eager_us=[(1, 9.0)], graph_us=[(8, 2.0)], piecewise_us=[(8, 5.0)], clock="host"
+    )
+    assert model.step_us(3, 8) == 2.0
+    assert model.step_us(3, 8, piecewise=True) == 5.0
+    assert CostModel.from_json(model.to_json()) == model
+    whole = CostModel(name="whole", eager_us=[(1, 9.0)], graph_us=[(8, 2.0)])
+    assert whole.step_us(3, 8, piecewise=True) == 2.0
+    with pytest.raises(ConfigError, match="clock"):
+        CostModel.from_json(model.to_json() | {"clock": "sundial"})

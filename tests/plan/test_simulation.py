@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
 
@@ -96,26 +97,31 @@ def traces(draw):
 sizes = st.sets(st.integers(1, 64), min_size=1, max_size=6).map(sorted)
 
 
-def by_hand(policy, trace, sizes, max_graphs=None):
+def by_hand(policy, trace, sizes, max_graphs=None, capture_after=1):
     """Every step through a dispatcher of its own, and the live graphs in a list."""
     config = trace_config(trace, sizes=sizes)
-    dispatcher = Dispatcher(policy, config, lazy=max_graphs is not None)
-    if max_graphs is None:
+    lazy = max_graphs is not None or capture_after > 1
+    dispatcher = Dispatcher(policy, config, lazy=lazy)
+    if not lazy:
         for key in dispatcher.registry:
             dispatcher.registry.captured(key, object())
     modes, misses, padding, time_us = Counter(), Counter(), 0, 0.0
-    live, captures, evictions = OrderedDict(), 0, 0
+    live, captures, evictions, asked = OrderedDict(), 0, 0, Counter()
     for step in trace:
         uniform = int(step.uniform_decode and step.max_query_len in config.query_lens)
         decision = dispatcher.dispatch(
             step.num_tokens, step.num_reqs, uniform, step.num_active_loras
         )
+        if lazy and decision.key is not None and decision.key not in live:
+            asked[decision.key] += 1
+            if asked[decision.key] < capture_after:
+                decision = Decision.eager("capture_pending")
         modes[decision.mode.name] += 1
         if decision.key is None:
             misses[decision.reason] += 1
         else:
             padding += decision.key.num_tokens - step.num_tokens
-            if max_graphs is not None and decision.key not in live:
+            if lazy and decision.key not in live:
                 if len(live) == max_graphs:
                     live.popitem(last=False)
                     evictions += 1
@@ -157,6 +163,64 @@ def test_a_budget_of_graphs_equals_every_step_by_hand(trace, sizes, max_graphs):
     assert (result.padding_tokens, result.time_s) == (padding, time_s)
     assert (result.captures, result.evictions) == (captures, evictions)
     assert result.captures - result.evictions <= max_graphs
+
+
+@given(
+    trace=traces(),
+    sizes=sizes,
+    max_graphs=st.none() | st.integers(1, 4),
+    capture_after=st.integers(2, 4),
+)
+@settings(max_examples=20)
+def test_captures_that_wait_for_several_asks_equal_every_step_by_hand(
+    trace, sizes, max_graphs, capture_after
+):
+    """Eager until then, for a reason of its own."""
+    limits = {"max_graphs": max_graphs, "capture_after": capture_after}
+    scenario = Scenario(policy=Smallest(), sizes=sizes, cost_model=MODEL, **limits)
+    result = simulate(trace, scenario)
+    modes, misses, padding, time_s, captures, evictions = by_hand(
+        Smallest(), trace, sizes, **limits
+    )
+    assert {mode: count for mode, count in result.modes.items() if count} == modes
+    assert result.misses == misses
+    assert (result.padding_tokens, result.time_s) == (padding, time_s)
+    assert (result.captures, result.evictions) == (captures, evictions)
+
+
+@pytest.mark.parametrize("capture_after", [1, 3])
+def test_a_runner_does_what_was_simulated(capture_after):
+    """The same steps, captures and evictions, on the tape."""
+    torch = pytest.importorskip("torch")
+    from dispatchkit import GraphRunner, StaticInput
+    from dispatchkit.execute import ChurnWarning, EagerStepWarning
+
+    trace = read_trace(TRACES / "step_azure_conv_low.csv.gz")[:150]
+    limits = {"max_graphs": 2, "capture_after": capture_after}
+    config = trace_config(trace, sizes=(4, 8, 12, 16, 24), mode="FULL")
+    result = simulate(trace, Scenario(config=config, cost_model=MODEL, **limits))
+    runner = GraphRunner(
+        lambda rows: rows * 2,
+        {"rows": StaticInput((None,), "float32")},
+        config=config,
+        lazy=True,
+        **limits,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerStepWarning)
+        warnings.simplefilter("ignore", ChurnWarning)
+        for step in trace:
+            if step.num_tokens:
+                runner(
+                    torch.zeros(step.num_tokens),
+                    num_reqs=step.num_reqs,
+                    uniform=step.uniform_decode,
+                )
+    stats = runner.stats()
+    assert {str(mode): n for mode, n in stats.steps_by_mode.items()} == dict(result.modes)
+    assert stats.eager_by_reason == dict(result.misses)
+    assert (stats.captures, stats.evictions) == (result.captures, result.evictions)
+    assert result.evictions > 0
 
 
 @given(trace=traces(), sizes=sizes, limit=st.integers(64_000, 200_000))
