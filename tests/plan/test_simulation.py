@@ -197,7 +197,7 @@ def test_a_runner_does_what_was_simulated(capture_after):
 
     trace = read_trace(TRACES / "step_azure_conv_low.csv.gz")[:150]
     limits = {"max_graphs": 2, "capture_after": capture_after}
-    config = trace_config(trace, sizes=(4, 8, 12, 16, 24), mode="FULL")
+    config = trace_config(trace, sizes=(17, 19, 21, 22, 24), mode="FULL")
     result = simulate(trace, Scenario(config=config, cost_model=MODEL, **limits))
     runner = GraphRunner(
         lambda rows: rows * 2,
