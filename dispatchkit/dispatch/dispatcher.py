@@ -23,6 +23,14 @@ from typing import Any
 
 import attrs
 
+from dispatchkit.dispatch.acceptance import accepted_keys
+from dispatchkit.dispatch.cells import (
+    Cell,
+    batch_of_cell,
+    cell_of_batch,
+    cell_of_call,
+    names_of,
+)
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.decision import (
     ANY_NUM_REQS,
@@ -32,8 +40,8 @@ from dispatchkit.dispatch.decision import (
     Reason,
 )
 from dispatchkit.dispatch.policy import GraphView, Policy, policy_name
-from dispatchkit.dispatch.table import EMPTY, Cell, Table
-from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError
+from dispatchkit.dispatch.table import EMPTY, Table
+from dispatchkit.errors import NoGraphError, PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
@@ -93,7 +101,7 @@ class Dispatcher:
         self._revisions = itertools.count(1)
         self._warned: set[tuple[str, str]] = set()
         self.num_policy_errors = 0
-        keys = self._accept(policy, config, origin)
+        keys = accepted_keys(policy, config, origin, self._modes)
         self._install(policy, config, origin, keys, epoch=0)
         self._unsubscribe = self.registry.subscribe(self._on_registry_event)
         if on_swap is not None:
@@ -115,7 +123,9 @@ class Dispatcher:
             num_tokens: Unpadded tokens, 0 to ``max_num_tokens``; 0 is always eager.
             num_reqs: Requests in the batch; 0 where they are not known.
             uniform: False for a mixed batch, True for a uniform decode batch of the
-                configured query length; with several query lengths, 1 + its index.
+                configured query length; with several query lengths, 1 + its index. It is
+                taken at its word: that ``num_reqs`` times the query length are the tokens is
+                not checked, since engines pad requests and drop rows before they ask.
             loras: Active adapters.
             ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
                 Cascade attention allows at most PIECEWISE.
@@ -145,8 +155,7 @@ class Dispatcher:
     ) -> Decision:
         with self._lock:
             # Under the lock, so that limits and table are of one epoch.
-            self._check_facts(num_tokens, num_reqs, uniform, loras, ceiling)
-            cell = (int(ceiling), int(uniform), int(loras), int(num_tokens))
+            cell = cell_of_call(self.config, num_tokens, num_reqs, uniform, loras, ceiling)
             table = self._table
             decision = table.take_one_shot(cell, num_reqs)
             if decision is None:
@@ -173,7 +182,9 @@ class Dispatcher:
             except PolicyError as error:
                 self._blame(error)
             except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
-                self._blame(self._fault("observe", f"{type(error).__name__}: {error}"), error)
+                fault = self._fault("observe", f"raised {type(error).__name__}: {error}")
+                fault.__cause__ = error
+                self._blame(fault)
 
     def update(self, update: CellUpdate) -> None:
         """Change one cell: a new steady decision, a one-shot one, or ask again.
@@ -189,7 +200,7 @@ class Dispatcher:
         batch, answer = update.batch, update.decision
         with self._lock:
             table = self._table
-            cell = self._cell_of(batch)
+            cell = cell_of_batch(self.config, batch)
             if answer is not None and self._is_lost(answer):
                 answer = None
             if answer is None:
@@ -198,7 +209,9 @@ class Dispatcher:
                 return
             problem = broken_constraint(answer, batch, self.graphs)
             if problem is None and answer.key is None and not batch.allows(RuntimeMode.NONE):
-                problem = f"chose eager, but this batch allows only {_names(batch)}."
+                problem = (
+                    f"chose eager, but this batch allows only {names_of(batch.allowed_modes)}."
+                )
             if problem is not None:
                 raise self._fault("observe", problem, answer)
             decision = self._bound(answer, batch)
@@ -225,7 +238,7 @@ class Dispatcher:
             origin = self._origin if policy is None else origin
             new_policy = self._policy if policy is None else policy
             new_config = self.config if config is None else config
-            keys = self._accept(new_policy, new_config, origin)
+            keys = accepted_keys(new_policy, new_config, origin, self._modes)
             previous, epoch = self.policy_name, self._table.epoch + 1
             self._install(new_policy, new_config, origin, keys, epoch=epoch)
         if self._on_swap is not None:
@@ -274,13 +287,41 @@ class Dispatcher:
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Batch:
         """Return the Batch that a policy sees for the arguments of ``dispatch``."""
-        self._check_facts(num_tokens, num_reqs, uniform, loras, ceiling)
-        return self._batch((int(ceiling), int(uniform), int(loras), int(num_tokens)), num_reqs)
+        config = self.config
+        cell = cell_of_call(config, num_tokens, num_reqs, uniform, loras, ceiling)
+        return batch_of_cell(config, cell, num_reqs)
 
     def decide(self, batch: Batch) -> Decision:
         """Ask the policy anew for a batch, within the constraints, without the table."""
         with self._lock:
             return self._decide(batch)
+
+    def foresee(self, batch: Batch) -> tuple[Decision, PolicyError | None]:
+        """Return what the next step of a batch would get, and the policy's fault if it has one.
+
+        Nothing changes by it: no cell is filled, no one-shot decision taken, no fault counted
+        or warned of.
+
+        Raises:
+            DescriptorError: The batch is impossible or outside the configured limits.
+        """
+        num_reqs = batch.num_reqs or 0
+        with self._lock:
+            if batch.num_tokens == 0:
+                return Decision.eager(Reason.EMPTY_BATCH), None
+            cell = cell_of_batch(self.config, batch)
+            known = self._table.peek(cell, num_reqs)
+            if known is not None:
+                return known, None
+            try:
+                # As when a cell is filled: without requests first, then with them.
+                anyhow = batch_of_cell(self.config, cell, 0)
+                decision = self._limited(self._ask(anyhow), anyhow)
+                if num_reqs > decision.max_num_reqs:
+                    decision = self._limited(self._ask(batch), batch)
+            except PolicyError as fault:
+                return Decision.eager(Reason.POLICY_ERROR), fault
+            return decision, None
 
     # -- inside -------------------------------------------------------------------------
 
@@ -295,73 +336,20 @@ class Dispatcher:
         self.registry.declare(keys)
         table = Table(config, epoch)
         self._policy, self._origin, self.config = policy, origin, config
-        self.graphs = self._view(self.registry, config, self._is_dispatchable)
+        self.graphs = GraphView(
+            self.registry, config, modes=self._modes, dispatchable=self._is_dispatchable
+        )
         self._table = table
         self._by_reqs = table.by_reqs
         self._rows = table.rows  # last, and at once: readers see the old epoch or the new
-
-    def _view(
-        self,
-        registry: GraphRegistry,
-        config: DispatchConfig,
-        dispatchable: Callable[[GraphEntry], bool],
-    ) -> GraphView:
-        return GraphView(registry, config, modes=self._modes, dispatchable=dispatchable)
 
     def _is_dispatchable(self, entry: GraphEntry) -> bool:
         return entry.state is KeyState.CAPTURED or (
             self._lazy and entry.state in (KeyState.DECLARED, KeyState.EVICTED)
         )
 
-    def _accept(self, policy: Policy, config: DispatchConfig, origin: str) -> list[GraphKey]:
-        """Return a policy's keys after trying it on batches around each of its sizes."""
-        name = policy_name(policy)
-        for method in ("declare", "decide"):
-            if not callable(getattr(policy, method, None)):
-                raise PolicyError(
-                    name, method, "is missing; a policy has declare and decide.", origin=origin
-                )
-        try:
-            keys = list(policy.declare(config))
-        except PolicyError:
-            raise
-        except Exception as error:
-            problem = f"raised {type(error).__name__}: {error}"
-            raise PolicyError(name, "declare", problem, origin=origin) from error
-        for key in keys:
-            if not isinstance(key, GraphKey):
-                raise PolicyError(
-                    name, "declare", f"returned {key!r}; only GraphKeys.", origin=origin, value=key
-                )
-        trial = GraphRegistry()
-        trial.declare(keys)
-        view = self._view(trial, config, lambda entry: True)
-        for batch in self._probes(keys, config):
-            try:
-                answer = policy.decide(batch, view)
-            except Exception as error:
-                problem = f"raised {type(error).__name__} on {batch}: {error}"
-                raise PolicyError(name, "decide", problem, origin=origin) from error
-            fault = None if answer is None else broken_constraint(answer, batch, view)
-            if fault is not None:
-                raise PolicyError(name, "decide", fault, origin=origin, value=answer)
-        return keys
-
-    def _probes(self, keys: list[GraphKey], config: DispatchConfig) -> Iterable[Batch]:
-        sizes = sorted({key.num_tokens for key in keys})
-        step = max(1, len(sizes) // 16)
-        picked = {*sizes[::step], *sizes[-1:], 1, config.max_num_tokens}
-        around = sorted({size + off for size in picked for off in (-1, 0, 1)})
-        for num_tokens in around:
-            if not 1 <= num_tokens <= config.max_num_tokens:
-                continue
-            for uniform in range(config.num_query_classes):
-                for loras in sorted({0, min(1, config.max_loras), config.max_loras}):
-                    for ceiling in (1, 2):
-                        yield _batch_of(config, (ceiling, uniform, loras, num_tokens), 0)
-
     def _fill(self, table: Table, cell: Cell) -> Decision:
-        batch = self._batch(cell, 0)
+        batch = batch_of_cell(self.config, cell, 0)
         decision = self._bound(self._decide(batch), batch)
         # Where eager is not allowed, a miss is no decision to serve: it raises each time.
         if decision.key is not None or batch.allows(RuntimeMode.NONE):
@@ -372,7 +360,7 @@ class Dispatcher:
         """Answer for more requests than the cell's decision holds for; kept, up to a bound."""
         decision = table.get_by_reqs(cell, num_reqs)
         if decision is None:
-            batch = self._batch(cell, num_reqs)
+            batch = batch_of_cell(self.config, cell, num_reqs)
             decision = self._bound(self._decide(batch), batch)
             if decision.key is not None or batch.allows(RuntimeMode.NONE):
                 table.put_by_reqs(cell, num_reqs, decision)
@@ -382,31 +370,36 @@ class Dispatcher:
         if batch.num_tokens == 0:
             return Decision.eager(Reason.EMPTY_BATCH)
         try:
-            answer = self._policy.decide(batch, self.graphs)
-        except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
-            problem = f"raised {type(error).__name__} on {batch}: {error}"
-            self._blame(self._fault("decide", problem), error, batch.num_tokens)
+            return self._ask(batch)
+        except PolicyError as fault:
+            self._blame(fault, batch.num_tokens)
             return Decision.eager(Reason.POLICY_ERROR)
+
+    def _ask(self, batch: Batch) -> Decision:
+        """Return the policy's answer if it may stand; raise the PolicyError if not."""
+        try:
+            answer = self._policy.decide(batch, self.graphs)
+        except Exception as error:
+            raise self._fault(
+                "decide", f"raised {type(error).__name__} on {batch}: {error}"
+            ) from error
         if answer is None:
             return Decision.eager(Reason.NOT_MINE)
-        problem_found = broken_constraint(answer, batch, self.graphs)
-        if problem_found is not None:
-            self._blame(self._fault("decide", problem_found, answer), None, batch.num_tokens)
-            return Decision.eager(Reason.POLICY_ERROR)
+        problem = broken_constraint(answer, batch, self.graphs)
+        if problem is not None:
+            raise self._fault("decide", problem, answer)
         return answer
 
     def _fault(self, hook: str, problem: str, value: Any = None) -> PolicyError:
         return PolicyError(self.policy_name, hook, problem, origin=self._origin, value=value)
 
-    def _blame(
-        self, error: PolicyError, cause: Exception | None = None, num_tokens: int | None = None
-    ) -> None:
+    def _blame(self, error: PolicyError, num_tokens: int | None = None) -> None:
         """Count and tell a policy's fault; raise it in strict mode, else warn once per method."""
         self.num_policy_errors += 1
         if self._on_fault is not None:
             self._on_fault(error, num_tokens, self._table.epoch)
         if self._strict:
-            raise error from cause
+            raise error
         if (error.policy, error.hook) not in self._warned:
             self._warned.add((error.policy, error.hook))
             message = f"{error} Steps concerned run eager with reason policy_error."
@@ -416,10 +409,17 @@ class Dispatcher:
 
     def _bound(self, decision: Decision, batch: Batch) -> Decision:
         """Bind an answer to the cell of a batch; the executor prepares its plan."""
+        decision = attrs.evolve(self._limited(decision, batch), revision=next(self._revisions))
+        if self._bind is None:
+            return decision
+        return attrs.evolve(decision, plan=self._bind(decision, batch))
+
+    def _limited(self, decision: Decision, batch: Batch) -> Decision:
+        """Return an answer with the facts of its cell, and the requests it holds for."""
         bound = ANY_NUM_REQS
         if decision.key is not None and decision.key.descriptor.num_reqs is not None:
             bound = decision.key.descriptor.num_reqs
-        decision = attrs.evolve(
+        return attrs.evolve(
             decision,
             num_tokens=batch.num_tokens,
             # A number that no batch may have leaves by the same comparison, for the checks.
@@ -427,11 +427,7 @@ class Dispatcher:
                 bound, decision.max_num_reqs, batch.num_tokens, self.config.max_num_seqs
             ),
             policy=decision.policy or self.policy_name,
-            revision=next(self._revisions),
         )
-        if self._bind is None:
-            return decision
-        return attrs.evolve(decision, plan=self._bind(decision, batch))
 
     def _is_lost(self, answer: Any) -> bool:
         """Tell a choice that was possible once from one that never was."""
@@ -443,80 +439,18 @@ class Dispatcher:
         with self._lock:
             self._table.invalidate(event.key.mode, event.key.num_tokens)
 
-    def _batch(self, cell: Cell, num_reqs: int) -> Batch:
-        return _batch_of(self.config, cell, num_reqs)
-
-    def _cell_of(self, batch: Batch) -> Cell:
-        config = self.config
-        uniform = 0
-        if batch.uniform:
-            if batch.query_len not in config.query_lens:
-                allowed = "one of query_lens " + ", ".join(map(str, config.query_lens))
-                raise DescriptorError("query_len", batch.query_len, allowed)
-            uniform = 1 + config.query_lens.index(batch.query_len)
-        elif (
-            config.varlen_decode
-            and batch.max_query_len is not None
-            and batch.max_query_len <= config.query_len
-        ):
-            uniform = config.num_query_classes - 1
-        cell = (batch.allowed, uniform, batch.num_active_loras, batch.num_tokens)
-        if batch.num_tokens == 0:
-            raise DescriptorError("num_tokens", 0, "at least 1", "An empty batch is always eager.")
-        self._check_facts(batch.num_tokens, batch.num_reqs or 0, uniform, cell[2], cell[0])
-        return cell
-
-    def _check_facts(
-        self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
-    ) -> None:
-        config = self.config
-        _check_range("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens")
-        _check_range("loras", loras, config.max_loras, "max_loras")
-        classes = config.num_query_classes - 1
-        _check_range("uniform", uniform, classes, "the number of query lengths")
-        _check_range("ceiling", ceiling, len(ALLOWED_MODES) - 1, "the codes of allowed modes")
-        most = min(config.max_num_seqs, num_tokens)
-        which = "max_num_seqs" if most < num_tokens else "the batch has no more tokens"
-        _check_range("num_reqs", num_reqs, most, which)
-
     def _no_graph(self, cell: Cell, num_reqs: int, reason: str) -> NoGraphError:
-        batch = self._batch(cell, num_reqs)
+        batch = batch_of_cell(self.config, cell, num_reqs)
         near = [
             str(key)
             for mode in sorted(batch.allowed_modes, reverse=True)
             if mode is not RuntimeMode.NONE
             for key in itertools.islice(self.graphs.covering(batch, mode), 1)
         ]
+        allowed = names_of(batch.allowed_modes)
         return NoGraphError(
-            f"No graph for {batch.num_tokens} tokens ({reason}), and only {_names(batch)} may run. "
+            f"No graph for {batch.num_tokens} tokens ({reason}), and only {allowed} may run. "
             f"Nearest: {'; '.join(near) or 'none'}. Allow NONE, or capture a graph for it.",
             reason=reason,
             nearest=tuple(near),
         )
-
-
-def _batch_of(config: DispatchConfig, cell: Cell, num_reqs: int) -> Batch:
-    ceiling, uniform, loras, num_tokens = cell
-    is_uniform, query_len, max_query_len = config.query_class(uniform)
-    return Batch(
-        num_tokens=num_tokens,
-        num_reqs=int(num_reqs) or None,
-        uniform=is_uniform,
-        query_len=query_len,
-        max_query_len=max_query_len,
-        num_active_loras=loras,
-        allowed=ceiling,
-    )
-
-
-def _names(batch: Batch) -> str:
-    return ", ".join(sorted(mode.name for mode in batch.allowed_modes))
-
-
-def _check_range(field: str, value: Any, limit: int, limit_name: str) -> None:
-    try:
-        inside = 0 <= value <= limit and value == int(value) and not isinstance(value, float)
-    except (TypeError, ValueError):
-        inside = False
-    if not inside:
-        raise DescriptorError(field, value, f"a whole number from 0 to {limit} ({limit_name})")

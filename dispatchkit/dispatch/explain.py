@@ -39,6 +39,7 @@ class Explanation:
         policy: Name of the policy, with where it comes from.
         candidates: Per runtime mode, the smallest graphs that cover the batch.
         largest: Tokens of the largest declared graph; 0 where there is none.
+        fault: What the policy did wrong, where it did; nothing is counted for it here.
     """
 
     batch: Batch
@@ -46,11 +47,14 @@ class Explanation:
     policy: str
     candidates: tuple[Candidate, ...]
     largest: int = 0
+    fault: str = ""
 
     @property
     def because(self) -> str:
         """What is behind the decision: a constraint, the configuration, a state or the policy."""
         reason = self.decision.reason
+        if self.fault:
+            return f"policy: {self.fault}"
         if reason in _BEHIND:
             return _BEHIND[reason]
         if reason == Reason.ABOVE_LARGEST and self.batch.num_tokens <= self.largest:
@@ -83,13 +87,15 @@ class Explanation:
         names = ", ".join(mode.name for mode in sorted(self.batch.allowed_modes))
         lines = [
             f"{', '.join(facts)}; allowed: {names}",
-            f"-> {self.decision}",
+            f"-> {self.decision}{', for one step only' if self.decision.one_shot else ''}",
             f"   decided by policy {self.policy}; padding {self.decision.padding} tokens",
             f"   behind it: {self.because}",
         ]
         for each in self.candidates:
             verdict = "chosen" if each.chosen else each.why_not or "ready, not preferred"
             lines.append(f"   {each.key}: {verdict} (padding {each.padding})")
+        if self.decision.key is None and not self.batch.allows(RuntimeMode.NONE):
+            lines.append("   eager is not allowed for this batch: the step raises NoGraphError")
         if not self.candidates:
             lines.append("   no declared graph is large enough for it")
         return "\n".join(lines)
@@ -111,8 +117,9 @@ def explain(
         DescriptorError: The batch is impossible.
     """
     batch = dispatcher.batch(num_tokens, num_reqs, uniform, loras, ceiling)
-    answer = dispatcher.decide(batch)
-    decision = attrs.evolve(answer, num_tokens=batch.num_tokens, policy=dispatcher.policy_name)
+    answer, fault = dispatcher.foresee(batch)
+    policy = answer.policy or dispatcher.policy_name
+    decision = attrs.evolve(answer, num_tokens=batch.num_tokens, policy=policy, plan=None)
     candidates = []
     for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
         for index, key in enumerate(dispatcher.graphs.covering(batch, mode)):
@@ -128,11 +135,16 @@ def explain(
                     key.num_tokens - batch.num_tokens,
                 )
             )
-            if index > per_mode and decision.key is None:
-                break
     origin = f" ({dispatcher.policy_origin})" if dispatcher.policy_origin else ""
     largest = max((key.num_tokens for key in dispatcher.registry), default=0)
-    return Explanation(batch, decision, dispatcher.policy_name + origin, tuple(candidates), largest)
+    return Explanation(
+        batch,
+        decision,
+        dispatcher.policy_name + origin,
+        tuple(candidates),
+        largest,
+        "" if fault is None else str(fault),
+    )
 
 
 # What stands behind the reasons that are not a policy's own choice.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dispatchkit.dispatch.cells import Cell
 from dispatchkit.dispatch.decision import Decision
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
@@ -21,8 +22,6 @@ MAX_COLD_CELLS = 65_536
 
 #: Stands in every cell that was not decided yet. No number of requests meets its bound.
 EMPTY = Decision(RuntimeMode.NONE, None, "", max_num_reqs=-1)
-
-Cell = tuple[int, int, int, int]
 
 
 class DictRow(dict[int, Decision]):
@@ -77,6 +76,16 @@ class Table:
         row = self._row(cell)
         decision: Decision = row[cell[3]] if row != () else EMPTY
         return decision
+
+    def peek(self, cell: Cell, num_reqs: int) -> Decision | None:
+        """Return what the next step would be served, taking nothing; None: ask the policy."""
+        waiting = self.waiting.get(cell)
+        if waiting and num_reqs <= waiting[0].max_num_reqs:
+            return waiting[0]
+        steady = self.get(cell)
+        if num_reqs <= steady.max_num_reqs:
+            return steady
+        return None if steady is EMPTY else self.get_by_reqs(cell, num_reqs)
 
     def put(self, cell: Cell, decision: Decision) -> None:
         """Make a decision the steady one of a cell; one-shot decisions stay before it."""

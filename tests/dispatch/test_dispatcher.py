@@ -1192,3 +1192,57 @@ def test_explanation_says_what_is_not_allowed():
     assert by_key[decode(8)] == "mode not allowed for this batch"
     assert told.decision.key == mixed(8)
     assert "uniform decode of 1 per request" in str(told)
+
+
+def test_explanation_counts_no_fault_and_warns_of_none():
+    """Asking why must be free: an operator's question is no step, and raises in no mode."""
+    told_faults = []
+    for strict in (False, True):
+        policy = Faulty(ZeroDivisionError("by zero"))
+        dispatcher = make(policy, strict=strict, on_fault=lambda *facts: told_faults.append(facts))
+        policy.bad = True
+        told = explain(dispatcher, 5)
+        assert told.decision.reason == Reason.POLICY_ERROR
+        assert "ZeroDivisionError" in told.because
+        assert dispatcher.num_policy_errors == 0
+    assert told_faults == []
+
+
+def test_explanation_is_what_the_next_step_gets():
+    """The table is served, not what the policy would say anew; nothing is taken from it."""
+    dispatcher = make()
+    batch = dispatcher.batch(5)
+    dispatcher.update(CellUpdate(batch, Decision.replay(mixed(32), "learnt")))
+    dispatcher.update(CellUpdate(batch, Decision.replay(mixed(16), "probe"), one_shot=True))
+    for _ in range(2):
+        told = explain(dispatcher, 5)
+        assert (told.decision.key, told.decision.one_shot) == (mixed(16), True)
+        assert "for one step only" in str(told)
+    assert dispatcher.dispatch(5).key == mixed(16)
+    assert explain(dispatcher, 5).decision.key == mixed(32) == dispatcher.dispatch(5).key
+
+
+def test_explanation_asks_as_a_step_does_with_many_requests():
+    """A step is served what was decided without its requests while that holds for them."""
+    for num_reqs in (1, 2, 3, 8):
+        dispatcher, other = make(TwoWidthsPolicy()), make(TwoWidthsPolicy())
+        assert explain(dispatcher, 8, num_reqs).decision.key == other.dispatch(8, num_reqs).key
+        other.dispatch(8, 1)
+        assert explain(other, 8, num_reqs).decision.key == other.dispatch(8, num_reqs).key
+
+
+def test_explanation_says_that_a_step_raises_where_eager_is_not_allowed():
+    dispatcher = make(captured=False)
+    only_full = ALLOWED_MODES.index(frozenset({FULL}))
+    told = explain(dispatcher, 5, ceiling=only_full)
+    assert "the step raises NoGraphError" in str(told)
+    with pytest.raises(NoGraphError):
+        dispatcher.dispatch(5, 0, 0, 0, only_full)
+
+
+@pytest.mark.parametrize("value", [1.0, 2.5, float("inf"), float("nan"), "3", None, 1j, [1]])
+def test_a_number_that_is_not_whole_is_refused_by_name(value):
+    for name in ("num_tokens", "num_reqs", "loras"):
+        with pytest.raises(DescriptorError) as caught:
+            make(max_loras=2).dispatch(**{"num_tokens": 8, "num_reqs": 1, name: value})
+        assert caught.value.field == name

@@ -1,0 +1,79 @@
+"""Whether a policy may be installed: its keys, after a trial on batches around their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from dispatchkit.dispatch.cells import batch_of_cell
+from dispatchkit.dispatch.constraints import broken_constraint
+from dispatchkit.dispatch.policy import GraphView, Policy, policy_name
+from dispatchkit.errors import PolicyError
+from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.config import DispatchConfig
+from dispatchkit.keys.modes import RuntimeMode
+from dispatchkit.registry import GraphRegistry
+
+_MAX_SIZES_TRIED = 16
+
+
+def accepted_keys(
+    policy: Policy, config: DispatchConfig, origin: str, modes: Collection[RuntimeMode]
+) -> list[GraphKey]:
+    """Return the keys a policy declares, after asking it about batches around their sizes.
+
+    Args:
+        policy: The policy; nothing of it is kept.
+        config: What it is to decide under.
+        origin: Where it comes from, for messages.
+        modes: Runtime modes the executor can do.
+
+    Raises:
+        PolicyError: A method is missing or raises, a key is none, or an answer breaks a hard
+            constraint though every declared graph is there.
+    """
+    name = policy_name(policy)
+    for method in ("declare", "decide"):
+        if not callable(getattr(policy, method, None)):
+            raise PolicyError(
+                name, method, "is missing; a policy has declare and decide.", origin=origin
+            )
+    try:
+        keys = list(policy.declare(config))
+    except PolicyError:
+        raise
+    except Exception as error:
+        problem = f"raised {type(error).__name__}: {error}"
+        raise PolicyError(name, "declare", problem, origin=origin) from error
+    for key in keys:
+        if not isinstance(key, GraphKey):
+            raise PolicyError(
+                name, "declare", f"returned {key!r}; only GraphKeys.", origin=origin, value=key
+            )
+    trial = GraphRegistry()
+    trial.declare(keys)
+    view = GraphView(trial, config, modes=frozenset(modes), dispatchable=lambda entry: True)
+    for batch in _probes(keys, config):
+        try:
+            answer = policy.decide(batch, view)
+        except Exception as error:
+            problem = f"raised {type(error).__name__} on {batch}: {error}"
+            raise PolicyError(name, "decide", problem, origin=origin) from error
+        fault = None if answer is None else broken_constraint(answer, batch, view)
+        if fault is not None:
+            raise PolicyError(name, "decide", fault, origin=origin, value=answer)
+    return keys
+
+
+def _probes(keys: list[GraphKey], config: DispatchConfig) -> Iterator[Batch]:
+    """Yield batches at and beside some of the sizes: that is where rules go wrong."""
+    sizes = sorted({key.num_tokens for key in keys})
+    step = max(1, len(sizes) // _MAX_SIZES_TRIED)
+    picked = {*sizes[::step], *sizes[-1:], 1, config.max_num_tokens}
+    around = sorted({size + off for size in picked for off in (-1, 0, 1)})
+    for num_tokens in around:
+        if not 1 <= num_tokens <= config.max_num_tokens:
+            continue
+        for uniform in range(config.num_query_classes):
+            for loras in sorted({0, min(1, config.max_loras), config.max_loras}):
+                for ceiling in (1, 2):
+                    yield batch_of_cell(config, (ceiling, uniform, loras, num_tokens), 0)

@@ -1,0 +1,97 @@
+"""A call's plain numbers, the cell of the table they name, and the Batch a policy sees."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from dispatchkit.errors import DescriptorError
+from dispatchkit.keys.batch import Batch
+from dispatchkit.keys.config import DispatchConfig
+from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
+
+#: Code of the allowed modes, query class, adapters, tokens.
+Cell = tuple[int, int, int, int]
+
+
+def cell_of_call(
+    config: DispatchConfig, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
+) -> Cell:
+    """Return the cell that the arguments of a call name.
+
+    Raises:
+        DescriptorError: A fact is not whole, negative, above its limit or contradicts another.
+    """
+    classes = config.num_query_classes - 1
+    most = min(config.max_num_seqs, num_tokens) if _is_whole(num_tokens) else 0
+    which = "max_num_seqs" if most == config.max_num_seqs else "the batch has no more tokens"
+    for field, value, limit, limit_name in (
+        ("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens"),
+        ("loras", loras, config.max_loras, "max_loras"),
+        ("uniform", uniform, classes, "the number of query lengths"),
+        ("ceiling", ceiling, len(ALLOWED_MODES) - 1, "the codes of allowed modes"),
+        ("num_reqs", num_reqs, most, which),
+    ):
+        if not _is_whole(value) or not 0 <= value <= limit:
+            raise DescriptorError(field, value, f"a whole number from 0 to {limit} ({limit_name})")
+    return int(ceiling), int(uniform), int(loras), int(num_tokens)
+
+
+def cell_of_batch(config: DispatchConfig, batch: Batch) -> Cell:
+    """Return the cell of a batch.
+
+    Raises:
+        DescriptorError: The batch is empty, or outside the configured limits.
+    """
+    uniform = 0
+    if batch.uniform:
+        if batch.query_len not in config.query_lens:
+            allowed = "one of query_lens " + ", ".join(map(str, config.query_lens))
+            raise DescriptorError("query_len", batch.query_len, allowed)
+        uniform = 1 + config.query_lens.index(batch.query_len)
+    elif (
+        config.varlen_decode
+        and batch.max_query_len is not None
+        and batch.max_query_len <= config.query_len
+    ):
+        uniform = config.num_query_classes - 1
+    if batch.num_tokens == 0:
+        raise DescriptorError("num_tokens", 0, "at least 1", "An empty batch is always eager.")
+    return cell_of_call(
+        config,
+        batch.num_tokens,
+        batch.num_reqs or 0,
+        uniform,
+        batch.num_active_loras,
+        batch.allowed,
+    )
+
+
+def batch_of_cell(config: DispatchConfig, cell: Cell, num_reqs: int) -> Batch:
+    """Return the batch of a cell, with so many requests (0: not known)."""
+    ceiling, uniform, loras, num_tokens = cell
+    is_uniform, query_len, max_query_len = config.query_class(uniform)
+    return Batch(
+        num_tokens=num_tokens,
+        num_reqs=int(num_reqs) or None,
+        uniform=is_uniform,
+        query_len=query_len,
+        max_query_len=max_query_len,
+        num_active_loras=loras,
+        allowed=ceiling,
+    )
+
+
+def names_of(modes: Iterable[RuntimeMode]) -> str:
+    """Return the names of runtime modes, for a message."""
+    return ", ".join(sorted(mode.name for mode in modes))
+
+
+def _is_whole(value: Any) -> bool:
+    """Tell whole numbers, those of numpy and torch too, from all else; flags are 0 and 1."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return type(value).__name__ in ("bool", "bool_")  # numpy's flag, which has no index
+    return True
