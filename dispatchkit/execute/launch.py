@@ -6,18 +6,16 @@ is for an exact number of tokens, so that views of static inputs and outputs can
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision
-from dispatchkit.errors import ReplayError
 from dispatchkit.execute.buffers import Loader
 from dispatchkit.execute.captured import CapturedStep, FullStep, LaunchError
+from dispatchkit.execute.direct import LaunchCall, direct_call, refused
 from dispatchkit.execute.guard import difference
 from dispatchkit.execute.outputs import builder, cut
 from dispatchkit.execute.timing import Timer
@@ -136,8 +134,9 @@ class GraphPlan:
         self._had_autocast = step.guard[0] is not None
         self._module: Any = runner.guard.module or _NO_MODULE
         self._training = step.guard[1]
-        self._launch: Callable[[Any, Any], int | None] = self._launch_step
+        self._launch: LaunchCall = self._launch_step
         self._graph: Any = None
+        self._may_settle = True  # whether it draws random numbers is known after its first replay
         self._ready: Any = _NOT_READY
         self._result: Callable[[], Any] = self._make_result
         self._leaves: list[Any] | None = None
@@ -174,7 +173,7 @@ class GraphPlan:
         try:
             code = self._launch(self._graph, lane.stream_argument)
             if code:
-                raise _refused(code, step)
+                raise refused(code, step)
         except LaunchError as error:
             return self.runner.replay_failed(step, error, tensors, self.num_tokens)
         lane.tick = step.last_used = lane.tick + 1
@@ -198,6 +197,7 @@ class GraphPlan:
 
     def _prepare(self) -> Loader:
         step = self.step
+        self._may_settle = any(graph.has_random_state for graph in step.graphs)
         self._launch, self._graph = self._choose_launch()
         if step.leaves:
             self._leaves = cut(step.layout, step.leaves, self.num_tokens)
@@ -206,12 +206,9 @@ class GraphPlan:
         step.lane.keep_ready(self)
         return loader
 
-    def _choose_launch(self) -> tuple[Callable[[Any, Any], int | None], Any]:
+    def _choose_launch(self) -> tuple[LaunchCall, Any]:
         direct = direct_call(self.runner.backend, self.step)
-        staging = self.step.buffers.staging
-        if not isinstance(direct, str) and (staging is None or staging.graphs_record):
-            return direct
-        return self._launch_step, None
+        return (self._launch_step, None) if isinstance(direct, str) else direct
 
     def _choose_result(self, leaves: list[Any]) -> None:
         """Keep the result itself where every call may have the same one, or what makes it."""
@@ -235,7 +232,9 @@ class GraphPlan:
             self._padded = padded
         if staging is not None:
             staging.note_launch()
-        self._launch, self._graph = self._choose_launch()
+        if self._may_settle:
+            self._may_settle = any(graph.has_random_state for graph in step.graphs)
+            self._launch, self._graph = self._choose_launch()
 
     def _make_result(self) -> Any:
         leaves = self._leaves
@@ -295,7 +294,7 @@ class WatchedPlan(GraphPlan):
             return runner.check_failed(step, found, result, self.num_tokens)
         return result
 
-    def _choose_launch(self) -> tuple[Callable[[Any, Any], int | None], Any]:
+    def _choose_launch(self) -> tuple[LaunchCall, Any]:
         launch, graph = super()._choose_launch()
         timer = self._timer
         if timer is None:
@@ -305,7 +304,7 @@ class WatchedPlan(GraphPlan):
             def checked() -> None:
                 code = launch(graph, stream)
                 if code:
-                    raise _refused(code, self.step)
+                    raise refused(code, self.step)
 
             timer.measure(checked, queued=self._is_queued)
             self._launch, self._graph = self._choose_launch()  # as it was before the launch
@@ -339,39 +338,6 @@ def graph_plan(
     if timer is None and runner.checker is None:
         return GraphPlan(runner, step, num_tokens, count)
     return WatchedPlan(runner, step, num_tokens, count, timer)
-
-
-def direct_call(
-    backend: GraphBackend, step: CapturedStep
-) -> tuple[Callable[[Any, Any], int | None], Any] | str:
-    """Return the call and the graph to launch it directly, or why torch must do it.
-
-    A graph that draws random numbers needs torch, which tells it where the generator is.
-    """
-    if not isinstance(step, FullStep):
-        return "pieces"
-    graph = step.graphs[0]
-    if graph.has_random_state:
-        return "random numbers"
-    find = getattr(backend, "direct_launch", None)
-    handle = getattr(graph, "raw_exec_handle", None)
-    if find is None or handle is None:
-        return "no direct launch"
-    call = find()
-    if call is None:
-        return "no CUDA runtime found"
-    return call, ctypes.c_void_p(handle)
-
-
-def launch_path(backend: GraphBackend, step: CapturedStep) -> str:
-    """Return how a step is launched, as text: ``direct``, or why it is not."""
-    direct = direct_call(backend, step)
-    return f"by its graph: {direct}" if isinstance(direct, str) else "direct"
-
-
-def _refused(code: int, step: CapturedStep) -> LaunchError:
-    cause = ReplayError(f"The launch of {step.key} failed with CUDA error {code}.")
-    return LaunchError(cause, has_effect=step.has_effect)
 
 
 def timer_for(runner: GraphRunner, decision: Decision, batch: Any) -> Timer | None:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher, Policy
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, RegistryError
 from dispatchkit.execute.budget import Budget
 from dispatchkit.execute.buffers import StaticBuffers
 from dispatchkit.execute.capture import Capturer
 from dispatchkit.execute.check import Checker
 from dispatchkit.execute.controls import Controls
+from dispatchkit.execute.direct import launch_path
 from dispatchkit.execute.fallbacks import Fallbacks
 from dispatchkit.execute.guard import Guard
 from dispatchkit.execute.inputs import InputSet, StaticInput, inputs_from_example
 from dispatchkit.execute.lanes import Lane
-from dispatchkit.execute.launch import AGAIN, EagerPlan, LazyPlan, Plan, graph_plan, timer_for
+from dispatchkit.execute.launch import (
+    AGAIN,
+    EagerPlan,
+    LazyPlan,
+    Plan,
+    graph_plan,
+    timer_for,
+)
 from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.execute.notices import Notices
 from dispatchkit.execute.outputs import DERIVED
@@ -34,10 +42,11 @@ from dispatchkit.execute.state import DEFAULT_STATE_LIMIT
 from dispatchkit.execute.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.execute.timing import Timings
 from dispatchkit.execute.warmup import Warmups
-from dispatchkit.keys.batch import Batch
+from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import StepCounters
+from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
 from dispatchkit.registry import GraphRegistry, KeyState
 
 if TYPE_CHECKING:
@@ -214,7 +223,7 @@ class GraphRunner(Controls, Fallbacks):
         self._bind_inputs, self._check_inputs = self._inputs.bind, self._inputs.check
         self._has_host_inputs = bool(self._inputs.host)
         self._is_capturing = self.backend.is_capturing
-        self._decide = self.dispatcher.dispatch
+        self._decide: Callable[..., Decision] = self.dispatcher.dispatch
         self.timings = Timings(self.backend, self.dispatcher.observe)
         warm = Warmups(
             self._step,
@@ -279,12 +288,13 @@ class GraphRunner(Controls, Fallbacks):
             return self.run_eager_for(INSIDE_CAPTURE, tensors, num_tokens, None)
         with self._lock:
             try:
-                result = self._decide(num_tokens, num_reqs, uniform, loras, ceiling).plan.run(
-                    tensors
-                )
+                plan = self._decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
+                result = plan.run(tensors)
                 while result is AGAIN:
-                    decision = self._decide(num_tokens, num_reqs, uniform, loras, ceiling)
-                    result = decision.plan.run(tensors)
+                    plan = self.dispatcher.dispatch(
+                        num_tokens, num_reqs, uniform, loras, ceiling
+                    ).plan
+                    result = plan.run(tensors)
                 return result
             except Exception:
                 self.counters.failed_steps += 1
@@ -312,12 +322,47 @@ class GraphRunner(Controls, Fallbacks):
             try:
                 result = self._decide(num_tokens, num_reqs, uniform, loras, ceiling).plan.run(None)
                 while result is AGAIN:
-                    decision = self._decide(num_tokens, num_reqs, uniform, loras, ceiling)
-                    result = decision.plan.run(None)
+                    plan = self.dispatcher.dispatch(
+                        num_tokens, num_reqs, uniform, loras, ceiling
+                    ).plan
+                    result = plan.run(None)
                 return result
             except Exception:
                 self.counters.failed_steps += 1
                 raise
+
+    def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
+        """Record what each step is dispatched with, in place of an earlier recording.
+
+        Args:
+            capacity: Steps to keep; the oldest are overwritten, and counted.
+
+        Returns:
+            What is filled from now on: ``recorder.save(path)`` writes a step trace.
+
+        Raises:
+            ConfigError: ``capacity`` is not a whole number of at least 1.
+        """
+        recorder = StepRecorder(self.dispatcher.config, capacity)
+        with self._lock:
+            self._decide = recorder.listening_to(self.dispatcher.dispatch)
+        return recorder
+
+    def stop_recording(self) -> None:
+        """Record no more steps; those that do not record pay nothing for it."""
+        with self._lock:
+            self._decide = self.dispatcher.dispatch
+
+    def launch_path(self, key: GraphKey) -> str:
+        """Say how the graph of a key is launched: ``direct``, or by its graph and why.
+
+        Raises:
+            RegistryError: The key has no graph.
+        """
+        captured = self.get(key)
+        if captured is None:
+            raise RegistryError(f"{key} has no graph that could be launched.")
+        return launch_path(self.backend, captured)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy, or send to another process: the same settings, own buffers and no graphs."""

@@ -1,0 +1,132 @@
+"""Recording of steps: a ring of whole numbers, filled by steps and read as a step trace.
+
+A recorded step writes five numbers into memory that is there already; nothing is made, and
+the ring never grows. Once it is full the oldest steps are overwritten, and counted.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from time import perf_counter_ns
+from typing import Any
+
+from dispatchkit.errors import ConfigError
+from dispatchkit.keys.config import DispatchConfig
+from dispatchkit.observe.trace import StepTrace, TraceStep, write_trace
+
+__all__ = ["DEFAULT_CAPACITY", "StepRecorder"]
+
+DEFAULT_CAPACITY = 1 << 16
+"""Steps that are kept by default: 2.6 MB."""
+
+_FIELDS = 5  # nanoseconds, tokens, requests, query class, adapters
+
+
+class StepRecorder:
+    """The last steps of a runner.
+
+    Args:
+        config: What the query classes of the steps mean.
+        capacity: Steps to keep.
+
+    Attributes:
+        num_steps: Steps recorded so far, overwritten ones included.
+
+    Raises:
+        ConfigError: ``capacity`` is not a whole number of at least 1.
+
+    Thread safety: one thread adds at a time. Stop recording before reading.
+    """
+
+    def __init__(self, config: DispatchConfig, capacity: int = DEFAULT_CAPACITY) -> None:
+        if type(capacity) is not int or capacity < 1:
+            raise ConfigError("capacity", capacity, "a whole number of at least 1")
+        self._config = config
+        self._ring = array("q", bytes(8 * _FIELDS * capacity))
+        self._end = _FIELDS * capacity
+        self._at = 0
+        self.capacity = capacity
+        self.num_steps = 0
+
+    def add(self, num_tokens: int, num_reqs: int, uniform: int, loras: int) -> None:
+        """Record a step by what it was dispatched with."""
+        ring, at = self._ring, self._at
+        ring[at] = perf_counter_ns()
+        ring[at + 1] = num_tokens
+        ring[at + 2] = num_reqs
+        ring[at + 3] = uniform
+        ring[at + 4] = loras
+        at += _FIELDS
+        self._at = 0 if at == self._end else at
+        self.num_steps += 1
+
+    def listening_to(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a ``dispatch`` that records each step it decides; one that raises is none."""
+
+        def dispatch_and_record(
+            num_tokens: int,
+            num_reqs: int = 0,
+            uniform: int = 0,
+            loras: int = 0,
+            ceiling: int = 2,
+        ) -> Any:
+            decision = dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
+            self.add(num_tokens, num_reqs, uniform, loras)
+            return decision
+
+        return dispatch_and_record
+
+    @property
+    def num_lost(self) -> int:
+        """Steps that were overwritten by later ones."""
+        return max(0, self.num_steps - self.capacity)
+
+    def trace(self) -> StepTrace:
+        """Return the steps kept, oldest first; their numbers count from the first ever.
+
+        A fact that was not known of every step is left out: requests where a call did not
+        give them, the longest query where a batch was mixed.
+        """
+        rows = list(self._rows())
+        first_ns = rows[0][0] if rows else 0
+        steps = []
+        for number, (at_ns, tokens, reqs, uniform, loras) in enumerate(rows, start=self.num_lost):
+            is_uniform, query_len, longest = self._config.query_class(uniform)
+            if is_uniform and not reqs:
+                reqs = tokens // query_len
+            if is_uniform and reqs * query_len != tokens:
+                is_uniform, longest = False, None  # not the batch it was said to be
+            steps.append((number, at_ns, tokens, reqs, longest, is_uniform, loras))
+        knows_reqs = all(step[3] for step in steps)
+        knows_longest = all(step[4] is not None for step in steps)
+        return StepTrace.from_steps(
+            (
+                TraceStep(
+                    step=number,
+                    t_s=(at_ns - first_ns) / 1e9,
+                    num_tokens=tokens,
+                    num_reqs=reqs if knows_reqs else None,
+                    max_query_len=longest if knows_longest else None,
+                    uniform_decode=is_uniform,
+                    num_active_loras=loras,
+                )
+                for number, at_ns, tokens, reqs, longest, is_uniform, loras in steps
+            ),
+            source="<recorded>",
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write the steps kept as a step trace; return how many.
+
+        Raises:
+            TraceError: The file cannot be written.
+        """
+        return write_trace(path, self.trace())
+
+    def _rows(self) -> Iterator[tuple[int, ...]]:
+        # Full, the oldest step is the one to be overwritten next.
+        order = self._ring if not self.num_lost else self._ring[self._at :] + self._ring[: self._at]
+        for index in range(min(self.num_steps, self.capacity)):
+            yield tuple(order[index * _FIELDS : (index + 1) * _FIELDS])
