@@ -36,6 +36,15 @@ def test_level_is_found_through_noise_and_outliers() -> None:
     assert 0.05 < arm.noise < 0.15
 
 
+def test_an_outlier_just_after_a_change_decides_nothing_either() -> None:
+    arm = Arm(64, over_tokens=False)
+    feed(arm, lambda n: 1000.0, [512] * 50)
+    while arm.add(512, 1500.0) is None:
+        pass
+    arm.add(512, 15000.0)
+    assert arm.expect(512) == pytest.approx(1500.0, rel=0.05)
+
+
 @pytest.mark.parametrize("outlier", [1e-3, 1e9])
 def test_one_outlier_decides_nothing(outlier: float) -> None:
     arm = Arm(32, over_tokens=False)

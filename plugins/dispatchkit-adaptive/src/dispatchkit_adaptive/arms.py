@@ -127,7 +127,7 @@ def _least_squares(
 def middle_mean(values: Sequence[float]) -> float:
     """Return the mean of the middle three fifths: nearly as exact as a mean, and robust."""
     ordered = sorted(values)
-    cut = len(ordered) // 5
+    cut = max(len(ordered) // 5, len(ordered) > 2)
     middle = ordered[cut : len(ordered) - cut]
     return sum(middle) / len(middle)
 
@@ -207,7 +207,7 @@ class Arm:
         )
         if not inside:
             self._fitted_at = -1  # a wider range: fit anew
-        if watch and inside and expected is not None and self.fresh >= 4:
+        if watch and inside and expected is not None and len(self.samples) >= 4:
             ratio = us / expected
             if not 1 / OUTLIER < ratio < OUTLIER:
                 self._outliers.append((num_tokens, us))
