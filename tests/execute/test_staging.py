@@ -1,0 +1,274 @@
+"""Host inputs: what may be given, what a graph sees of it, and when its memory is written."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
+
+from dispatchkit import (  # noqa: E402
+    BatchDescriptor,
+    GraphKey,
+    RuntimeMode,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
+from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+from dispatchkit.errors import InputError  # noqa: E402
+from dispatchkit.execute.staging import Staging  # noqa: E402
+
+HOST = {
+    "tokens": StaticInput((None,), "int64", fill=7, host=True),
+    "scale": StaticInput((None, 2), "float32", fill=0.5, host=True),
+}
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def step(tokens, scale):
+    return tokens * 2, scale.sum(-1), tokens.sum(), scale.sum()
+
+
+def call(rows, seed=0):
+    generator = np.random.default_rng(seed)
+    return generator.integers(1, 100, rows), generator.random((rows, 2), dtype=np.float32)
+
+
+def expected(tokens, scale, bucket):
+    """Return what a replay at a bucket gives: rows behind the call are fill."""
+    tokens, scale = torch.tensor(tokens), torch.tensor(scale)
+    missing = bucket - len(tokens)
+    return (
+        tokens * 2,
+        scale.sum(-1),
+        tokens.sum() + 7 * missing,
+        torch.cat([scale, torch.full((missing, 2), 0.5)]).sum(),
+    )
+
+
+BUCKETS = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 7: 8, 8: 8}
+
+
+# -- what may be given ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ceiling", [2, 0])
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda array: array,
+        torch.from_numpy,
+        lambda array: array.tolist(),
+        lambda array: np.asfortranarray(np.repeat(array, 2, 0))[::2],
+        lambda array: torch.from_numpy(array).requires_grad_(array.dtype == np.float32),
+    ],
+    ids=["array", "tensor", "list", "strided", "under no_grad"],
+)
+def test_arrays_cpu_tensors_and_lists_give_the_same(make_runner, quiet, form, ceiling):
+    runner = make_runner(step, HOST)
+    runner.capture()
+    for rows in (8, 3, 5, 1):
+        tokens, scale = call(rows, rows)
+        with torch.no_grad():
+            got = runner(form(tokens), form(scale), ceiling=ceiling)
+        want = expected(tokens, scale, BUCKETS[rows] if ceiling else rows)
+        same(got[:3], want[:3])
+        torch.testing.assert_close(got[3], want[3])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "bool", "float16", "uint8"])
+def test_types_that_numpy_lacks_go_bit_by_bit(make_runner, dtype):
+    spec = StaticInput((None,), dtype, fill=1, host=True)
+    runner = make_runner(lambda x: x.to(torch.float32), {"x": spec})
+    assert runner.capture().failed == {}
+    x = torch.tensor([0.0, 1.0, 2.0]).to(spec.dtype)
+    same(runner(x), x.to(torch.float32))
+    same(runner(x, ceiling=0), x.to(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (np.zeros(3, np.int32), r"host=True.*array of int32"),
+        (torch.zeros(3), r"host=True.*torch\.float32"),
+        (torch.zeros(3, dtype=torch.int64, device="meta"), "a tensor on meta"),
+        (np.zeros((3, 2), np.int64), r"shape \(rows\)"),
+        ([1.5, 2.0, 3.0], "list of torch.int64"),
+        ([[1], [2, 3]], "list of torch.int64"),
+        ("abc", "numpy array, a CPU tensor"),
+        (None, "numpy array, a CPU tensor"),
+        (np.zeros(3, ">i8"), "array of >i8"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make_runner, given, message):
+    runner = make_runner(lambda tokens: tokens, {"tokens": HOST["tokens"]})
+    runner.capture()
+    with pytest.raises(InputError, match=message):
+        runner(given)
+
+
+def test_an_array_for_a_type_that_numpy_lacks_is_refused(make_runner):
+    runner = make_runner(lambda x: x, {"x": StaticInput((None,), "bfloat16", host=True)})
+    with pytest.raises(InputError, match="Give a tensor"):
+        runner(np.zeros(3, np.int16))
+
+
+def test_a_list_that_its_type_cannot_hold_is_refused(make_runner):
+    runner = make_runner(lambda x: x, {"x": StaticInput((None,), "int8", host=True)})
+    with pytest.raises(InputError, match="list of torch"):
+        runner([1, 300])
+
+
+def test_a_host_tensor_that_requires_a_gradient_is_refused(make_runner):
+    runner = make_runner(lambda x: x, {"x": StaticInput((None,), "float32", host=True)})
+    with pytest.raises(InputError, match="gradient"):
+        runner(torch.zeros(3, requires_grad=True))
+
+
+# -- what a graph sees ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["one block", "by input"])
+def test_rows_behind_a_call_are_fill(make_runner, monkeypatch, is_whole):
+    if not is_whole:
+        monkeypatch.setattr("dispatchkit.execute.staging.WHOLE_BLOCK_BYTES", 0)
+    runner = make_runner(step, HOST)
+    runner.capture()
+    for number, rows in enumerate((8, 3, 5, 1, 7, 2, 4, 8, 3)):
+        if number == 6:
+            runner._lane.buffers.poison()
+        tokens, scale = call(rows, number)
+        got = runner(tokens, scale)
+        want = expected(tokens, scale, BUCKETS[rows])
+        same(got[:3], want[:3])
+        torch.testing.assert_close(got[3], want[3])
+
+
+def test_host_and_device_inputs_mix(make_runner):
+    inputs = {
+        "tokens": HOST["tokens"],
+        "hidden": StaticInput((None, 2), "float32"),
+        "wide": StaticInput((2, None), "int32", fill=3, host=True),
+        "fixed": StaticInput((4,), "int64", host=True),
+    }
+
+    def mixed(tokens, hidden, wide, fixed):
+        return hidden * tokens[:, None], wide.sum(0) + fixed.sum(), wide.sum()
+
+    runner = make_runner(mixed, inputs)
+    assert runner.capture().failed == {}
+    for rows in (8, 3, 5, 2):
+        tokens, hidden = call(rows, rows)
+        wide = np.arange(2 * rows, dtype=np.int32).reshape(2, rows)
+        fixed = np.arange(4) + rows
+        got = runner(tokens, torch.from_numpy(hidden), wide, fixed)
+        same(got[0], torch.from_numpy(hidden) * torch.from_numpy(tokens)[:, None])
+        same(got[1], torch.from_numpy(wide).sum(0) + int(fixed.sum()))
+        same(got[2], torch.tensor(int(wide.sum()) + 6 * (BUCKETS[rows] - rows)))
+
+
+def test_pieces_get_host_inputs(make_runner):
+    runner = make_runner(
+        [
+            eager_piece(lambda tokens: tokens + 1),
+            graph_piece(lambda x, scale: (x * 2, scale.sum(-1))),
+        ],
+        HOST,
+    )
+    assert runner.capture().failed == {}
+    for rows in (8, 3, 5):
+        tokens, scale = call(rows, rows)
+        same(
+            runner(tokens, scale, ceiling=1),
+            ((torch.tensor(tokens) + 1) * 2, torch.tensor(scale).sum(-1)),
+        )
+    assert runner.stats().steps_by_mode["PIECEWISE"] == 3
+
+
+def test_a_registered_graph_gets_host_inputs(make_runner):
+    static = torch.zeros(4, dtype=torch.int64)
+    out = torch.zeros(4, dtype=torch.int64)
+
+    class Graph:
+        def replay(self):
+            out.copy_(static + 1)
+
+    runner = make_runner(lambda tokens: tokens + 1, {"tokens": HOST["tokens"]})
+    key = GraphKey(RuntimeMode.FULL, BatchDescriptor(4))
+    runner.register(key, Graph(), inputs={"tokens": static}, outputs=out)
+    same(runner(np.array([1, 2, 3])), torch.tensor([2, 3, 4]))
+    assert static.tolist() == [1, 2, 3, 7]
+
+
+def test_check_mode_compares_host_inputs(make_runner):
+    runner = make_runner(lambda tokens: tokens + 1, {"tokens": HOST["tokens"]}, check=1)
+    runner.capture()
+    for rows in (3, 5, 8):
+        same(runner(np.arange(rows)), torch.arange(rows) + 1)
+    assert runner.stats().steps_by_mode["FULL"] == 3
+
+
+# -- in place ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ceiling", [2, 0])
+def test_pinned_memory_can_be_written_in_place(make_runner, quiet, ceiling):
+    runner = make_runner(step, HOST)
+    runner.capture()
+    for rows in (8, 3, 5):
+        tokens, scale = call(rows, rows)
+        runner.buffers.wait()
+        runner.buffers["tokens"].numpy()[:rows] = tokens
+        runner.buffers["scale"][:rows] = torch.from_numpy(scale)
+        got = runner.step(rows, ceiling=ceiling)
+        want = expected(tokens, scale, BUCKETS[rows] if ceiling else rows)
+        same(got[:3], want[:3])
+        torch.testing.assert_close(got[3], want[3])
+
+
+# -- when it is written -----------------------------------------------------------------------
+
+
+def results_on_a_late_device(make_runner, seed, mode, step_in_place):
+    """Return results and what is expected, of steps on a stream that lags behind the host."""
+    backend = TapeBackend(scheduler=seed)
+    body = lambda tokens: tokens + 1  # noqa: E731
+    runner = make_runner(
+        [graph_piece(body)] if mode == 1 else body,
+        {"tokens": StaticInput((None,), "int64", host=True)},
+        backend=backend,
+        mode="PIECEWISE" if mode == 1 else "FULL",
+    )
+    runner.capture()
+    stream = backend.new_stream()
+    kept, wanted = [], []
+    with backend.use_stream(stream):
+        for number in range(6):
+            tokens = np.full(4, number)
+            if step_in_place:
+                runner.buffers.wait()
+                runner.buffers["tokens"].numpy()[:4] = tokens
+                kept.append(runner.step(4))
+            else:
+                kept.append(runner(tokens))
+            wanted.append(torch.from_numpy(tokens) + 1)
+    backend.synchronize()
+    return kept, wanted
+
+
+@pytest.mark.parametrize("step_in_place", [False, True], ids=["call", "in place"])
+@pytest.mark.parametrize("mode", [2, 1], ids=["FULL", "PIECEWISE"])
+def test_memory_is_not_written_before_its_copy_has_run(make_runner, mode, step_in_place):
+    for seed in range(5):
+        same(*results_on_a_late_device(make_runner, seed, mode, step_in_place))
+
+
+@pytest.mark.parametrize("mode", [2, 1], ids=["FULL", "PIECEWISE"])
+def test_without_the_guard_steps_on_a_late_device_are_wrong(make_runner, monkeypatch, mode):
+    monkeypatch.setattr(Staging, "wait", lambda self: None)
+    kept, wanted = results_on_a_late_device(make_runner, 0, mode, step_in_place=False)
+    assert any(not torch.equal(got, want) for got, want in zip(kept, wanted, strict=True))
