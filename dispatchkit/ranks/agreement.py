@@ -249,8 +249,11 @@ class RankAgreement:
         if self._group is not None:
             # The note first: dropping the group is what makes others look for it.
             self._notes.leave(Note(RAISED, self.step, text[:2000]))
+        has_others = self._group is not None
         me = self.members[self.rank]
         self._end(RankError(f"This rank ({me}) raised {text}.", ranks=(me,), reason=RAISED))
+        if has_others:
+            self._notes.see_out(self.timeout * _SHARE_OF_NOTES)
 
     def __enter__(self) -> RankAgreement:
         return self

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -76,6 +76,10 @@ class Notes:
         text = json.dumps(attrs.asdict(note))
         self._within(_at_most(0), lambda: self._store.set(self._key("stop", self._me), text))
 
+    def see_out(self, seconds: float) -> None:
+        """Wait for the others to read the notes, where the store would end with this rank."""
+        self._within(_at_most(seconds), lambda: self._see_out(self._members, seconds))
+
     def judge(self, own: Note, seconds: float, where: str) -> Verdict:
         """Leave a note, read those of the others, and say who stopped the ranks.
 
@@ -85,7 +89,14 @@ class Notes:
             where: What this rank was waiting in.
         """
         text = json.dumps(attrs.asdict(own))
-        found = self._within(_at_most(seconds), lambda: self._all("stop", text, seconds))
+
+        def read() -> dict[int, str]:
+            found = self._all("stop", text, seconds)
+            self._store.set(self._key("read", self._me), "1")
+            self._see_out(found, seconds)
+            return found
+
+        found = self._within(_at_most(2 * seconds), read)
         if found is None:
             return store_gone(self._host, own, where)
         notes = {number: Note(**json.loads(value)) for number, value in found.items()}
@@ -105,18 +116,31 @@ class Notes:
         store = self._store
         store.set(self._key(kind, self._me), value)
         keys = {number: self._key(kind, number) for number in self._members}
-        # Asked again and again: a `wait` that ends by its limit can leave a TCPStore's client
-        # without an answer for good (seen with torch 2.13).
+        if not self._are_set(list(keys.values()), seconds):
+            # A store that was held up answers everybody at once: let them come first.
+            time.sleep(0.05)
+            keys = {number: key for number, key in keys.items() if store.check([key])}
+        return {number: store.get(key).decode() for number, key in keys.items()}
+
+    def _see_out(self, readers: Iterable[int], seconds: float) -> None:
+        """Where the store ends with this rank's process, let the others read first."""
+        if self._host == self._me:
+            others = [self._key("read", number) for number in readers if number != self._me]
+            self._are_set(others, seconds)
+
+    def _are_set(self, keys: list[str], seconds: float) -> bool:
+        """Wait for keys; False if they are not all there in time.
+
+        Asked again and again: a ``wait`` of the store that ends by its limit depends on an
+        answer, and has none.
+        """
         deadline, pause = time.monotonic() + seconds, 0.002
-        while not store.check(list(keys.values())):
+        while keys and not self._store.check(keys):
             if time.monotonic() > deadline:
-                # A store that was held up answers everybody at once: let them come first.
-                time.sleep(0.05)
-                keys = {number: key for number, key in keys.items() if store.check([key])}
-                break
+                return False
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
-        return {number: store.get(key).decode() for number, key in keys.items()}
+        return True
 
     def _within(self, seconds: float, call: Callable[[], _T]) -> _T | None:
         """Return what a call gives, None if the store is gone or does not answer in time."""

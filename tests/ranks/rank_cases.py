@@ -13,14 +13,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_policies import Smallest, Wilful, make_dispatcher, random_batch
+from rank_policies import AlwaysFull, Smallest, Wilful, make_dispatcher, random_batch
+from tensor_parallel import NUM_SEQS, Decoder, over_ranks, traffic
 
 from dispatchkit import GraphRunner, Outcome, StaticInput
 from dispatchkit.errors import RankError
 from dispatchkit.ranks import LeaderPolicy, RankAgreement, RankedDispatcher, RankedRunner
 
-# Far above what a start takes on a busy machine.
-START = 40.0
+# Far above what a start takes on a busy machine, NCCL's included.
+START = 60.0
 
 
 def run(request, world, rank, port):
@@ -28,11 +29,15 @@ def run(request, world, rank, port):
     torch.set_num_threads(1)
     request = dict(request)
     case, size, host = request.pop("case"), request.pop("size"), request.pop("host", "agent")
+    backend = "gloo"
+    if request.get("device", "cpu") == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=START))
     store = dist.PrefixStore(f"world{world}", store)
     if host == "agent":
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     else:
         # Rank 0 serves the store, as without torchrun.
         if rank == 0:
@@ -40,7 +45,7 @@ def run(request, world, rank, port):
             store.set("port", str(own.port))
         else:
             own = dist.TCPStore("127.0.0.1", int(store.get("port")))
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size)
     found = globals()[case](rank, size, **request)
     dist.destroy_process_group()
     return found
@@ -55,7 +60,7 @@ def told(error):
             "text": str(error)}  # fmt: skip
 
 
-def schedule(rank, size, *, seed, num_steps, rule="alone"):
+def schedule(rank, size, *, seed, num_steps, rule="alone", device="cpu"):
     """Decide for random batches; every decision is the same everywhere."""
     rng = random.Random(f"{seed}/{rank}")
     policy = Smallest(eager_below=2)
@@ -63,7 +68,7 @@ def schedule(rank, size, *, seed, num_steps, rule="alone"):
         policy = LeaderPolicy(policy, Wilful(seed) if rank == 0 else None)
     dispatcher = make_dispatcher(policy, max_loras=1)
     found = []
-    with RankAgreement(timeout=START, setup_timeout=START) as ranks:
+    with RankAgreement(timeout=START, setup_timeout=START, device=device) as ranks:
         ranked = RankedDispatcher(dispatcher, ranks, epoch_steps=4)
         for _ in range(num_steps):
             key = rng.choice(sorted(dispatcher.registry, key=str))
@@ -147,12 +152,12 @@ def not_coming(rank, size):
     return None
 
 
-def faults(rank, size, *, schedules):
+def faults(rank, size, *, schedules, device="cpu"):
     """Run schedules one after the other; each of them makes a new agreement."""
-    return [_faulty(rank, size, index, **each) for index, each in enumerate(schedules)]
+    return [_faulty(rank, size, index, device, **each) for index, each in enumerate(schedules)]
 
 
-def _faulty(rank, size, index, *, seed, num_steps, kind, bad_rank, bad_step, timeout):
+def _faulty(rank, size, index, device, *, seed, num_steps, kind, bad_rank, bad_step, timeout):
     rng = random.Random(f"{seed}/{rank}")
     store = dist.PrefixStore(f"faults/{index}", dist.group.WORLD.get_group_store())
     others = [f"stopped/{each}" for each in range(size) if each != bad_rank]
@@ -160,7 +165,7 @@ def _faulty(rank, size, index, *, seed, num_steps, kind, bad_rank, bad_step, tim
     is_bad = rank == bad_rank
     found, error, start = [], None, 0.0
     try:
-        with RankAgreement(timeout=timeout, setup_timeout=START) as ranks:
+        with RankAgreement(timeout=timeout, setup_timeout=START, device=device) as ranks:
             ranked = RankedDispatcher(dispatcher, ranks)
             ranked.dispatch(1)
             for step in range(num_steps):
@@ -221,3 +226,88 @@ def padded_steps(rank, size, *, fails_on):
         hits = runner.stats().hits
     lost_keys = {str(key): {str(r): why for r, why in each.items()} for key, each in lost.items()}
     return {"found": found, "worst": worst, "lost": lost_keys, "hits": hits}
+
+
+def tensor_parallel(rank, size, *, num_steps, device, same_batches):
+    """A decoder over ranks, all-reduce inside its graphs, beside the whole one on this rank."""
+    place = torch.device(device, rank)
+    whole, part = Decoder(0, 1, place), Decoder(rank, size, place)
+    inputs = {
+        "tokens": StaticInput((None,), "int64"),
+        "seqs": StaticInput((None,), "int64", fill=NUM_SEQS),
+        "positions": StaticInput((None,), "int64"),
+    }
+    runner = GraphRunner(
+        part,
+        inputs,
+        sizes=(1, 2, 4, 8, 12),
+        mode="FULL",
+        policy=AlwaysFull(),
+        device=place,
+        state=[part.cache],
+    )
+    rng = random.Random(5)
+    worst, largest, kinds = 0.0, 0.0, set()
+    with RankAgreement(timeout=START, setup_timeout=START) as ranks:
+        ranked = RankedRunner(runner, ranks, inputs, same_batches=same_batches)
+        lost = ranked.capture()
+        for tokens, seqs, positions, decode in traffic(rng, num_steps, 12):
+            given = {
+                name: torch.tensor(values, device=place)
+                for name, values in (("tokens", tokens), ("seqs", seqs), ("positions", positions))
+            }
+            found = ranked(**given, num_reqs=len(set(seqs)), uniform=int(decode))
+            with torch.no_grad():
+                expected = whole(**given)
+            worst = max(worst, float((found - expected).abs().max()))
+            largest = max(largest, float(expected.abs().max()))
+            kinds.add(bool(decode))
+        exchanges = ranks.stats().num_exchanges
+    steps = runner.stats().steps_by_mode
+    runner.clear()  # graphs that use a communicator go before it does
+    return {
+        "worst": worst,
+        "largest": largest,
+        "lost": len(lost),
+        "steps": steps,
+        "kinds": sorted(kinds),
+        "exchanges": exchanges,
+    }
+
+
+def spread_rows(rank, size, *, num_steps, device):
+    """Rows of all ranks are added up inside the graph: they must be as many everywhere."""
+    place = torch.device(device, rank)
+    weight = torch.arange(12.0, device=place).reshape(3, 4) / 7
+    inputs = {"x": StaticInput((None, 3), "float32")}
+    runner = GraphRunner(
+        lambda x: over_ranks(x @ weight),
+        inputs,
+        sizes=(1, 2, 4, 8),
+        mode="FULL",
+        policy=AlwaysFull(),
+        device=place,
+    )
+    # Every rank knows what all the others bring.
+    rng = random.Random(11)
+    worst = 0.0
+    with RankAgreement(timeout=START, setup_timeout=START) as ranks:
+        ranked = RankedRunner(runner, ranks, inputs)
+        ranked.capture()
+        for _ in range(num_steps):
+            rows = [rng.choice((0, 1, 3, 5, 8)) for _ in range(size)]
+            whole = torch.zeros(max(rows), 4, device=place)
+            own = None
+            for number, count in enumerate(rows):
+                x = torch.tensor([[rng.random() for _ in range(3)] for _ in range(count)])
+                if count:
+                    whole[:count] += x.to(place) @ weight
+                    own = x.to(place) if number == rank else own
+            if own is None:
+                ranked.idle()
+                continue
+            found = ranked(x=own)
+            worst = max(worst, float((found - whole[: len(own)]).abs().max()))
+    steps = runner.stats().steps_by_mode
+    runner.clear()
+    return {"worst": worst, "steps": steps}

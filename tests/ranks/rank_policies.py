@@ -56,6 +56,15 @@ class Smallest:
         return Decision.eager(why)
 
 
+class AlwaysFull(Smallest):
+    """FULL for every batch, mixed or not."""
+
+    name = "always full"
+
+    def declare(self, config):
+        return [GraphKey(RuntimeMode.FULL, BatchDescriptor(n)) for n in config.capture_sizes]
+
+
 class Wilful:
     """Learns, in the sense that each outcome makes it want something else for that batch."""
 

@@ -1,0 +1,93 @@
+"""Ranks on several GPUs: collectives inside graphs, and one decision for all of them.
+
+Written for any number of GPUs from two on; uses up to eight.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.gpu
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ranks"))
+
+# NCCL's first start takes long; a hang ends here.
+LIMIT = 240.0
+
+
+@pytest.fixture(scope="module")
+def size():
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip(f"needs two GPUs for two ranks, found {count}")
+    return 8 if count >= 8 else 4 if count >= 4 else 2
+
+
+@pytest.fixture(scope="module")
+def worlds(size):
+    from rank_processes import Worlds
+
+    with Worlds() as started:
+        yield started
+
+
+@pytest.mark.parametrize("same_batches", [False, True])
+def test_tensor_parallel_graphs_compute_what_one_gpu_does(worlds, size, same_batches):
+    """All-reduce inside FULL graphs, prompts and decode steps mixed."""
+    arguments = {"num_steps": 60, "device": "cuda", "same_batches": same_batches}
+    for found in worlds.run_one("tensor_parallel", size, limit=LIMIT, **arguments):
+        assert "error" not in found, found
+        assert found["lost"] == 0
+        assert found["steps"] == {"NONE": 0, "PIECEWISE": 0, "FULL": 60}
+        assert found["kinds"] == [False, True]
+        # Sums over ranks are rounded in another order.
+        assert found["worst"] < 1e-4 * found["largest"]
+        # The first exchange of steps belongs to start-up.
+        assert found["exchanges"] == (0 if same_batches else 59)
+
+
+def test_ranks_with_different_batches_run_graphs_of_one_size(worlds, size):
+    """Rows are added up over ranks inside the graph; idle ranks bring rows of fill."""
+    found = worlds.run_one("spread_rows", size, limit=LIMIT, num_steps=60, device="cuda")
+    for each in found:
+        assert "error" not in each, each
+        assert each["worst"] < 1e-5
+        assert each["steps"] == found[0]["steps"]
+        assert each["steps"]["NONE"] == 0
+        assert each["steps"]["FULL"] > 50
+
+
+@pytest.mark.parametrize("rule", ["alone", "leader"])
+def test_agreement_over_nccl_is_the_same(worlds, size, rule):
+    """Where rows meet on the devices, rather than on the CPU."""
+    arguments = {"seed": 3, "num_steps": 40, "rule": rule}
+    on_device = worlds.run_one("schedule", size, limit=LIMIT, device="cuda", **arguments)
+    on_cpu = worlds.run_one("schedule", size, limit=LIMIT, **arguments)
+    assert on_device == on_cpu
+    assert len(on_cpu[0]["decisions"]) == 40
+
+
+@pytest.mark.parametrize("kind", ["raise", "late"])
+def test_a_fault_over_nccl_stops_the_others_and_is_named(worlds, size, kind):
+    """NCCL's own watchdog would end the process after ten minutes, and name nobody."""
+    schedule = {
+        "seed": 0,
+        "num_steps": 5,
+        "kind": kind,
+        "bad_rank": 1,
+        "bad_step": 2,
+        "timeout": 10.0,
+    }
+    found = worlds.run_one("faults", size, limit=LIMIT, device="cuda", schedules=[schedule])
+    for rank, each in enumerate(found):
+        assert isinstance(each, list), each
+        error = each[0]["error"]
+        if rank != 1:
+            assert error["ranks"] == [1]
+            assert error["step"] == 3
+            assert error["seconds"] < 15
