@@ -8,12 +8,13 @@ and exit code 2; anything else keeps its traceback, since it is a defect of ours
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -36,6 +37,9 @@ from dispatchkit.cli.simulating import simulate
 from dispatchkit.errors import DispatchkitError, UnknownNameError
 from dispatchkit.keys import CaptureSizeWarning
 
+if TYPE_CHECKING:
+    from dispatchkit.plugins import PluginSet
+
 BAD_INPUT = 2
 STOPPED = 130
 READER_GONE = 141
@@ -50,40 +54,44 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands, for help and completion."""
-        self._add_plugin_commands()
-        return super().list_commands(ctx)
+        return [*super().list_commands(ctx), *self._from_plugins()]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; only one that is not built in makes plugins load."""
+        return super().get_command(ctx, cmd_name) or self._from_plugins().get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command; only one that is not built in makes plugins load."""
-        if args and args[0] not in self.commands:
-            self._add_plugin_commands()
-            if args[0] not in self.commands and not args[0].startswith("-"):
-                raise UnknownNameError("command", args[0], self.commands)
+        """Find the command that is asked for."""
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            raise UnknownNameError("command", args[0], self.list_commands(ctx))
         return super().resolve_command(ctx, args)
 
-    def _add_plugin_commands(self) -> None:
+    def _from_plugins(self) -> dict[str, Any]:
+        """Return the commands of the plugins that are loaded now."""
         try:
-            found = load_installed_plugins().commands
+            plugins = load_installed_plugins()
         except DispatchkitError as error:
             complain(f"Commands of plugins are left out: {error}")  # the help is still needed
-            return
-        for name, registered in found.items():
+            return {}
+        of, commands = self.__dict__.get("_made", (None, {}))
+        if of is not plugins:
+            commands = self._build(plugins)
+            self.__dict__["_made"] = plugins, commands
+        return dict(commands)
+
+    def _build(self, plugins: PluginSet) -> dict[str, Any]:
+        commands = {}
+        for name, registered in plugins.commands.items():
             if name in self.commands:
-                if name not in self._added:
-                    complain(
-                        f"Command {name!r} of {registered.origin} is left out: dispatchkit has "
-                        "a command of that name."
-                    )
+                complain(
+                    f"Command {name!r} of {registered.origin} is left out: dispatchkit has a "
+                    "command of that name."
+                )
                 continue
             single = typer.Typer(add_completion=False)
             single.command(name, help=registered.spec.help or None)(registered.spec.callback)
-            self.commands[name] = typer.main.get_command(single)
-            self._added.add(name)
-
-    @property
-    def _added(self) -> set[str]:
-        names: set[str] = self.__dict__.setdefault("_plugin_commands", set())
-        return names
+            commands[name] = typer.main.get_command(single)
+        return commands
 
     def invoke(self, ctx: Any) -> None:
         """Run a command; turn what ends it from outside into a line and a code."""
@@ -185,6 +193,12 @@ app.command("new-policy")(new_policy)
 app.add_typer(config, name="config", cls=Group)
 
 
+@functools.cache
+def _command() -> Any:
+    # Not app(): that would install typer's own hook for unexpected exceptions.
+    return typer.main.get_command(app)
+
+
 def run(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
@@ -192,8 +206,7 @@ def run(args: Sequence[str] | None = None) -> int:
         args: Words after the program's name; those of the process by default.
     """
     COMMON.config_file, COMMON.sets = None, ()
-    # Not app(): that would install typer's own hook for unexpected exceptions.
-    command = typer.main.get_command(app)
+    command = _command()
     try:
         code = command.main(
             args=None if args is None else list(args),

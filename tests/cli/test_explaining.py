@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -99,6 +100,50 @@ def test_sizes_are_put_in_order_and_a_gap_at_the_end_is_warned_about(run: Any) -
     assert json.loads(done.out)["decision"]["padded_num_tokens"] == 4
     assert done.err.startswith("Warning: capture_sizes ends at 8")
     assert len(done.err.splitlines()) == 1
+
+
+TRACE = str(files("dispatchkit.demo") / "data" / "azure_conv_high.csv")
+
+
+def test_what_stands_behind_a_decision_and_what_it_costs_are_told(run: Any) -> None:
+    """A constraint, the nearest graph, and microseconds by the cost model."""
+    answer = explain(run, "600", "--max-num-tokens", "1000")
+    assert answer["because"].startswith("constraint: ")
+    assert "88 too small" in answer["nearest"]
+    assert answer["cost"]["step_us"] == answer["cost"]["eager_us"] > 0
+    assert answer["cost"]["measured"] is False
+    answer = explain(run, "3", "--num-reqs", "3", "--uniform", "--sizes", "1,2,64")
+    assert answer["because"].startswith("policy vllm")
+    assert answer["nearest"] is None
+    assert 0 < answer["cost"]["lost_us"] < answer["cost"]["step_us"] < answer["cost"]["eager_us"]
+    answer = explain(run, "3", "--mode", "none")
+    assert answer["because"] == "configuration: the mode runs this kind of batch eager"
+
+
+def test_a_trace_is_explained_decision_by_decision(run: Any) -> None:
+    """As often as each was taken; together they are the trace, and agree with a simulation."""
+    pytest.importorskip("numpy")
+    found = explain(run, "--trace", TRACE)
+    decisions = found["decisions"]
+    assert sum(one["steps"] for one in decisions) == found["steps"]
+    simulated = json.loads(run("simulate", TRACE, "--json").out)
+    for name in ("modes", "misses", "waste_pct"):
+        assert found[name] == simulated[name]
+    assert found["time_s"] == pytest.approx(simulated["time_s"])
+    eager = [one for one in decisions if one["decision"]["key"] is None]
+    assert eager
+    assert all(one["nearest"] and one["because"] for one in eager)
+
+
+def test_a_trace_in_text_shows_the_costliest_in_80_columns(run: Any) -> None:
+    """And says how many more there are."""
+    pytest.importorskip("numpy")
+    done = run("explain", "--trace", TRACE)
+    assert done.code == 0
+    assert "Costliest decisions" in done.out
+    assert "more; --all or --json has them." in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert "Every decision" in run("explain", "--trace", TRACE, "--all").out
 
 
 WORDS = """

@@ -1,0 +1,29 @@
+"""Completion in a shell: commands, and names that are settings' values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("line", "offers"),
+    [
+        ("dispatchkit sim", {"simulate"}),
+        ("dispatchkit config s", {"show"}),
+        ("dispatchkit explain --policy vllm@0.1", {"vllm@0.11", "vllm@0.11.1", "vllm@0.13"}),
+        ("dispatchkit explain --mode full_d", {"full_decode_only"}),
+        ("dispatchkit simulate --cost-model lm", {"lm-decode-h100"}),
+    ],
+)
+def test_what_may_follow_is_offered(spawn: Any, line: str, offers: set[str]) -> None:
+    """As bash asks for it."""
+    environ = {
+        "_DISPATCHKIT_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split()) - 1),
+    }
+    done = spawn(environ=environ)
+    assert done.err == ""
+    assert set(done.out.split()) == offers

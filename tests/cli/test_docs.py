@@ -1,0 +1,107 @@
+"""What README and docs tell to type does run, as printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Run elsewhere: set-up and make targets are what the tests themselves are run by (their targets
+# and requirements are checked in tests/packaging); a GPU machine has its own section.
+ELSEWHERE = re.compile(
+    r"^(PIP_EXTRA_INDEX_URL=\S+ )?(make|python3) |^export PYTHONPATH=|^git clone "
+)
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("README.md", "docs/**/*.md", "plugins/*/README.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+def typed(page: str) -> list[str]:
+    """The lines of a page's console blocks that are typed."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^ *```console\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+COMMANDS = [(page, line) for page in PAGES for line in typed(page) if ELSEWHERE.match(line) is None]
+
+
+def test_there_are_commands_and_each_is_run_here_or_elsewhere() -> None:
+    """The two sets that follow hold all that is printed."""
+    assert len(COMMANDS) > 10
+    kinds = {re.sub(r"^([A-Z_]+=\S+ )*", "", line).split()[0] for _, line in COMMANDS}
+    assert kinds <= {"dispatchkit", "python"}, kinds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS}))
+def test_every_command_of_a_page_runs_as_printed(page: str, tmp_path: Path) -> None:
+    """In their order, in a folder that looks like a checkout."""
+    pytest.importorskip("torch")
+    pytest.importorskip("numpy")
+    for name in ("tests", "bench", "plugins", "dispatchkit", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, words in (("dispatchkit", "-m dispatchkit"), ("python", "")):
+        script = tools / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        script.chmod(0o755)
+    environ = {name: value for name, value in os.environ.items() if "DISPATCHKIT" not in name}
+    environ |= {"PATH": f"{tools}:{environ['PATH']}", "COLUMNS": "80"}
+    for line in [line for where, line in COMMANDS if where == page]:
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            encoding="utf-8",
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout[-800:]}\n{done.stderr[-2000:]}"
+    parts = [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")]
+    assert parts == []
+
+
+def test_the_reference_names_every_command_and_only_options_there_are(run: Any) -> None:
+    """A command that is not in the reference is not found; an option that is gone misleads."""
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^│ ([a-z][a-z-]+) +[A-Z]", run("--help").out, flags=re.MULTILINE))
+    table = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
+    documented = {word.split()[0] for word in re.findall(r"`([a-z -]+)`", table)}
+    assert listed
+    assert listed == documented
+    known = set(re.findall(r"--[a-z-]+", run("--help").out))
+    for command in sorted(listed):
+        words = ["config", "show"] if command == "config" else [command]
+        known |= set(re.findall(r"--[a-z-]+", run(*words, "--help").out))
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page)) <= known
+
+
+def test_examples_in_help_are_of_their_command(run: Any) -> None:
+    """Each command shows one; its words are parsed as they would be if typed."""
+    import shlex
+
+    from dispatchkit.cli import app as module
+
+    group: Any = module.typer.main.get_command(module.app)
+    found = 0
+    for name, command in group.commands.items():
+        for one in getattr(command, "commands", {"": command}).values():
+            for example in re.findall(r"Example: (dispatchkit .+)", one.help or ""):
+                words = shlex.split(example)[1:]
+                at = words.index(name)
+                rest = words[at + 1 + (one is not command) :]
+                with one.make_context(name, list(rest)) as ctx:
+                    assert ctx.params
+                found += 1
+    assert found >= 10
