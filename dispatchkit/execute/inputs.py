@@ -20,6 +20,7 @@ from dispatchkit.execute.host_arrays import (
 
 # Expected shapes kept ready, one tuple per batch size; beyond it they are made again.
 MAX_KEPT_SIZES = 4096
+_is_grad_enabled = torch.is_grad_enabled
 #: Words of a call that no input may be named by.
 RESERVED_NAMES = frozenset({"num_reqs", "uniform", "loras", "ceiling"})
 
@@ -152,7 +153,11 @@ class InputSet:
         self._lead, self._lead_dim = self.batched[0]
         self._expected: dict[int, tuple[tuple[torch.Size, Any], ...]] = {}
         self.host = tuple(index for index, spec in enumerate(self) if spec.host)
-        self.check: Callable[[Any], int] = self._check_all if self.host else self._check_tensors
+        self.check: Callable[[Any], int] = self._check_tensors
+        if self.host:
+            self.check = self._check_all
+        elif device.type == "cuda" and torch.cuda.device_count() == 1:
+            self.check = self._check_on_only_gpu
         # For a single name it gives the value and not a tuple of one.
         self._pick: Any = itemgetter(*self.names) if len(self.names) > 1 else None
         self._host_types = tuple(
@@ -222,13 +227,33 @@ class InputSet:
         try:
             rows: int = tensors[self._lead].shape[self._lead_dim]
             expected = self._expected.get(rows) or self._expect(rows)
-            device = self.device
+            device, has_grad = self.device, _is_grad_enabled()
             for tensor, (shape, dtype) in zip(tensors, expected, strict=True):
                 if (
                     tensor.shape != shape
                     or tensor.dtype is not dtype
                     or tensor.device != device
-                    or tensor.requires_grad
+                    or (has_grad and tensor.requires_grad)
+                ):
+                    break
+            else:
+                return rows
+        except (AttributeError, IndexError):
+            pass  # not a tensor, or of too low a rank
+        return self._check_cold(tensors)
+
+    def _check_on_only_gpu(self, tensors: Sequence[Any]) -> int:
+        """Do the same with one GPU in sight: a flag says it, where a device must be made."""
+        try:
+            rows: int = tensors[self._lead].shape[self._lead_dim]
+            expected = self._expected.get(rows) or self._expect(rows)
+            has_grad = _is_grad_enabled()
+            for tensor, (shape, dtype) in zip(tensors, expected, strict=True):
+                if (
+                    tensor.shape != shape
+                    or tensor.dtype is not dtype
+                    or not tensor.is_cuda
+                    or (has_grad and tensor.requires_grad)
                 ):
                     break
             else:

@@ -1,0 +1,582 @@
+"""Host time of one whole step: decide, copy the inputs in, launch, hand the result out.
+
+    python bench/step.py [ROUNDS] [--trace steps.csv.gz] [--skip-compile] [--only NAME]
+
+The steps have the sizes of a real trace, in its order. All rivals run in the same process and
+take turns every few steps; the device is waited for between turns, outside the measured time, so
+that no queue is ever full. Rivals that cannot take varying sizes get one size throughout.
+
+- ``eager``, ``torch.compile`` (mode ``reduce-overhead``), ``make_graphed_callables``;
+- ``by hand``: a dict of graphs, a slice assignment for each input, a fill for the rows behind, a
+  replay and a slice, as people write it;
+- ``by hand, best``: kept views, one fused copy, no check of anything; by torch or directly;
+- ``bare replay`` and ``bare launch``: nothing but the graph.
+
+Groups: ``device`` (the base case: 3 int64 inputs), ``inputs`` (1, 8, and 3 of two dtypes),
+``nodes`` (steps of 1, 50 and 500 operations), ``host`` (numpy arrays; pinned memory), ``pieces``
+(what a step of the runner is made of). Without a GPU the tape is measured: the runner's own time
+(``runner``), and replay beside eager (``tape``).
+"""
+
+# ruff: noqa: SLF001 - the parts of a step are measured one by one
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+from collections.abc import Callable, Iterable
+from itertools import cycle, islice
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from _common import emit
+
+from dispatchkit import (
+    BatchDescriptor,
+    Decision,
+    GraphKey,
+    GraphRunner,
+    Reason,
+    RuntimeMode,
+    StaticInput,
+)
+from dispatchkit.backends.tape import TapeBackend
+from dispatchkit.observe.trace import read_trace
+
+BENCH = "step"
+TRACES = Path(__file__).resolve().parent.parent / "tests" / "data" / "traces"
+SIZES = (1, 2, 4, *range(8, 257, 8))
+FIXED = 200  # rows for rivals of one size
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda:0" if HAS_GPU else "cpu")
+
+Run = Callable[[int], Any]  # takes the number of rows
+
+
+class SmallestPolicy:
+    """FULL graphs, the smallest that covers the batch."""
+
+    name = "smallest"
+
+    def declare(self, config):
+        """One key for each size."""
+        return [GraphKey(RuntimeMode.FULL, BatchDescriptor(size)) for size in config.capture_sizes]
+
+    def decide(self, batch, graphs):
+        """The smallest that is ready."""
+        for key in graphs.covering(batch, RuntimeMode.FULL):
+            if batch.allows(RuntimeMode.FULL) and graphs.is_ready(key):
+                return Decision.replay(key)
+        return Decision.eager(Reason.ABOVE_LARGEST)
+
+
+class Step(torch.nn.Module):
+    """So many operations on so many inputs, one output."""
+
+    def __init__(self, num_ops: int) -> None:
+        super().__init__()
+        self.num_ops = num_ops
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Stack the inputs and add one so often."""
+        dtype = inputs[0].dtype
+        out = torch.stack([one if one.dtype is dtype else one.to(dtype) for one in inputs], -1)
+        for _ in range(self.num_ops - 1):
+            out = out + 1
+        return out
+
+
+def sizes_of(path: Path, count: int) -> list[int]:
+    """Return the batch sizes of a trace that fit the graphs here, ``count`` of them."""
+    fitting = [size for size in read_trace(path).column("num_tokens") if 1 <= size <= SIZES[-1]]
+    return list(islice(cycle(fitting), count))
+
+
+def bucket_of(rows: int) -> int:
+    """Return the smallest graph for so many rows."""
+    return next(size for size in SIZES if size >= rows)
+
+
+def names(count: int) -> list[str]:
+    """Return names of inputs."""
+    return [f"input_{index}" for index in range(count)]
+
+
+def direct_launch() -> Callable[[Any, Any], int]:
+    """Return cudaGraphLaunch."""
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+    runtime.cudaGraphLaunch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    return runtime.cudaGraphLaunch
+
+
+class Case:
+    """One shape of step, its inputs of every size, and all ways to run it."""
+
+    def __init__(
+        self, sizes: Iterable[int], dtypes: list[torch.dtype], num_ops: int, host: bool = False
+    ) -> None:
+        self.dtypes, self.host, self.step = dtypes, host, Step(num_ops)
+        self.sizes = set(sizes) | {FIXED}
+        self.given = {
+            rows: [torch.randint(1, 99, (rows,)).to(dtype) for dtype in dtypes]
+            for rows in self.sizes
+        }
+        if host:
+            self.pinned = {r: [t.pin_memory() for t in ts] for r, ts in self.given.items()}
+            self.arrays = {r: [t.numpy() for t in ts] for r, ts in self.given.items()}
+        self.device = {r: [t.to(DEVICE) for t in ts] for r, ts in self.given.items()}
+        self.static = [torch.zeros(SIZES[-1], dtype=dtype, device=DEVICE) for dtype in dtypes]
+        self.graphs: dict[int, Any] = {}
+        self.outputs: dict[int, torch.Tensor] = {}
+        self.execs: dict[int, ctypes.c_void_p] = {}
+
+    def capture(self) -> None:
+        """Capture what the rivals written by hand replay."""
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        for bucket in sorted({bucket_of(rows) for rows in self.sizes}, reverse=True):
+            views = [static[:bucket] for static in self.static]
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.step(*views)
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self.outputs[bucket] = self.step(*views)
+            graph.instantiate()
+            self.graphs[bucket] = graph
+            self.execs[bucket] = ctypes.c_void_p(int(graph.raw_cuda_graph_exec()))
+
+    # -- rivals -------------------------------------------------------------------------
+
+    def eager(self) -> Run:
+        """The step itself."""
+        step, device = self.step, self.device
+        return lambda rows: step(*device[rows])
+
+    def by_hand(self, given: dict[int, list[torch.Tensor]], non_blocking: bool = False) -> Run:
+        """As people write it."""
+        static, graphs, outputs = self.static, self.graphs, self.outputs
+
+        def run(rows: int) -> torch.Tensor:
+            bucket = bucket_of(rows)
+            for buffer, tensor in zip(static, given[rows], strict=True):
+                if non_blocking:
+                    buffer[:rows].copy_(tensor, non_blocking=True)
+                else:
+                    buffer[:rows] = tensor
+            static[0][rows:bucket].fill_(0)
+            graphs[bucket].replay()
+            return outputs[bucket][:rows]
+
+        return run
+
+    def by_hand_best(self, *, direct: bool) -> Run:
+        """Kept views and one fused copy, no check and no fill; for one dtype."""
+        kept = {
+            rows: (
+                [static[:rows] for static in self.static],
+                self.graphs[bucket_of(rows)],
+                self.execs[bucket_of(rows)],
+                self.outputs[bucket_of(rows)][:rows],
+            )
+            for rows in self.sizes
+        }
+        device, copy, launch, stream = self.device, torch._foreach_copy_, direct_launch(), None
+
+        def replay(rows: int) -> torch.Tensor:
+            views, graph, _, out = kept[rows]
+            copy(views, device[rows])
+            graph.replay()
+            return out
+
+        def launched(rows: int) -> torch.Tensor:
+            views, _, handle, out = kept[rows]
+            copy(views, device[rows])
+            launch(handle, stream)
+            return out
+
+        return launched if direct else replay
+
+    def bare_replay(self) -> Run:
+        """The graph by torch."""
+        graphs = {rows: self.graphs[bucket_of(rows)] for rows in self.sizes}
+        return lambda rows: graphs[rows].replay()
+
+    def bare_launch(self) -> Run:
+        """The graph by the runtime."""
+        execs = {rows: self.execs[bucket_of(rows)] for rows in self.sizes}
+        launch = direct_launch()
+        return lambda rows: launch(execs[rows], None)
+
+    def graphed(self) -> Run:
+        """torch.cuda.make_graphed_callables, at one size."""
+        sample = tuple(self.device[FIXED])
+        step = torch.cuda.make_graphed_callables(Step(self.step.num_ops), sample)
+        return lambda rows: step(*sample)
+
+    def compiled(self) -> Run:
+        """torch.compile with CUDA graphs, at one size."""
+        sample = tuple(self.device[FIXED])
+        step = torch.compile(Step(self.step.num_ops), mode="reduce-overhead", dynamic=False)
+        for _ in range(5):
+            step(*sample)
+        return lambda rows: step(*sample)
+
+    # -- ours ---------------------------------------------------------------------------
+
+    def runner(self, outputs: str, backend: Any = "auto") -> GraphRunner:
+        """Return a runner that has captured all sizes."""
+        inputs = {
+            name: StaticInput((None,), dtype, host=self.host)
+            for name, dtype in zip(names(len(self.dtypes)), self.dtypes, strict=True)
+        }
+        runner = GraphRunner(
+            _named(self.step, len(self.dtypes)),
+            inputs,
+            sizes=SIZES,
+            mode="FULL",
+            policy=SmallestPolicy(),
+            backend=backend,
+            outputs=outputs,
+            output_batch_dims=0,
+        )
+        report = runner.capture()
+        if report.failed:
+            raise SystemExit(f"capture failed: {report.failed}")
+        return runner
+
+    def call(
+        self, runner: GraphRunner, given: dict[int, list[Any]], *, by_name: bool = True
+    ) -> Run:
+        """A call of the runner with inputs by name, as engines make it."""
+        if not by_name:
+            return lambda rows: runner(*given[rows])
+        kept = {
+            rows: dict(zip(names(len(values)), values, strict=True))
+            for rows, values in given.items()
+        }
+        return lambda rows: runner(**kept[rows])
+
+
+def _named(step: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Return a step with named inputs, which a runner reads from the signature."""
+    listing = ", ".join(names(count))
+    scope: dict[str, Any] = {"step": step}
+    exec(f"def named({listing}):\n    return step({listing})", scope)  # noqa: S102
+    return scope["named"]
+
+
+def in_turns(
+    cases: dict[str, Run], sizes: list[int], *, rounds: int, together: int
+) -> dict[str, list[float]]:
+    """Return microseconds per step of each case, a sample for each turn.
+
+    Args:
+        cases: What to run, by name.
+        sizes: Rows of the steps, in order.
+        rounds: Turns of each.
+        together: Steps in a turn, between two waits for the device.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for run in cases.values():
+        for rows in sorted(set(sizes)):
+            for _ in range(2):
+                run(rows)
+        wait()
+    order = cycle(sizes)
+    for _ in range(rounds):
+        turn = list(islice(order, together))
+        for name, run in cases.items():
+            wait()
+            start = perf_counter_ns()
+            for rows in turn:
+                run(rows)
+            samples[name].append((perf_counter_ns() - start) / together / 1000)
+    wait()
+    return samples
+
+
+def wait() -> None:
+    """Wait for the device."""
+    if HAS_GPU:
+        torch.cuda.synchronize()
+
+
+def tell(
+    group: str, samples: dict[str, list[float]], ratio_to: str, **more: Any
+) -> dict[str, float]:
+    """Print each case, compared turn by turn with one of them."""
+    medians = {}
+    for name, values in samples.items():
+        pairs = zip(values, samples[ratio_to], strict=True)
+        medians[name] = statistics.median(values)
+        emit(
+            BENCH,
+            name,
+            medians[name],
+            "us",
+            len(values),
+            ratio_to=ratio_to,
+            ratio=statistics.median(mine / base for mine, base in pairs),
+            best=round(min(values), 2),
+            group=group,
+            **more,
+        )
+    return medians
+
+
+def tell_ratios(group: str, samples: dict[str, list[float]], wanted: list[tuple[str, str, float]]):
+    """Print the ratios that are to be reached, and whether they are."""
+    for mine, other, limit in wanted:
+        if mine in samples and other in samples:
+            pairs = zip(samples[mine], samples[other], strict=True)
+            ratio = statistics.median(a / b for a, b in pairs)
+            emit(
+                BENCH,
+                f"{mine} / {other}",
+                ratio,
+                "ratio",
+                len(samples[mine]),
+                ratio_to=other,
+                ratio=ratio,
+                limit=round(limit, 4),
+                reached=ratio <= limit,
+                group=group,
+            )
+
+
+# -- on a device ------------------------------------------------------------------------------
+
+INT64 = torch.int64
+
+
+def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
+    """The base case against everybody."""
+    case = Case(sizes, [INT64] * 3, 50)
+    case.capture()
+    view, owned = case.runner("view"), case.runner("owned")
+    cases: dict[str, Run] = {
+        "eager": case.eager(),
+        "by hand": case.by_hand(case.device),
+        "by hand, best": case.by_hand_best(direct=False),
+        "by hand, best, launched directly": case.by_hand_best(direct=True),
+        "bare replay": case.bare_replay(),
+        "bare launch": case.bare_launch(),
+        "runner, view": case.call(view, case.device),
+        "runner, view, by position": case.call(view, case.device, by_name=False),
+        "runner, owned": case.call(owned, case.device),
+        "runner, in place": view.step,
+        "make_graphed_callables": case.graphed(),
+    }
+    if compile_too:
+        cases["reduce-overhead"] = case.compiled()
+    samples = in_turns(cases, sizes, rounds=rounds, together=10)
+    tell("device", samples, "by hand")
+    wanted = [
+        ("runner, view", "by hand", 1 / 3),
+        ("runner, view", "make_graphed_callables", 1 / 4),
+        ("runner, view", "reduce-overhead", 1 / 12),
+        ("runner, owned", "by hand", 0.6),
+    ]
+    tell_ratios("device", samples, wanted)
+    # One size: no rows behind are ever stale.
+    steady = {name: cases[name] for name in ("by hand", "runner, view", "runner, in place")}
+    steady |= {name: cases[name] for name in ("by hand, best", "bare launch", "bare replay")}
+    samples = in_turns(steady, [FIXED], rounds=rounds, together=10)
+    tell("one size", samples, "bare launch")
+    pairs = zip(samples["runner, in place"], samples["bare launch"], strict=True)
+    over = statistics.median(mine - base for mine, base in pairs)
+    emit(
+        BENCH,
+        "in place, beyond a bare launch",
+        over,
+        "us",
+        rounds,
+        limit=0.8,
+        reached=over <= 0.8,
+        group="one size",
+    )
+    pieces(view, case, rounds)
+
+
+def pieces(runner: GraphRunner, case: Case, rounds: int) -> None:
+    """What a step of the runner is made of, one by one."""
+    given = dict(zip(names(3), case.device[FIXED], strict=True))
+    values = tuple(given.values())
+    plan = runner._decide(FIXED).plan
+    plan.run(values)
+    loader, lock, lane = plan.loader, runner._lock, runner._lane
+
+    def locked(_: int) -> None:
+        with lock:
+            pass
+
+    def with_names(**inputs: Any) -> None:
+        pass
+
+    parts: dict[str, Run] = {
+        "nothing": lambda _: None,
+        "pass by name": lambda _: with_names(**given),
+        "bind": lambda _: runner._bind_inputs((), given),
+        "check": lambda _: runner._check_inputs(values),
+        "is capturing": lambda _: runner._is_capturing(),
+        "lock": locked,
+        "decide": lambda _: runner._decide(FIXED, 0, 0, 0, 2),
+        "current stream": lambda _: plan._current_handle(),
+        "copy": lambda _: loader.load(values),
+        "launch": lambda _: plan._launch(plan._graph, lane.stream_argument),
+        "plan": lambda _: plan.run(values),
+        "plan, in place": lambda _: plan.run(None),
+        "whole call": lambda _: runner(**given),
+    }
+    tell("pieces", in_turns(parts, [FIXED], rounds=rounds, together=50), "whole call")
+
+
+def inputs_group(sizes: list[int], rounds: int) -> None:
+    """Other numbers of inputs, and two dtypes."""
+    shapes = {
+        "1 input": [INT64],
+        "8 inputs": [INT64] * 8,
+        "3 inputs of two dtypes": [INT64, torch.int32, INT64],
+    }
+    for name, dtypes in shapes.items():
+        case = Case(sizes, dtypes, 50)
+        case.capture()
+        cases = {
+            "by hand": case.by_hand(case.device),
+            "runner, view": case.call(case.runner("view"), case.device),
+            "runner, owned": case.call(case.runner("owned"), case.device),
+        }
+        samples = in_turns(cases, sizes, rounds=rounds, together=10)
+        tell("inputs", samples, "by hand", inputs=name)
+
+
+def nodes_group(sizes: list[int], rounds: int) -> None:
+    """Steps of one and of 500 operations."""
+    for num_ops in (1, 500):
+        case = Case(sizes, [INT64] * 3, num_ops)
+        case.capture()
+        view = case.runner("view")
+        cases = {
+            "eager": case.eager(),
+            "by hand": case.by_hand(case.device),
+            "bare replay": case.bare_replay(),
+            "bare launch": case.bare_launch(),
+            "runner, view": case.call(view, case.device),
+            "runner, in place": view.step,
+        }
+        samples = in_turns(cases, sizes, rounds=rounds, together=10 if num_ops < 100 else 2)
+        tell("nodes", samples, "by hand", operations=num_ops)
+
+
+def host_group(sizes: list[int], rounds: int) -> None:
+    """Inputs in host memory: one step at a time, as where each waits for its tokens."""
+    case = Case(sizes, [INT64] * 3, 50, host=True)
+    case.capture()
+    view = case.runner("view")
+
+    def in_place(rows: int) -> Any:
+        buffers = view.buffers
+        buffers.wait()
+        for target, array in zip(targets, case.arrays[rows], strict=True):
+            target[:rows] = array
+        return view.step(rows)
+
+    targets = [view.buffers[name].numpy() for name in view.buffers]
+    cases = {
+        "by hand, pinned": case.by_hand(case.pinned, non_blocking=True),
+        "by hand, not pinned": case.by_hand(case.given),
+        "runner, arrays": case.call(view, case.arrays),
+        "runner, CPU tensors": case.call(view, case.given),
+        "runner, owned, arrays": case.call(case.runner("owned"), case.arrays),
+        "runner, written in place": in_place,
+    }
+    for together in (1, 10):
+        samples = in_turns(cases, sizes, rounds=rounds, together=together)
+        tell("host", samples, "by hand, pinned", steps_between_waits=together)
+        if together == 1:
+            tell_ratios("host", samples, [("runner, arrays", "by hand, pinned", 1 / 3)])
+
+
+# -- without one ------------------------------------------------------------------------------
+
+
+class Counting(TapeBackend):
+    """A tape whose graphs do nothing, so that the runner's own time is left."""
+
+    def capture(self, run: Any, **options: Any) -> Any:
+        """Capture as ever, and replay nothing."""
+        graph = super().capture(run, **options)
+        graph.replay = lambda: None
+        return graph
+
+
+def runner_group(sizes: list[int], rounds: int) -> None:
+    """The runner's own time on a CPU, with copies of CPU tensors and no launch."""
+    case = Case(sizes, [INT64] * 3, 1)
+    runner = case.runner("view", Counting())
+    cases = {
+        "copies alone": lambda rows: torch._foreach_copy_(kept[rows], case.device[rows]),
+        "runner, view": case.call(runner, case.device),
+        "runner, in place": runner.step,
+    }
+    kept = {rows: [static[:rows] for static in case.static] for rows in case.sizes}
+    tell("runner", in_turns(cases, sizes, rounds=rounds, together=50), "copies alone")
+
+
+def tape_group(rounds: int) -> None:
+    """Replay on the tape beside eager."""
+    layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+    mlp = torch.nn.Sequential(*[part for layer in layers for part in (layer, torch.nn.ReLU())])
+    block = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0).eval()
+    for name, model, shape in (("mlp", mlp, (8, 64)), ("block", block, (2, 16, 64))):
+        x = torch.randn(shape)
+        backend = TapeBackend()
+        with torch.no_grad():
+            stream, pool = backend.new_stream(), backend.new_pool()
+            graph = backend.capture(lambda model=model, x=x: model(x), stream=stream, pool=pool)
+            cases = {
+                "eager": lambda _, model=model, x=x: model(x),
+                "replay": lambda _, graph=graph: graph.replay(),
+            }
+            samples = in_turns(cases, [1], rounds=rounds, together=5)
+        tell("tape", samples, "eager", model=name)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rounds", nargs="?", type=int, default=300)
+    parser.add_argument("--trace", type=Path, default=TRACES / "step_azure_conv_low.csv.gz")
+    parser.add_argument("--skip-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--only", help="one group")
+    options = parser.parse_args()
+    sizes = sizes_of(options.trace, 400)
+    torch.set_num_threads(1)
+    rounds = options.rounds
+    if HAS_GPU:
+        groups: dict[str, Callable[[], None]] = {
+            "device": lambda: device_group(sizes, rounds, compile_too=not options.skip_compile),
+            "inputs": lambda: inputs_group(sizes, rounds),
+            "nodes": lambda: nodes_group(sizes, rounds),
+            "host": lambda: host_group(sizes, rounds),
+        }
+    else:
+        groups = {
+            "runner": lambda: runner_group(sizes, rounds),
+            "tape": lambda: tape_group(rounds),
+        }
+    with torch.no_grad():
+        for name, group in groups.items():
+            if options.only in (None, name):
+                group()
+
+
+if __name__ == "__main__":
+    main()
