@@ -26,6 +26,9 @@ class BackendCapabilities:
         concurrent_streams: Work on two streams may overlap in time.
         poisons_outputs: Outputs read before the first replay hold recognisable poison;
             otherwise they hold whatever was in the memory.
+        unwatched_captures: ``capture`` takes ``watched=False``, which is quicker, for a
+            callable whose operations were watched in an earlier capture; such graphs have
+            ``holds`` and ``host_tensors``: what a watched one saw that it must keep alive.
     """
 
     graphs: bool = True
@@ -33,6 +36,7 @@ class BackendCapabilities:
     device_timing: bool = False
     concurrent_streams: bool = False
     poisons_outputs: bool = False
+    unwatched_captures: bool = False
 
 
 @runtime_checkable

@@ -27,7 +27,7 @@ from dispatchkit.backends.cuda_capture import CaptureAttempt
 from dispatchkit.backends.cuda_device import device_index, require_cuda
 from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury, return_idle_memory
 from dispatchkit.backends.cuda_launch import direct_launch
-from dispatchkit.backends.cuda_memory import growth, segments_of, segments_taken
+from dispatchkit.backends.cuda_memory import growth
 from dispatchkit.backends.cuda_streams import CudaEvent, CudaStream, UseStream, make_current
 from dispatchkit.backends.cuda_watch import CaptureWatch
 from dispatchkit.backends.warmup import run_warmup
@@ -94,6 +94,7 @@ class CudaBackend:
             device_timing=True,
             concurrent_streams=True,
             poisons_outputs=False,
+            unwatched_captures=True,
         )
 
     def device_info(self) -> dict[str, str]:
@@ -144,13 +145,6 @@ class CudaBackend:
         """Return a new event; only a timing event measures."""
         return CudaEvent(self._index, timing=timing)
 
-    def new_graph_event(self) -> Any:
-        """Return an event that graphs record themselves: ``record()`` in a capture is a node.
-
-        Once the graph is launched it is not done until that node has run.
-        """
-        return torch.cuda.Event(external=True)
-
     def direct_launch(self) -> Callable[[Any, Any], int] | None:
         """Return the runtime's own launch call for graphs of this device; None without one."""
         return direct_launch(self._index)
@@ -199,12 +193,22 @@ class CudaBackend:
         stream: Any,
         pool: Any,
         generators: Iterable[Any] = (),
+        watched: bool = True,
     ) -> CudaGraph:
         """Capture the callable on a stream into a pool; nothing runs.
 
         The default generator is registered by torch; any other one that the callable draws
         from must be in ``generators``. Generators of the host are no part of the device:
         what Python draws from them is drawn at capture.
+
+        Args:
+            run: What is captured.
+            stream: Where.
+            pool: Where its memory comes from.
+            generators: Random generators beside the default one.
+            watched: Look at each operation, as far as the backend was made to; several
+                microseconds each. Who has watched the same operations once may do without:
+                what a watch would refuse then fails as the driver has it.
 
         Raises:
             CaptureError: With reason ``host_sync``, ``out_of_memory``, ``nested`` or
@@ -227,7 +231,7 @@ class CudaBackend:
                         "a stream of new_stream(), since a device captures no other",
                     )
                 self._refuse_foreign_capture()
-                return self._capture(run, stream.raw, pool, own_generators, handled)
+                return self._capture(run, stream.raw, pool, own_generators, handled, watched)
         finally:
             bury()
 
@@ -247,14 +251,16 @@ class CudaBackend:
         pool: CudaPool,
         generators: list[Any],
         handled: BaseException | None,
+        watched: bool,
     ) -> CudaGraph:
+        watched = watched and self._refuse_host_syncs
         watch = CaptureWatch()
         attempt = CaptureAttempt(stream, pool, generators, self._mode)
         outputs: Any = None
         failure = attempt.begin()
         if failure is None:
             try:
-                if self._refuse_host_syncs:
+                if watched:
                     with watch.watching():
                         outputs = run()
                 else:
@@ -279,10 +285,11 @@ class CudaBackend:
             outputs,
             pool,
             attempt.handle,
-            holds=[*watch.host_tensors, *watch.outside(segments_of(pool.handles(), self._index))],
+            holds=watch.outside(pool.segments(self._index)) if watched else [],
+            host_tensors=watch.host_tensors,
             generators=[default, *generators],
             # Unwatched, nobody knows: the first replay tells.
-            draws=watch.draws or not self._refuse_host_syncs,
+            draws=watch.draws or not watched,
         )
 
     def _check_generators(self, generators: Iterable[Any]) -> list[Any]:
@@ -307,17 +314,22 @@ class CudaBackend:
         pool: Any,
         generators: Iterable[Any] = (),
     ) -> int:
-        """Return by how many bytes at most a capture would make the pool grow.
+        """Return by how many bytes a capture would make the pool grow.
 
-        Runs the callable once plainly, its memory in a pool of its own that goes back to the
-        device at once; the allocator's rounding to segments is thereby in the number. Needs
-        as much memory for that moment as a warm-up does. See cuda_memory.py.
+        Runs the callable once plainly, its memory in a copy of the pool that goes back to the
+        device at once; the allocator's rounding is thereby in the number. For that moment it
+        takes as much memory as a warm-up and the pool. See cuda_memory.py.
         """
         refuse_in_capture("backend.rehearse()")
         self._check_generators(generators)
         return_idle_memory()
-        needed = run_warmup(self, lambda: segments_taken(run, self._index), stream, 1)
-        return growth(needed, segments_of(pool.handles(), self._index))
+        present = pool.segments(self._index)
+
+        def in_copy() -> int:
+            return growth(run, present, self._index, stream.handle)
+
+        grown: int = run_warmup(self, in_copy, stream, 1)
+        return grown
 
     def is_capturing(self) -> bool:
         """Return whether this thread is inside a capture, ours or the caller's."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dispatchkit.backends.capture_guard import is_any_capturing
-from dispatchkit.backends.cuda_memory import segments_of
+from dispatchkit.backends.cuda_memory import CAN_SNAPSHOT_ONE, Segment
 from dispatchkit.errors import ReplayError
 
 _logger = logging.getLogger(__name__)
@@ -105,16 +105,24 @@ class CudaPool:
 
     def reserved_bytes(self, device_index: int) -> int:
         """Return the bytes of the device that torch reserves for this pool."""
-        segments = segments_of(self.handles(), device_index)
-        seen = {tuple(segment["segment_pool_id"]) for segment in segments}
-        with self.guard:
-            self._earlier = {handle for handle in self._earlier if tuple(handle) in seen}
-        return sum(int(segment["total_size"]) for segment in segments)
+        return sum(int(segment["total_size"]) for segment in self.segments(device_index))
 
-    def handles(self) -> set[tuple[int, int]]:
-        """Return torch's handles of the pools that may have memory of this one."""
+    def segments(self, device_index: int) -> list[Segment]:
+        """Return the segments of the device that torch reserves for this pool."""
         with self.guard:
-            return {tuple(self._handle), *map(tuple, self._earlier)}
+            handles = {tuple(self._handle), *map(tuple, self._earlier)}
+            # Asked for a pool that it does not have, torch's snapshot crashes (2.11): only
+            # one in use is there for certain.
+            is_one = CAN_SNAPSHOT_ONE and self._uses > 0 and not self._earlier
+            found = [
+                segment
+                for segment in torch.cuda.memory_snapshot(*([self._handle] if is_one else []))
+                if segment["device"] == device_index
+                and tuple(segment["segment_pool_id"]) in handles
+            ]
+            seen = {tuple(segment["segment_pool_id"]) for segment in found}
+            self._earlier = {handle for handle in self._earlier if tuple(handle) in seen}
+        return found
 
 
 def _refuse_replay() -> None:
@@ -129,6 +137,10 @@ class CudaGraph:
     It holds its outputs and what it reads and writes: host memory that its copies use, and on
     the device inputs, weights and state, as far as the capture was watched. Memory of its own
     pool belongs to the pool's graphs together.
+
+    Attributes:
+        holds: Storages on the device that are kept alive.
+        host_tensors: Host memory that is kept alive; it is another one in each capture.
     """
 
     def __init__(
@@ -139,6 +151,7 @@ class CudaGraph:
         handle: Any,
         *,
         holds: list[Any],
+        host_tensors: list[torch.Tensor],
         generators: list[Any],
         draws: bool,
     ) -> None:
@@ -146,7 +159,8 @@ class CudaGraph:
         self._outputs = outputs
         self._pool = pool
         self._handle = handle
-        self._holds = holds
+        self.holds = holds
+        self.host_tensors = host_tensors
         self._generators = generators
         self._draws = draws
         self._launch: Callable[[], None] = self._first_replay if draws else graph.replay
@@ -209,7 +223,7 @@ class CudaGraph:
         graph, self._graph = self._graph, None
         self._launch = _refuse_replay
         self._outputs = None
-        self._holds = []
+        self.holds, self.host_tensors = [], []
         if graph is not None:
             _graveyard.append(Burial(graph, self._pool, self._handle))
             bury()

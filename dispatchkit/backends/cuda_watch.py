@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.backends.cuda_memory import Segment
-from dispatchkit.backends.dispatch_mode import DispatchMode
+from dispatchkit.backends.dispatch_mode import DispatchMode, tensors_in
 from dispatchkit.backends.host_sync import HostSyncGuard, run_composite, sync_of
 
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
@@ -83,10 +82,10 @@ class CaptureWatch(DispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         on_device = False
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+        for tensor in tensors_in((*args, *kwargs.values())):
+            if tensor.is_cuda:
                 on_device = True
-                self._note_given(leaf)
+                self._note_given(tensor)
         error = sync_of(func, args) if on_device else None  # host tensors may be read
         error = error or self._host_copy(func, args, kwargs)
         if error is not None:

@@ -7,6 +7,7 @@ dispatcher, and on a device it is too late there, since the driver then ends the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,8 @@ _PUBLIC_NAMES = {
     "aten::unique_dim": "torch.unique",
 }
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
 _DATA_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -52,13 +55,20 @@ def run_composite(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) ->
     Returns:
         The result, or NotImplemented for an operation with a kernel of its own.
     """
-    name = func.name()
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    if not has_kernel(name, composite) or has_kernel(name, "CPU") or has_kernel(name, "CUDA"):
+    if not _is_composite(func):
         return NotImplemented
     with mode:
-        return func._op_dk(composite, *args, **kwargs)
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_composite(func: Any) -> bool:
+    name, has_kernel = func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
+    return (
+        has_kernel(name, _COMPOSITE)
+        and not has_kernel(name, "CPU")
+        and not has_kernel(name, "CUDA")
+    )
 
 
 def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
@@ -70,6 +80,11 @@ def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
     if name in ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_"):
         # Untagged, but a mask is turned into indices, except for one value to fill in.
         return _has_mask(args[1]) and args[2].numel() != 1
+    return _is_tagged(func)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_tagged(func: Any) -> bool:
     return any(tag in func.tags for tag in _DATA_TAGS)
 
 

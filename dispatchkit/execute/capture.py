@@ -24,17 +24,15 @@ from dispatchkit.execute.captured import (
     Link,
     PiecewiseStep,
 )
+from dispatchkit.execute.graph_maker import GraphMaker, Place
 from dispatchkit.execute.guard import Guard
 from dispatchkit.execute.lanes import Lane
-from dispatchkit.execute.outputs import OutputLayout, SharedMemory
+from dispatchkit.execute.outputs import OutputLayout
 from dispatchkit.execute.state import Known, Snapshot, restored
-from dispatchkit.execute.warmup import Warmups
+from dispatchkit.execute.warmup import Warmups, family_of
 from dispatchkit.execute.wrapper_device import weak_tensor
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
-
-#: A place of the lane's output memory: its name, and the shape and type of what lies there.
-Place = tuple[int, torch.Size, torch.dtype]
 
 
 class Capturer:
@@ -58,6 +56,11 @@ class Capturer:
         self._warmups, self._backend, self._guard = warmups, backend, guard
         self._step = warmups.step
         self._share_outputs = share_outputs
+        self._maker = GraphMaker(backend, warmups.device, warmups.generators)
+
+    def forget(self) -> None:
+        """Look anew at what the step reads: it may be something else from now on."""
+        self._maker.forget()
 
     def forecast_bytes(self, key: GraphKey) -> int | None:
         """Return the memory that a graph of a key is expected to need; None if not known."""
@@ -121,34 +124,6 @@ class Capturer:
 
     # -- graphs -------------------------------------------------------------------------
 
-    def _graph(
-        self,
-        run: Callable[[], Any],
-        lane: Lane,
-        places: list[Place | None],
-        found: list[Any],
-        admission: Admission | None,
-    ) -> CapturedGraph:
-        """Capture what is run, its outputs in the lane's memory, if there is room for both."""
-        generators = self._warmups.generators
-        if admission is not None:
-            # Elsewhere: what an earlier replay left in the lane's memory may still be read.
-            memory = SharedMemory(self._warmups.device)
-            others = [None if place is None else memory.take(*place) for place in places]
-
-            def trial() -> Any:
-                return self._writing_home(run, others, [])()  # holds no result by itself
-
-            more = sum(lane.outputs.growth(*place) for place in places if place is not None)
-            admission.ask_for_graph(trial, generators, more)
-        homes = [None if place is None else lane.outputs.take(*place) for place in places]
-        return self._backend.capture(
-            _without_result(self._writing_home(run, homes, found)),
-            stream=lane.stream,
-            pool=lane.pool,
-            generators=generators,
-        )
-
     def _places(self, outputs: Any) -> list[Place | None]:
         """Return what memory the graph is to write each output to; None where it stays."""
         return [
@@ -159,32 +134,6 @@ class Capturer:
             else None
             for index, leaf in enumerate(tree_leaves(outputs))
         ]
-
-    def _writing_home(
-        self, run: Callable[[], Any], homes: list[torch.Tensor | None], found: list[Any]
-    ) -> Callable[[], Any]:
-        """Return a callable that also brings its outputs to the lane's memory."""
-
-        def captured() -> Any:
-            leaves, spec = tree_flatten(run())
-            targets = homes or [None] * len(leaves)
-            if len(targets) != len(leaves):
-                raise CaptureError(
-                    f"The step returned {len(leaves)} values in the capture and "
-                    f"{len(targets)} in the warmup; it must not depend on being captured.",
-                    reason="output_layout",
-                )
-            for home, leaf in zip(targets, leaves, strict=True):
-                if home is not None:
-                    home.copy_(leaf)
-            # Only what stays where it is may outlive the capture: the rest is free again.
-            final = [
-                leaf if home is None else home for home, leaf in zip(targets, leaves, strict=True)
-            ]
-            found[:] = [tree_unflatten(final, spec)]
-            return found[0]
-
-        return captured
 
     def _capture_full(
         self,
@@ -203,8 +152,9 @@ class Capturer:
                 lane.buffers.staging.queue_copy(key.num_tokens)
             return self._step(views)
 
-        graph = self._graph(step, lane, places, found, admission)
-        return FullStep(**self._common(key, lane, found[0], layout, (graph,)))
+        name = (family_of(key), 0)
+        graph, draws = self._maker.capture(step, lane, places, found, admission, name)
+        return FullStep(**self._common(key, lane, found[0], layout, (graph,), draws=draws))
 
     def _common(
         self,
@@ -213,6 +163,8 @@ class Capturer:
         outputs: Any,
         layout: OutputLayout | None,
         graphs: tuple[CapturedGraph, ...],
+        *,
+        draws: bool,
     ) -> dict[str, Any]:
         """Return the fields that every captured step has."""
         if layout is None:
@@ -243,8 +195,7 @@ class Capturer:
             "graphs": graphs,
             "holds": (*self._warmups.written(), self._step),
             "guard": self._guard.now(),
-            "has_effect": any(True for _ in self._warmups.written())
-            or any(graph.has_random_state for graph in graphs),
+            "has_effect": draws or any(True for _ in self._warmups.written()),
         }
 
     def _capture_pieces(
@@ -261,6 +212,7 @@ class Capturer:
         parts: list[GraphPart | EagerPart] = []
         graphs: list[CapturedGraph] = []
         value: Any = None
+        draws = False
         last = len(self._step.pieces) - 1
         try:
             for index, piece in enumerate(self._step.pieces):
@@ -279,7 +231,9 @@ class Capturer:
                 found: list[Any] = []
                 places = self._places(outputs) if index == last and layout else []
                 call = _calling(piece.fn, args, inputs)
-                graph = self._graph(call, lane, places, found, admission)
+                name = (family_of(key), index)
+                graph, may_draw = self._maker.capture(call, lane, places, found, admission, name)
+                draws = draws or may_draw
                 graphs.append(graph)
                 parts.append(GraphPart(graph, link, found[0]))
                 graph.replay()
@@ -287,7 +241,7 @@ class Capturer:
                 for leaf in tree_leaves(value):
                     if isinstance(leaf, torch.Tensor):
                         stable.add(leaf)
-            common = self._common(key, lane, value, layout, tuple(graphs))
+            common = self._common(key, lane, value, layout, tuple(graphs), draws=draws)
         except BaseException:
             for graph in graphs:
                 graph.release()
@@ -327,15 +281,6 @@ class Capturer:
                 link.copies.append((number, own))
                 static.append(own)
         return link, tree_unflatten(static, spec)
-
-
-def _without_result(run: Callable[[], Any]) -> Callable[[], None]:
-    """Return a callable whose result nobody can hold, since a graph holds its own."""
-
-    def quiet() -> None:
-        run()
-
-    return quiet
 
 
 def _calling(

@@ -115,10 +115,10 @@ class Lifecycle:
             else:
                 wanted.append(key)
         wanted.sort(key=largest_first)
-        captured = 0
+        captured, total = 0, len(wanted)
         for done, key in enumerate(wanted):
             if progress is not None:
-                progress(done, len(wanted), key)
+                progress(done, total, key)
             if not self._room.for_one_more():
                 skipped[key] = self._room.refusal
                 continue
@@ -130,7 +130,7 @@ class Lifecycle:
             else:
                 failed[key] = f"{problem.reason}: {problem}"
         if progress is not None:
-            progress(len(wanted), len(wanted), None)
+            progress(total, total, None)
         seconds = time.perf_counter() - start
         return CaptureReport(captured, seconds, self._lane.num_bytes(), failed, skipped)
 
@@ -165,16 +165,14 @@ class Lifecycle:
         states = (KeyState.DECLARED, KeyState.EVICTED, KeyState.STALE)
         waiting = [
             key
-            for key, seen in self._seen.most_common()
-            if seen
-            and (entry := self._registry.get(key)) is not None
+            for key, _ in self._seen.most_common()
+            if (entry := self._registry.get(key)) is not None
             and entry.state in states
             and self._registry.is_enabled(key)
         ]
-        if not waiting:
-            return None
-        self._try(waiting[0], evict=True)
-        return waiting[0]
+        for key in waiting[:1]:
+            self._try(key, evict=True)
+        return waiting[0] if waiting else None
 
     # -- on the way of a step -----------------------------------------------------------
 
@@ -234,8 +232,8 @@ class Lifecycle:
             raise RegistryError(f"{key} is {entry.state}: it has no graph to evict.")
         step = entry.graph
         self._registry.evicted(key, reason)
-        self._release(step)
         self._counters.evictions += 1
+        self._release(step)
         freed = max(0, before - self._lane.num_bytes())
         self._notify(_event(EvictEvent, key, reason=reason, num_bytes=freed))
 
@@ -260,6 +258,7 @@ class Lifecycle:
             self._release(step)
             self._notify(_event(EvictEvent, key, reason="invalidated"))
         self._lane.drop_pool()
+        self._capturer.forget()
         return len(live)
 
     def adopt(self, key: GraphKey, step: CapturedStep) -> None:
@@ -286,7 +285,7 @@ class Lifecycle:
         """Capture a key; a failure is marked, counted and returned."""
         start, before = time.perf_counter(), self._lane.num_bytes()
         lost: list[GraphKey] = []
-        problem: CaptureError | None = None
+        problem = None
         try:
             if evict:
                 self._room.make()
@@ -302,7 +301,7 @@ class Lifecycle:
             self._counters.captures += 1
             self._notify(_event(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown))
         else:
-            if not any(not step.is_foreign for step in self.live().values()):
+            if all(step.is_foreign for step in self.live().values()):
                 self._lane.drop_pool()  # what the failed one had got of it
             self._registry.failed(key, f"{problem.reason}: {problem}")
             self._retries.note_failure(key)

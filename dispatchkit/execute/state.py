@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from dispatchkit.backends.dispatch_mode import DispatchMode
+from dispatchkit.backends.dispatch_mode import DispatchMode, tensors_in
 from dispatchkit.errors import CaptureError
 
 DEFAULT_STATE_LIMIT = 64 << 20
@@ -97,6 +97,7 @@ class WriteWatch(DispatchMode):
         ignore: Storages that may be written: declared scratch and state.
         snapshot: Where others are saved before their first write.
         limit: Most bytes of undeclared storages to save.
+        meter: Find out ``peak_bytes``; it costs time.
 
     Attributes:
         written: Tensors outside that were written without being declared.
@@ -104,13 +105,20 @@ class WriteWatch(DispatchMode):
     """
 
     def __init__(
-        self, *, inputs: Known, ignore: Sequence[Known], snapshot: Snapshot, limit: int
+        self,
+        *,
+        inputs: Known,
+        ignore: Sequence[Known],
+        snapshot: Snapshot,
+        limit: int,
+        meter: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.written: list[torch.Tensor] = []
         self.peak_bytes = 0
         self._inputs, self._ignore = inputs, ignore
         self._snapshot, self._left = snapshot, limit
+        self._meter = meter
         self._own: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -169,18 +177,15 @@ class WriteWatch(DispatchMode):
         self.written.append(tensor)
 
     def _note_new(self, result: Any, args: Any, kwargs: Any) -> None:
-        given = {
-            storage_of(leaf)
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        }
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and storage_of(leaf) not in given:
-                storage = leaf.untyped_storage()
+        given = {storage_of(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
+        for tensor in tensors_in((result,)):
+            if storage_of(tensor) not in given:
+                storage = tensor.untyped_storage()
                 self._own[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._own = {key: pair for key, pair in self._own.items() if not pair[0].expired()}
-        alive = sum(num_bytes for _, num_bytes in self._own.values())
-        self.peak_bytes = max(self.peak_bytes, alive)
+        if self._meter:
+            self._own = {key: pair for key, pair in self._own.items() if not pair[0].expired()}
+            alive = sum(num_bytes for _, num_bytes in self._own.values())
+            self.peak_bytes = max(self.peak_bytes, alive)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dispatchkit.backends.base import GraphBackend
+from dispatchkit.backends.base import GraphBackend, RehearsingBackend
 from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.lanes import Lane
@@ -146,6 +146,7 @@ class Warmups:
                 ignore=(self._scratch, self._state),
                 snapshot=snapshot,
                 limit=self._state_limit,
+                meter=not isinstance(self._backend, RehearsingBackend),
             )
 
             def watched() -> Any:

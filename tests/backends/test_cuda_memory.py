@@ -1,6 +1,8 @@
-"""Growth of a graph pool, from snapshots as the allocator gives them; needs no device."""
+"""Copies of a graph pool, made in an allocator that is played here; needs no device."""
 
 from __future__ import annotations
+
+import bisect
 
 import pytest
 from hypothesis import given
@@ -8,66 +10,119 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from dispatchkit.backends.cuda_memory import growth  # noqa: E402
+from dispatchkit.backends import cuda_memory
 
 MIB = 1 << 20
 
 
-def segment(size, *, used=(), kind="large", stream=7):
-    """A segment with blocks of the sizes given in use, the rest one free block."""
-    blocks = [{"size": one, "state": "active_allocated"} for one in used]
-    if rest := size - sum(used):
-        blocks.append({"size": rest, "state": "inactive"})
-    return {
-        "total_size": size,
-        "segment_type": kind,
-        "stream": stream,
-        "device": 0,
-        "segment_pool_id": (0, 1),
-        "blocks": blocks,
-    }
+class Allocator:
+    """Torch's caching allocator on one stream: segments, blocks, smallest fit, joined when free.
+
+    After c10/cuda/CUDACachingAllocator.cpp: requests up to 1 MiB come from segments of 2 MiB,
+    those below 10 MiB from segments of 20, larger ones from their own, rounded up to 2 MiB. A
+    small block is split wherever something remains, a large one where more than 1 MiB does.
+    """
+
+    def __init__(self):
+        self.segments = []  # [address, kind, [[size, is_used], ...]]
+        self.next_address = 0
+
+    def take(self, size):
+        size = -(-size // 512) * 512
+        kind = "small" if size <= MIB else "large"
+        fitting = [
+            (block[0], address, index, blocks)
+            for address, one, blocks in self.segments
+            if one == kind
+            for index, block in enumerate(blocks)
+            if not block[1] and block[0] >= size
+        ]
+        if not fitting:
+            length = 2 * MIB if kind == "small" else 20 * MIB
+            if size >= 10 * MIB:
+                length = -(-size // (2 * MIB)) * 2 * MIB
+            blocks = [[length, False]]
+            bisect.insort(self.segments, (self.next_address, kind, blocks))
+            self.next_address += 1 << 30
+            fitting = [(length, self.next_address, 0, blocks)]
+        found, _, index, blocks = min(fitting, key=lambda one: one[:3])
+        rest = found - size
+        if rest >= 512 if kind == "small" else rest > MIB:
+            blocks[index][0] = size
+            blocks.insert(index + 1, [rest, False])
+        blocks[index][1] = True
+        return blocks, blocks[index]
+
+    @staticmethod
+    def give_back(taken):
+        blocks, block = taken
+        block[1] = False
+        index = next(at for at, one in enumerate(blocks) if one is block)
+        for left in (index, index - 1):
+            if 0 <= left < len(blocks) - 1 and not blocks[left][1] and not blocks[left + 1][1]:
+                blocks[left][0] += blocks.pop(left + 1)[0]
+
+    def snapshot(self):
+        return [
+            {
+                "address": address,
+                "segment_type": kind,
+                "total_size": sum(size for size, _ in blocks),
+                "blocks": [
+                    {"size": size, "state": "active_allocated" if used else "inactive"}
+                    for size, used in blocks
+                ],
+            }
+            for address, kind, blocks in self.segments
+        ]
+
+    @property
+    def num_bytes(self):
+        return sum(one["total_size"] for one in self.snapshot())
 
 
-def test_empty_pool_grows_by_all_that_is_needed():
-    assert growth([segment(20 * MIB), segment(2 * MIB, kind="small")], []) == 22 * MIB
+class Played:
+    """Memory from an allocator that goes back when it is let go of."""
+
+    def __init__(self, allocator, size):
+        self.allocator, self.taken = allocator, allocator.take(size)
+
+    def __del__(self):
+        self.allocator.give_back(self.taken)
 
 
-def test_free_segments_are_used_again():
-    """What a smaller graph needs fits into what a larger one took."""
-    present = [segment(34 * MIB), segment(20 * MIB), segment(2 * MIB, kind="small")]
-    needed = [segment(20 * MIB), segment(26 * MIB), segment(2 * MIB, kind="small")]
-    assert growth(needed, present) == 0
+def shape_of(allocator):
+    return [
+        (one["segment_type"], [(block["size"], block["state"]) for block in one["blocks"]])
+        for one in allocator.snapshot()
+    ]
 
 
-def test_each_free_block_serves_once():
-    assert growth([segment(20 * MIB)] * 3, [segment(20 * MIB)] * 2) == 20 * MIB
+SIZES = st.sampled_from([1, 512, 700_000, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 33 * MIB])
+PROGRAM = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 99)), max_size=30)
 
 
-def test_what_is_left_of_a_block_serves_too():
-    assert growth([segment(20 * MIB)] * 2, [segment(42 * MIB)]) == 0
+def play(allocator, program, alive):
+    """Take and give back memory, as a callable would."""
+    for takes, size, which in program:
+        if takes or not alive:
+            alive.append(allocator.take(size))
+        else:
+            allocator.give_back(alive.pop(which % len(alive)))
 
 
-@pytest.mark.parametrize(
-    "present",
-    [
-        segment(20 * MIB, used=[MIB]),  # what lives in it may be anywhere
-        segment(20 * MIB, kind="small"),
-        segment(20 * MIB, stream=8),
-    ],
-)
-def test_blocks_that_are_used_or_of_another_kind_or_stream_do_not_serve(present):
-    assert growth([segment(20 * MIB)], [present]) == 20 * MIB
-
-
-SIZES = st.lists(st.sampled_from([2, 20, 22, 24, 30, 44]), max_size=8)
-
-
-@given(needed=SIZES, present=SIZES)
-def test_growth_is_between_nothing_and_all(needed, present):
-    """Never less than what no arrangement could avoid, and nothing for what is there."""
-    segments = [segment(size * MIB) for size in needed]
-    have = [segment(size * MIB) for size in present]
-    found = growth(segments, have)
-    assert max(0, sum(needed) - sum(present)) * MIB <= found <= sum(needed) * MIB
-    assert growth(have, have) == 0
-    assert growth(segments, [*have, segment(sum(needed) * MIB)]) == 0
+@given(before=PROGRAM, program=PROGRAM)
+def test_copy_of_a_pool_grows_as_the_pool_does(before, program):
+    """Whatever state earlier graphs have left it in, and whatever the callable asks for."""
+    pool, copy = Allocator(), Allocator()
+    play(pool, before, [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_memory, "_block", lambda size, device: Played(copy, size))
+        used = cuda_memory._copies_of(pool.snapshot(), 0)
+    assert shape_of(copy) == shape_of(pool)
+    had = pool.num_bytes
+    play(copy, program, [])
+    play(pool, program, [])
+    assert copy.num_bytes - had == pool.num_bytes - had
+    assert shape_of(copy) == shape_of(pool)
+    del used

@@ -1,0 +1,136 @@
+"""Capture of one graph: room asked for, outputs brought home, operations watched once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dispatchkit.backends.base import CapturedGraph, GraphBackend
+from dispatchkit.errors import CaptureError
+from dispatchkit.execute.budget import Admission
+from dispatchkit.execute.lanes import Lane
+from dispatchkit.execute.outputs import SharedMemory
+from dispatchkit.execute.warmup import Family
+
+#: A place of the lane's output memory: its name, and the shape and type of what lies there.
+Place = tuple[int, torch.Size, torch.dtype]
+
+
+@attrs.frozen
+class _Watched:
+    """What a watched capture has shown of its operations.
+
+    Attributes:
+        holds: Storages they read or write that graphs of them must keep alive.
+        draws: They may draw random numbers.
+    """
+
+    holds: tuple[Any, ...]
+    draws: bool
+
+
+class GraphMaker:
+    """Captures single graphs of one runner.
+
+    Args:
+        backend: The device.
+        device: Where tensors are made.
+        generators: Random generators of the step, beside the default ones.
+    """
+
+    def __init__(
+        self,
+        backend: GraphBackend,
+        device: torch.device,
+        generators: Iterable[torch.Generator],
+    ) -> None:
+        self._backend, self._device = backend, device
+        self._generators = tuple(generators)
+        self._watched: dict[tuple[Family, int], _Watched] = {}
+
+    def forget(self) -> None:
+        """Look anew at what the step reads: it may be something else from now on."""
+        self._watched.clear()
+
+    def capture(
+        self,
+        run: Callable[[], Any],
+        lane: Lane,
+        places: list[Place | None],
+        found: list[Any],
+        admission: Admission | None,
+        name: tuple[Family, int],
+    ) -> tuple[CapturedGraph, bool]:
+        """Capture what is run, its outputs in the lane's memory, if there is room for both.
+
+        Returns:
+            The graph, and whether it may draw random numbers.
+        """
+        if admission is not None:
+            # Elsewhere: what an earlier replay left in the lane's memory may still be read.
+            memory = SharedMemory(self._device)
+            others = [None if place is None else memory.take(*place) for place in places]
+
+            def trial() -> Any:
+                return _writing_home(run, others, [])()  # holds no result by itself
+
+            more = sum(lane.outputs.growth(*place) for place in places if place is not None)
+            admission.ask_for_graph(trial, self._generators, more)
+        homes = [None if place is None else lane.outputs.take(*place) for place in places]
+        captured = _without_result(_writing_home(run, homes, found))
+        # Keys that differ in size only run the same operations: one of them is watched.
+        known = self._watched.get(name)
+        unwatched = known is not None and self._backend.capabilities.unwatched_captures
+        graph: Any = self._backend.capture(
+            captured,
+            stream=lane.stream,
+            pool=lane.pool,
+            generators=self._generators,
+            **({"watched": False} if unwatched else {}),
+        )
+        if known is not None and unwatched:
+            graph.holds.extend(known.holds)
+            return graph, known.draws
+        if self._backend.capabilities.unwatched_captures and not graph.host_tensors:
+            own = {home.untyped_storage()._cdata for home in homes if home is not None}
+            holds = tuple(one for one in graph.holds if one._cdata not in own)
+            self._watched[name] = _Watched(holds, graph.has_random_state)
+        return graph, graph.has_random_state
+
+
+def _writing_home(
+    run: Callable[[], Any], homes: list[torch.Tensor | None], found: list[Any]
+) -> Callable[[], Any]:
+    """Return a callable that also brings its outputs to the lane's memory."""
+
+    def captured() -> Any:
+        leaves, spec = tree_flatten(run())
+        targets = homes or [None] * len(leaves)
+        if len(targets) != len(leaves):
+            raise CaptureError(
+                f"The step returned {len(leaves)} values in the capture and "
+                f"{len(targets)} in the warmup; it must not depend on being captured.",
+                reason="output_layout",
+            )
+        for home, leaf in zip(targets, leaves, strict=True):
+            if home is not None:
+                home.copy_(leaf)
+        # Only what stays where it is may outlive the capture: the rest is free again.
+        final = [leaf if home is None else home for home, leaf in zip(targets, leaves, strict=True)]
+        found[:] = [tree_unflatten(final, spec)]
+        return found[0]
+
+    return captured
+
+
+def _without_result(run: Callable[[], Any]) -> Callable[[], None]:
+    """Return a callable whose result nobody can hold, since a graph holds its own."""
+
+    def quiet() -> None:
+        run()
+
+    return quiet
