@@ -272,8 +272,6 @@ class Loader:
         buffers = self.buffers
         if buffers.clean_from <= self.num_rows and self.bucket <= buffers.clean_to:
             buffers.clean_from = self.num_rows
-            if self._staging is not None:
-                self._staging.wait()
             return
         buffers.written(self.num_rows)
         if self._staging is not None:

@@ -38,6 +38,7 @@ class Lane:
         tick: Counts launches; says which graph was used last.
         handle: Raw handle of the stream of the last step, None before the first.
         stream_argument: The same, ready for a call of the driver.
+        last_stream: That stream.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Lane:
         self._rows = 0
         self.handle: int | None = None
         self.stream_argument = ctypes.c_void_p()
-        self._last: Stream | None = None
+        self.last_stream: Stream | None = None
         self._ready: deque[Any] = deque()
 
     def order(self) -> None:
@@ -76,16 +77,16 @@ class Lane:
     def switch(self, handle: int) -> None:
         """Make the current stream, another one than before, wait for the lane's earlier steps."""
         current = self.backend.current_stream()
-        if self._last is not None:
+        if self.last_stream is not None:
             # Also covers what the old stream's user queued there to read views of outputs.
-            current.wait_stream(self._last)
-        self.handle, self._last = handle, current
+            current.wait_stream(self.last_stream)
+        self.handle, self.last_stream = handle, current
         self.stream_argument = ctypes.c_void_p(handle)
 
     def settle(self) -> None:
         """Block until the lane's steps are done; nothing of it is in flight afterwards."""
-        if self._last is not None:
-            self._last.synchronize()
+        if self.last_stream is not None:
+            self.last_stream.synchronize()
         self.stream.synchronize()
 
     def set_rows(self, num_rows: int) -> None:

@@ -208,7 +208,21 @@ class GraphPlan:
 
     def _choose_launch(self) -> tuple[LaunchCall, Any]:
         direct = direct_call(self.runner.backend, self.step)
-        return (self._launch_step, None) if isinstance(direct, str) else direct
+        if isinstance(direct, str):
+            return self._launch_step, None
+        staging = self.step.buffers.staging
+        if staging is None:
+            return direct
+        launch, graph = direct
+        lane = self._lane
+
+        def launch_and_note(graph: Any, stream: Any) -> int | None:
+            code = launch(graph, stream)
+            if lane.last_stream is not None:
+                staging.note_launch(lane.last_stream)
+            return code
+
+        return launch_and_note, graph
 
     def _choose_result(self, leaves: list[Any]) -> None:
         """Keep the result itself where every call may have the same one, or what makes it."""
@@ -230,8 +244,8 @@ class GraphPlan:
         padded = step.launch()
         if not step.leaves:  # kept no longer than the graph where the graph has them
             self._padded = padded
-        if staging is not None:
-            staging.note_launch()
+        if staging is not None and self._lane.last_stream is not None:
+            staging.note_launch(self._lane.last_stream)
         if self._may_settle:
             self._may_settle = any(graph.has_random_state for graph in step.graphs)
             self._launch, self._graph = self._choose_launch()
