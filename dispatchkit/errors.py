@@ -14,7 +14,9 @@ from typing import Any
 
 def nearest_names(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
     """Return the known names closest to a misspelt one, best first."""
-    return tuple(difflib.get_close_matches(name, sorted(known), n=limit, cutoff=0.5))
+    by_lower = {one.lower(): one for one in sorted(known)}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)
+    return tuple(by_lower[one] for one in near)
 
 
 class DispatchkitError(Exception):

@@ -31,6 +31,9 @@ def accepted_keys(
         PolicyError: A method is missing or raises, a key is none, or an answer breaks a hard
             constraint though every declared graph is there.
     """
+    if isinstance(policy, type):
+        problem = f"is a class; give an instance: {policy.__name__}(...)."
+        raise PolicyError(policy.__name__, "declare", problem, origin=origin)
     name = policy_name(policy)
     for method in ("declare", "decide"):
         if not callable(getattr(policy, method, None)):

@@ -14,6 +14,9 @@ from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 #: Code of the allowed modes, query class, adapters, tokens.
 Cell = tuple[int, int, int, int]
 
+_RAISE_LIMIT = "The limit is a setting of the DispatchConfig."
+_CODES = "RuntimeMode.PIECEWISE is one; allowed_modes_code makes one of a set of modes."
+
 
 def cell_of_call(
     config: DispatchConfig, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
@@ -26,15 +29,16 @@ def cell_of_call(
     classes = config.num_query_classes - 1
     most = min(config.max_num_seqs, num_tokens) if _is_whole(num_tokens) else 0
     which = "max_num_seqs" if most == config.max_num_seqs else "the batch has no more tokens"
-    for field, value, limit, limit_name in (
-        ("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens"),
-        ("loras", loras, config.max_loras, "max_loras"),
-        ("uniform", uniform, classes, "the number of query lengths"),
-        ("ceiling", ceiling, len(ALLOWED_MODES) - 1, "the codes of allowed modes"),
-        ("num_reqs", num_reqs, most, which),
+    for field, value, limit, limit_name, hint in (
+        ("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens", _RAISE_LIMIT),
+        ("loras", loras, config.max_loras, "max_loras", _RAISE_LIMIT),
+        ("uniform", uniform, classes, "the number of query lengths", ""),
+        ("ceiling", ceiling, len(ALLOWED_MODES) - 1, "the codes of allowed modes", _CODES),
+        ("num_reqs", num_reqs, most, which, "Give 0 where they are not known."),
     ):
         if not _is_whole(value) or not 0 <= value <= limit:
-            raise DescriptorError(field, value, f"a whole number from 0 to {limit} ({limit_name})")
+            allowed = f"a whole number from 0 to {limit} ({limit_name})"
+            raise DescriptorError(field, value, allowed, hint)
     return int(ceiling), int(uniform), int(loras), int(num_tokens)
 
 

@@ -96,7 +96,9 @@ class Explanation:
             lines.append(f"   {each.key}: {verdict} (padding {each.padding})")
         if self.decision.key is None and not self.batch.allows(RuntimeMode.NONE):
             lines.append("   eager is not allowed for this batch: the step raises NoGraphError")
-        if not self.candidates:
+        if not self.candidates and self.largest >= self.batch.num_tokens:
+            lines.append("   no graph is declared for this kind of batch")
+        elif not self.candidates:
             lines.append("   no declared graph is large enough for it")
         return "\n".join(lines)
 

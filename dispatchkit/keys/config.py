@@ -15,6 +15,8 @@ from dispatchkit.keys.capture_sizes import (
 )
 from dispatchkit.keys.modes import CUDAGraphMode
 
+_DEFAULT_CEILING = 512
+
 
 def _query_lens(value: Any) -> tuple[int, ...]:
     if isinstance(value, str):
@@ -42,7 +44,8 @@ class DispatchConfig:
     Attributes:
         mode: Which runtime modes decode and mixed batches use (vLLM's cudagraph mode).
         capture_sizes: Ascending numbers of tokens to capture. Derived from
-            ``max_num_tokens`` when not given.
+            ``max_num_tokens``, ``max_num_seqs`` and ``query_lens`` when not given, and then
+            at most 512.
         max_num_tokens: Largest batch in tokens; a larger one is a caller's error.
             Defaults to the largest capture size.
         max_num_seqs: Most requests of a batch. Defaults to ``max_num_tokens``.
@@ -81,7 +84,12 @@ class DispatchConfig:
             limit = check_count(limit, "max_num_tokens")
         if sizes is None:
             # vLLM's own ceiling; only a list that the user wrote is warned about its end.
-            sizes = default_capture_sizes(512 if limit is None else min(limit, 512))
+            top = _DEFAULT_CEILING if limit is None else min(limit, _DEFAULT_CEILING)
+            ladders = (
+                default_capture_sizes(top, max_num_seqs=self.max_num_seqs, query_len=query_len)
+                for query_len in self.query_lens
+            )
+            sizes = tuple(sorted({size for ladder in ladders for size in ladder}))
         else:
             sizes = check_capture_sizes(sizes, limit=limit)
         if limit is None:

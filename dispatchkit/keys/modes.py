@@ -61,7 +61,12 @@ class RuntimeMode(enum.IntEnum):
             ModeError: It is a mode for configurations, made of two runtime modes.
             UnknownNameError: No mode goes by that name.
         """
-        return value if isinstance(value, cls) else CUDAGraphMode.parse(value).runtime_mode
+        if isinstance(value, cls):
+            return value
+        try:
+            return CUDAGraphMode.parse(value).runtime_mode
+        except UnknownNameError as error:
+            raise UnknownNameError("mode", error.name, cls.__members__) from None
 
 
 class CUDAGraphMode(enum.Enum):
@@ -103,7 +108,7 @@ class CUDAGraphMode(enum.Enum):
             for mode in cls:
                 if mode.value == value:
                     return mode
-        text = value.strip().upper() if isinstance(value, str) else repr(value)
+        text = value if isinstance(value, str) else repr(value)
         raise UnknownNameError("mode", text, cls.__members__)
 
     @property

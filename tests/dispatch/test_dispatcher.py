@@ -1186,6 +1186,21 @@ def test_explanation_of_a_batch_above_all_graphs():
     assert "no declared graph is large enough" in str(explain(dispatcher, 40))
 
 
+def test_explanation_tells_a_kind_without_graphs_from_a_size_above_them():
+    """ "Too large" would send the user to capture sizes that exist."""
+    dispatcher = make()
+    for key in [key for key in dispatcher.registry if not key.descriptor.uniform]:
+        dispatcher.registry.forget(key)
+    told = explain(dispatcher, 5)
+    assert "no graph is declared for this kind of batch" in str(told)
+    assert "large enough" not in str(told)
+
+
+def test_a_class_in_place_of_a_policy_is_told_from_a_policy():
+    with pytest.raises(PolicyError, match=r"'SmallestPolicy'.*give an instance: SmallestPolicy"):
+        Dispatcher(SmallestPolicy, DispatchConfig(capture_sizes=(8,)))
+
+
 def test_explanation_says_what_is_not_allowed():
     told = explain(make(), 5, 5, True, 0, PIECEWISE)
     by_key = {each.key: each.why_not for each in told.candidates}

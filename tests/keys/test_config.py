@@ -206,3 +206,19 @@ def test_accepted_config_is_in_order_and_within_its_limits(sizes, limit, seqs):
     assert config.capture_sizes == tuple(sorted(set(sizes)))
     assert config.max_capture_size <= config.max_num_tokens == limit
     assert config.max_num_seqs == (limit if seqs is None else seqs)
+
+
+def test_derived_sizes_hold_whole_requests_and_a_full_batch():
+    """A ladder for one query length has no size for most batches of another."""
+    config = DispatchConfig(max_num_tokens=64, max_num_seqs=10, query_lens=(3, 2))
+    assert set(config.capture_sizes) >= {3, 6, 12, 24, 30, 2, 4, 8, 16, 20, 64}
+    assert DispatchConfig(max_num_tokens=64).capture_sizes == (1, 2, 4, *range(8, 65, 8))
+    assert DispatchConfig(max_num_tokens=600, max_num_seqs=70).max_capture_size == 512
+    assert 70 in DispatchConfig(max_num_tokens=600, max_num_seqs=70).capture_sizes
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "x"])
+def test_a_bad_number_of_requests_is_named_though_sizes_are_derived(bad):
+    with pytest.raises(ConfigError) as caught:
+        DispatchConfig(max_num_tokens=16, max_num_seqs=bad)
+    assert caught.value.setting == "max_num_seqs"

@@ -185,3 +185,16 @@ def test_unknown_support_level_names_the_nearest():
     with pytest.raises(UnknownNameError) as caught:
         resolve_mode(M.FULL, "uniform_bach")
     assert "UNIFORM_BATCH" in caught.value.nearest
+
+
+@pytest.mark.parametrize("parse", [M.parse, RuntimeMode.parse])
+def test_unknown_mode_is_shown_as_it_was_written(parse):
+    with pytest.raises(UnknownNameError, match="got 'piecwise'") as caught:
+        parse("piecwise")
+    assert caught.value.nearest[0] == "PIECEWISE"
+
+
+def test_runtime_parse_offers_runtime_modes_alone():
+    with pytest.raises(UnknownNameError) as caught:
+        RuntimeMode.parse("x")
+    assert caught.value.known == ("FULL", "NONE", "PIECEWISE")

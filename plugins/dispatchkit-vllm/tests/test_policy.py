@@ -79,7 +79,9 @@ def test_every_eager_step_has_its_reason():
     assert made.dispatch(17).reason == Reason.ABOVE_LARGEST
     assert made.dispatch(0).reason == Reason.EMPTY_BATCH
     assert dispatcher(mode="NONE").dispatch(3).reason == Reason.MODE_NONE
-    assert dispatcher(mode="FULL_DECODE_ONLY").dispatch(3).reason == Reason.NO_KEY
+    for tokens in (3, 17):
+        only_decode = dispatcher(mode="FULL_DECODE_ONLY", max_num_tokens=32)
+        assert only_decode.dispatch(tokens).reason == Reason.MODE_NONE
     assert dispatcher(captured=False).dispatch(3).reason == Reason.NOT_CAPTURED
 
 

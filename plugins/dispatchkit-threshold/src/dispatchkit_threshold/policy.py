@@ -83,7 +83,7 @@ class ThresholdPolicy:
                 if why is None:
                     return Decision.replay(key)
                 obstacle = obstacle or why
-        return Decision.eager(obstacle or Reason.NO_KEY)
+        return Decision.eager(obstacle or _why_no_key(batch, graphs.config))
 
     def __repr__(self) -> str:
         return (
@@ -112,6 +112,13 @@ def _keys(config: DispatchConfig) -> Iterator[GraphKey]:
                     reqs = size // query_len
                     facts = BatchDescriptor(size, reqs, True, loras, query_len)
                     yield GraphKey(RuntimeMode.FULL, facts)
+
+
+def _why_no_key(batch: Batch, config: DispatchConfig) -> str:
+    mode = config.mode.decode_mode() if batch.uniform else config.mode.mixed_mode()
+    if mode is CUDAGraphMode.NONE:
+        return Reason.MODE_NONE
+    return Reason.ABOVE_LARGEST if batch.num_tokens > config.max_capture_size else Reason.NO_KEY
 
 
 def _uniform_sizes(config: DispatchConfig, query_len: int) -> list[int]:

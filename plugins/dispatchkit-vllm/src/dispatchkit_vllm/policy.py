@@ -66,12 +66,15 @@ class VllmPolicy:
         query_len = batch.query_len if batch.uniform else 0
         if query_len not in ladder.query_lens:
             query_len = 0
-        obstacle: str = Reason.NO_KEY
+        # A mixture of requests where only decode batches have graphs: configured to be eager.
+        mixed = not query_len and batch.max_query_len is None
+        is_eager = mixed and ladder.mode.mixed_mode() is CUDAGraphMode.NONE
+        obstacle: str = Reason.MODE_NONE if is_eager else Reason.NO_KEY
         chain = tuple(
             ladder.chain(batch.num_tokens, query_len, ladder.lora_case(batch.num_active_loras))
         )
         if not chain and batch.num_tokens > ladder.max_size:
-            return Decision.eager(Reason.ABOVE_LARGEST)
+            return Decision.eager(obstacle if is_eager else Reason.ABOVE_LARGEST)
         for key in chain:
             # A graph of an earlier configuration may still be there; it is not looked for.
             if key not in graphs or (own is not None and key not in own):
