@@ -37,14 +37,40 @@ def growth(
         device_index: The device.
         stream: Handle of the current stream; blocks of others do not serve it.
     """
+    ours = [one for one in present if one["stream"] == stream]
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool, device_index):
-        used = _copies_of([one for one in present if one["stream"] == stream], device_index)
-        before = _total(pool, device_index)
-        run()
-        after = _total(pool, device_index)
+        used = _copies_of(ours, device_index)
+        is_copy = not ours or _is_copy(pool.snapshot(), ours)
+        if is_copy:
+            run()
+    if not is_copy:
+        # An allocator of other habits than known here: what an empty pool would grow by.
+        del used, pool
+        return growth(run, (), device_index, stream)
+    before, after = _total(ours, device_index), _total(pool.snapshot(), device_index)
     del used
     return after - before
+
+
+def _total(segments: Iterable[Segment], device_index: int) -> int:
+    return sum(int(one["total_size"]) for one in segments if one["device"] == device_index)
+
+
+def _is_copy(segments: Iterable[Segment], originals: Iterable[Segment]) -> bool:
+    """Return whether segments have the same blocks in use as others, wherever they lie."""
+
+    def shapes(of: Iterable[Segment]) -> list[Any]:
+        return sorted(
+            (one["segment_type"], [(block["size"], _is_free(block)) for block in one["blocks"]])
+            for one in of
+        )
+
+    return shapes(segments) == shapes(originals)
+
+
+def _is_free(block: Mapping[str, Any]) -> bool:
+    return bool(block["state"] == "inactive")
 
 
 def _copies_of(segments: Iterable[Segment], device_index: int) -> list[torch.Tensor]:
@@ -61,7 +87,7 @@ def _copies_of(segments: Iterable[Segment], device_index: int) -> list[torch.Ten
         whole = _block(_SMALL if is_small else segment["total_size"], device_index)
         del whole
         for block in segment["blocks"]:
-            held = free if block["state"] == "inactive" else used
+            held = free if _is_free(block) else used
             held += [_block(size, device_index) for size in _requests(block["size"], is_small)]
     return used
 
@@ -75,7 +101,3 @@ def _requests(num_bytes: int, is_small: bool) -> list[int]:
 
 def _block(num_bytes: int, device_index: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{device_index}")
-
-
-def _total(pool: torch.cuda.MemPool, device_index: int) -> int:
-    return sum(one["total_size"] for one in pool.snapshot() if one["device"] == device_index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -111,18 +112,91 @@ def play(allocator, program, alive):
             allocator.give_back(alive.pop(which % len(alive)))
 
 
-@given(before=PROGRAM, program=PROGRAM)
-def test_copy_of_a_pool_grows_as_the_pool_does(before, program):
-    """Whatever state earlier graphs have left it in, and whatever the callable asks for."""
-    pool, copy = Allocator(), Allocator()
-    play(pool, before, [])
+class PlayedCuda:
+    """As much of torch.cuda as a rehearsal uses, with pools of the allocator above."""
+
+    def __init__(self, make_allocator=Allocator):
+        self.current = None
+        cuda = self
+
+        class MemPool:
+            def __init__(self):
+                self.allocator = make_allocator()
+
+            def snapshot(self):
+                return snapshot_of(self.allocator)
+
+        self.MemPool = MemPool
+        self.pools = []
+
+        @contextmanager
+        def use_mem_pool(pool, device_index):
+            assert cuda.current is None, "torch would go on with the outer pool"
+            cuda.current = pool.allocator
+            self.pools.append(pool.allocator)
+            yield
+            cuda.current = None
+
+        self.use_mem_pool = use_mem_pool
+
+
+def snapshot_of(allocator, stream=7):
+    return [{**one, "stream": stream, "device": 0} for one in allocator.snapshot()]
+
+
+def rehearse(cuda, program, present):
+    alive = []
+
+    def run():
+        play(cuda.current, program, alive)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_memory, "_block", lambda size, device: Played(copy, size))
-        used = cuda_memory._copies_of(pool.snapshot(), 0)
-    assert shape_of(copy) == shape_of(pool)
+        patch.setattr(cuda_memory.torch, "cuda", cuda)
+        patch.setattr(cuda_memory, "_block", lambda size, device: Played(cuda.current, size))
+        return cuda_memory.growth(run, present, 0, 7)
+
+
+@given(before=PROGRAM, program=PROGRAM)
+def test_rehearsal_tells_exactly_what_the_pool_grows_by(before, program):
+    """Whatever state earlier graphs have left it in, and whatever the callable asks for."""
+    pool = Allocator()
+    play(pool, before, [])
+    told = rehearse(PlayedCuda(), program, snapshot_of(pool))
     had = pool.num_bytes
-    play(copy, program, [])
     play(pool, program, [])
-    assert copy.num_bytes - had == pool.num_bytes - had
-    assert shape_of(copy) == shape_of(pool)
-    del used
+    assert pool.num_bytes - had == told
+
+
+@given(before=PROGRAM)
+def test_copy_of_a_pool_has_the_same_segments(before):
+    pool, cuda = Allocator(), PlayedCuda()
+    play(pool, before, [])
+    rehearse(cuda, [], snapshot_of(pool))
+    kinds = [[kind for kind, _ in shape_of(one)] for one in (cuda.pools[0], pool)]
+    assert kinds[0] == kinds[1]
+    assert cuda.pools[0].num_bytes == pool.num_bytes
+
+
+class Other(Allocator):
+    """An allocator with larger segments than this code knows of."""
+
+    def take(self, size):
+        return super().take(max(size, 50 * MIB))
+
+
+def test_allocator_of_other_habits_is_taken_for_an_empty_pool():
+    """More than the pool would grow by, rather than a number that is not true."""
+    pool = Allocator()
+    play(pool, [(True, 3 * MIB, 0), (True, 33 * MIB, 0)], [])
+    cuda = PlayedCuda(Other)
+    assert rehearse(cuda, [(True, 3 * MIB, 0)], snapshot_of(pool)) == 50 * MIB
+    assert len(cuda.pools) == 2
+
+
+def test_segments_of_another_stream_do_not_serve():
+    pool = Allocator()
+    alive = []
+    play(pool, [(True, 33 * MIB, 0), (False, 0, 0)], alive)
+    program = [(True, 33 * MIB, 0)]
+    assert rehearse(PlayedCuda(), program, snapshot_of(pool)) == 0
+    assert rehearse(PlayedCuda(), program, snapshot_of(pool, stream=8)) == 34 * MIB
