@@ -31,7 +31,8 @@ from dispatchkit.ranks.verdict import LEFT, RAISED, WAITED, Note
 # Who is in which phase, and the mark with its negative; the row follows.
 _MARK = len(Phase)
 _ROW = _MARK + 2
-_WIDTH = _ROW + MAX_COLUMNS
+#: Numbers in one exchange.
+ROW_WIDTH = _ROW + MAX_COLUMNS
 # A collective has several waits in a row, each of them with the limit of its own: what comes
 # between two of them starts it anew. Two limits and the time for notes are within the whole.
 _SHARE_OF_COLLECTIVE, _SHARE_OF_NOTES = 0.4, 0.08
@@ -156,27 +157,32 @@ class RankAgreement:
             self._check_open()
             self.step = step or self.step
             return list(row)
-        message = self._message
-        message[:] = self._blank
-        message[phase] = self.rank + 1
-        message[_MARK], message[_MARK + 1] = mark, -mark
-        message[_ROW : _ROW + len(row)] = row
-        if phase is not Phase.STEP or self._is_first_step:
-            merged = self._run(self.setup_timeout, phase, label, step)
-            self._is_first_step = phase is not Phase.STEP
-        else:
-            start = time.perf_counter()
-            merged = self._run(self.timeout, phase, label, step)
+        head = [*self._heads[phase], mark, -mark]
+        # Fixed length, so that ranks in different phases can meet; what is left over is 0.
+        self._message[:] = [*head, *row, *self._padding[len(row)]]
+        is_counted = phase is Phase.STEP and not self._is_first_step
+        start = time.perf_counter()
+        merged = self._run(self._limit(phase), phase, label, step)
+        if is_counted:
             elapsed = time.perf_counter() - start
             self._num_exchanges += 1
             self._total += elapsed
             if elapsed > self._longest:
                 self._longest = elapsed
-        if sum(map(bool, merged[:_MARK])) != 1 or merged[_MARK] != -merged[_MARK + 1]:
+        elif phase is not Phase.SHARE:
+            self._is_first_step = phase is not Phase.STEP
+        # The last rank's number is the largest, where all are in this phase.
+        if merged[:_ROW] != [*self._met[phase], mark, -mark]:
             raise self._apart(merged, phase, self._where(phase, label, step))
         if step:
             self.step = step
         return merged[_ROW : _ROW + len(row)]
+
+    def _limit(self, phase: Phase) -> float:
+        """Return the seconds for an exchange: many, where ranks may be far apart."""
+        if self._is_first_step or phase is Phase.CAPTURE:
+            return self.setup_timeout
+        return self.timeout
 
     # -- cold paths ---------------------------------------------------------------------
 
@@ -233,8 +239,7 @@ class RankAgreement:
         if self._stopped is not None:
             return
         if self._group is not None:
-            self._message[:] = self._blank
-            self._message[Phase.CLOSE] = self.rank + 1
+            self._message[:] = [*self._heads[Phase.CLOSE], *[0] * (ROW_WIDTH - _MARK)]
             # Whoever went first has closed its side; this one goes now.
             with contextlib.suppress(RuntimeError):
                 self._reduce(self.timeout * _SHARE_OF_COLLECTIVE)
@@ -278,15 +283,19 @@ class RankAgreement:
         # second group of the same would meet the addresses that the first left in the store.
         make = _gloo if on_cpu else _nccl
         self._group = make(self._notes.group_store(), self.rank, self.size, self.setup_timeout)
-        self._blank = np.zeros(_WIDTH, dtype=np.int64)
-        tensor = torch.zeros(_WIDTH, dtype=torch.int64)
+        # What a rank says of its phase, and what comes of it where all say the same.
+        self._heads = [[int(at == each) * (self.rank + 1) for at in Phase] for each in Phase]
+        self._met = [[int(at == each) * self.size for at in Phase] for each in Phase]
+        self._padding = [[0] * (MAX_COLUMNS - used) for used in range(MAX_COLUMNS + 1)]
+        tensor = torch.zeros(ROW_WIDTH, dtype=torch.int64)
         self._message = tensor.numpy()
         self._tensor = tensor
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        self._seconds_set = 0.0
         if on_cpu:
             return self._reduce_on_cpu
-        self._on_device = torch.zeros(_WIDTH, dtype=torch.int64, device=self._device)
+        self._on_device = torch.zeros(ROW_WIDTH, dtype=torch.int64, device=self._device)
         return self._reduce_on_device
 
     def _reduce_on_cpu(self, seconds: float) -> None:
@@ -298,7 +307,8 @@ class RankAgreement:
         self._tensor.copy_(self._on_device)
 
     def _allreduce(self, tensor: torch.Tensor, seconds: float) -> Any:
-        self._options.timeout = timedelta(seconds=seconds)
+        if seconds != self._seconds_set:
+            self._options.timeout, self._seconds_set = timedelta(seconds=seconds), seconds
         return self._group.allreduce([tensor], self._options)
 
     def _wait_on_device(self, work: Any, seconds: float) -> None:
@@ -306,7 +316,6 @@ class RankAgreement:
         deadline = time.monotonic() + seconds
         while not work.is_completed():
             if time.monotonic() > deadline:
-                self._group.abort()
                 raise RuntimeError(f"Timed out waiting {seconds:.3g} s for NCCL")
         work.wait()
 
@@ -333,18 +342,18 @@ class RankAgreement:
             table[row, :8] = np.frombuffer(len(data).to_bytes(8, "little"), dtype=np.uint8)
             table[row, 8 : 8 + len(data)] = np.frombuffer(data, dtype=np.uint8)
         tensor = torch.from_numpy(table).to(self._device)
-        limit = self.setup_timeout * _SHARE_OF_COLLECTIVE
+        limit = self._limit(Phase.SHARE)
         start = time.monotonic()
         try:
-            work = self._allreduce(tensor, limit)
+            work = self._allreduce(tensor, limit * _SHARE_OF_COLLECTIVE)
             if self._device.type == "cpu":
                 work.wait()
             else:
-                self._wait_on_device(work, limit)
+                self._wait_on_device(work, limit * _SHARE_OF_COLLECTIVE)
         except RuntimeError as error:
             seconds = time.monotonic() - start
             where = self._where(Phase.SHARE)
-            raise self._broken(error, seconds, self.setup_timeout, where) from error
+            raise self._broken(error, seconds, limit, where) from error
         found = tensor.cpu().numpy()
         return [bytes(line[8 : 8 + int.from_bytes(bytes(line[:8]), "little")]) for line in found]
 
@@ -409,8 +418,14 @@ class RankAgreement:
     def _drop_group(self) -> None:
         """Let go of the group: its connections close, and ranks that wait in it wake up."""
         group, self._group = self._group, None
-        if group is not None:
+        if group is None:
+            return
+        if self._device.type == "cpu":
             group.shutdown()
+        else:
+            # A collective of NCCL that others do not come to would hold a shutdown up.
+            with contextlib.suppress(RuntimeError):
+                group.abort()
 
 
 def _gloo(store: Any, rank: int, size: int, seconds: float) -> Any:

@@ -20,7 +20,9 @@ _CODES = {modes: code for code, modes in enumerate(ALLOWED_MODES)}
 _FORBIDS = tuple(
     tuple(int(mode not in allowed) for mode in RuntimeMode) for allowed in ALLOWED_MODES
 )
-_TOKENS, _REQS, _LORAS, _CARE, _FORBIDDEN, _CLASSES = 0, 1, 2, 3, 4, 7
+# Columns of a row: tokens, requests, adapters, then these.
+_CARE, _FORBIDDEN, _CLASSES = 3, 4, 7
+_MAX_KEPT = 4096
 #: All switches on, as far as a rank is concerned.
 ALL_ON = -1
 
@@ -82,6 +84,7 @@ class Facts:
             most = MAX_COLUMNS - 1 - self._first_switch
             raise ConfigError("switches", self.switches, f"at most {most} with this configuration")
         self._idle = [0] * self.num_columns
+        self._kept: dict[tuple[int, ...], tuple[int, int, int]] = {}
 
     def row(
         self,
@@ -105,7 +108,8 @@ class Facts:
             switches: Bits of the switches that it has on.
         """
         row = self._idle.copy()
-        row[_FORBIDDEN:_CLASSES] = _FORBIDS[ceiling]
+        if ceiling != _FULL:
+            row[_FORBIDDEN:_CLASSES] = _FORBIDS[ceiling]
         if num_tokens:
             row[:_FORBIDDEN] = (num_tokens, num_reqs, loras, _FULL - mode)
             row[_CLASSES + uniform] = 1
@@ -119,25 +123,26 @@ class Facts:
         Raises:
             NoGraphError: No runtime mode is allowed on all ranks; each rank raises it.
         """
-        num_tokens, num_reqs, loras, care = merged[:_FORBIDDEN]
-        forbidden = merged[_FORBIDDEN:_CLASSES]
+        # All but the counts take few values, and what follows from them is kept.
+        facts = tuple(merged[_CARE : self.num_columns])
+        kept = self._kept.get(facts)
+        if kept is None:
+            kept = self._follow(merged)
+            if len(self._kept) < _MAX_KEPT:
+                self._kept[facts] = kept
+        uniform, ceiling, switches = kept
+        return AgreedBatch(merged[0], merged[1], uniform, merged[2], ceiling, switches)
+
+    def _follow(self, merged: Sequence[int]) -> tuple[int, int, int]:
+        """Return the common query class, the code of the common modes and the switches."""
+        care, forbidden = merged[_CARE], merged[_FORBIDDEN:_CLASSES]
         ceiling = _FULL - care
-        if any(forbidden) or care:
-            allowed = frozenset(
-                mode for mode in RuntimeMode if mode <= ceiling and not forbidden[mode]
-            )
-            if not allowed:
-                raise _no_common_mode(forbidden, ceiling)
-            ceiling = _CODES[allowed]
+        allowed = frozenset(mode for mode in RuntimeMode if mode <= ceiling and not forbidden[mode])
+        if not allowed:
+            raise _no_common_mode(forbidden, ceiling)
         off = merged[self._first_switch : self.num_columns]
-        return AgreedBatch(
-            num_tokens,
-            num_reqs,
-            self._common_class(merged),
-            loras,
-            ceiling,
-            sum(1 << index for index, is_off in enumerate(off) if not is_off),
-        )
+        switches = sum(1 << index for index, is_off in enumerate(off) if not is_off)
+        return self._common_class(merged), _CODES[allowed], switches
 
     def _common_class(self, merged: Sequence[int]) -> int:
         present = [

@@ -1,0 +1,203 @@
+"""What agreement between ranks costs, beside one bare all-reduce of the same size.
+
+    python bench/ranks.py                                    # two processes over gloo
+    torchrun --standalone --nproc-per-node 2 bench/ranks.py  # any number; with GPUs also steps
+
+Cases take turns, on all ranks in the same order. ``bare all-reduce`` is
+``torch.distributed.all_reduce`` of as many numbers as an exchange carries, on a gloo group of the
+same ranks. ``agree`` is a step's whole agreement: this rank's own decision, the exchange and what
+follows from it; ``agree, same batches`` is where nothing can differ, beside a plain ``dispatch``.
+On GPUs, ``step`` is a small tensor-parallel layer with an all-reduce inside its FULL graph, timed
+on the host to the end of its device work, without agreement, with it, and with same batches;
+``agree over nccl`` is an agreement whose rows meet on the devices.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from _common import emit, emit_all, interleaved
+
+from dispatchkit import (
+    BatchDescriptor,
+    Decision,
+    DispatchConfig,
+    Dispatcher,
+    GraphKey,
+    GraphRunner,
+    Reason,
+    RuntimeMode,
+    StaticInput,
+)
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+CALLS, ROUNDS = 20, 300
+WIDTH, HIDDEN = 4096, 8192
+
+
+class Smallest:
+    """FULL at the smallest captured size."""
+
+    name = "smallest"
+    traits = frozenset({"stateless"})
+
+    def declare(self, config: DispatchConfig) -> list[GraphKey]:
+        """Return a key for each size."""
+        return [GraphKey(RuntimeMode.FULL, BatchDescriptor(n)) for n in config.capture_sizes]
+
+    def decide(self, batch: Any, graphs: Any) -> Decision:
+        """Return the smallest key that is ready."""
+        if batch.allows(RuntimeMode.FULL):
+            for key in filter(graphs.is_ready, graphs.covering(batch, RuntimeMode.FULL)):
+                return Decision.replay(key)
+        return Decision.eager(Reason.NO_KEY)
+
+
+def dispatcher() -> Dispatcher:
+    """Return a dispatcher all of whose keys are ready."""
+    config = DispatchConfig(capture_sizes=SIZES, max_num_tokens=SIZES[-1])
+    made = Dispatcher(Smallest(), config)
+    for key in made.registry:
+        made.registry.captured(key, "graph")
+    return made
+
+
+def repeated(run: Callable[[], Any], calls: int = CALLS) -> Callable[[], None]:
+    """Return a callable that runs another several times."""
+
+    def many() -> None:
+        for _ in range(calls):
+            run()
+
+    return many
+
+
+def main() -> None:
+    """Start ranks, or be one."""
+    if "RANK" not in os.environ:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        subprocess.run([*command, "--nproc-per-node", "2", __file__], check=True)
+        return
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+        os.environ.get("LOCAL_WORLD_SIZE", "1")
+    )
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+    decisions(on_gpus)
+    if on_gpus:
+        steps()
+    dist.destroy_process_group()
+
+
+def decisions(on_gpus: bool) -> None:
+    """Time agreements alone."""
+    import torch
+    import torch.distributed as dist
+
+    from dispatchkit.ranks import RankAgreement, RankedDispatcher
+    from dispatchkit.ranks.agreement import ROW_WIDTH
+
+    bare = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+    row = torch.zeros(ROW_WIDTH, dtype=torch.int64)
+    plain = dispatcher()
+    agreements = [RankAgreement(name=name) for name in ("each", "same")]
+    each = RankedDispatcher(dispatcher(), agreements[0])
+    same = RankedDispatcher(dispatcher(), agreements[1], same_batches=True)
+    own = 3 + 2 * agreements[0].rank  # batches differ between ranks
+    cases = {
+        "bare all-reduce": lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX, group=bare),
+        "agree": lambda: each.agree(own, own),
+        "agree and dispatch": lambda: each.dispatch(own, own),
+    }
+    if on_gpus:
+        agreements.append(RankAgreement(name="nccl", device="cuda"))
+        on_device = RankedDispatcher(dispatcher(), agreements[2])
+        cases["agree over nccl"] = lambda: on_device.agree(own, own)
+    times = interleaved({name: repeated(run) for name, run in cases.items()}, rounds=ROUNDS)
+    alone = interleaved(
+        {
+            "dispatch": repeated(lambda: plain.dispatch(5, 5), 1000),
+            "agree and dispatch, same batches": repeated(lambda: same.dispatch(5, 5), 1000),
+        },
+        rounds=20,
+    )
+    size = agreements[0].size
+    if agreements[0].rank == 0:
+        emit_all("ranks", times, per=CALLS, ratio_to="bare all-reduce", ranks=size)
+        emit_all("ranks", alone, per=1000, ratio_to="dispatch", ranks=size)
+        num_exchanges = agreements[1].stats().num_exchanges
+        emit("ranks", "exchanges, same batches", num_exchanges, "exchanges", 20_000, ranks=size)
+    for agreement in agreements:
+        agreement.close()
+    dist.destroy_process_group(bare)
+
+
+def steps() -> None:
+    """Time whole steps of a tensor-parallel layer, with agreement and without."""
+    import torch
+    import torch.distributed as dist
+
+    from dispatchkit.ranks import RankAgreement, RankedRunner
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator(device).manual_seed(rank)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).bfloat16() / 64
+
+    up, down = weight(WIDTH, HIDDEN // size), weight(HIDDEN // size, WIDTH)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        part = torch.relu(x @ up) @ down
+        dist.all_reduce(part)
+        return part
+
+    inputs = {"x": StaticInput((None, WIDTH), "bfloat16")}
+
+    def runner() -> GraphRunner:
+        return GraphRunner(
+            layer, inputs, sizes=SIZES, mode="FULL", policy=Smallest(), device=device
+        )
+
+    agreements = [RankAgreement(name=name) for name in ("step", "same step")]
+    each = RankedRunner(runner(), agreements[0], inputs)
+    same = RankedRunner(runner(), agreements[1], inputs, same_batches=True)
+    for one in (each, same):
+        one.capture()
+    x = torch.randn(32, WIDTH, device=device).bfloat16()
+
+    def timed(run: Callable[[], Any]) -> Callable[[], None]:
+        def many() -> None:
+            for _ in range(CALLS):
+                run()
+            torch.cuda.synchronize()
+
+        return many
+
+    cases = {
+        "step": timed(lambda: each.runner(x=x)),
+        "step, agreed": timed(lambda: each(x=x)),
+        "step, same batches": timed(lambda: same(x=x)),
+    }
+    times = interleaved(cases, rounds=ROUNDS)
+    if rank == 0:
+        emit_all("ranks", times, per=CALLS, ratio_to="step", ranks=size)
+    for one in (each, same):
+        one.runner.clear()  # graphs that use a communicator go before it does
+    for agreement in agreements:
+        agreement.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Tensor parallelism: one batch, spread over the ranks; nothing to agree on in a step.
+
+One host:       torchrun --standalone --nproc-per-node 2 examples/ranks/tensor_parallel.py
+Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-backend c10d \
+                    --rdzv-endpoint HOST_OF_THE_FIRST:29400 examples/ranks/tensor_parallel.py
+(the same command on both). Without GPUs it runs on the CPU, with simulated graphs.
+
+Every rank is given the same batches, as one scheduler hands them out, and the policy does not
+learn. What decides is compared once, at the start; in a step nothing is exchanged but every so
+often, to find a rank that has gone astray.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import torch
+import torch.distributed as dist
+
+from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece
+from dispatchkit.ranks import RankAgreement, RankedRunner
+
+WIDTH, HIDDEN, SIZES, STEPS = 64, 256, (1, 2, 4, 8, 16), 50
+
+
+def main() -> None:
+    """Compare the ranks' result with that of the whole layer."""
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    size = dist.get_world_size()
+
+    torch.manual_seed(0)
+    up_weight, down_weight = torch.randn(WIDTH, HIDDEN) / 8, torch.randn(HIDDEN, WIDTH) / 16
+    whole = (up_weight.to(device), down_weight.to(device))
+    own_up = up_weight.chunk(size, 1)[rank].contiguous().to(device)
+    own_down = down_weight.chunk(size, 0)[rank].contiguous().to(device)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ own_up) @ own_down
+
+    def over_ranks(part: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(part)
+        return part
+
+    inputs = {"x": StaticInput((None, WIDTH), "float32")}
+    runner = GraphRunner(
+        [graph_piece(layer), eager_piece(over_ranks)],
+        inputs,
+        sizes=SIZES,
+        # NCCL's collectives can be captured, those of gloo cannot.
+        mode="FULL" if on_gpu else "PIECEWISE",
+        device=device,
+    )
+    with RankAgreement(timeout=30.0) as ranks:
+        ranked = RankedRunner(runner, ranks, inputs, same_batches=True, check_every=16)
+        ranked.capture()
+        traffic = random.Random(0)  # one scheduler: the same batches everywhere
+        worst = 0.0
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            x = torch.randn(traffic.randint(1, 16), WIDTH).to(device)
+            expected = torch.relu(x @ whole[0]) @ whole[1]
+            worst = max(worst, float((ranked(x=x) - expected).abs().max()))
+        exchanges = ranks.stats().num_exchanges
+    modes = {name: count for name, count in runner.stats().steps_by_mode.items() if count}
+    print(
+        f"rank {rank}: steps {modes}, exchanges {exchanges}, largest difference from the "
+        f"whole layer {worst:.1e}"
+    )
+    runner.clear()  # graphs that use a communicator go before it does
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
