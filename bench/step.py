@@ -409,13 +409,13 @@ def pieces(runner: GraphRunner, case: Case, rounds: int) -> None:
     """What a step of the runner is made of, one by one."""
     given = dict(zip(names(3), case.device[FIXED], strict=True))
     values = tuple(given.values())
-    plan = runner._decide(FIXED).plan
-    plan.run(values)
-    loader, lock, lane = plan.loader, runner._lock, runner._lane
+    plan, stream = runner._decide(FIXED).plan, runner._current_stream_handle()
+    plan.run(values, stream)
+    loader, lane = plan.loader, runner._lane
 
     def locked(_: int) -> None:
-        with lock:
-            pass
+        runner._acquire()
+        runner._release()
 
     def with_names(**inputs: Any) -> None:
         pass
@@ -428,11 +428,11 @@ def pieces(runner: GraphRunner, case: Case, rounds: int) -> None:
         "is capturing": lambda _: runner._is_capturing(),
         "lock": locked,
         "decide": lambda _: runner._decide(FIXED, 0, 0, 0, 2),
-        "current stream": lambda _: plan._current_handle(),
+        "current stream": lambda _: runner._current_stream_handle(),
         "copy": lambda _: loader.load(values),
         "launch": lambda _: plan._launch(plan._graph, lane.stream_argument),
-        "plan": lambda _: plan.run(values),
-        "plan, in place": lambda _: plan.run(None),
+        "plan": lambda _: plan.run(values, stream),
+        "plan, in place": lambda _: plan.run(None, stream),
         "whole call": lambda _: runner(**given),
     }
     tell("pieces", in_turns(parts, [FIXED], rounds=rounds, together=50), "whole call")

@@ -267,17 +267,22 @@ class Loader:
         if is_stale:
             self._end_tails()
 
-    def settle(self) -> None:
-        """Do so for a call whose rows are in the buffers already: only the rows behind them."""
+    def is_settled(self) -> bool:
+        """Note a call whose rows are in the buffers already; True if those behind are fill."""
         buffers = self.buffers
         if buffers.clean_from <= self.num_rows and self.bucket <= buffers.clean_to:
             buffers.clean_from = self.num_rows
-            return
-        buffers.written(self.num_rows)
-        if self._staging is not None:
-            self._staging.wait()
+            return True
+        return False
+
+    def settle(self) -> None:
+        """Set stale rows behind a call whose rows are in the buffers already back to fill."""
+        self.buffers.written(self.num_rows)
         if self.num_rows < self.bucket:
-            for stale, fills in self._ready_tails():
+            tails = self._ready_tails()
+            if self._staging is not None:
+                self._staging.wait()
+            for stale, fills in tails:
                 if stale:
                     _copy(stale, fills)
             self._end_tails()

@@ -68,7 +68,7 @@ class EagerPlan:
         self.count, self.missed, self.retry, self.timer = count, missed, retry, timer
         self._is_downgrade = reason in runner.downgrades
 
-    def run(self, tensors: Sequence[Any] | None) -> Any:
+    def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
         """Run a checked call.
 
         Raises:
@@ -98,7 +98,7 @@ class LazyPlan:
     def __init__(self, runner: GraphRunner, key: GraphKey, num_tokens: int) -> None:
         self.runner, self.key, self.num_tokens = runner, key, num_tokens
 
-    def run(self, tensors: Sequence[Any] | None) -> Any:
+    def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
         """Capture and ask the table again, or run eager."""
         reason = self.runner.lifecycle.capture_if_due(self.key)
         if not reason:
@@ -130,7 +130,6 @@ class GraphPlan:
         self.runner, self.step, self.num_tokens, self.count = runner, step, num_tokens, count
         self.loader: Loader | None = None
         self._lane = step.lane
-        self._current_handle = runner.backend.current_stream_handle
         self._had_autocast = step.guard[0] is not None
         self._module: Any = runner.guard.module or _NO_MODULE
         self._training = step.guard[1]
@@ -143,11 +142,12 @@ class GraphPlan:
         self._padded: Sequence[Any] = ()
         self._build = builder(step.layout.spec)
 
-    def run(self, tensors: Sequence[Any] | None) -> Any:
+    def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
         """Copy a checked call in, launch, and return its own rows of the outputs.
 
         Args:
             tensors: The inputs; None if the rows are in the buffers already.
+            stream: Raw handle of the current stream.
         """
         step, lane = self.step, self._lane
         if step.released:
@@ -160,14 +160,13 @@ class GraphPlan:
             reason = self._guard_reason()
             if reason:
                 return self.runner.run_eager_for(reason, tensors, self.num_tokens, step.key)
-        handle = self._current_handle()
-        if handle != lane.handle:
-            lane.switch(handle)
+        if stream != lane.handle:
+            lane.switch(stream)
         loader = self.loader or self._prepare()
-        if tensors is None:
-            loader.settle()
-        else:
+        if tensors is not None:
             loader.load(tensors)
+        elif not loader.is_settled():
+            loader.settle()
         if lane.row_count is not None:
             lane.set_rows(self.num_tokens)
         try:
@@ -281,7 +280,7 @@ class WatchedPlan(GraphPlan):
         self._is_queued = False
         self._owns = runner.owned_outputs
 
-    def run(self, tensors: Sequence[Any] | None) -> Any:
+    def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
         """Replay as any other step does, and compare or measure it."""
         step, runner = self.step, self.runner
         if step.released:
@@ -292,12 +291,12 @@ class WatchedPlan(GraphPlan):
             self._is_queued = self._timer.is_queued()
         checker = runner.checker
         if checker is None or self._guard_reason() or not checker.is_due(step, self.num_tokens):
-            return super().run(tensors)
+            return super().run(tensors, stream)
         steps, tokens = self.count.steps, self.count.tokens
         self._owns = True
         try:
             result, found = checker.compare(
-                lambda: super(WatchedPlan, self).run(tensors),
+                lambda: super(WatchedPlan, self).run(tensors, stream),
                 lambda: runner.run_eager(tensors, self.num_tokens),
             )
         finally:
