@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dispatchkit.report.from_account import report_of_account, waste_plan
     from dispatchkit.report.from_simulations import report_of_simulations
     from dispatchkit.report.live import LiveStatistics, report_of_statistics
-    from dispatchkit.report.page import Report, page
+    from dispatchkit.report.page import Report, render
     from dispatchkit.report.write import write_report
 
 _HOME = {
@@ -22,7 +22,7 @@ _HOME = {
     "LiveStatistics": "live",
     "Report": "page",
     "account_for": "account",
-    "page": "page",
+    "render": "page",
     "report_of_account": "from_account",
     "report_of_simulations": "from_simulations",
     "report_of_statistics": "live",
@@ -36,7 +36,7 @@ __all__ = [
     "LiveStatistics",
     "Report",
     "account_for",
-    "page",
+    "render",
     "report_of_account",
     "report_of_simulations",
     "report_of_statistics",

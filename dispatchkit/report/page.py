@@ -8,7 +8,7 @@ import attrs
 
 from dispatchkit.report.charts import Chart, text
 
-__all__ = ["Figure", "Missing", "Report", "Table", "Tile", "page"]
+__all__ = ["Figure", "Missing", "Report", "Table", "Tile", "render"]
 
 _WIDE = (540.0, 320.0)
 _NARROW = (330.0, 290.0)
@@ -106,7 +106,7 @@ class Report:
     notes: tuple[str, ...] = ()
 
 
-def page(report: Report, *, version: str) -> str:
+def render(report: Report, *, version: str) -> str:
     """Return a report as HTML.
 
     Args:

@@ -13,7 +13,7 @@ from dispatchkit.report.files import write_whole
 from dispatchkit.report.from_account import report_of_account
 from dispatchkit.report.from_simulations import report_of_simulations
 from dispatchkit.report.live import LiveStatistics, report_of_statistics
-from dispatchkit.report.page import Report, page
+from dispatchkit.report.page import Report, render
 
 if TYPE_CHECKING:
     from dispatchkit.plan import Simulation
@@ -51,4 +51,4 @@ def write_report(
     Raises:
         ConfigError: The file cannot be written, or the source is nothing to report of.
     """
-    write_whole(path, page(as_report(source), version=__version__))
+    write_whole(path, render(as_report(source), version=__version__))
