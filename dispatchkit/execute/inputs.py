@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import attrs
@@ -20,7 +20,7 @@ from dispatchkit.execute.host_arrays import (
 
 # Expected shapes kept ready, one tuple per batch size; beyond it they are made again.
 MAX_KEPT_SIZES = 4096
-_is_grad_enabled = torch.is_grad_enabled
+_ARRAY_FACTS = attrgetter("shape", "dtype")
 #: Words of a call that no input may be named by.
 RESERVED_NAMES = frozenset({"num_reqs", "uniform", "loras", "ceiling"})
 
@@ -151,13 +151,20 @@ class InputSet:
                 "Without one nothing says how many rows a call has.",
             )
         self._lead, self._lead_dim = self.batched[0]
-        self._expected: dict[int, tuple[tuple[torch.Size, Any], ...]] = {}
+        self._expected: dict[int, tuple[Any, ...]] = {}
         self.host = tuple(index for index, spec in enumerate(self) if spec.host)
-        self.check: Callable[[Any], int] = self._check_tensors
-        if self.host:
-            self.check = self._check_all
-        elif device.type == "cuda" and torch.cuda.device_count() == 1:
-            self.check = self._check_on_only_gpu
+        # What a value must have, read and compared in two calls. With one GPU in sight a flag
+        # says that a tensor is there; a device would have to be made.
+        is_only = device.type == "cuda" and torch.cuda.device_count() == 1
+        self._place: Any = True if is_only else device
+        self._facts: Any = attrgetter(
+            "shape", "dtype", "is_cuda" if is_only else "device", "requires_grad"
+        )
+        self.check: Callable[[Any], int] = self._check_alike
+        if len(self.host) == len(self.names):
+            self._facts = _ARRAY_FACTS
+        elif self.host:
+            self.check = self._check_mixed
         # For a single name it gives the value and not a tuple of one.
         self._pick: Any = itemgetter(*self.names) if len(self.names) > 1 else None
         self._host_types = tuple(
@@ -223,57 +230,27 @@ class InputSet:
     # InputError where one is no tensor, or has another type, device, rank, fixed dimension or
     # number of rows than it should. Host inputs are checked as arrays: see ``host_arrays``.
 
-    def _check_tensors(self, tensors: Sequence[Any]) -> int:
-        try:
-            rows: int = tensors[self._lead].shape[self._lead_dim]
-            expected = self._expected.get(rows) or self._expect(rows)
-            device, has_grad = self.device, _is_grad_enabled()
-            for tensor, (shape, dtype) in zip(tensors, expected, strict=True):
-                if (
-                    tensor.shape != shape
-                    or tensor.dtype is not dtype
-                    or tensor.device != device
-                    or (has_grad and tensor.requires_grad)
-                ):
-                    break
-            else:
-                return rows
-        except (AttributeError, IndexError):
-            pass  # not a tensor, or of too low a rank
-        return self._check_cold(tensors)
-
-    def _check_on_only_gpu(self, tensors: Sequence[Any]) -> int:
-        """Do the same with one GPU in sight: a flag says it, where a device must be made."""
-        try:
-            rows: int = tensors[self._lead].shape[self._lead_dim]
-            expected = self._expected.get(rows) or self._expect(rows)
-            has_grad = _is_grad_enabled()
-            for tensor, (shape, dtype) in zip(tensors, expected, strict=True):
-                if (
-                    tensor.shape != shape
-                    or tensor.dtype is not dtype
-                    or not tensor.is_cuda
-                    or (has_grad and tensor.requires_grad)
-                ):
-                    break
-            else:
-                return rows
-        except (AttributeError, IndexError):
-            pass  # not a tensor, or of too low a rank
-        return self._check_cold(tensors)
-
-    def _check_all(self, values: Sequence[Any]) -> int:
-        """Check a call with host inputs, which are arrays here unless something is wrong."""
+    def _check_alike(self, values: Sequence[Any]) -> int:
+        """Check inputs that are all on the device, or all arrays."""
         try:
             rows: int = values[self._lead].shape[self._lead_dim]
             expected = self._expected.get(rows) or self._expect(rows)
-            device = self.device
-            for value, spec, (shape, dtype) in zip(values, self, expected, strict=True):
-                if value.shape != shape or value.dtype != dtype:
-                    break
-                if not spec.host and (value.device != device or value.requires_grad):
-                    break
-            else:
+            if tuple(map(self._facts, values)) == expected:
+                return rows
+        except (AttributeError, IndexError):
+            pass  # not a tensor, or of too low a rank
+        return self._check_cold(values)
+
+    def _check_mixed(self, values: Sequence[Any]) -> int:
+        """Check inputs of which some are on the device and some are arrays."""
+        try:
+            rows: int = values[self._lead].shape[self._lead_dim]
+            expected = self._expected.get(rows) or self._expect(rows)
+            found = (
+                _ARRAY_FACTS(value) if spec.host else self._facts(value)
+                for value, spec in zip(values, self, strict=True)
+            )
+            if tuple(found) == expected:
                 return rows
         except (AttributeError, IndexError):
             pass  # not what it should be, or of too low a rank
@@ -310,11 +287,13 @@ class InputSet:
             for value, spec in zip(values, self, strict=True)
         ]
 
-    def _expect(self, rows: int) -> tuple[tuple[torch.Size, Any], ...]:
+    def _expect(self, rows: int) -> tuple[Any, ...]:
         if len(self._expected) >= MAX_KEPT_SIZES:
             self._expected.clear()
         expected = tuple(
-            (spec.sized(rows), array_dtype(spec.dtype) if spec.host else spec.dtype)
+            (spec.sized(rows), array_dtype(spec.dtype))
+            if spec.host
+            else (spec.sized(rows), spec.dtype, self._place, False)
             for spec in self
         )
         self._expected[rows] = expected
