@@ -85,7 +85,7 @@ def random_worlds(seed, count):
     return requests
 
 
-def check(schedule, results):
+def check(schedule, results, host):
     """Check what the ranks that can be asked made of one schedule, by number."""
     kind, bad_rank = schedule["kind"], schedule["bad_rank"]
     decisions = [each["decisions"] for each in results.values()]
@@ -106,7 +106,8 @@ def check(schedule, results):
             # The limit itself, and what a busy machine adds.
             assert error["seconds"] < schedule["timeout"] + 5
         elif kind == "late":
-            assert error["ranks"] == [rank]
+            # Where the store has ended with its host, that is all the late rank can see.
+            assert error["ranks"] in ([rank], [0] if host == "rank 0" else [rank])
 
 
 def test_a_thousand_random_faults_stop_cleanly(worlds):
@@ -123,6 +124,6 @@ def test_a_thousand_random_faults_stop_cleanly(worlds):
         for index, schedule in enumerate(schedules):
             # What a rank that died has seen before is gone with it.
             asked = {rank: each[index] for rank, each in enumerate(by_rank) if each != "died"}
-            check(schedule, asked)
+            check(schedule, asked, request["host"])
             counted += 1
     assert counted == NUM_SCHEDULES
