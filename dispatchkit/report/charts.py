@@ -353,9 +353,14 @@ def _name_point(
     room = frame.width - 2
     length = len(what) * _CHAR
     middle = min(max(x - length / 2, frame.left + 4), room - length)
-    beside = [(x + 11, y + 4 + rise) for rise in (0.0, -15.0, 15.0)] if x + length < room else []
-    over = [(middle, y + rise) for rise in (-13.0, 23.0, -28.0, 38.0, -43.0, 53.0, -58.0, 68.0)]
-    for left_edge, top in (*beside, *over):
+    places = []
+    if x + 11 + length < room:
+        places.append((x + 11, y + 4))
+    if x - 11 - length > frame.left:
+        places.append((x - 11 - length, y + 4))
+    num_beside = len(places)
+    places += [(middle, y + rise) for rise in (-13, 23, -28, 38, -43, 53, -58, 68, -73, 83)]
+    for left_edge, top in places:
         free = all(
             abs(top - other) >= 14 or left_edge > end or left_edge + length < begin
             for begin, end, other in taken
@@ -363,6 +368,11 @@ def _name_point(
         if free and _TOP + 6 < top < frame.bottom - 3:
             break
     taken.append((left_edge, left_edge + length, top))
+    if places.index((left_edge, top)) >= num_beside + 2:  # far from its point: a stroke leads there
+        end = top + 3 if top < y else top - 11
+        frame.parts.append(
+            f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x:.1f}" y2="{end:.1f}" class="leader"/>'
+        )
     frame.say(left_edge, top, what, "name", "start")
 
 

@@ -18,6 +18,8 @@ MODE_NAMES: Mapping[str, tuple[str, str]] = {
     "NONE": ("eager", "eager"),
 }
 _MAX_ROWS = 200
+LEAST_WASTE = 0.01
+"""Less padding, in per cent, is as good as none; a logarithmic axis has no zero."""
 
 WastePlan = tuple[Sequence[tuple[int, float]], Mapping[str, tuple[int, float]]]
 """(graphs, waste) of the planner's curve; (graphs, waste) of known lists, by name."""
@@ -48,16 +50,21 @@ def waste_figure(
         Line(
             f"{names.get(name, name)} ({graphs})",
             "eager" if name == "vllm-default" else "other",
-            ((float(graphs), max(waste, 0.01)),),
+            ((float(graphs), max(waste, LEAST_WASTE)),),
             marked=True,
         )
         for name, (graphs, waste) in rivals.items()
     ]
     marks += [
-        Line(f"{name} ({graphs})", "piecewise", ((float(graphs), max(waste, 0.01)),), marked=True)
+        Line(
+            f"{name} ({graphs})",
+            "piecewise",
+            ((float(graphs), max(waste, LEAST_WASTE)),),
+            marked=True,
+        )
         for name, graphs, waste in own
     ]
-    best = tuple((float(graphs), max(waste, 0.01)) for graphs, waste in curve)
+    best = tuple((float(graphs), waste) for graphs, waste in curve if waste >= LEAST_WASTE)
     lines = (Line("best sizes for this traffic", "full", best), *marks)
     rows = [(name, str(graphs), f"{waste:.2f}%") for name, (graphs, waste) in rivals.items()]
     rows += [(name, str(graphs), f"{waste:.2f}%") for name, graphs, waste in own]

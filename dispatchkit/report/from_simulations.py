@@ -7,7 +7,7 @@ from typing import Any
 
 from dispatchkit.errors import ConfigError
 from dispatchkit.report.charts import Band, Bars, Line, Lines
-from dispatchkit.report.from_account import MODE_NAMES, WastePlan
+from dispatchkit.report.from_account import LEAST_WASTE, MODE_NAMES, WastePlan
 from dispatchkit.report.page import Figure, Missing, Report, Table, Tile
 
 __all__ = ["report_of_simulations"]
@@ -155,11 +155,13 @@ def _waste(rows: Sequence[Mapping[str, Any]], plan: WastePlan | str | None) -> F
     curve: tuple[Line, ...] = ()
     if plan is not None and not isinstance(plan, str):
         points, rivals = plan
-        best = tuple((float(graphs), max(waste, 0.01)) for graphs, waste in points)
+        best = tuple((float(graphs), waste) for graphs, waste in points if waste >= LEAST_WASTE)
         curve = (
             Line("best sizes for this traffic", "full", best),
             *(
-                Line(f"{name} ({graphs})", "eager", ((float(graphs), max(waste, 0.01)),), True)
+                Line(
+                    f"{name} ({graphs})", "eager", ((float(graphs), max(waste, LEAST_WASTE)),), True
+                )
                 for name, (graphs, waste) in rivals.items()
             ),
         )
@@ -167,7 +169,7 @@ def _waste(rows: Sequence[Mapping[str, Any]], plan: WastePlan | str | None) -> F
         Line(
             row["label"],
             "piecewise",
-            ((float(row["num_graphs"]), max(row["waste_pct"], 0.01)),),
+            ((float(row["num_graphs"]), max(row["waste_pct"], LEAST_WASTE)),),
             marked=True,
         )
         for row in rows

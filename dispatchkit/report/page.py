@@ -152,7 +152,8 @@ def _body(report: Report) -> Iterable[str]:
             )
         yield "</section>"
     yield '<section class="figures">'
-    for figure in report.figures:
+    # What cannot be drawn comes last, and takes a line each.
+    for figure in sorted(report.figures, key=lambda one: isinstance(one, Missing)):
         yield from _missing(figure) if isinstance(figure, Missing) else _figure(figure)
     yield "</section>"
     for title, caption, table in report.tables:
@@ -250,7 +251,7 @@ margin-bottom:16px}}
 .card{{margin:0;padding:16px 18px;min-width:0}}
 main>.card{{margin-top:16px}}
 .figures>.card{{height:100%}}
-.figures>.missing:last-child:nth-child(odd){{grid-column:1/-1;height:auto}}
+.figures>.missing{{grid-column:1/-1;height:auto}}
 figcaption,.card>p{{color:var(--soft);font-size:14px;margin-bottom:10px}}
 .missing{{border-style:dashed;background:none}}
 .legend{{list-style:none;display:flex;flex-wrap:wrap;gap:3px 18px;margin:0 0 8px;padding:0;
@@ -266,6 +267,7 @@ svg text{{font-family:inherit;font-size:12px;fill:var(--soft)}}
 svg .name{{fill:var(--ink)}}
 .mark{{shape-rendering:auto}}rect.mark{{shape-rendering:crispEdges}}
 .grid{{stroke:var(--line)}}.base{{stroke:var(--soft)}}.stroke{{stroke:var(--edge);stroke-width:2}}
+.leader{{stroke:var(--soft);stroke-width:.8}}
 .track{{fill:var(--track)}}
 .mark.full{{fill:var(--full)}}.mark.piecewise{{fill:var(--piecewise)}}
 .mark.eager{{fill:var(--eager)}}.mark.padding{{fill:var(--padding)}}.mark.other{{fill:var(--other)}}
