@@ -2,12 +2,14 @@
 
     python bench/decision.py [ROUNDS] [--trace steps.csv.gz]
 
-Four questions, each a group of cases that take turns:
+Each question is a group of cases that take turns:
 
 - ``one cell``: the same batch again and again; beside a dictionary of tuples with the same
   checks, and beside building a descriptor and probing sets of keys, as engines do.
 - ``walk``: the batches of a step trace in their order, with 50 and with 100,000 keys.
 - ``learnt``: the same walk when every cell was set by an update rather than by the policy.
+- ``releases``: the dispatchers of published vLLM releases, fetched by ``make rivals``.
+- ``plugins``: one plugin loaded, and seven.
 - ``kinds``: batches that leave the usual path (dict rows, more requests than the graph holds).
 
 Times are net of the loop that calls. With ``--trace``, columns ``num_tokens``, ``num_reqs``,
@@ -26,10 +28,12 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from _common import emit_all, interleaved
+from _common import emit, emit_all, interleaved
+from _releases import calls
 
 from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, Reason
 from dispatchkit.errors import DescriptorError
+from dispatchkit.hookspecs import hookimpl
 from dispatchkit.keys import (
     ALLOWED_MODES,
     BatchDescriptor,
@@ -38,6 +42,7 @@ from dispatchkit.keys import (
     RuntimeMode,
     padding_table,
 )
+from dispatchkit.plugins import PolicySpec, load_plugins
 
 BENCH = "decision"
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
@@ -216,6 +221,97 @@ def net(times: dict[str, list[int]], loop: str) -> dict[str, list[int]]:
     }
 
 
+def repeat_call(call: Callable[[], object], number: int) -> Callable[[], None]:
+    """Return a loop of one call without arguments."""
+
+    def run() -> None:
+        for _ in range(number):
+            call()
+
+    return run
+
+
+def deciding(dispatch: Callable[..., object], step: Step) -> Callable[[], object]:
+    """Return a call without arguments, as the published dispatchers are called here."""
+    n, reqs, uniform, loras, ceiling = step
+    return lambda: dispatch(n, reqs, uniform, loras, ceiling)
+
+
+def releases_group(rounds: int) -> None:
+    """One decision beside the published dispatchers, each through a call without arguments."""
+    sizes = [1, 2, 4, *range(8, 249, 8), *range(256, 513, 16)]
+    config = DispatchConfig(capture_sizes=sizes, max_num_tokens=512, max_num_seqs=256)
+    padding = padding_table(sizes)
+    number = 1000
+    wanted = {"0.33.0": 30, "0.13.0": 18, "0.11.0": 5}
+    for uniform, mode in ((1, "FULL"), (0, "PIECEWISE")):
+        dispatch = build(config, []).dispatch
+        reqs = 60 if uniform else 50
+        dispatch(60, reqs, uniform, 0, 2)
+        cases = {
+            "call": repeat_call(lambda: None, number),
+            "dispatch": repeat_call(
+                lambda d=dispatch, u=uniform, r=reqs: d(60, r, u, 0, 2), number
+            ),
+        }
+        for release, call in calls(padding, sizes, 60, uniform=bool(uniform)):
+            if call is None:
+                emit(BENCH, f"vLLM {release}", 0, "ns", 0, missing="fetch it: make rivals")
+                continue
+            found = call()[0].name
+            if found != mode:
+                raise SystemExit(f"vLLM {release} gave {found} where {mode} was expected")
+            cases[f"vLLM {release}"] = repeat_call(call, number)
+        times = net(interleaved(cases, rounds=rounds), "call")
+        emit_all(BENCH, times, per=number, ratio_to="dispatch", group=f"releases {mode}")
+        for release, limit in wanted.items():
+            if f"vLLM {release}" not in times:
+                continue
+            # Of the best samples: on a busy machine the longer turns are interrupted more.
+            ratio = min(times[f"vLLM {release}"]) / min(times["dispatch"])
+            emit(
+                BENCH,
+                f"vLLM {release}, {mode}: times cheaper, best samples",
+                ratio,
+                "ratio",
+                rounds,
+                wanted=limit,
+                reached=ratio >= limit,
+            )
+
+
+class Idle:
+    """A plugin with a policy and an observer that hears of captures."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    @hookimpl
+    def dispatchkit_register_policies(self):
+        """One policy."""
+        return [PolicySpec(f"idle_{self.index}", SmallestPolicy)]
+
+    @hookimpl
+    def dispatchkit_on_capture(self, event):
+        """Hear of a capture."""
+
+
+def plugins_group(rounds: int) -> None:
+    """Decisions of the same policy from a set of one plugin and from a set of seven."""
+    number, step = 2000, (100, 100, 1, 0, 2)
+    cases = {"loop": repeat_nothing(number)}
+    for count in (1, 7):
+        extra = [(f"idle_{index}", Idle(index)) for index in range(count)]
+        plugins = load_plugins(allow=[], extra=extra)
+        config = DispatchConfig(capture_sizes=range(8, 257, 8))
+        dispatcher = Dispatcher(plugins.create_policy("idle_0"), config, lazy=True)
+        dispatcher.dispatch(*step)
+        name = f"{count} plugin" + "s" * (count > 1)
+        cases[name] = repeat(dispatcher.dispatch, step, number)
+    times = net(interleaved(cases, rounds=rounds), "loop")
+    emit_all(BENCH, times, per=number, ratio_to="1 plugin", group="plugins")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -223,6 +319,8 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a step trace (CSV, gzip)")
     options = parser.parse_args()
     rounds = options.rounds
+    releases_group(rounds)
+    plugins_group(rounds)
 
     few_config = DispatchConfig(
         capture_sizes=[*range(8, 129, 8), 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048]

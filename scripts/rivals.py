@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-RELEASES = ("0.33.0", "0.13.0")
+RELEASES = ("0.33.0", "0.13.0", "0.11.0")
 FILES = (
     "vllm/v1/cudagraph_dispatcher.py",
     "vllm/forward_context.py",
