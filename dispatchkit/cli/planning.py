@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from dispatchkit.cli.output import JsonOption, complain, console, print_json, table
+from dispatchkit.cli.output import JsonOption, complain, console, print_json, progress, table
 
 if TYPE_CHECKING:
     from dispatchkit.plan import Emitted, Plan
@@ -113,8 +113,12 @@ def plan(
     from dispatchkit.observe.trace_counts import read_workload
     from dispatchkit.plan import emit, load_cost_model, plan_sizes
 
+    with progress() as tell:
+        tell("reading the trace", 0, 1)
+        workload = read_workload(trace)
+        tell("reading the trace", 1, 1)
     made = plan_sizes(
-        read_workload(trace),
+        workload,
         graphs=graphs,
         memory_bytes=memory_bytes,
         capture_time_s=capture_time_s,

@@ -91,6 +91,8 @@ class Explanation:
             f"   decided by policy {self.policy}; padding {self.decision.padding} tokens",
             f"   behind it: {self.because}",
         ]
+        if self.nearest:
+            lines.append(f"   nearest that would have caught it: {self.nearest}")
         for each in self.candidates:
             verdict = "chosen" if each.chosen else each.why_not or "ready, not preferred"
             lines.append(f"   {each.key}: {verdict} (padding {each.padding})")

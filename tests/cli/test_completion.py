@@ -17,13 +17,13 @@ import pytest
         ("dispatchkit simulate --cost-model lm", {"lm-decode-h100"}),
     ],
 )
-def test_what_may_follow_is_offered(spawn: Any, line: str, offers: set[str]) -> None:
+def test_what_may_follow_is_offered(
+    run: Any, monkeypatch: pytest.MonkeyPatch, line: str, offers: set[str]
+) -> None:
     """As bash asks for it."""
-    environ = {
-        "_DISPATCHKIT_COMPLETE": "complete_bash",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(line.split()) - 1),
-    }
-    done = spawn(environ=environ)
+    monkeypatch.setenv("_DISPATCHKIT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+    done = run()
     assert done.err == ""
     assert set(done.out.split()) == offers
