@@ -20,6 +20,7 @@ from dispatchkit import (
     KeyState,
     Outcome,
     RuntimeMode,
+    load_plugins,
 )
 from dispatchkit.errors import ConfigError, DescriptorError, NoGraphError, RankError
 from dispatchkit.ranks import LeaderPolicy, RankedDispatcher
@@ -50,39 +51,64 @@ def change_a_key(dispatcher, rng):
         registry.set_enabled(rng.random() < 0.7, mode=key.mode)
 
 
+def random_steps(ranks, policy, seed, num_steps):
+    """Random batches and lost keys of one rank; returns what was decided in each step."""
+    rng = random.Random(f"{seed}/{ranks.rank}")
+    dispatcher = make_dispatcher(policy, max_loras=2)
+    ranked = RankedDispatcher(dispatcher, ranks, epoch_steps=3)
+    found = []
+    for _ in range(num_steps):
+        if rng.random() < 0.3:
+            change_a_key(dispatcher, rng)
+        batch = (0,) if rng.random() < 0.2 else random_batch(rng, dispatcher.config)
+        agreed = ranked.agree(*batch)
+        decision = dispatcher.dispatch(*agreed[:5])
+        found.append((agreed, shown(decision)))
+        if not batch[0] or not agreed.num_tokens:
+            continue
+        own = dispatcher.batch(*batch)
+        assert own.allows(decision.mode)
+        assert decision.padded_num_tokens >= own.num_tokens
+        assert decision.key is None or decision.key.covers(own)
+        facts = dispatcher.batch(*agreed[:5])
+        dispatcher.observe(Outcome(facts, decision, elapsed_us=rng.uniform(1.0, 9.0)))
+    return found
+
+
 @some
 @given(st.integers(2, 3), st.integers(0, 1 << 32), st.sampled_from(["alone", "leader"]))
 def test_all_ranks_decide_the_same(size, seed, rule):
     """Different batches, adapters, learners, lost and returning keys: one answer per step."""
 
     def run(ranks):
-        rng = random.Random(f"{seed}/{ranks.rank}")
         policy = Smallest(eager_below=2)
         if rule == "leader":
             policy = LeaderPolicy(policy, Wilful(seed) if ranks.rank == 0 else None)
-        dispatcher = make_dispatcher(policy, max_loras=2)
-        ranked = RankedDispatcher(dispatcher, ranks, epoch_steps=3)
-        found = []
-        for _ in range(8):
-            if rng.random() < 0.3:
-                change_a_key(dispatcher, rng)
-            batch = (0,) if rng.random() < 0.2 else random_batch(rng, dispatcher.config)
-            agreed = ranked.agree(*batch)
-            decision = dispatcher.dispatch(*agreed[:5])
-            found.append((agreed, shown(decision)))
-            if not batch[0] or not agreed.num_tokens:
-                continue
-            own = dispatcher.batch(*batch)
-            assert own.allows(decision.mode)
-            assert decision.padded_num_tokens >= own.num_tokens
-            assert decision.key is None or decision.key.covers(own)
-            facts = dispatcher.batch(*agreed[:5])
-            dispatcher.observe(Outcome(facts, decision, elapsed_us=1.0 + ranks.rank))
-        return found
+        return random_steps(ranks, policy, seed, 8)
 
     first, *others = all_good(run_ranks(size, run))
     for other in others:
         assert other == first
+
+
+@pytest.mark.parametrize("learner", [None, "adaptive"])
+def test_ranks_with_installed_policies_decide_the_same(learner):
+    """The rule of vLLM on all ranks, and a leader that learns from its own times."""
+    pytest.importorskip("dispatchkit_vllm")
+    plugins = load_plugins()
+    if learner is not None:
+        pytest.importorskip("dispatchkit_adaptive")
+
+    def run(ranks):
+        policy = plugins.create_policy("vllm")
+        if learner is not None:
+            learns = plugins.create_policy(learner) if ranks.rank == 0 else None
+            policy = LeaderPolicy(policy, learns)
+        return random_steps(ranks, policy, 1, 150)
+
+    first, second = all_good(run_ranks(2, run))
+    assert first == second
+    assert len({each[1][1] for each in first}) > 5
 
 
 @some
