@@ -32,7 +32,11 @@ def test_readme_shows_both_set_up_commands_with_their_plain_twins() -> None:
     assert len(twins) == 2
     assert all("-m pip install -r requirements-dev.txt" in line for line in twins)
     assert twins[0].endswith("-m dispatchkit demo")
-    marks = re.search(r"^test:.*\n\t\$\(PYTEST\) (?:\$\(SHARED\) )?(-m \"[^\"]+\")", MAKEFILE, flags=re.MULTILINE)
+    marks = re.search(
+        r"^test:.*\n\t\$\(PYTEST\) (?:\$\(SHARED\) )?(-m \"[^\"]+\")",
+        MAKEFILE,
+        flags=re.MULTILINE,
+    )
     assert marks is not None
     assert twins[1].endswith(f"-m pytest {marks[1]}")
 
