@@ -193,11 +193,13 @@ class Filter:
         found = []
         for name in sorted(frozenset[str]().union(*self.allowed) - present):
             guess = _guess(name, present)
-            found.append((Origin(name), f"allowed by name, but there is no such plugin.{guess}"))
+            origin = Origin(name, is_there=False)
+            found.append((origin, f"allowed by name, but there is no such plugin.{guess}"))
         for name in sorted(self.blocked - present):
             guess = _guess(name, present)
             if guess:
-                found.append((Origin(name), f"blocked by name, but not there.{guess}"))
+                origin = Origin(name, is_there=False)
+                found.append((origin, f"blocked by name, but not there.{guess}"))
         return found
 
 

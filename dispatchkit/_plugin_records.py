@@ -157,14 +157,18 @@ class Origin:
         distribution: Distribution with the entry point; None for an object passed in.
         version: Version of that distribution; None for an object passed in.
         entry_point: What the entry point names (``module:object``); None likewise.
+        is_there: False for a name that was asked for and fits no plugin.
     """
 
     plugin: str
     distribution: str | None = None
     version: str | None = None
     entry_point: str | None = None
+    is_there: bool = True
 
     def __str__(self) -> str:
+        if not self.is_there:
+            return "not found"
         if self.distribution is None:
             return f"passed in as {self.plugin!r}"
         what = " ".join(filter(None, (self.distribution, self.version)))

@@ -333,13 +333,13 @@ def load_plugins(
 
     Raises:
         PluginLoadError: In strict mode: all problems, as a group.
-        ConfigError: ``allow``, ``block`` or ``replace`` is one string.
+        ConfigError: ``allow``, ``block`` or ``replace`` is not a list of names, or ``extra``
+            not one of pairs.
         UnknownNameError: A name to replace is not built in.
     """
     for setting, value in (("allow", allow), ("block", block), ("replace", replace)):
-        if isinstance(value, str):
-            raise ConfigError(setting, value, "a list of names", f"Write [{value!r}].")
-    given = [passed_in(name, plugin) for name, plugin in extra]
+        _check_names(setting, value)
+    given = [passed_in(*_pair(one)) for one in extra]
     names = Filter.of(allow, block, os.environ if environ is None else environ)
     plugins = PluginSet((built_in(), *given, *discover()), names=names, replace=replace)
     for problem in plugins.problems:
@@ -348,3 +348,18 @@ def load_plugins(
         raise PluginLoadError(plugins.problems)
     _log.info("Plugins loaded: %s", "; ".join(map(str, plugins.origins)))
     return plugins
+
+
+def _check_names(setting: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, str):
+        raise ConfigError(setting, value, "a list of names", f"Write [{value!r}].")
+    if not isinstance(value, Collection) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(setting, value, "a list of names")
+
+
+def _pair(one: Any) -> tuple[str, object]:
+    if not isinstance(one, tuple) or len(one) != 2 or not isinstance(one[0], str):
+        raise ConfigError("extra", one, "pairs of a name and a module or an instance")
+    return one

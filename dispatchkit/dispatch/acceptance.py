@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 from dispatchkit.dispatch.cells import batch_of_cell
 from dispatchkit.dispatch.constraints import broken_constraint
@@ -41,30 +42,40 @@ def accepted_keys(
                 name, method, "is missing; a policy has declare and decide.", origin=origin
             )
     try:
-        keys = list(policy.declare(config))
+        answer: Any = policy.declare(config)
+        keys = list(answer) if isinstance(answer, Iterable) else [answer]
     except PolicyError:
         raise
     except Exception as error:
-        problem = f"raised {type(error).__name__}: {error}"
+        problem = raised(error)
         raise PolicyError(name, "declare", problem, origin=origin) from error
     for key in keys:
         if not isinstance(key, GraphKey):
             raise PolicyError(
                 name, "declare", f"returned {key!r}; only GraphKeys.", origin=origin, value=key
             )
+        if key.num_tokens > config.max_num_tokens:
+            problem = f"returned {key}; no batch has more than {config.max_num_tokens} tokens."
+            raise PolicyError(name, "declare", problem, origin=origin, value=key)
     trial = GraphRegistry()
     trial.declare(keys)
     view = GraphView(trial, config, modes=frozenset(modes), dispatchable=lambda entry: True)
     for batch in _probes(keys, config):
         try:
-            answer = policy.decide(batch, view)
+            decision = policy.decide(batch, view)
         except Exception as error:
-            problem = f"raised {type(error).__name__} on {batch}: {error}"
+            problem = raised(error, batch)
             raise PolicyError(name, "decide", problem, origin=origin) from error
-        fault = None if answer is None else broken_constraint(answer, batch, view)
+        fault = None if decision is None else broken_constraint(decision, batch, view)
         if fault is not None:
-            raise PolicyError(name, "decide", fault, origin=origin, value=answer)
+            raise PolicyError(name, "decide", fault, origin=origin, value=decision)
     return keys
+
+
+def raised(error: Exception, batch: Batch | None = None) -> str:
+    """Return what a method of a policy raised as a sentence."""
+    where = "" if batch is None else f" on {batch}"
+    return f"raised {type(error).__name__}{where}: {error}".rstrip(":. ") + "."
 
 
 def _probes(keys: list[GraphKey], config: DispatchConfig) -> Iterator[Batch]:

@@ -14,6 +14,8 @@ def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | Non
     """Return which hard constraint an answer breaks, in words; None if it may stand."""
     if not isinstance(answer, Decision):
         return f"answered {answer!r}; a Decision or None is allowed."
+    if not answer.reason:
+        return f"answered {answer!r} without a reason; each step is counted by one."
     key = answer.key
     if key is None:
         if answer.mode is not RuntimeMode.NONE:

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from dispatchkit.errors import DescriptorError
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
@@ -29,6 +30,12 @@ class Reason(enum.StrEnum):
     PIECEWISE_UNSUPPORTED = "piecewise_unsupported"
     NOT_MINE = "no_policy_answered"
     POLICY_ERROR = "policy_error"
+
+
+def _word(reason: Any) -> str:
+    if not isinstance(reason, str) or not reason:
+        raise DescriptorError("reason", reason, "a short word to count the step by")
+    return str(reason)
 
 
 # A bound that no number of requests passes, where a decision does not depend on them.
@@ -69,12 +76,12 @@ class Decision:
     @classmethod
     def replay(cls, key: GraphKey, reason: str = Reason.HIT, *, timed: bool = False) -> Decision:
         """Choose the graph of a key."""
-        return cls(key.mode, key, str(reason), timed)
+        return cls(key.mode, key, _word(reason), timed)
 
     @classmethod
     def eager(cls, reason: str, *, timed: bool = False) -> Decision:
         """Choose eager, at the exact size, for a reason that is counted."""
-        return cls(RuntimeMode.NONE, None, str(reason), timed)
+        return cls(RuntimeMode.NONE, None, _word(reason), timed)
 
     @property
     def padded_num_tokens(self) -> int:

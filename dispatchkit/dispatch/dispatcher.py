@@ -23,7 +23,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.dispatch.acceptance import accepted_keys
+from dispatchkit.dispatch.acceptance import accepted_keys, raised
 from dispatchkit.dispatch.cells import (
     Cell,
     batch_of_cell,
@@ -178,11 +178,13 @@ class Dispatcher:
         with self._lock:
             try:
                 for update in learn(outcome) or ():
+                    if not isinstance(update, CellUpdate):
+                        raise self._fault("observe", f"answered {update!r}; only CellUpdates.")
                     self.update(update)
             except PolicyError as error:
                 self._blame(error)
             except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
-                fault = self._fault("observe", f"raised {type(error).__name__}: {error}")
+                fault = self._fault("observe", raised(error))
                 fault.__cause__ = error
                 self._blame(fault)
 
@@ -380,9 +382,7 @@ class Dispatcher:
         try:
             answer = self._policy.decide(batch, self.graphs)
         except Exception as error:
-            raise self._fault(
-                "decide", f"raised {type(error).__name__} on {batch}: {error}"
-            ) from error
+            raise self._fault("decide", raised(error, batch)) from error
         if answer is None:
             return Decision.eager(Reason.NOT_MINE)
         problem = broken_constraint(answer, batch, self.graphs)

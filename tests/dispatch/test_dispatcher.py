@@ -668,7 +668,6 @@ def test_not_mine_is_eager_with_a_reason():
         (lambda config: [8], "returned 8; only GraphKeys"),
         (lambda config: [None], "returned None; only GraphKeys"),
         (lambda config: 1 / 0, "declare: raised ZeroDivisionError"),
-        (lambda config: None, "declare: raised TypeError"),
     ],
 )
 def test_bad_declaration_is_refused(declare, said):
@@ -870,7 +869,7 @@ def test_policy_that_does_not_learn_is_not_told():
         (RuntimeError("no sample"), "RuntimeError: no sample"),
         ([CellUpdate(Batch(5), Decision.replay(mixed(4)))], "not in the registry"),
         ([CellUpdate(Batch(10), Decision.replay(mixed(8)))], "a bucket is never smaller"),
-        ([Decision.eager("x")], "AttributeError"),
+        ([Decision.eager("x")], "only CellUpdates"),
         (7, "TypeError"),
         ([CellUpdate(Batch(99), Decision.eager("x"))], "DescriptorError"),
     ],
@@ -1261,3 +1260,43 @@ def test_a_number_that_is_not_whole_is_refused_by_name(value):
         with pytest.raises(DescriptorError) as caught:
             make(max_loras=2).dispatch(**{"num_tokens": 8, "num_reqs": 1, name: value})
         assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [(None, "returned None; only GraphKeys"), (3, "returned 3; only GraphKeys")],
+)
+def test_what_is_declared_in_place_of_keys_is_named(declared, said):
+    policy = SmallestPolicy()
+    policy.declare = lambda config: declared
+    with pytest.raises(PolicyError, match=said):
+        make(policy)
+
+
+def test_key_above_the_largest_batch_is_refused():
+    """Buffers would be made for rows that no batch has."""
+    policy = SmallestPolicy()
+    policy.declare = lambda config: [mixed(1_000_000)]
+    with pytest.raises(PolicyError, match="no batch has more than 32 tokens"):
+        make(policy)
+
+
+def test_update_that_is_none_is_the_policys_fault():
+    policy = Learner()
+    policy.observe = lambda outcome: [3]
+    dispatcher = make(policy)
+    with pytest.warns(RuntimeWarning, match=r"observe: answered 3; only CellUpdates\. The table"):
+        dispatcher.observe(Outcome(dispatcher.batch(8), dispatcher.dispatch(8)))
+
+
+@pytest.mark.parametrize("reason", [None, "", 3])
+def test_decision_needs_a_reason_to_be_counted_by(reason):
+    with pytest.raises(DescriptorError, match="reason must be a short word"):
+        Decision.eager(reason)
+    with pytest.raises(DescriptorError, match="reason must be a short word"):
+        Decision.replay(mixed(8), reason)
+    policy = Faulty(Decision(NONE, None, ""))
+    dispatcher = make(policy)
+    policy.bad = True
+    with pytest.warns(RuntimeWarning, match="without a reason"):
+        assert dispatcher.dispatch(8).reason == Reason.POLICY_ERROR

@@ -359,3 +359,22 @@ def test_a_backend_whose_needs_are_missing_says_so() -> None:
         plugins.create_backend("odd")
     with pytest.raises(PluginError, match=r"'crash'.*ZeroDivisionError"):
         plugins.create_backend("crash")
+
+
+@pytest.mark.parametrize("setting", ["allow", "block", "replace"])
+@pytest.mark.parametrize("value", [3, [3], [None]])
+def test_list_of_something_else_than_names_is_refused(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} must be a list of names"):
+        load_plugins(**{setting: value}, environ={})
+
+
+@pytest.mark.parametrize("value", ["vllm", ("a",), (3, object()), None])
+def test_extra_that_is_no_pair_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="extra must be pairs of a name and a module"):
+        load_plugins(extra=[value], environ={})
+
+
+def test_name_that_fits_no_plugin_is_told_from_one_passed_in() -> None:
+    (problem,) = load_plugins(allow=["no-such-plugin"], environ={}).problems
+    assert "'no-such-plugin' (not found): allowed by name" in str(problem)
+    assert "passed in" not in str(problem)

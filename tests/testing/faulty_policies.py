@@ -260,7 +260,7 @@ class SilentEagerPolicy(SmallestPolicy):
 
     def decide(self, batch, graphs):
         answer = super().decide(batch, graphs)
-        return answer if answer.key is not None else Decision.eager("")
+        return answer if answer.key is not None else Decision(RuntimeMode.NONE, None, "")
 
 
 @planted("a plain batch gets a graph", r"No batch at a capture size got a graph")
