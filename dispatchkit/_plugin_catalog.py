@@ -19,7 +19,6 @@ from dispatchkit._plugin_records import (
     LanePolicySpec,
     ObserverSpec,
     PlannerSpec,
-    PluginError,
     PolicySpec,
     Registered,
 )
@@ -27,6 +26,7 @@ from dispatchkit.errors import (
     BackendUnavailableError,
     ConfigError,
     DispatchkitError,
+    PluginError,
     PolicyError,
     UnknownNameError,
     nearest_names,

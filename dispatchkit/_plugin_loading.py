@@ -17,8 +17,8 @@ import attrs
 
 from dispatchkit._plugin_check import PROJECT, Implementation, PluginFault, implementations
 from dispatchkit._plugin_discovery import Candidate, Filter, Misfit
-from dispatchkit._plugin_records import KINDS, AnySpec, Origin, PluginError
-from dispatchkit.errors import UnknownNameError
+from dispatchkit._plugin_records import KINDS, AnySpec, Origin
+from dispatchkit.errors import PluginError, UnknownNameError
 from dispatchkit.observe.events import Subscription
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What plugins hand over, and what becomes of it: records, origins, errors.
+"""What plugins hand over, and where it comes from: records and origins.
 
 Public names are ``dispatchkit.hookspecs`` (for authors of plugins) and ``dispatchkit.plugins``
 (for those who use them).
@@ -7,12 +7,12 @@ Public names are ``dispatchkit.hookspecs`` (for authors of plugins) and ``dispat
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import attrs
 
-from dispatchkit.errors import ConfigError, RegistrationError
+from dispatchkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from dispatchkit.backends.base import GraphBackend
@@ -201,26 +201,3 @@ class Registered(Generic[SpecT]):
     def summary(self) -> str:
         """One line for listings; may be empty."""
         return self.spec.help if isinstance(self.spec, CommandSpec) else self.spec.summary
-
-
-class PluginError(RegistrationError):
-    """One plugin, or one name that it claims, could not be taken.
-
-    Attributes:
-        origin: The plugin and its distribution.
-        reason: What is wrong and what to do, in words.
-    """
-
-    def __init__(self, origin: Origin, reason: str) -> None:
-        self.origin, self.reason = origin, reason
-        super().__init__(f"Plugin {origin.plugin!r} ({origin}): {reason}")
-
-
-class PluginLoadError(ExceptionGroup[PluginError], RegistrationError):
-    """Loading in strict mode found problems; the group holds a PluginError for each."""
-
-    def __new__(cls, errors: Sequence[PluginError]) -> PluginLoadError:
-        """Build the group; the message lists every problem."""
-        listing = "".join(f"\n- {error}" for error in errors)
-        text = f"loading plugins found {len(errors)} problem(s):{listing}\n"
-        return super().__new__(cls, text, list(errors))

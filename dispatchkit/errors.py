@@ -8,8 +8,11 @@ Each class also inherits the built-in exception a caller would expect, so that e
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dispatchkit._plugin_records import Origin
 
 
 def nearest_names(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
@@ -119,6 +122,29 @@ class PolicyError(DispatchkitError, RuntimeError):
 
 class RegistrationError(DispatchkitError, ValueError):
     """A plugin, a name or a key could not be registered; nothing of it was kept."""
+
+
+class PluginError(RegistrationError):
+    """One plugin, or one name that it claims, could not be taken.
+
+    Attributes:
+        origin: The plugin and its distribution.
+        reason: What is wrong and what to do, in words.
+    """
+
+    def __init__(self, origin: Origin, reason: str) -> None:
+        self.origin, self.reason = origin, reason
+        super().__init__(f"Plugin {origin.plugin!r} ({origin}): {reason}")
+
+
+class PluginLoadError(ExceptionGroup[PluginError], RegistrationError):
+    """Loading in strict mode found problems; the group holds a PluginError for each."""
+
+    def __new__(cls, errors: Sequence[PluginError]) -> PluginLoadError:
+        """Build the group; the message lists every problem."""
+        listing = "".join(f"\n- {error}" for error in errors)
+        text = f"loading plugins found {len(errors)} problem(s):{listing}\n"
+        return super().__new__(cls, text, list(errors))
 
 
 class RegistryError(DispatchkitError, RuntimeError):

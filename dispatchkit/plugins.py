@@ -47,12 +47,10 @@ from dispatchkit._plugin_records import (
     ObserverSpec,
     Origin,
     PlannerSpec,
-    PluginError,
-    PluginLoadError,
     PolicySpec,
     Registered,
 )
-from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.errors import ConfigError, PluginError, PluginLoadError, UnknownNameError
 from dispatchkit.observe.events import (
     EVENTS,
     MAX_FAULTS,

@@ -24,6 +24,7 @@ if ! .venv/bin/python -c "import pip; $usable" 2>/dev/null; then
         stop "'$py' has no venv module; install it (Debian and Ubuntu: apt-get install python3-venv), $again."
     problem=$("$py" -m venv --clear .venv 2>&1) ||
         stop "'$py -m venv .venv' failed ($(echo "$problem" | tail -n 1)); check space and permissions of this folder, $again."
+    [ -x .venv/bin/python ] || stop "'$py -m venv .venv' made nothing; is it a Python? $again."
 fi
 
 pip_install() {

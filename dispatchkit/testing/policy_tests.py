@@ -29,6 +29,7 @@ from dispatchkit.testing.samples import (
 )
 
 _OF_ONE_KEY = ("captured", "failed", "evicted", "stale", "disabled", "enabled")
+_MODES = "config.mode.decode_mode() and mixed_mode() name what may be declared"
 _ONE_MODE = {RuntimeMode.PIECEWISE: 1, RuntimeMode.FULL: 6}  # that mode or eager
 
 
@@ -85,10 +86,10 @@ class PolicyTests(CaseRunner):
                 f"a part of a request of {own.query_len} tokens": (
                     own.uniform and own.num_tokens % own.query_len != 0
                 ),
-                f"mode {key.mode} though the configured mode is {mode}": not mode.has_mode(
-                    CUDAGraphMode[key.mode.name]
+                f"mode {key.mode} though the configured mode is {mode}; {_MODES}": (
+                    not mode.has_mode(CUDAGraphMode[key.mode.name])
                 ),
-                f"FULL for mixed batches though the configured mode is {mode}": (
+                f"FULL for mixed batches though the configured mode is {mode}; {_MODES}": (
                     key.mode is RuntimeMode.FULL
                     and not decode
                     and mode.mixed_mode() is not CUDAGraphMode.FULL

@@ -167,7 +167,7 @@ def test_policy_that_refuses_everything_fails():
 
     found = find(Refuses, "chosen key was declared")
     assert found.holds is False
-    assert "declare refused every one of 60 configurations" in found.message
+    assert re.search(r"declare refused every one of \d+ configurations", found.message)
 
 
 def test_policy_for_few_configurations_narrows_them():
