@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dispatchkit_adaptive.latency import LatencyPolicy
 from dispatchkit_adaptive.policy import AdaptivePolicy, SeedRun
 from dispatchkit_adaptive.rehearsal import Noise, Rehearsal, rehearse
 from dispatchkit_adaptive.report import ArmReport, BucketReport
@@ -13,6 +14,7 @@ __all__ = [
     "AdaptivePolicy",
     "ArmReport",
     "BucketReport",
+    "LatencyPolicy",
     "Noise",
     "Rehearsal",
     "SeedRun",

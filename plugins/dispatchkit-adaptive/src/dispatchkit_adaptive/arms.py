@@ -187,6 +187,11 @@ class Arm:
             return len(self._outliers) < _OUTLIERS_IN_A_ROW
         return bool(self._ratios) and abs(math.log(self._ratios[-1])) > 2.2 * self.noise
 
+    def latest(self) -> float:
+        """Return the latest few samples in times of what was expected; 1 without any."""
+        recent = list(self._ratios)[-4:]
+        return sum(recent) / len(recent) if recent else 1.0
+
     def add(self, num_tokens: float, us: float, *, watch: bool = True) -> float | None:
         """Take a sample.
 

@@ -124,10 +124,12 @@ class Bucket:
         key: The graph in use; None where there is none.
         limit: Eager is used up to so many tokens.
         cells: The batches that were asked for.
-        waiting_since: Outcome number of the probe that has no outcome yet; 0: none waits.
+        waiting: Batches with a probe that has no outcome yet, by the number of the outcome
+            after which it was sent.
         follow_ups: Probes in a row that came at once after an odd one.
         last_probe: Step of the last probe that came back, 0 without any.
-        stale_us: What may have been lost, had the base become faster unnoticed.
+        unproven_us: What the base would have cost in the steps that differed since its arm
+            was measured last; it may have become faster unnoticed.
     """
 
     base: Decision
@@ -137,10 +139,10 @@ class Bucket:
     key: GraphKey | None = attrs.field(init=False)
     limit: float = attrs.field(init=False)
     cells: dict[Batch, None] = attrs.field(factory=dict, repr=False)
-    waiting_since: int = 0
+    waiting: dict[Batch, int] = attrs.field(factory=dict, repr=False)
     follow_ups: int = 0
     last_probe: int = 0
-    stale_us: float = 0.0
+    unproven_us: float = 0.0
 
     def __attrs_post_init__(self) -> None:
         self.to_base()
@@ -170,6 +172,11 @@ class Bucket:
             and ident.num_tokens > key.num_tokens
         )
 
+    @property
+    def at_risk_us(self) -> float:
+        """What was lost unnoticed, had the base become faster right after its last sample."""
+        return self.unproven_us * (1.0 - 1.0 / DRIFT)
+
     def choice(self, num_tokens: int) -> ArmId | None:
         """Return the arm in use for a number of tokens."""
         if self.piece is not None and (self.key is None or num_tokens <= self.limit):
@@ -180,7 +187,7 @@ class Bucket:
         """Choose anew from what is known; return whether anything changed."""
         before = (self.key, self.limit)
         base = None if self.base_arm is None else known.get(self.base_arm)
-        if base is None or stakes.account_us <= 0.0 or self.stale_us > stakes.account_us:
+        if base is None or stakes.account_us <= 0.0:
             self.to_base()
         elif self.base.key is None:
             self._leave_eager(known, stakes)
@@ -218,7 +225,7 @@ class Bucket:
             now, other = known[self.key], known[key]
             us = _level(other)
             covered = key == self.base.key or us <= stakes.worst(base_us)
-            doubts = 2.0 if self.is_detour(key) else 1.0
+            doubts = 2.5 if self.is_detour(key) else 1.0
             if covered and us * (1.0 + doubts * _margin(stakes, now, other)) < _level(now):
                 self.key = key
 

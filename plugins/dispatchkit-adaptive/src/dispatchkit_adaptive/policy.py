@@ -40,7 +40,7 @@ from dispatchkit_adaptive.buckets import (
     band_of,
     bands,
 )
-from dispatchkit_adaptive.ledger import Ledger
+from dispatchkit_adaptive.ledger import DRIFT, Ledger
 from dispatchkit_adaptive.report import BucketReport, describe
 from dispatchkit_adaptive.state import StateError, read_state, write_state
 
@@ -53,13 +53,18 @@ _KNOWN = 3
 #: An arm this many times slower than the one in use is far off, and seldom tried.
 _CLOSE = 1.5
 # Outcomes after which a probe that never came back (its cell was not used) is given up.
-_LOST = 512
+_LOST = 4096
+# Batches of a bucket that may wait for a probe at once: where sizes seldom come again, one alone
+# would wait for ever.
+_MOST_WAITING, _FEW_WAITING = 24, 2
+# Samples since a change in which it is still news.
+_JUST_CHANGED = 5
 _SEED_RUNS, _SEED_ROUNDS = 8, 3
 _REGIME_WINDOW, _REGIME_MAJORITY = 16, 12
 # What an arm that was never measured is taken to cost, in times of the one in use.
 _UNKNOWN_COST = 3.0
 # The share of the promise that is planned with; the rest is for what is known wrongly.
-_PLANNED = 0.8
+_PLANNED = 0.75
 
 _Regime = tuple[str, bool]  # the clock, and whether other work was ahead on the stream
 
@@ -116,7 +121,7 @@ class AdaptivePolicy:
         history_size: int = 192,
         margin: float = 0.02,
         promise: float = 0.01,
-        explore: float = 0.0006,
+        explore: float = 0.0005,
         max_sizes: int = 2,
         seed: int = 0,
         state: str | Path | None = None,
@@ -211,7 +216,7 @@ class AdaptivePolicy:
         us = outcome.elapsed_us
         bucket = self._of_cell.get(outcome.batch)
         if bucket is not None and outcome.decision.reason == PROBE:
-            bucket.waiting_since = 0
+            bucket.waiting.pop(outcome.batch, None)
         if not outcome.completed or us is None or not math.isfinite(us) or us <= 0.0:
             return []
         ran = outcome.decision.key or (None if bucket is None else bucket.piece)
@@ -413,7 +418,8 @@ class AdaptivePolicy:
         base = None if bucket.base_arm is None else known.get(bucket.base_arm)
         typical = 0.0 if base is None else base.expect(bucket.top) or 0.0
         ledger = self.ledger
-        return Stakes(self.margin, ledger.allowance(typical), ledger.lead_us, ledger.horizon)
+        account = ledger.allowance(typical) - bucket.at_risk_us
+        return Stakes(self.margin, account, ledger.lead_us, ledger.horizon)
 
     def _buckets_with(self, ident: ArmId) -> Iterator[Bucket]:
         return (bucket for bucket in self._buckets.values() if ident in bucket.arms)
@@ -479,7 +485,7 @@ class AdaptivePolicy:
         if outcome.decision.reason == PROBE:
             bucket.last_probe = self._step
         if ran == bucket.base_arm:
-            bucket.stale_us = 0.0
+            self._prove(bucket, self._arm((outcome.clock, outcome.queued), ran), expected, us)
             ledger.account(steps, expected or us, expected or us)
             return
         base = None
@@ -496,7 +502,17 @@ class AdaptivePolicy:
             cost = expected  # an outlier, which would have come under the base as well
         cautious = base_us * (1.0 - base.error())
         ledger.account(steps, cautious, cost)
-        bucket.stale_us += steps * max(0.0, cost - base_us / 1.5)
+        bucket.unproven_us += steps * base_us
+
+    def _prove(self, bucket: Bucket, base: Arm, before_us: float | None, us: float) -> None:
+        """Settle what was unproven when the base's arm has been measured."""
+        now_us = base.expect(bucket.top) if before_us is None else before_us
+        if base.is_suspicious or now_us is None:
+            return  # the next sample tells
+        # If it has become faster, when is not known: taken for right after the last sample.
+        faster = 1.0 - min(base.latest(), us / now_us if base.fresh < _JUST_CHANGED else 1.0)
+        self.ledger.lead_us -= bucket.unproven_us * max(0.0, faster)
+        bucket.unproven_us = 0.0
 
     def _choose_anew(self, buckets: Iterable[Bucket]) -> list[CellUpdate]:
         """Choose again in some buckets; return the cells that get another answer."""
@@ -518,7 +534,11 @@ class AdaptivePolicy:
 
     def _probe(self, bucket: Bucket, batch: Batch, ran: ArmId) -> list[CellUpdate]:
         """Perhaps try another arm, once, when this batch comes again."""
-        if bucket.waiting_since and self._outcomes - bucket.waiting_since < _LOST:
+        if len(bucket.waiting) >= _MOST_WAITING:
+            if self._outcomes - min(bucket.waiting.values()) < _LOST:
+                return []
+            bucket.waiting.clear()
+        if batch in bucket.waiting:
             return []
         current = bucket.choice(batch.num_tokens)
         now = None if current is None else self._arms.get((self._regime, current))
@@ -531,7 +551,8 @@ class AdaptivePolicy:
             return self._send(bucket, batch, ran)
         bucket.follow_ups = 0
         account = self.ledger.allowance(now_us)
-        if bucket.stale_us > account / 3 and bucket.base_arm not in (None, current):
+        soon = bucket.at_risk_us + self.ledger.horizon * now_us * (1.0 - 1.0 / DRIFT)
+        if soon > account and bucket.base_arm not in (None, current):
             return self._send(bucket, batch, bucket.base_arm)
         best: tuple[float, bool, ArmId] | None = None
         for ident in bucket.arms:
@@ -547,8 +568,12 @@ class AdaptivePolicy:
             age = self._step - arm.last_step
             undecided = us < now_us * (1.0 + arm.error())
             if bucket.is_detour(ident):
-                undecided = us * (1.0 + 2.0 * arm.error()) < now_us
-            if age < (2 if undecided else 16 + self._random.randrange(8)):
+                undecided = us * (1.0 + 3.0 * arm.error()) < now_us
+            # What many samples could not decide is a tie, and one more will not decide it.
+            wait = arm.fresh // 4 if undecided else 16
+            if age < max(2, min(wait, 16) + self._random.randrange(2 + wait // 2)):
+                continue
+            if len(bucket.waiting) >= _FEW_WAITING and not undecided:
                 continue
             cost = max(0.0, us - now_us)
             far = us > _CLOSE * now_us or (bucket.is_detour(ident) and not undecided)
@@ -571,7 +596,7 @@ class AdaptivePolicy:
         return _UNKNOWN_COST
 
     def _send(self, bucket: Bucket, batch: Batch, ident: ArmId | None) -> list[CellUpdate]:
-        bucket.waiting_since = self._outcomes
+        bucket.waiting[batch] = self._outcomes
         if isinstance(ident, GraphKey):
             decision = Decision.replay(ident, PROBE, timed=True)
         else:

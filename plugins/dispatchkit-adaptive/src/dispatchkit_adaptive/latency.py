@@ -1,0 +1,96 @@
+"""Latencies by key and mode, for dispatchers of somebody else's that keep their own graphs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Hashable
+from typing import Any, TypeVar
+
+from dispatchkit.errors import ConfigError
+from dispatchkit.keys import check_count
+
+from dispatchkit_adaptive.arms import Arm
+
+__all__ = ["LatencyPolicy"]
+
+ModeT = TypeVar("ModeT")
+MAX_KEYS = 4096
+
+
+class LatencyPolicy:
+    """Prefer the mode that was fastest for a key; try the others again now and then.
+
+    It knows keys and modes only as what they are equal to. A mode is eager if its name is
+    ``EAGER`` or ``NONE``.
+
+    Args:
+        history_size: Latencies kept for each key and mode, at least 8.
+        min_samples: Latencies of a mode from which on it counts.
+        retry_every: A slower choice is tried once in so many questions about a key.
+
+    Raises:
+        ConfigError: A number cannot be used.
+    """
+
+    def __init__(
+        self, history_size: int = 100, *, min_samples: int = 3, retry_every: int = 64
+    ) -> None:
+        self.history_size = check_count(history_size, "history_size", minimum=8)
+        self.min_samples = check_count(min_samples, "min_samples")
+        self.retry_every = check_count(retry_every, "retry_every", minimum=2)
+        self._arms: OrderedDict[Hashable, dict[Any, Arm]] = OrderedDict()
+        self._asked: Counter[Hashable] = Counter()
+
+    def record(self, key: Hashable, mode: Hashable, latency: float) -> None:
+        """Learn how long a key took in a mode, in any unit that is always the same.
+
+        Raises:
+            ConfigError: The latency is not a number above 0.
+        """
+        if isinstance(latency, bool) or not math.isfinite(latency) or latency <= 0.0:
+            raise ConfigError("latency", latency, "a number above 0")
+        if key not in self._arms and len(self._arms) >= MAX_KEYS:
+            oldest, _ = self._arms.popitem(last=False)
+            del self._asked[oldest]
+        arms = self._arms.setdefault(key, {})
+        self._arms.move_to_end(key)
+        arms.setdefault(mode, Arm(self.history_size, over_tokens=False)).add(1, latency)
+
+    def latency(self, key: Hashable, mode: Hashable) -> float | None:
+        """Return the latency to expect; None where too few are known."""
+        arm = self._arms.get(key, {}).get(mode)
+        if arm is None or len(arm.samples) < self.min_samples:
+            return None
+        return arm.expect(1)
+
+    def should_use_graph(self, key: Hashable, graph_available: bool) -> bool:
+        """Return whether a graph is there and eager is not known to be faster."""
+        if not graph_available:
+            return False
+        eager, graph = math.inf, math.inf
+        for mode in self._arms.get(key, {}):
+            us = self.latency(key, mode)
+            if us is not None and _is_eager(mode):
+                eager = min(eager, us)
+            elif us is not None:
+                graph = min(graph, us)
+        if not math.isfinite(graph) or not math.isfinite(eager):
+            return True
+        self._asked[key] += 1
+        is_retry = self._asked[key] % self.retry_every == 0
+        return (graph <= eager) is not is_retry
+
+    def select_mode(self, key: Hashable, available_modes: Collection[ModeT]) -> ModeT:
+        """Return the fastest of the modes; one that is not known yet goes first.
+
+        Raises:
+            ConfigError: There is no mode.
+        """
+        if not available_modes:
+            raise ConfigError("available_modes", available_modes, "at least one mode")
+        return min(available_modes, key=lambda mode: self.latency(key, mode) or 0.0)
+
+
+def _is_eager(mode: object) -> bool:
+    return str(getattr(mode, "name", mode)).upper() in ("EAGER", "NONE")
