@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -87,28 +88,26 @@ class CaptureWatch(DispatchMode):
                 on_device = True
                 self._note_given(tensor)
         error = sync_of(func, args) if on_device else None  # host tensors may be read
-        error = error or self._host_copy(func, args, kwargs)
+        if error is None and func._schema.name in _COPIES:
+            error = self._host_copy(func, args, kwargs)
         if error is not None:
             self.note_error(error)
             raise error
         result = run_composite(self, func, args, kwargs)
         if result is not NotImplemented:
             return result
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws = True
+        self.draws = self.draws or _may_draw(func)
         return func(*args, **kwargs)
 
     def _note_given(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        known = self._given.get(storage._cdata)
-        if known is None or known.expired():
+        # What lies outside was there before, so that no identity of it is used anew.
+        if storage._cdata not in self._given:
             self._given[storage._cdata] = StorageWeakRef(storage)
 
     def _host_copy(self, func: Any, args: Any, kwargs: Any) -> HostSyncError | None:
         """Return the error for a copy that waits; hold the host memory of one that does not."""
         name = func._schema.name
-        if name not in _COPIES:
-            return None
         tensors = [x for x in args[:2] if isinstance(x, torch.Tensor)]
         kinds = {tensor.device.type for tensor in tensors}
         if name == "aten::_to_copy" and kwargs.get("device") is not None:
@@ -123,3 +122,8 @@ class CaptureWatch(DispatchMode):
             )
         self.host_tensors += [tensor for tensor in tensors if tensor.device.type == "cpu"]
         return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags

@@ -11,14 +11,14 @@ Not seen: kernels that are launched without an operator torch knows to be mutati
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.dispatch_mode import DispatchMode, tensors_in
 from dispatchkit.errors import CaptureError
@@ -119,34 +119,27 @@ class WriteWatch(DispatchMode):
         self._inputs, self._ignore = inputs, ignore
         self._snapshot, self._left = snapshot, limit
         self._meter = meter
-        self._own: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._own: set[int] = set()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        schema = func._schema
-        if schema.is_mutable:
-            values = itertools.chain(args, itertools.repeat(None))
-            for argument, value in zip(schema.arguments, values, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in tree_leaves(kwargs.get(argument.name, value)):
-                        if isinstance(tensor, torch.Tensor):
-                            self._before_write(tensor, schema.name)
+        facts = _facts_of(func)
+        for index, name in facts.writes:
+            for tensor in tensors_in((args[index] if index < len(args) else kwargs.get(name),)):
+                self._before_write(tensor, func._schema.name)
         result = func(*args, **kwargs)
-        if not schema.returns:
+        if facts.returns_nothing:
             return None  # torch insists on it, also where the operation gives its list back
-        if any(not self._is_view(ret) for ret in schema.returns):
-            self._note_new(result, args, kwargs)
+        if facts.makes_new:
+            given = () if facts.is_trusted else (*args, *kwargs.values())
+            self._note_new(result, given)
         return result
 
-    @staticmethod
-    def _is_view(ret: Any) -> bool:
-        return ret.alias_info is not None
-
     def _is_own(self, tensor: torch.Tensor) -> bool:
-        known = self._own.get(storage_of(tensor))
-        return known is not None and not known[0].expired()
+        return storage_of(tensor) in self._own
 
     def _before_write(self, tensor: torch.Tensor, operation: str) -> None:
         if tensor in self._inputs:
@@ -176,16 +169,53 @@ class WriteWatch(DispatchMode):
         self._snapshot.save(storage)
         self.written.append(tensor)
 
-    def _note_new(self, result: Any, args: Any, kwargs: Any) -> None:
-        given = {storage_of(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
+    def _note_new(self, result: Any, given: tuple[Any, ...]) -> None:
+        known = {storage_of(tensor) for tensor in tensors_in(given)} if given else ()
         for tensor in tensors_in((result,)):
-            if storage_of(tensor) not in given:
-                storage = tensor.untyped_storage()
-                self._own[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            identity = storage_of(tensor)
+            if identity not in known:
+                # What lies outside was there before, so that no identity of it is used anew.
+                self._own.add(identity)
+                if self._meter:
+                    storage = tensor.untyped_storage()
+                    self._alive[identity] = (StorageWeakRef(storage), storage.nbytes())
         if self._meter:
-            self._own = {key: pair for key, pair in self._own.items() if not pair[0].expired()}
-            alive = sum(num_bytes for _, num_bytes in self._own.values())
+            self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+            alive = sum(num_bytes for _, num_bytes in self._alive.values())
             self.peak_bytes = max(self.peak_bytes, alive)
+
+
+@attrs.frozen
+class _Facts:
+    """What an operation's schema says of memory.
+
+    Attributes:
+        writes: Index and name of each argument that it writes.
+        returns_nothing: It has no result.
+        makes_new: A result of it may be new memory.
+        is_trusted: Results that are not marked as views are new memory for certain.
+    """
+
+    writes: tuple[tuple[int, str], ...]
+    returns_nothing: bool
+    makes_new: bool
+    is_trusted: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _facts_of(func: Any) -> _Facts:
+    schema = func._schema
+    writes = tuple(
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return _Facts(
+        writes=writes,
+        returns_nothing=not schema.returns,
+        makes_new=any(one.alias_info is None for one in schema.returns),
+        is_trusted=schema.name.startswith("aten::") and schema.name != "aten::_unsafe_view",
+    )
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Warmups:
         scratch: Tensors that the step may write in a warmup without harm.
         state_limit_bytes: Most bytes of undeclared state to save.
         output_batch_dims: Declared batch dimensions of the outputs.
-        warmups: Eager runs before each capture, after the watched one.
+        warmups: Eager runs before each capture; the first one of all is watched.
         generators: Random generators that the step draws from, beside the default ones.
 
     Attributes:
@@ -157,11 +157,14 @@ class Warmups:
             for tensor in watch.written:
                 self._written.add(tensor)
             self._peaks[family] = (watch.peak_bytes, key.num_tokens)
-        if self._warmups:
+            left = self._warmups - 1
+        else:
+            left = self._warmups
+        if left:
             outputs = self._backend.warmup(
-                lambda: self.step(views), stream=lane.stream, iterations=self._warmups
+                lambda: self.step(views), stream=lane.stream, iterations=left
             )
-        elif self._batch_dims == DERIVED and family not in self._layouts:
+        if not self._warmups and self._batch_dims == DERIVED and family not in self._layouts:
             raise CaptureError(
                 "With warmups=0 nothing tells the batch dimension of the outputs. Give "
                 "output_batch_dims, or leave one warmup.",
