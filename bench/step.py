@@ -372,10 +372,16 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
         "runner, view, by position": case.call(view, case.device, by_name=False),
         "runner, owned": case.call(owned, case.device),
         "runner, in place": view.step,
-        "make_graphed_callables": case.graphed(),
     }
+    others = {"make_graphed_callables": case.graphed}
     if compile_too:
-        cases["reduce-overhead"] = case.compiled()
+        others["reduce-overhead"] = case.compiled
+    for name, make in others.items():
+        try:
+            cases[name] = make()
+        except Exception as error:  # noqa: BLE001 - a rival that fails must not end the rest
+            what = f"{type(error).__name__}: {error}"
+            emit(BENCH, name, 0, "us", 0, group="device", failed=what[:200])
     samples = in_turns(cases, sizes, rounds=rounds, together=10)
     tell("device", samples, "by hand")
     wanted = [

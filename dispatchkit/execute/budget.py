@@ -8,6 +8,7 @@ wanted of it is captured anew.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -223,8 +224,15 @@ class Room:
         lost = [key for key, step in self._live().items() if not step.is_foreign]
         for key in lost:
             self._evict(key, "budget")
-        self._lane.drop_pool()
+        self.drop_pool()
         return lost
+
+    def drop_pool(self) -> None:
+        """Start a new pool once the graphs of the old are gone, and see that its memory is."""
+        old = self._lane.pool
+        self._lane.drop_pool()
+        if self._budget.max_bytes is not None and self._lane.backend.pool_bytes(old):
+            gc.collect()  # something in a ring of references still holds outputs of it
 
     def check(self, key: GraphKey, step: CapturedStep) -> None:
         """Give up a graph that took more than was told beforehand, and more than it may."""

@@ -17,6 +17,7 @@ from dispatchkit.execute.host_arrays import (
     host_tensor,
     numpy_module,
 )
+from dispatchkit.execute.input_errors import bind_or_say, check_or_say
 
 # Expected shapes kept ready, one tuple per batch size; beyond it they are made again.
 MAX_KEPT_SIZES = 4096
@@ -201,30 +202,7 @@ class InputSet:
                     pass  # told below, with names
         elif not kwargs and len(args) == len(self.names):
             return args
-        return self._bind_cold(args, kwargs)
-
-    def _bind_cold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        listing = ", ".join(self.names)
-        if len(args) > len(self.names):
-            raise InputError(
-                "",
-                f"{len(args)} inputs were given by position; there are {len(self.names)}: "
-                f"{listing}.",
-            )
-        given = dict(zip(self.names, args, strict=False))
-        for name, value in kwargs.items():
-            if name not in self.specs:
-                raise InputError(name, f"There is no input {name!r}; the inputs are: {listing}.")
-            if name in given:
-                raise InputError(name, f"Input {name!r} was given twice, by position and by name.")
-            given[name] = value
-        missing = [name for name in self.names if name not in given]
-        if missing:
-            raise InputError(
-                missing[0],
-                f"Input {', '.join(map(repr, missing))} is missing; the inputs are: {listing}.",
-            )
-        return [given[name] for name in self.names]
+        return bind_or_say(self.names, args, kwargs)
 
     # ``check(values)`` returns the number of rows of a call whose inputs all fit. It raises
     # InputError where one is no tensor, or has another type, device, rank, fixed dimension or
@@ -239,7 +217,7 @@ class InputSet:
                 return rows
         except (AttributeError, IndexError):
             pass  # not a tensor, or of too low a rank
-        return self._check_cold(values)
+        return check_or_say(self.specs, self.device, values)
 
     def _check_mixed(self, values: Sequence[Any]) -> int:
         """Check inputs of which some are on the device and some are arrays."""
@@ -254,7 +232,7 @@ class InputSet:
                 return rows
         except (AttributeError, IndexError):
             pass  # not what it should be, or of too low a rank
-        return self._check_cold(values)
+        return check_or_say(self.specs, self.device, values)
 
     def to_arrays(self, values: Sequence[Any]) -> Sequence[Any]:
         """Return a call's values with those of host inputs as arrays, where they can be.
@@ -298,74 +276,3 @@ class InputSet:
         )
         self._expected[rows] = expected
         return expected
-
-    def _check_cold(self, tensors: Sequence[Any]) -> int:
-        """Find what does not fit and say it; an input that only could carry gradients fits."""
-        rows: int | None = None
-        first = ""
-        for name, spec, tensor in zip(self.names, self, tensors, strict=True):
-            if spec.host:
-                self._check_host_kind(name, spec, tensor)
-            elif not isinstance(tensor, torch.Tensor):
-                raise InputError(
-                    name,
-                    f"Input {name!r} must be a tensor of {spec.dtype}, got {tensor!r:.60} "
-                    f"({type(tensor).__name__}).",
-                )
-            elif tensor.dtype is not spec.dtype:
-                raise InputError(
-                    name,
-                    f"Input {name!r} must be {spec.dtype}, got {tensor.dtype}. Convert it "
-                    "before the call; nothing is converted silently.",
-                )
-            elif tensor.device != self.device:
-                raise InputError(
-                    name,
-                    f"Input {name!r} must be on {self.device}, got {tensor.device}. Move it "
-                    f"with .to({str(self.device)!r}) first.",
-                )
-            want = "(" + ", ".join("rows" if s is None else str(s) for s in spec.shape) + ")"
-            got = tuple(tensor.shape)
-            fits = len(got) == len(spec.shape) and all(
-                size is None or size == have for size, have in zip(spec.shape, got, strict=True)
-            )
-            if not fits:
-                raise InputError(name, f"Input {name!r} must have shape {want}, got {got}.")
-            if not spec.host and tensor.requires_grad and torch.is_grad_enabled():
-                raise InputError(
-                    name,
-                    f"Input {name!r} requires a gradient, and graphs carry none. Detach it, or "
-                    "call under torch.no_grad().",
-                )
-            if spec.batch_dim is None:
-                continue
-            have = got[spec.batch_dim]
-            if rows is None:
-                rows, first = have, name
-            elif have != rows:
-                raise InputError(
-                    name,
-                    f"Input {name!r} has {have} rows, but {first!r} has {rows}; all batched "
-                    "inputs of a call have the same number.",
-                )
-        return rows or 0
-
-    def _check_host_kind(self, name: str, spec: StaticInput, value: Any) -> None:
-        """Say what is wrong with a value for a host input that did not become an array."""
-        if type(value) is self._array_type:
-            if value.dtype == array_dtype(spec.dtype):
-                return
-            got = f"an array of {value.dtype}. Convert it before the call"
-        elif not isinstance(value, torch.Tensor):
-            got = f"{value!r:.60} ({type(value).__name__})"
-        elif value.requires_grad and torch.is_grad_enabled():
-            got = "one that requires a gradient, and graphs carry none. Detach it"
-        elif value.device.type != "cpu":
-            got = f"a tensor on {value.device}. Without host=True it is taken from there"
-        else:
-            got = f"a tensor of {value.dtype} ({value.layout}). Convert it before the call"
-        raise InputError(
-            name,
-            f"Input {name!r} is declared with host=True and must be a numpy array, a CPU tensor "
-            f"or a list of {spec.dtype}, got {got}.",
-        )

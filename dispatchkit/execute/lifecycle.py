@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from dispatchkit.backends.capture_errors import forget_frames
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, ConfigError, RegistryError
 from dispatchkit.execute.budget import Budget, OverBudgetError, Room
@@ -293,6 +294,7 @@ class Lifecycle:
             self._room.check(key, step)
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
             problem = as_capture_error(error, key)
+            forget_frames(error, None)  # they hold tensors, and with them memory of the pool
         elapsed = (time.perf_counter() - start) * 1e6
         if problem is None:
             grown = max(0, self._lane.num_bytes() - before)
@@ -302,7 +304,7 @@ class Lifecycle:
             self._notify(_event(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown))
         else:
             if all(step.is_foreign for step in self.live().values()):
-                self._lane.drop_pool()  # what the failed one had got of it
+                self._room.drop_pool()  # what the failed one had got of it
             self._registry.failed(key, f"{problem.reason}: {problem}")
             self._retries.note_failure(key)
             self._counters.capture_failures += 1
@@ -328,6 +330,7 @@ class Lifecycle:
         except OverBudgetError as error:
             if not (evict and error.fits_alone):
                 raise
+            forget_frames(error, None)
         lost += self._room.clear_pool()
         return self._capturer.capture(key, self._lane, others, admission)
 

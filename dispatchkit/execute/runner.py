@@ -10,13 +10,12 @@ import torch
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher, Policy
-from dispatchkit.errors import ConfigError, RegistryError
+from dispatchkit.errors import ConfigError
 from dispatchkit.execute.budget import Budget
 from dispatchkit.execute.buffers import StaticBuffers
 from dispatchkit.execute.capture import Capturer
 from dispatchkit.execute.check import Checker
 from dispatchkit.execute.controls import Controls
-from dispatchkit.execute.direct import launch_path
 from dispatchkit.execute.fallbacks import Fallbacks
 from dispatchkit.execute.guard import Guard
 from dispatchkit.execute.inputs import InputSet, StaticInput, inputs_from_example
@@ -36,17 +35,17 @@ from dispatchkit.execute.pieces import Step
 from dispatchkit.execute.reasons import (
     INSIDE_CAPTURE,
 )
+from dispatchkit.execute.recording import Recording
 from dispatchkit.execute.report import ladder
 from dispatchkit.execute.setup import make_backend, make_config, make_policy, with_mode
 from dispatchkit.execute.state import DEFAULT_STATE_LIMIT
 from dispatchkit.execute.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.execute.timing import Timings
 from dispatchkit.execute.warmup import Warmups
-from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.batch import Batch
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import StepCounters
-from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
 from dispatchkit.registry import GraphRegistry, KeyState
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def _remake(settings: dict[str, Any]) -> GraphRunner:
     return GraphRunner(**settings)
 
 
-class GraphRunner(Controls, Fallbacks):
+class GraphRunner(Controls, Recording, Fallbacks):
     """Run a step through captured graphs, padded to the nearest size, or eager.
 
     A call gives what the step itself gives on the same inputs. Graphs carry no gradients:
@@ -336,39 +335,6 @@ class GraphRunner(Controls, Fallbacks):
             raise
         finally:
             self._release()
-
-    def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
-        """Record what each step is dispatched with, in place of an earlier recording.
-
-        Args:
-            capacity: Steps to keep; the oldest are overwritten, and counted.
-
-        Returns:
-            What is filled from now on: ``recorder.save(path)`` writes a step trace.
-
-        Raises:
-            ConfigError: ``capacity`` is not a whole number of at least 1.
-        """
-        recorder = StepRecorder(self.dispatcher.config, capacity)
-        with self._lock:
-            self._decide = recorder.listening_to(self.dispatcher.dispatch)
-        return recorder
-
-    def stop_recording(self) -> None:
-        """Record no more steps; those that do not record pay nothing for it."""
-        with self._lock:
-            self._decide = self.dispatcher.dispatch
-
-    def launch_path(self, key: GraphKey) -> str:
-        """Say how the graph of a key is launched: ``direct``, or by its graph and why.
-
-        Raises:
-            RegistryError: The key has no graph.
-        """
-        captured = self.get(key)
-        if captured is None:
-            raise RegistryError(f"{key} has no graph that could be launched.")
-        return launch_path(self.backend, captured)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy, or send to another process: the same settings, own buffers and no graphs."""

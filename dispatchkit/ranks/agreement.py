@@ -12,8 +12,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +26,7 @@ from dispatchkit.ranks.fingerprint import differences, odd_ranks, versions
 from dispatchkit.ranks.notes import Notes
 from dispatchkit.ranks.protocol import MAX_COLUMNS, Phase
 from dispatchkit.ranks.verdict import LEFT, RAISED, WAITED, Note
+from dispatchkit.ranks.wire import Wire
 
 # Who is in which phase, and the mark with its negative; the row follows.
 _MARK = len(Phase)
@@ -102,7 +102,6 @@ class RankAgreement:
             )
         self.timeout = _seconds(timeout, "timeout")
         self.setup_timeout = max(self.timeout, _seconds(setup_timeout, "setup_timeout"))
-        self._device = torch.device(device)
         parent = dist.group.WORLD if group is None else group
         # As the group below has them: in ascending order.
         self.members = tuple(sorted(dist.get_process_group_ranks(parent)))
@@ -114,18 +113,29 @@ class RankAgreement:
         self._stopped: RankError | None = None
         self._is_first_step = True
         self._num_exchanges, self._total, self._longest = 0, 0.0, 0.0
-        self._group: Any = None
+        self._wire: Wire | None = None
+        # What a rank says of its phase, and what comes of it where all say the same.
+        self._heads = [[int(at == each) * (self.rank + 1) for at in Phase] for each in Phase]
+        self._met = [[int(at == each) * self.size for at in Phase] for each in Phase]
+        self._padding = [[0] * (MAX_COLUMNS - used) for used in range(MAX_COLUMNS + 1)]
         if self.size == 1:
             return
         serial = next(_instances.setdefault((name, self.members), itertools.count()))
         prefix = f"dispatchkit/{name}/{'-'.join(map(str, self.members))}/{serial}"
         self._notes = Notes(_store_of(parent), prefix, self.members, self.rank)
         self._notes.meet(self.setup_timeout)
-        start = time.monotonic()
+        start = time.perf_counter()
         try:
-            self._reduce = self._make_group()
+            self._wire = Wire(
+                self._notes.group_store(),
+                self.rank,
+                self.size,
+                torch.device(device),
+                ROW_WIDTH,
+                self.setup_timeout,
+            )
         except RuntimeError as error:
-            seconds = time.monotonic() - start
+            seconds = time.perf_counter() - start
             where = "the making of their process group"
             raise self._broken(error, seconds, self.setup_timeout, where) from error
         self.compare({**versions(), **{k: str(v) for k, v in (facts or {}).items()}})
@@ -153,16 +163,22 @@ class RankAgreement:
         Raises:
             RankError: A rank is late, gone, has raised, or is doing something else.
         """
-        if self._group is None:
+        wire = self._wire
+        if wire is None:
             self._check_open()
             self.step = step or self.step
             return list(row)
         head = [*self._heads[phase], mark, -mark]
         # Fixed length, so that ranks in different phases can meet; what is left over is 0.
-        self._message[:] = [*head, *row, *self._padding[len(row)]]
+        message = [*head, *row, *self._padding[len(row)]]
         is_counted = phase is Phase.STEP and not self._is_first_step
         start = time.perf_counter()
-        merged = self._run(self._limit(phase), phase, label, step)
+        limit = self._limit(phase)
+        try:
+            merged = wire.merge(message, limit * _SHARE_OF_COLLECTIVE)
+        except RuntimeError as error:
+            seconds = time.perf_counter() - start
+            raise self._broken(error, seconds, limit, self._where(phase, label, step)) from error
         if is_counted:
             elapsed = time.perf_counter() - start
             self._num_exchanges += 1
@@ -238,11 +254,11 @@ class RankAgreement:
         """
         if self._stopped is not None:
             return
-        if self._group is not None:
-            self._message[:] = [*self._heads[Phase.CLOSE], *[0] * (ROW_WIDTH - _MARK)]
+        if self._wire is not None:
+            message = [*self._heads[Phase.CLOSE], 0, 0, *self._padding[0]]
             # Whoever went first has closed its side; this one goes now.
             with contextlib.suppress(RuntimeError):
-                self._reduce(self.timeout * _SHARE_OF_COLLECTIVE)
+                self._wire.merge(message, self.timeout * _SHARE_OF_COLLECTIVE)
             self._notes.leave(Note(LEFT, self.step, "closed"))
         self._end(RankError("The agreement of the ranks was closed.", reason=LEFT))
 
@@ -251,10 +267,10 @@ class RankAgreement:
         if self._stopped is not None:
             return
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        if self._group is not None:
+        if self._wire is not None:
             # The note first: dropping the group is what makes others look for it.
             self._notes.leave(Note(RAISED, self.step, text[:2000]))
-        has_others = self._group is not None
+        has_others = self._wire is not None
         me = self.members[self.rank]
         self._end(RankError(f"This rank ({me}) raised {text}.", ranks=(me,), reason=RAISED))
         if has_others:
@@ -276,62 +292,10 @@ class RankAgreement:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _make_group(self) -> Callable[[float], None]:
-        """Make this agreement's own group, and return what reduces the message within a limit."""
-        on_cpu = self._device.type == "cpu"
-        # Not `new_group`: limited to the members it names groups by their members alone, and a
-        # second group of the same would meet the addresses that the first left in the store.
-        make = _gloo if on_cpu else _nccl
-        self._group = make(self._notes.group_store(), self.rank, self.size, self.setup_timeout)
-        # What a rank says of its phase, and what comes of it where all say the same.
-        self._heads = [[int(at == each) * (self.rank + 1) for at in Phase] for each in Phase]
-        self._met = [[int(at == each) * self.size for at in Phase] for each in Phase]
-        self._padding = [[0] * (MAX_COLUMNS - used) for used in range(MAX_COLUMNS + 1)]
-        tensor = torch.zeros(ROW_WIDTH, dtype=torch.int64)
-        self._message = tensor.numpy()
-        self._tensor = tensor
-        self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        self._seconds_set = 0.0
-        if on_cpu:
-            return self._reduce_on_cpu
-        self._on_device = torch.zeros(ROW_WIDTH, dtype=torch.int64, device=self._device)
-        return self._reduce_on_device
-
-    def _reduce_on_cpu(self, seconds: float) -> None:
-        self._allreduce(self._tensor, seconds).wait()
-
-    def _reduce_on_device(self, seconds: float) -> None:
-        self._on_device.copy_(self._tensor)
-        self._wait_on_device(self._allreduce(self._on_device, seconds), seconds)
-        self._tensor.copy_(self._on_device)
-
-    def _allreduce(self, tensor: torch.Tensor, seconds: float) -> Any:
-        if seconds != self._seconds_set:
-            self._options.timeout, self._seconds_set = timedelta(seconds=seconds), seconds
-        return self._group.allreduce([tensor], self._options)
-
-    def _wait_on_device(self, work: Any, seconds: float) -> None:
-        """Wait for a collective of NCCL, whose own wait has no limit on the host."""
-        deadline = time.monotonic() + seconds
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"Timed out waiting {seconds:.3g} s for NCCL")
-        work.wait()
-
-    def _run(self, limit: float, phase: Phase, label: str, step: int) -> list[int]:
-        start = time.monotonic()
-        try:
-            self._reduce(limit * _SHARE_OF_COLLECTIVE)
-        except RuntimeError as error:
-            seconds = time.monotonic() - start
-            raise self._broken(error, seconds, limit, self._where(phase, label, step)) from error
-        merged: list[int] = self._message.tolist()
-        return merged
-
     def _collect(self, data: bytes, num_rows: int, row: int) -> list[bytes]:
         """Bring together one row of bytes from every rank, or one from rank 0 alone."""
-        if self._group is None:
+        wire = self._wire
+        if wire is None:
             self._check_open()
             return [data]
         longest = self.exchange((len(data),), Phase.SHARE)[0]
@@ -341,20 +305,12 @@ class RankAgreement:
         if num_rows > 1 or self.rank == row:
             table[row, :8] = np.frombuffer(len(data).to_bytes(8, "little"), dtype=np.uint8)
             table[row, 8 : 8 + len(data)] = np.frombuffer(data, dtype=np.uint8)
-        tensor = torch.from_numpy(table).to(self._device)
-        limit = self._limit(Phase.SHARE)
-        start = time.monotonic()
+        limit, start = self._limit(Phase.SHARE), time.perf_counter()
         try:
-            work = self._allreduce(tensor, limit * _SHARE_OF_COLLECTIVE)
-            if self._device.type == "cpu":
-                work.wait()
-            else:
-                self._wait_on_device(work, limit * _SHARE_OF_COLLECTIVE)
+            found = wire.merge_bytes(table, limit * _SHARE_OF_COLLECTIVE)
         except RuntimeError as error:
-            seconds = time.monotonic() - start
-            where = self._where(Phase.SHARE)
-            raise self._broken(error, seconds, limit, where) from error
-        found = tensor.cpu().numpy()
+            seconds = time.perf_counter() - start
+            raise self._broken(error, seconds, limit, self._where(Phase.SHARE)) from error
         return [bytes(line[8 : 8 + int.from_bytes(bytes(line[:8]), "little")]) for line in found]
 
     def _where(self, phase: Phase, label: str = "", step: int = 0) -> str:
@@ -364,7 +320,7 @@ class RankAgreement:
 
     def _broken(self, error: Exception, seconds: float, limit: float, where: str) -> RankError:
         """End, find out whom a failed collective is put down to, and return the error."""
-        self._drop_group()
+        self._drop_wire()
         # Gloo's text alone tells a limit from a lost connection; both are RuntimeErrors.
         timed_out = "imed out" in str(error) or seconds >= limit * _SHARE_OF_COLLECTIVE
         own = Note(WAITED, self.step, str(error)[:500], seconds, timed_out)
@@ -413,34 +369,12 @@ class RankAgreement:
 
     def _end(self, error: RankError) -> None:
         self._stopped = error
-        self._drop_group()
+        self._drop_wire()
 
-    def _drop_group(self) -> None:
-        """Let go of the group: its connections close, and ranks that wait in it wake up."""
-        group, self._group = self._group, None
-        if group is None:
-            return
-        if self._device.type == "cpu":
-            group.shutdown()
-        else:
-            # A collective of NCCL that others do not come to would hold a shutdown up.
-            with contextlib.suppress(RuntimeError):
-                group.abort()
-
-
-def _gloo(store: Any, rank: int, size: int, seconds: float) -> Any:
-    from torch.distributed import ProcessGroupGloo
-
-    return ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
-
-
-def _nccl(store: Any, rank: int, size: int, seconds: float) -> Any:
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    # NCCL's own watchdog ends the process: it must not come first.
-    options._timeout = timedelta(seconds=2 * seconds)  # noqa: SLF001 - its only spelling
-    return ProcessGroupNCCL(store, rank, size, options)
+    def _drop_wire(self) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
 
 
 def _seconds(value: Any, setting: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 
 import pytest
 
@@ -92,6 +93,7 @@ def machine(watched_tape, smallest_policy):
             lazy=strategies.booleans(),
             capture_after=strategies.integers(1, 3),
             max_graphs=strategies.sampled_from([None, 1, 2, 5]),
+            max_bytes=strategies.sampled_from([None, None, 300, 700, 1500]),
             eviction=strategies.sampled_from(["lru", "benefit"]),
             outputs=strategies.sampled_from(["owned", "view"]),
             share_outputs=strategies.booleans(),
@@ -100,7 +102,8 @@ def machine(watched_tape, smallest_policy):
         def build(self, declare_state, **options):
             self.backend = watched_tape()
             self.mine, self.theirs = Model(), Model()
-            self.max_graphs = options["max_graphs"]
+            self.max_graphs, self.max_bytes = options["max_graphs"], options["max_bytes"]
+            self.backend.hold_to(self.max_bytes)
             state = [self.theirs.cache, self.theirs.counter] if declare_state else []
             self.runner = GraphRunner(
                 self.theirs.pieces(),
@@ -134,6 +137,7 @@ def machine(watched_tape, smallest_policy):
                 want = self.mine(slots, values)
                 self.steps += 1
                 torch.testing.assert_close(got, want)
+                del got  # a view of it would keep its memory, in the count of bytes too
 
         @rule(data=strategies.data())
         def call(self, data):
@@ -172,7 +176,15 @@ def machine(watched_tape, smallest_policy):
 
         @rule(data=strategies.data())
         def captures_fail(self, data):
-            self.backend.capture_fault = CaptureError("planted", reason="planted")
+            self.backend.capture_fault = data.draw(
+                strategies.sampled_from(
+                    [
+                        CaptureError("planted", reason="planted"),
+                        torch.OutOfMemoryError("planted"),
+                        ValueError("planted"),
+                    ]
+                )
+            )
             self.burst(data)
             self.backend.capture_fault = None
 
@@ -223,9 +235,36 @@ def machine(watched_tape, smallest_policy):
             live = self.runner.lifecycle.live()
             if self.max_graphs is not None:
                 assert len(live) <= self.max_graphs
+            if self.max_bytes is not None:
+                assert self.runner.num_bytes <= self.max_bytes
+            assert not getattr(self.backend, "broken", False)
             assert self.backend.live == sum(len(step.graphs) for step in live.values())
 
     return RunnerMachine
+
+
+def held_to_a_limit(watched_tape):
+    """Return a tape that fails a test when its pools ever hold more than a limit of bytes."""
+
+    class Held(watched_tape):
+        def hold_to(self, limit):
+            self.limit, self.pools = limit, weakref.WeakSet()
+
+        def new_pool(self):
+            pool = super().new_pool()
+            if hasattr(self, "pools"):
+                self.pools.add(pool)
+            return pool
+
+        def capture(self, run, *, stream, pool, generators=()):
+            graph = super().capture(run, stream=stream, pool=pool, generators=generators)
+            if self.limit is not None:
+                held = sum(one.num_bytes for one in self.pools)
+                # Not an exception that the runner would take for a failed capture.
+                self.broken = getattr(self, "broken", False) or held > self.limit
+            return graph
+
+    return Held
 
 
 def test_runner_and_eager_model_agree(backend, policy):
@@ -233,9 +272,11 @@ def test_runner_and_eager_model_agree(backend, policy):
     # Shrinking takes minutes here; the nightly run has them.
     phases = tuple(Phase) if nightly else (Phase.explicit, Phase.reuse, Phase.generate)
     bounds = settings(
-        max_examples=250 if nightly else 12, stateful_step_count=20, deadline=None, phases=phases
+        max_examples=500 if nightly else 12, stateful_step_count=20, deadline=None, phases=phases
     )
     with warnings.catch_warnings():
         for kind in (EagerStepWarning, ChurnWarning):
             warnings.simplefilter("ignore", kind)
-        run_state_machine_as_test(machine(type(backend), type(policy)), settings=bounds)
+        run_state_machine_as_test(
+            machine(held_to_a_limit(type(backend)), type(policy)), settings=bounds
+        )

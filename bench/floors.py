@@ -1,0 +1,185 @@
+"""What the pieces of a step cost on a device, whoever puts them together.
+
+    python bench/floors.py [ROUNDS]
+
+Host time of single calls: finding the current stream, locks, reading a tensor's properties,
+copies, launches, events, and writing to pinned memory; and device time of graphs that begin with
+a copy from pinned memory, in one block or by input. Without a GPU it says so and ends.
+"""
+
+# ruff: noqa: SLF001 - what torch keeps private is part of what is measured
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import threading
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from _common import emit
+
+BENCH = "floors"
+ROWS, BUCKET, ROOM = 200, 256, 512
+
+
+def tell(group: str, name: str, call: Callable[[], Any], rounds: int, together: int = 50) -> None:
+    """Print the host time of one call, the device waited for between samples."""
+    for _ in range(20):
+        call()
+    samples = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = perf_counter_ns()
+        for _ in range(together):
+            call()
+        samples.append((perf_counter_ns() - start) / together / 1000)
+    torch.cuda.synchronize()
+    emit(BENCH, name, statistics.median(samples), "us", rounds, group=group)
+
+
+def properties(rounds: int) -> None:
+    """Streams, locks, tensors."""
+    x = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
+    shape, device, lock, current = x.shape, x.device, threading.RLock(), torch.cuda.current_stream
+    raw = torch._C._cuda_getCurrentRawStream
+
+    def locked() -> None:
+        with lock:
+            pass
+
+    def acquired() -> None:
+        lock.acquire()
+        lock.release()
+
+    for name, call in {
+        "nothing": lambda: None,
+        "raw handle of the current stream": lambda: raw(0),
+        "torch.cuda.current_stream": current,
+        "is the stream capturing": torch.cuda.is_current_stream_capturing,
+        "is any autocast enabled": torch._C._is_any_autocast_enabled,
+        "with RLock": locked,
+        "RLock, acquire and release": acquired,
+        "shape compared": lambda: x.shape != shape,
+        "dtype": lambda: x.dtype,
+        "device compared": lambda: x.device != device,
+        "is_cuda": lambda: x.is_cuda,
+        "requires_grad": lambda: x.requires_grad,
+        "slice": lambda: x[:100],
+        "clone": x.clone,
+    }.items():
+        tell("properties", name, call, rounds)
+    event, stream = torch.cuda.Event(), current()
+    tell("properties", "event.record(stream)", lambda: event.record(stream), rounds)
+    tell("properties", "event.query", event.query, rounds)
+
+
+def copies(rounds: int) -> None:
+    """Device inputs into static memory."""
+    fused = torch._foreach_copy_
+    for count in (1, 3, 8):
+        given = [torch.ones(ROWS, dtype=torch.int64, device="cuda") for _ in range(count)]
+        static = [torch.zeros(ROOM, dtype=torch.int64, device="cuda") for _ in range(count)]
+        views = [one[:ROWS] for one in static]
+        both = views + [one[ROWS:BUCKET] for one in static]
+        filled = given + [torch.zeros_like(one[ROWS:BUCKET]) for one in static]
+        group = f"{count} inputs"
+
+        def one_by_one(views: Any = views, given: Any = given) -> None:
+            for view, tensor in zip(views, given, strict=True):
+                view.copy_(tensor)
+
+        tell(group, "copy_ for each", one_by_one, rounds)
+        tell(group, "one fused copy", lambda v=views, g=given: fused(v, g), rounds)
+        tell(group, "the same with tails", lambda b=both, f=filled: fused(b, f), rounds)
+
+
+def launches(rounds: int) -> None:
+    """Graphs of several sizes, by torch and by the runtime."""
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+    launch = runtime.cudaGraphLaunch
+    launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    for nodes in (1, 50, 500):
+        x = torch.zeros(BUCKET, device="cuda")
+
+        def body(x: torch.Tensor = x, nodes: int = nodes) -> None:
+            for _ in range(nodes):
+                x.add_(1)
+
+        graph, handle = captured(body)
+        together = 50 if nodes < 100 else 5
+        tell(f"{nodes} nodes", "replay", graph.replay, rounds, together)
+        tell(f"{nodes} nodes", "direct launch", lambda h=handle: launch(h, None), rounds, together)
+    for count in (1, 3, 8):
+        for whole in (True, False):
+            staged(launch, count, rounds, whole=whole)
+
+
+def captured(body: Callable[[], None]) -> tuple[Any, ctypes.c_void_p]:
+    """Return a graph and its instance."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph, stream=stream):
+        body()
+    graph.instantiate()
+    return graph, ctypes.c_void_p(int(graph.raw_cuda_graph_exec()))
+
+
+def staged(launch: Callable[..., int], count: int, rounds: int, *, whole: bool) -> None:
+    """A graph that copies from pinned memory and reads one input."""
+    host = torch.zeros(count, ROOM, dtype=torch.int64).pin_memory()
+    device = torch.zeros(count, ROOM, dtype=torch.int64, device="cuda")
+    out = torch.zeros(BUCKET, dtype=torch.int64, device="cuda")
+
+    def body() -> None:
+        if whole:
+            device.copy_(host, non_blocking=True)
+        else:
+            for target, source in zip(device, host, strict=True):
+                target[:BUCKET].copy_(source[:BUCKET], non_blocking=True)
+        out.add_(device[0, :BUCKET])
+
+    graph, handle = captured(body)
+    group = f"{count} host inputs, " + ("one block" if whole else "by input")
+    tell(group, "direct launch", lambda: launch(handle, None), rounds)
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    samples = []
+    for _ in range(rounds):
+        torch.cuda._sleep(2_000_000)  # so that the host is ahead
+        first.record()
+        for _ in range(20):
+            launch(handle, None)
+        last.record()
+        torch.cuda.synchronize()
+        samples.append(first.elapsed_time(last) * 1000 / 20)
+    emit(BENCH, "device time", statistics.median(samples), "us", rounds, group=group)
+    view, array = host[0].numpy()[:ROWS], torch.arange(ROWS).numpy()
+
+    def write() -> None:
+        view[...] = array
+
+    if count == 1 and whole:
+        tell(group, "write one array", write, rounds)
+    del graph
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rounds", nargs="?", type=int, default=50)
+    rounds = parser.parse_args().rounds
+    if not torch.cuda.is_available():
+        emit(BENCH, "all", 0, "us", 0, missing="torch finds no CUDA device")
+        return
+    with torch.no_grad():
+        properties(rounds)
+        copies(rounds)
+        launches(rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The collective under an agreement: a maximum over all ranks, with a limit on the wait."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+class Wire:
+    """A process group of its own, for one agreement: over gloo on the CPU, or over NCCL.
+
+    It is not made by ``torch.distributed.new_group``: that names a group which only its
+    members make after these alone, and a second group of the same members would meet the
+    addresses that the first left in the store.
+
+    Args:
+        store: Where the ranks find each other.
+        rank: This one.
+        size: How many there are.
+        device: Where the numbers meet.
+        width: Numbers in one exchange.
+        seconds: Limit for connecting.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, device: torch.device, width: int, seconds: float
+    ) -> None:
+        self._device = device
+        self._is_on_cpu = device.type == "cpu"
+        make = _gloo if self._is_on_cpu else _nccl
+        self._group: Any = make(store, rank, size, seconds)
+        self._row = torch.zeros(width, dtype=torch.int64)
+        self._as_array = self._row.numpy()
+        self._row_there = self._row if self._is_on_cpu else self._row.to(device)
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        self._seconds = 0.0
+
+    def merge(self, row: Sequence[int], seconds: float) -> list[int]:
+        """Return the largest value of each column over all ranks.
+
+        Raises:
+            RuntimeError: The others did not come in time, or the connection broke.
+        """
+        self._as_array[:] = row
+        if self._is_on_cpu:
+            self._allreduce(self._row, seconds)
+        else:
+            self._row_there.copy_(self._row)
+            self._allreduce(self._row_there, seconds)
+            self._row.copy_(self._row_there)
+        merged: list[int] = self._row.tolist()
+        return merged
+
+    def merge_bytes(self, table: np.ndarray[Any, Any], seconds: float) -> np.ndarray[Any, Any]:
+        """Return the largest value of each byte of a table over all ranks.
+
+        Raises:
+            RuntimeError: The others did not come in time, or the connection broke.
+        """
+        tensor = torch.from_numpy(table).to(self._device)
+        self._allreduce(tensor, seconds)
+        found: np.ndarray[Any, Any] = tensor.cpu().numpy()
+        return found
+
+    def close(self) -> None:
+        """Let go of the group: connections close, and ranks that wait in it wake up."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if self._is_on_cpu:
+            group.shutdown()
+        else:
+            # A collective of NCCL that others do not come to would hold a shutdown up.
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+    def _allreduce(self, tensor: torch.Tensor, seconds: float) -> None:
+        if seconds != self._seconds:
+            self._options.timeout, self._seconds = timedelta(seconds=seconds), seconds
+        work = self._group.allreduce([tensor], self._options)
+        if not self._is_on_cpu:
+            # NCCL's own wait orders streams, and has no limit on the host.
+            deadline = time.monotonic() + seconds
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"Timed out waiting {seconds:.3g} s for NCCL")
+        work.wait()
+
+
+def _gloo(store: Any, rank: int, size: int, seconds: float) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    return ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+
+
+def _nccl(store: Any, rank: int, size: int, seconds: float) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    # NCCL's own watchdog ends the process: it must not come first.
+    options._timeout = timedelta(seconds=2 * seconds)  # noqa: SLF001 - its only spelling
+    return ProcessGroupNCCL(store, rank, size, options)
