@@ -35,6 +35,10 @@ class ConfigError(DispatchkitError, ValueError):
         allowed: What would be accepted, in words.
     """
 
+    setting: str
+    value: Any
+    allowed: str
+
     def __init__(self, setting: str, value: Any, allowed: str, hint: str = "") -> None:
         self.setting, self.value, self.allowed = setting, value, allowed
         text = f"{setting} must be {allowed}, got {value!r}."
@@ -51,9 +55,13 @@ class UnknownNameError(ConfigError, LookupError):
         nearest: The known names closest to it.
     """
 
+    kind: str
+    name: str
+    known: tuple[str, ...]
+
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         self.kind, self.name, self.known = kind, name, tuple(sorted(known))
-        self.nearest = nearest_names(name, self.known)
+        self.nearest: tuple[str, ...] = nearest_names(name, self.known)
         listing = ", ".join(self.known) or "none"
         guess = f" Did you mean {' or '.join(map(repr, self.nearest))}?" if self.nearest else ""
         super().__init__(kind, name, f"one of: {listing}", f"{guess.strip()} {hint}".strip())
@@ -67,6 +75,10 @@ class DescriptorError(DispatchkitError, ValueError):
         value: What was given.
         allowed: What would be accepted, in words.
     """
+
+    field: str
+    value: Any
+    allowed: str
 
     def __init__(self, field: str, value: Any, allowed: str, hint: str = "") -> None:
         self.field, self.value, self.allowed = field, value, allowed
@@ -97,6 +109,9 @@ class NoGraphError(DispatchkitError, RuntimeError):
         nearest: The nearest keys that exist, as text.
     """
 
+    reason: str
+    nearest: tuple[str, ...]
+
     def __init__(self, message: str, *, reason: str, nearest: tuple[str, ...] = ()) -> None:
         self.reason, self.nearest = reason, nearest
         super().__init__(message)
@@ -111,6 +126,11 @@ class PolicyError(DispatchkitError, RuntimeError):
         hook: Which method or hook answered so (``declare``, ``decide``, ``observe``).
         value: What it answered.
     """
+
+    policy: str
+    hook: str
+    origin: str
+    value: Any
 
     def __init__(
         self, policy: str, hook: str, problem: str, *, origin: str = "", value: Any = None
@@ -131,6 +151,9 @@ class PluginError(RegistrationError):
         origin: The plugin and its distribution.
         reason: What is wrong and what to do, in words.
     """
+
+    origin: Origin
+    reason: str
 
     def __init__(self, origin: Origin, reason: str) -> None:
         self.origin, self.reason = origin, reason
@@ -159,6 +182,9 @@ class CaptureError(DispatchkitError, RuntimeError):
         reason: A short word for counters (``host_sync``, ``out_of_memory``, ``error``).
     """
 
+    key: str
+    reason: str
+
     def __init__(self, message: str, *, key: str = "", reason: str = "error") -> None:
         self.key, self.reason = key, reason
         super().__init__(message)
@@ -180,6 +206,9 @@ class TraceError(DispatchkitError, ValueError):
         line: 1-based line number, or None when the fault is of the file as a whole.
     """
 
+    path: str
+    line: int | None
+
     def __init__(self, path: str, line: int | None, message: str) -> None:
         self.path, self.line = path, line
         where = f"{path}, line {line}" if line is not None else path
@@ -195,6 +224,10 @@ class RankError(DispatchkitError, RuntimeError):
         reason: A short word: ``late`` (or dead), ``raised``, ``left``, ``differs``,
             ``connection``.
     """
+
+    ranks: tuple[int, ...]
+    step: int
+    reason: str
 
     def __init__(
         self, message: str, *, ranks: Iterable[int] = (), step: int = 0, reason: str = "late"

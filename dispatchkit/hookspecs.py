@@ -74,8 +74,8 @@ __all__ = [
     "hookimpl",
 ]
 
-hookspec = HookspecMarker("dispatchkit")
-hookimpl = HookimplMarker("dispatchkit")
+hookspec: HookspecMarker = HookspecMarker("dispatchkit")
+hookimpl: HookimplMarker = HookimplMarker("dispatchkit")
 
 
 # --- loading: what a plugin brings ---------------------------------------------------------------

@@ -115,7 +115,7 @@ class PluginSet(Catalog):
             max_faults: Faults in a row after which an observing hook is switched off.
         """
         super().__init__()
-        self.notifier = Notifier(max_faults=max_faults)
+        self.notifier: Notifier = Notifier(max_faults=max_faults)
         self._manager = new_manager()
         self._staged: list[Staged] = []
         self._subscriptions: dict[str, list[Subscription]] = {}

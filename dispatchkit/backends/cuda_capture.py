@@ -56,7 +56,7 @@ class CaptureAttempt:
     def __init__(
         self, stream: torch.cuda.Stream, pool: CudaPool, generators: list[Any], mode: str
     ) -> None:
-        self.graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self.graph: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph(keep_graph=True)
         self.handle: Any = None
         self._stream = stream
         self._pool = pool

@@ -77,7 +77,7 @@ class CudaPool:
     """
 
     def __init__(self) -> None:
-        self.guard = threading.RLock()
+        self.guard: threading.RLock = threading.RLock()
         self._handle: Any = torch.cuda.graph_pool_handle()
         self._uses = 0
         self._earlier: set[Any] = set()
@@ -159,8 +159,8 @@ class CudaGraph:
         self._outputs = outputs
         self._pool = pool
         self._handle = handle
-        self.holds = holds
-        self.host_tensors = host_tensors
+        self.holds: list[Any] = holds
+        self.host_tensors: list[torch.Tensor] = host_tensors
         self._generators = generators
         self._draws = draws
         self._launch: Callable[[], None] = self._first_replay if draws else graph.replay

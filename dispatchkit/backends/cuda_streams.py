@@ -20,7 +20,7 @@ class CudaStream:
     __slots__ = ("__weakref__", "_handle", "raw")
 
     def __init__(self, raw: torch.cuda.Stream) -> None:
-        self.raw = raw
+        self.raw: torch.cuda.Stream = raw
         self._handle: int = raw.cuda_stream
 
     @property

@@ -36,7 +36,7 @@ class CaptureWatch(DispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.first_error: HostSyncError | None = None
-        self.draws = False
+        self.draws: bool = False
         self.host_tensors: list[torch.Tensor] = []
         self._given = {}
 

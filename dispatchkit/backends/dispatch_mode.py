@@ -50,4 +50,4 @@ class DispatchMode(TorchDispatchMode):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
         if "__torch_dispatch__" in cls.__dict__:
-            cls.__torch_dispatch__ = _without_dynamo(cls.__torch_dispatch__)  # type: ignore[method-assign]
+            setattr(cls, "__torch_dispatch__", _without_dynamo(cls.__torch_dispatch__))  # noqa: B010

@@ -58,7 +58,7 @@ class Scheduler:
     """
 
     def __init__(self, seed: int) -> None:
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
         self._random = random.Random(seed)
         self._queues: dict[TapeStream, deque[_Work | _Wait | Mark]] = {}
 
@@ -136,8 +136,8 @@ class TapeStream:
     def __init__(self, handle: int, scheduler: Scheduler | None) -> None:
         self._handle = handle
         self.scheduler = scheduler
-        self.lock = threading.Lock()
-        self.interception = _Interception()
+        self.lock: threading.Lock = threading.Lock()
+        self.interception: _Interception = _Interception()
 
     @property
     def handle(self) -> int:

@@ -128,7 +128,7 @@ def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
     complain(f"Warning: {message}")
 
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     cls=Commands,
     help="Decide which captured CUDA graph serves a batch, and see why.",
     epilog="Exit codes: 0 done, 1 done and found wanting, 2 bad input, 130 stopped by Ctrl-C.",

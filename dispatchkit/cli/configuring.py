@@ -20,7 +20,9 @@ from dispatchkit.cli.options import (
 from dispatchkit.cli.output import JsonOption, console, print_json, table
 from dispatchkit.settings import Settings, shown
 
-config = typer.Typer(help="Settings: what holds, and where it came from.", no_args_is_help=False)
+config: typer.Typer = typer.Typer(
+    help="Settings: what holds, and where it came from.", no_args_is_help=False
+)
 
 
 @config.command("show")

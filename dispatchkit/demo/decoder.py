@@ -73,6 +73,9 @@ class KVCache:
         values: Likewise.
     """
 
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
     def __init__(self, shape: DecoderShape, device: torch.device | str = "cpu") -> None:
         rows = (shape.num_slots + 1) * shape.cache_len
 
@@ -105,7 +108,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
+        self.weight: nn.Parameter = nn.Parameter(torch.ones(width), requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the rows (T, E) scaled to a mean square of one."""
@@ -116,16 +119,21 @@ class RMSNorm(nn.Module):
 class Block(nn.Module):
     """One transformer block, in the two halves that lie around attention."""
 
+    num_heads: int
+    head_dim: int
+    norm_attention: RMSNorm
+    norm_mlp: RMSNorm
+
     def __init__(self, shape: DecoderShape, generator: torch.Generator) -> None:
         super().__init__()
         width, head_dim = shape.width, shape.head_dim
         self.num_heads, self.head_dim = shape.num_heads, head_dim
         self.norm_attention, self.norm_mlp = RMSNorm(width), RMSNorm(width)
-        self.query = _weight(generator, width, width)
-        self.key_value = _weight(generator, 2 * head_dim, width)
-        self.out = _weight(generator, width, width)
-        self.gate_up = _weight(generator, 4 * width, width)
-        self.down = _weight(generator, width, 2 * width)
+        self.query: nn.Parameter = _weight(generator, width, width)
+        self.key_value: nn.Parameter = _weight(generator, 2 * head_dim, width)
+        self.out: nn.Parameter = _weight(generator, width, width)
+        self.gate_up: nn.Parameter = _weight(generator, 4 * width, width)
+        self.down: nn.Parameter = _weight(generator, width, 2 * width)
 
     def before_attention(
         self, hidden: Tensor, angles: tuple[Tensor, Tensor]
@@ -157,19 +165,24 @@ class Decoder(nn.Module):
         seed: Of the weights; the same seed gives the same weights on every device.
     """
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(
         self, shape: DecoderShape, *, device: torch.device | str = "cpu", seed: int = 0
     ) -> None:
         super().__init__()
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
-        self.embedding = _weight(generator, shape.vocab, shape.width, scale=1.0)
-        self.blocks = nn.ModuleList(Block(shape, generator) for _ in range(shape.num_layers))
-        self.norm = RMSNorm(shape.width)
-        self.head = _weight(generator, shape.vocab, shape.width)
+        self.embedding: nn.Parameter = _weight(generator, shape.vocab, shape.width, scale=1.0)
+        self.blocks: nn.ModuleList = nn.ModuleList(
+            Block(shape, generator) for _ in range(shape.num_layers)
+        )
+        self.norm: RMSNorm = RMSNorm(shape.width)
+        self.head: nn.Parameter = _weight(generator, shape.vocab, shape.width)
         cos, sin = _rotary_tables(shape)
         self.cos, self.sin = nn.Buffer(cos), nn.Buffer(sin)
-        self.last_position = nn.Buffer(torch.arange(shape.cache_len))
+        self.last_position: torch.Tensor = nn.Buffer(torch.arange(shape.cache_len))
         self.to(device)
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache) -> Tensor:

@@ -76,6 +76,8 @@ class Dispatcher:
     Thread safety: ``dispatch`` may be called from any thread.
     """
 
+    config: DispatchConfig
+
     def __init__(
         self,
         policy: Policy,
@@ -90,7 +92,7 @@ class Dispatcher:
         on_swap: Callable[[str, str | None, int], None] | None = None,
         on_fault: Callable[[PolicyError, int | None, int], None] | None = None,
     ) -> None:
-        self.registry = GraphRegistry() if registry is None else registry
+        self.registry: GraphRegistry = GraphRegistry() if registry is None else registry
         self._modes = frozenset(modes)
         self._lazy = lazy
         self._strict = strict
@@ -100,7 +102,7 @@ class Dispatcher:
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
         self._warned: set[tuple[str, str]] = set()
-        self.num_policy_errors = 0
+        self.num_policy_errors: int = 0
         keys = accepted_keys(policy, config, origin, self._modes)
         self._install(policy, config, origin, keys, epoch=0)
         self._unsubscribe = self.registry.subscribe(self._on_registry_event)
@@ -338,7 +340,7 @@ class Dispatcher:
         self.registry.declare(keys)
         table = Table(config, epoch)
         self._policy, self._origin, self.config = policy, origin, config
-        self.graphs = GraphView(
+        self.graphs: GraphView = GraphView(
             self.registry, config, modes=self._modes, dispatchable=self._is_dispatchable
         )
         self._table = table

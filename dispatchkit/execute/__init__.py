@@ -5,14 +5,14 @@ Importing this room needs torch.
 
 try:
     import torch as _torch  # noqa: F401
-except ImportError as error:
+except ImportError as _error:
     from dispatchkit.errors import BackendUnavailableError
 
     raise BackendUnavailableError(
         "GraphRunner needs torch, which is not installed here. Run: pip install "
         "'dispatchkit[torch]' (on Linux without a GPU add --index-url "
         "https://download.pytorch.org/whl/cpu)."
-    ) from error
+    ) from _error
 
 from dispatchkit.execute.budget import ChurnWarning
 from dispatchkit.execute.capture_report import CaptureReport

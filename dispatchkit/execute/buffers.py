@@ -39,6 +39,9 @@ class InputBuffers:
         clean_to: up to here. Of others nothing is known.
     """
 
+    clean_to: int
+    clean_from: int
+
     def __init__(
         self,
         inputs: InputSet,
@@ -51,7 +54,7 @@ class InputBuffers:
         self.staging: Staging | None = None
         self.clean_from, self.clean_to = 0, num_rows
         if tensors is not None:
-            self.tensors = list(tensors)
+            self.tensors: list[torch.Tensor] = list(tensors)
             self.clean_to = 0  # what they hold is not known
         else:
             if inputs.host and backend is not None:
@@ -208,6 +211,10 @@ class Loader:
         num_rows: Rows of the calls.
         bucket: Rows that the graph reads.
     """
+
+    buffers: InputBuffers
+    num_rows: int
+    bucket: int
 
     def __init__(self, buffers: InputBuffers, num_rows: int, bucket: int) -> None:
         self.buffers, self.num_rows, self.bucket = buffers, num_rows, bucket

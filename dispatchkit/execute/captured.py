@@ -26,6 +26,9 @@ class LaunchError(Exception):
         has_effect: Something of the step may have taken effect already.
     """
 
+    cause: Exception
+    has_effect: bool
+
     def __init__(self, cause: Exception, *, has_effect: bool) -> None:
         super().__init__(str(cause))
         self.cause, self.has_effect = cause, has_effect

@@ -136,10 +136,10 @@ class InputSet:
                 raise ConfigError(f"inputs[{name!r}]", spec, "a StaticInput")
             if name in RESERVED_NAMES or not str(name).isidentifier():
                 raise ConfigError("inputs", name, f"names other than {sorted(RESERVED_NAMES)}")
-        self.specs = dict(specs)
-        self.names = tuple(self.specs)
+        self.specs: dict[str, StaticInput] = dict(specs)
+        self.names: tuple[str, ...] = tuple(self.specs)
         self.device = device
-        self.batched = tuple(
+        self.batched: tuple[tuple[int, int], ...] = tuple(
             (index, spec.batch_dim)
             for index, spec in enumerate(self.specs.values())
             if spec.batch_dim is not None
@@ -153,7 +153,7 @@ class InputSet:
             )
         self._lead, self._lead_dim = self.batched[0]
         self._expected: dict[int, tuple[Any, ...]] = {}
-        self.host = tuple(index for index, spec in enumerate(self) if spec.host)
+        self.host: tuple[int, ...] = tuple(index for index, spec in enumerate(self) if spec.host)
         # What a value must have, read and compared in two calls. With one GPU in sight a flag
         # says that a tensor is there; a device would have to be made.
         is_only = device.type == "cuda" and torch.cuda.device_count() == 1

@@ -52,11 +52,11 @@ class Lane:
     ) -> None:
         self.backend = backend
         self.index = index
-        self.stream = backend.new_stream()
-        self.pool = backend.new_pool()
-        self.buffers = InputBuffers(inputs, num_rows, backend=backend)
-        self.outputs = SharedMemory(inputs.device)
-        self.between = SharedMemory(inputs.device)
+        self.stream: Stream = backend.new_stream()
+        self.pool: Any = backend.new_pool()
+        self.buffers: InputBuffers = InputBuffers(inputs, num_rows, backend=backend)
+        self.outputs: SharedMemory = SharedMemory(inputs.device)
+        self.between: SharedMemory = SharedMemory(inputs.device)
         self.row_count: torch.Tensor | None = None
         if row_count:
             with torch.inference_mode(False):
@@ -64,7 +64,7 @@ class Lane:
         self.tick = 0
         self._rows = 0
         self.handle: int | None = None
-        self.stream_argument = ctypes.c_void_p()
+        self.stream_argument: ctypes.c_void_p = ctypes.c_void_p()
         self.last_stream: Stream | None = None
         self._ready: deque[Any] = deque()
 

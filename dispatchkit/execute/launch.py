@@ -54,6 +54,14 @@ class EagerPlan:
         timer: Measures it, where the decision asks for that.
     """
 
+    runner: GraphRunner
+    num_tokens: int
+    reason: str
+    count: StepCount
+    missed: GraphKey | None
+    retry: GraphKey | None
+    timer: Timer | None
+
     def __init__(
         self,
         runner: GraphRunner,
@@ -95,6 +103,10 @@ class EagerPlan:
 class LazyPlan:
     """A key that may run but has no graph yet: capture it, or run eager until it is due."""
 
+    runner: GraphRunner
+    key: GraphKey
+    num_tokens: int
+
     def __init__(self, runner: GraphRunner, key: GraphKey, num_tokens: int) -> None:
         self.runner, self.key, self.num_tokens = runner, key, num_tokens
 
@@ -123,6 +135,11 @@ class GraphPlan:
         loader: Brings the inputs in; None until the first run, and again when there are too
             many plans.
     """
+
+    runner: GraphRunner
+    step: CapturedStep
+    num_tokens: int
+    count: StepCount
 
     def __init__(
         self, runner: GraphRunner, step: CapturedStep, num_tokens: int, count: StepCount

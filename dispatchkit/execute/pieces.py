@@ -84,7 +84,7 @@ class Step:
     """
 
     def __init__(self, step: Any, names: Sequence[str], row_count: str | None = None) -> None:
-        self.can_split = isinstance(step, (list, tuple))
+        self.can_split: bool = isinstance(step, (list, tuple))
         given = list(step) if self.can_split else [graph_piece(step)]
         known = [*names, *([row_count] if row_count else [])]
         if not given:
@@ -96,7 +96,7 @@ class Step:
                 )
         if self.can_split and not any(piece.is_graph for piece in given):
             raise ConfigError("step", step, "a list with at least one graph_piece")
-        self.pieces = tuple(
+        self.pieces: tuple[Piece, ...] = tuple(
             attrs.evolve(piece, names=_names_taken(piece, known, is_first=index == 0))
             for index, piece in enumerate(given)
         )

@@ -175,13 +175,13 @@ class GraphRunner(Controls, Recording, Fallbacks):
         )
         self._made_from = given
         self.strict = strict
-        self.owned_outputs = outputs == "owned"
-        self.backend = make_backend(backend, device, plugins)
+        self.owned_outputs: bool = outputs == "owned"
+        self.backend: GraphBackend = make_backend(backend, device, plugins)
         specs = inputs if inputs is not None else inputs_from_example(example or {})
         self._inputs = InputSet(specs, torch.device(self.backend.torch_device))
         self._step = Step(step, self._inputs.names, row_count)
         self._row_count = row_count
-        self.asked_mode = asked.mode
+        self.asked_mode: CUDAGraphMode = asked.mode
         supported = mode_for_pieces(
             self._step.pieces,
             asked.mode,
@@ -189,20 +189,22 @@ class GraphRunner(Controls, Recording, Fallbacks):
             captures=self.backend.capabilities.graphs,
         )
         warn_of_downgrade(supported)
-        self.mode_reasons = supported.reasons
+        self.mode_reasons: tuple[str, ...] = supported.reasons
         resolved = supported.mode
         if not self._step.can_split:
             resolved = resolved.without_piecewise()
-        self.config = asked if resolved is asked.mode else with_mode(asked, resolved)
-        self.guard = Guard(self._inputs.device.type, self._step.module)
-        self.counters = StepCounters()
+        self.config: DispatchConfig = (
+            asked if resolved is asked.mode else with_mode(asked, resolved)
+        )
+        self.guard: Guard = Guard(self._inputs.device.type, self._step.module)
+        self.counters: StepCounters = StepCounters()
         self._lock = threading.RLock()
         self._told: set[str] = set()
 
         chosen, origin, plugins = make_policy(policy, policy_options, self.config, plugins)
         notices = Notices(plugins)
         modes = frozenset({RuntimeMode.FULL, *([RuntimeMode.PIECEWISE] * self._step.can_split)})
-        self.dispatcher = Dispatcher(
+        self.dispatcher: Dispatcher = Dispatcher(
             chosen,
             self.config,
             modes=modes,
@@ -217,7 +219,7 @@ class GraphRunner(Controls, Recording, Fallbacks):
         # Room for the largest bucket: that is what is cut, whatever batches may come.
         num_rows = max((key.num_tokens for key in self.registry), default=1)
         self._lane = Lane(self.backend, self._inputs, num_rows, row_count=row_count is not None)
-        self.buffers = StaticBuffers(self._lane.buffers)
+        self.buffers: StaticBuffers = StaticBuffers(self._lane.buffers)
         # Found once, since a step asks for each of them.
         self._bind_inputs, self._check_inputs = self._inputs.bind, self._inputs.check
         self._has_host_inputs = bool(self._inputs.host)
@@ -225,7 +227,7 @@ class GraphRunner(Controls, Recording, Fallbacks):
         self._current_stream_handle = self.backend.current_stream_handle
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._decide: Callable[..., Decision] = self.dispatcher.dispatch
-        self.timings = Timings(self.backend, self.dispatcher.observe)
+        self.timings: Timings = Timings(self.backend, self.dispatcher.observe)
         warm = Warmups(
             self._step,
             self._inputs,
@@ -238,8 +240,8 @@ class GraphRunner(Controls, Recording, Fallbacks):
             warmups=warmups,
             generators=generators,
         )
-        self.checker = Checker(check, warm.snapshot) if check else None
-        self.lifecycle = Lifecycle(
+        self.checker: Checker | None = Checker(check, warm.snapshot) if check else None
+        self.lifecycle: Lifecycle = Lifecycle(
             Capturer(warm, self.backend, self.guard, share_outputs=share_outputs),
             self._lane,
             self.registry,

@@ -34,7 +34,7 @@ class SplitRules:
     def __init__(self, at: Iterable[Any] = ()) -> None:
         if isinstance(at, str) or not isinstance(at, Iterable):
             raise ConfigError("at", at, "a list of operators, modules, classes or functions")
-        self.given = tuple(at)
+        self.given: tuple[Any, ...] = tuple(at)
         self._rules = [_rule(one) for one in self.given]
         self._used: set[int] = set()
 

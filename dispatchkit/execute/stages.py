@@ -44,6 +44,10 @@ class Stage:
         failed_at: The operation that raised last, with its line in the user's code.
     """
 
+    module: torch.fx.GraphModule
+    run: Callable[..., Any]
+    held: list[torch.Tensor]
+
     def __init__(
         self,
         name: str,
@@ -59,7 +63,7 @@ class Stage:
         self.returns: list[tuple[str, Any]] = []
         self.spec: Any = None
         self.also_takes: tuple[str, ...] = ()
-        self.failed_at = ""
+        self.failed_at: str = ""
 
     def inputs(self) -> list[str]:
         """Return the inputs it needs, by name."""
@@ -74,7 +78,7 @@ class Stage:
         kinds = inspect.Parameter
         parameters = [] if self._is_first else [kinds("carried", kinds.POSITIONAL_ONLY)]
         parameters += [kinds(name, kinds.KEYWORD_ONLY) for name in self.inputs()]
-        self.__signature__ = inspect.Signature(parameters)
+        self.__signature__: inspect.Signature = inspect.Signature(parameters)
         return self
 
     def __call__(self, carried: tuple[Any, ...] = (), /, **inputs: torch.Tensor) -> Any:

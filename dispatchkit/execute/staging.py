@@ -18,6 +18,7 @@ early: 5 of 100 steps were wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -62,13 +63,15 @@ class Staging:
                 max(end, 1), dtype=torch.uint8, pin_memory=device.type == "cuda"
             )
             self._device_block = torch.zeros(max(end, 1), dtype=torch.uint8, device=device)
-            self.host = _regions(self._host_block, specs, starts, num_rows)
-            self.device = _regions(self._device_block, specs, starts, num_rows)
+            self.host: dict[str, torch.Tensor] = _regions(self._host_block, specs, starts, num_rows)
+            self.device: dict[str, torch.Tensor] = _regions(
+                self._device_block, specs, starts, num_rows
+            )
             for name, spec in specs.items():
                 self.host[name].fill_(spec.fill)
                 self.device[name].fill_(spec.fill)
-        self.arrays = {name: as_array(tensor) for name, tensor in self.host.items()}
-        self.fill_arrays = {
+        self.arrays: dict[str, Any] = {name: as_array(tensor) for name, tensor in self.host.items()}
+        self.fill_arrays: dict[str, Any] = {
             name: as_array(torch.full((), spec.fill, dtype=spec.dtype))
             for name, spec in specs.items()
         }

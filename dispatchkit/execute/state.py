@@ -115,7 +115,7 @@ class WriteWatch(DispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.written: list[torch.Tensor] = []
-        self.peak_bytes = 0
+        self.peak_bytes: int = 0
         self._inputs, self._ignore = inputs, ignore
         self._snapshot, self._left = snapshot, limit
         self._meter = meter

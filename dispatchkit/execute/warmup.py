@@ -59,6 +59,8 @@ class Warmups:
         ConfigError: A setting cannot be used.
     """
 
+    step: Step
+
     def __init__(
         self,
         step: Step,
@@ -88,7 +90,7 @@ class Warmups:
         self._state_limit = state_limit_bytes
         self._batch_dims = output_batch_dims
         self._warmups = warmups
-        self.generators = tuple(generators)
+        self.generators: tuple[torch.Generator, ...] = tuple(generators)
         self._layouts: dict[Family, list[OutputLayout]] = {}
         self._peaks: dict[Family, tuple[int, int]] = {}
 

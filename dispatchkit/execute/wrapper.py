@@ -143,14 +143,14 @@ class _Counter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.num_captured = 0
+        self.num_captured: int = 0
 
     def add(self) -> None:
         with self._lock:
             self.num_captured += 1
 
 
-capture_counter = _Counter()
+capture_counter: _Counter = _Counter()
 
 
 # -- the wrapper ---------------------------------------------------------------------------
@@ -194,8 +194,8 @@ class GraphWrapper:
         if not hasattr(device, "weak_ref"):
             device = BackendDevice(device)
         self.device: WrapperDevice = device
-        self.options = WrapperOptions() if options is None else options
-        self.rules = WrapperRules() if rules is None else rules
+        self.options: WrapperOptions = WrapperOptions() if options is None else options
+        self.rules: WrapperRules = WrapperRules() if rules is None else rules
         self.entries: dict[Any, WrappedEntry] = {}
         self._pool = self.device.global_pool()
         self._debugging = os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG"

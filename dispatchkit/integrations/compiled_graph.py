@@ -72,13 +72,16 @@ class CompiledGraph:
     Thread safety: any thread may call it.
     """
 
+    name: str
+    options: CompileOptions
+
     def __init__(self, graph: fx.GraphModule, options: CompileOptions, name: str) -> None:
         self.name, self.options = name, options
         self.runner: GraphRunner | None = None
-        self.num_rebinds = 0
+        self.num_rebinds: int = 0
         self._graph = graph
         self._arguments = read_arguments(graph)
-        self.plain = self._arguments.plain or self._fill_is_missing()
+        self.plain: tuple[str, str] | None = self._arguments.plain or self._fill_is_missing()
         self._held: list[torch.Tensor] = []
         self._plain_steps: Counter[str] = Counter()
         self._told: set[str] = set()

@@ -90,7 +90,7 @@ class Backend:
     """
 
     def __init__(self, **options: Any) -> None:
-        self.options = CompileOptions.parse(options)
+        self.options: CompileOptions = CompileOptions.parse(options)
         self.graphs: list[CompiledGraph] = []
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Iterable[Any]) -> CompiledGraph:
@@ -137,6 +137,9 @@ class CompiledModel:
             differed from the first call's and Dynamo was told to check nothing.
     """
 
+    model: Callable[..., Any]
+    backend: Backend
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -148,7 +151,7 @@ class CompiledModel:
         if not callable(model):
             raise ConfigError("model", model, "a module or a function")
         self.model, self.backend = model, backend
-        self.num_uncompiled = 0
+        self.num_uncompiled: int = 0
         self._batch = None if batch is None else dict(batch)
         self._signature = inspect.Signature()
         fill = backend.options.fill

@@ -17,8 +17,8 @@ class StepCount:
     __slots__ = ("steps", "tokens")
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.tokens = 0
+        self.steps: int = 0
+        self.tokens: int = 0
 
 
 class StepCounters:

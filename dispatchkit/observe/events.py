@@ -189,8 +189,8 @@ class Subscription:
     ) -> None:
         self.event_type = event_type
         self.source = source
-        self.last_fault = ""
-        self.is_active = True
+        self.last_fault: str = ""
+        self.is_active: bool = True
         self._callback = callback
         self._max_faults = max_faults
         self._faults_in_a_row = 0

@@ -48,7 +48,7 @@ class StepRecorder:
         self._end = _FIELDS * capacity
         self._at = 0
         self.capacity = capacity
-        self.num_steps = 0
+        self.num_steps: int = 0
 
     def add(self, num_tokens: int, num_reqs: int, uniform: int, loras: int) -> None:
         """Record a step by what it was dispatched with."""

@@ -19,7 +19,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any, Literal, overload
+from typing import IO, Any, ClassVar, Literal, overload
 
 from dispatchkit.errors import ConfigError, TraceError, nearest_names
 from dispatchkit.observe.trace_columns import (
@@ -72,7 +72,7 @@ class StepTrace(Sequence[TraceStep]):
         ignored_columns: Sequence[str] = (),
     ) -> None:
         self.source = source
-        self.ignored_columns = tuple(ignored_columns)
+        self.ignored_columns: tuple[str, ...] = tuple(ignored_columns)
         check_header(source, None, tuple(columns), strict=True)
         parsed = {name: list(values) for name, values in columns.items()}
         lengths = {name: len(values) for name, values in parsed.items()}
@@ -147,7 +147,7 @@ class StepTrace(Sequence[TraceStep]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StepTrace) and self._columns == other._columns
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"StepTrace({self.source!r}, {len(self)} steps, columns {', '.join(self.columns)})"
@@ -231,7 +231,7 @@ class TraceWriter:
     def __init__(
         self, path: str | os.PathLike[str], columns: Sequence[str] = TRACE_COLUMNS
     ) -> None:
-        self.path = trace_name(path)
+        self.path: str = trace_name(path)
         self._header = tuple(column for column in TRACE_COLUMNS if column in columns)
         check_header(self.path, None, tuple(columns), strict=True)
         self.format: Literal["csv", "jsonl"] = (
@@ -239,7 +239,7 @@ class TraceWriter:
         )
         self._file = replace_when_done(path)
         self._out: IO[str] | None = None
-        self.num_steps = 0
+        self.num_steps: int = 0
 
     def __enter__(self) -> TraceWriter:
         self._out = self._file.__enter__()

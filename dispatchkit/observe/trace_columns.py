@@ -115,9 +115,12 @@ def check_header(
 class ColumnBuilder:
     """Appends checked rows to columns: whole blocks at C speed, row by row to find a fault."""
 
+    name: str
+    header: tuple[str, ...]
+
     def __init__(self, name: str, header: tuple[str, ...]) -> None:
         self.name, self.header = name, header
-        self.known = tuple(column for column in header if column in TRACE_COLUMNS)
+        self.known: tuple[str, ...] = tuple(column for column in header if column in TRACE_COLUMNS)
         self.columns: dict[str, array[Any]] = {
             column: array("d" if column == "t_s" else "q")
             for column in TRACE_COLUMNS

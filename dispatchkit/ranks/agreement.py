@@ -86,6 +86,9 @@ class RankAgreement:
     Thread safety: one thread uses it.
     """
 
+    rank: int
+    size: int
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -100,16 +103,16 @@ class RankAgreement:
             raise ConfigError(
                 "group", group, "a process group", "Call torch.distributed.init_process_group."
             )
-        self.timeout = _seconds(timeout, "timeout")
-        self.setup_timeout = max(self.timeout, _seconds(setup_timeout, "setup_timeout"))
+        self.timeout: float = _seconds(timeout, "timeout")
+        self.setup_timeout: float = max(self.timeout, _seconds(setup_timeout, "setup_timeout"))
         parent = dist.group.WORLD if group is None else group
         # As the group below has them: in ascending order.
-        self.members = tuple(sorted(dist.get_process_group_ranks(parent)))
+        self.members: tuple[int, ...] = tuple(sorted(dist.get_process_group_ranks(parent)))
         me = dist.get_rank()
         if me not in self.members:
             raise ConfigError("group", self.members, f"a group that rank {me} is in")
         self.rank, self.size = self.members.index(me), len(self.members)
-        self.step = 0
+        self.step: int = 0
         self._stopped: RankError | None = None
         self._is_first_step = True
         self._num_exchanges, self._total, self._longest = 0, 0.0, 0.0

@@ -65,6 +65,11 @@ class RankedDispatcher:
     Thread safety: one thread uses it.
     """
 
+    dispatcher: Dispatcher
+    ranks: Ranks
+    epoch: int
+    step: int
+
     def __init__(
         self,
         dispatcher: Dispatcher,

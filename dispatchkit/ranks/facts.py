@@ -67,7 +67,7 @@ class Facts:
     """
 
     def __init__(self, config: DispatchConfig, switches: Sequence[str] = ()) -> None:
-        self.switches = tuple(switches)
+        self.switches: tuple[str, ...] = tuple(switches)
         self._num_classes = config.num_query_classes
         self._varlen = self._num_classes - 1 if config.varlen_decode else 0
         # The query classes whose batches also are of requests of at most the first length.
@@ -77,8 +77,8 @@ class Facts:
             short = [index for index, query_len in lens if query_len <= config.query_len]
             self._fits_varlen = frozenset((*short, self._varlen))
         self._first_switch = _CLASSES + self._num_classes
-        self.num_columns = self._first_switch + len(self.switches)
-        self.all_on = (1 << len(self.switches)) - 1
+        self.num_columns: int = self._first_switch + len(self.switches)
+        self.all_on: int = (1 << len(self.switches)) - 1
         # One column is the dispatcher's own.
         if self.num_columns >= MAX_COLUMNS:
             most = MAX_COLUMNS - 1 - self._first_switch

@@ -40,6 +40,9 @@ class LeaderPolicy:
         ConfigError: The base does not claim to be stateless.
     """
 
+    base: Policy
+    learner: Policy | None
+
     traits: frozenset[str] = frozenset()
 
     def __init__(self, base: Policy, learner: Policy | None = None) -> None:
@@ -51,8 +54,8 @@ class LeaderPolicy:
                 "Ranks that fall back on it must get the same answers.",
             )
         self.base, self.learner = base, learner
-        self.name = f"leader({policy_name(base)})"
-        self.num_learner_errors = 0
+        self.name: str = f"leader({policy_name(base)})"
+        self.num_learner_errors: int = 0
         self.is_listening = False
         self._known: dict[Batch, Decision] = {}
         self._steady: dict[Batch, Decision | None] = {}

@@ -54,7 +54,7 @@ class RankedRunner:
         self.runner = runner
         self._inputs = dict(inputs)
         self._fill: dict[str, torch.Tensor] = {}
-        self.ranked = RankedDispatcher(runner.dispatcher, ranks, **options)
+        self.ranked: RankedDispatcher = RankedDispatcher(runner.dispatcher, ranks, **options)
 
     def capture(self, keys: Iterable[GraphKey] | None = None) -> dict[GraphKey, dict[int, str]]:
         """Capture on all ranks in the same order; a key that fails on one is used by none.

@@ -28,7 +28,7 @@ class SharedKeys:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher, self._registry = dispatcher, dispatcher.registry
-        self.has_news = True
+        self.has_news: bool = True
         self.withheld: dict[GraphKey, dict[int, str]] = {}
         self._disabled_by_user: set[GraphKey] = set()
         self._is_settling = False

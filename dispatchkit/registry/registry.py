@@ -58,7 +58,7 @@ class GraphRegistry:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
         self._entries: dict[GraphKey, GraphEntry] = {}
         self._families: dict[_Family, list[_Member]] = {}
         self._disabled_keys: frozenset[GraphKey] = frozenset()

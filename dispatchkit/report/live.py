@@ -43,7 +43,7 @@ class LiveStatistics:
     """
 
     def __init__(self) -> None:
-        self.policy = ""
+        self.policy: str = ""
         self.samples: list[dict[str, Any]] = []
         self.arms: list[dict[str, Any]] = []
 

@@ -16,6 +16,8 @@ from dispatchkit.backends.base import (
 )
 from dispatchkit.testing.backend_rig import FUNCTIONS, Pair, Rig
 
+NOT_POISONED = "Outputs hold something else than poison before the first replay."
+
 
 class CaptureTests:
     """A replay computes what eager computes, at fixed addresses, without Python."""
@@ -64,7 +66,7 @@ class CaptureTests:
         addresses = [outputs[0].data_ptr(), outputs[1][0].data_ptr()]
         for _ in range(3):
             graph.replay()
-            assert graph.outputs is outputs
+            assert graph.outputs is outputs, "outputs are other tensors after a replay."
             assert [outputs[0].data_ptr(), outputs[1][0].data_ptr()] == addresses
 
     def test_replay_overwrites_the_outputs(self, rig: Rig) -> None:
@@ -89,7 +91,7 @@ class CaptureTests:
         graph = rig.capture(run)
         for _ in range(3):
             graph.replay()
-        assert runs == [1]
+        assert runs == [1], "The Python of the callable ran again at replay."
         assert rig.read(graph.outputs) == [1.0, 1.0]
 
     def test_python_of_a_custom_operator_runs_once(self, rig: Rig) -> None:
@@ -181,19 +183,23 @@ class CaptureTests:
     @staticmethod
     def _assert_poisoned(rig: Rig, tensor: Any) -> None:
         if tensor.is_floating_point():
-            assert bool(tensor.isnan().all())
+            assert bool(tensor.isnan().all()), NOT_POISONED
         elif tensor.dtype is rig.torch.bool:
-            assert bool(tensor.all())
+            assert bool(tensor.all()), NOT_POISONED
         else:
             limits = rig.torch.iinfo(tensor.dtype)
-            assert set(tensor.tolist()) <= {limits.min, limits.max} - {0}
+            assert set(tensor.tolist()) <= {limits.min, limits.max} - {0}, NOT_POISONED
 
     def test_new_values_of_weights_are_seen_by_the_next_replay(self, rig: Rig) -> None:
         """Weights are read from their place, not copied into the graph."""
         x, weight = rig.randn(4, 8), rig.randn(8, 8)
         graph = rig.warm_capture(lambda: x @ weight)
         weight.copy_(rig.randn(8, 8))
-        rig.torch.testing.assert_close(rig.replayed(graph), x @ weight)
+        rig.torch.testing.assert_close(
+            rig.replayed(graph),
+            x @ weight,
+            msg=lambda text: f"The replay used the values of weights of the capture. {text}",
+        )
 
     def test_intermediates_that_the_callable_stashed_stay(self, rig: Rig) -> None:
         """Memory that user code still refers to is not used for later intermediates."""
@@ -236,7 +242,9 @@ class CaptureTests:
         for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
             with mode():
                 rig.capture(run)
-        assert seen == [(False, False), (False, True), (True, False)]
+        assert seen == [(False, False), (False, True), (True, False)], (
+            "The mode of autograd inside the capture is not the caller's: (grad, inference) each."
+        )
 
     def test_a_graph_captured_in_inference_mode_replays_outside(self, rig: Rig) -> None:
         """The caller's mode at replay does not matter: a replay is a launch."""
@@ -304,7 +312,7 @@ class CaptureTests:
             return cache * 1
 
         graph = rig.capture(run)
-        assert rig.read(counter) == [0.0]
+        assert rig.read(counter) == [0.0], "The capture changed the state it was to leave alone."
         assert rig.read(cache) == [[0.0, 0.0]] * 8
         assert rig.read(position) == [0]
         for _ in range(3):

@@ -32,7 +32,7 @@ class RandomTests:
             lambda: draw(rig.torch, device, generator),
             generators=[] if generator is None else [generator],
         )
-        assert rig.torch.equal(source.get_state(), before)
+        assert rig.torch.equal(source.get_state(), before), "The capture moved the generator."
         drawn = [rig.replayed(graph), draw(rig.torch, device, generator).clone()]
         drawn += [rig.replayed(graph), rig.replayed(graph)]
         assert [rig.equal(a, b) for a, b in zip(drawn, expected, strict=True)] == [True] * 4
@@ -58,7 +58,9 @@ class RandomTests:
         first = rig.replayed(graph)
         rig.default_generator().manual_seed(5)
         assert rig.equal(rig.replayed(graph), first)
-        assert not rig.equal(rig.replayed(graph), first)
+        assert not rig.equal(rig.replayed(graph), first), (
+            "Two replays in a row drew the same numbers twice."
+        )
 
     def test_a_graph_says_whether_it_draws(self, rig: Rig) -> None:
         """Graphs without random state may be launched by shorter ways."""
@@ -67,5 +69,5 @@ class RandomTests:
         drawing = rig.capture(lambda: rig.torch.rand(4, device=rig.backend.torch_device))
         quiet.replay()
         drawing.replay()
-        assert not quiet.has_random_state
-        assert drawing.has_random_state
+        assert not quiet.has_random_state, "A graph that draws nothing says that it draws."
+        assert drawing.has_random_state, "A graph that draws says that it does not."

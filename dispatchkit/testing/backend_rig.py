@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from dispatchkit.backends.base import CapturedGraph, GraphBackend, Stream
+from dispatchkit.errors import CaptureError
 
 
 @attrs.define
@@ -49,6 +50,17 @@ class Rig:
     def capture(self, run: Callable[[], Any], **options: Any) -> CapturedGraph:
         """Capture on the rig's stream, into its pool."""
         return self.backend.capture(run, stream=self.stream, pool=self.pool, **options)
+
+    def refused(self, what: str, run: Callable[[], Any], *, reason: str = "") -> CaptureError:
+        """Capture what must be refused, with the reason given; return the error."""
+        try:
+            self.capture(run)
+        except CaptureError as error:
+            if reason and error.reason != reason:
+                problem = f"{what}: refused with the reason {error.reason!r}, not {reason!r}."
+                raise AssertionError(problem) from error
+            return error
+        raise AssertionError(f"{what}: the capture was not refused.")
 
     def warm_capture(self, run: Callable[[], Any], **options: Any) -> CapturedGraph:
         """Warm up, then capture: for callables whose first run sets up a library."""

@@ -13,6 +13,15 @@ from dispatchkit.errors import ConfigError, ReplayError
 from dispatchkit.testing.backend_rig import PlannedError, Rig
 
 
+def refuses(problem: str, error: type[Exception], call: Callable[[], Any]) -> None:
+    """Fail with the problem unless a call raises the error."""
+    try:
+        call()
+    except error:
+        return
+    raise AssertionError(f"{problem}; {error.__name__} is to be raised.")
+
+
 class StreamTests:
     """Released memory comes back, and work is done in the order of its waits."""
 
@@ -29,10 +38,8 @@ class StreamTests:
         graph.replay()
         graph.release()
         graph.release()
-        with pytest.raises(ReplayError):
-            graph.replay()
-        with pytest.raises(ReplayError):
-            _ = graph.outputs
+        refuses("A released graph replayed", ReplayError, graph.replay)
+        refuses("A released graph gave outputs", ReplayError, lambda: graph.outputs)
         assert rig.read(rig.replayed(other)) == [2.0, 2.0]
 
     def test_release_right_after_replay_is_safe(self, rig: Rig) -> None:
@@ -53,10 +60,14 @@ class StreamTests:
             graph.replay()
             sizes.append(rig.backend.pool_bytes(rig.pool))
             graph.release()
-        assert max(sizes) == sizes[0]
+        grown = (
+            f"The pool grew from {sizes[0]} to {max(sizes)} bytes, though each graph was released."
+        )
+        assert max(sizes) == sizes[0], grown
         del graph
         self.settle(rig)
-        assert rig.backend.pool_bytes(rig.pool) == 0
+        left = rig.backend.pool_bytes(rig.pool)
+        assert left == 0, f"The pool holds {left} bytes after every graph was released."
 
     # -- pools ----------------------------------------------------------------------------
 
@@ -65,7 +76,8 @@ class StreamTests:
         assert rig.backend.pool_bytes(rig.pool) == 0
         x = rig.zeros(1 << 16)
         graph = rig.capture(lambda: (x + 1) * 2)
-        assert rig.backend.pool_bytes(rig.pool) >= x.nbytes
+        counted = rig.backend.pool_bytes(rig.pool)
+        assert counted >= x.nbytes, f"The pool counts {counted} bytes, less than its output alone."
         graph.release()
         self.settle(rig)
         assert rig.backend.pool_bytes(rig.pool) == 0
@@ -87,7 +99,7 @@ class StreamTests:
         graphs += [rig.capture(run(size)) for size in sizes]
         alone = [rig.backend.pool_bytes(pool) for pool in pools]
         shared = rig.backend.pool_bytes(rig.pool)
-        assert shared < sum(alone)
+        assert shared < sum(alone), "The shared pool is no smaller than a pool for each graph."
         assert shared <= 1.25 * alone[0]
         base.fill_(2)
         # (relu((2 + 1) * 2) - 3) * 2 is 6 for each element.
@@ -121,7 +133,7 @@ class StreamTests:
             )
             thread.start()
             thread.join()
-        assert seen == [start]
+        assert seen == [start], "use_stream moved another thread's current stream."
 
     def test_streams_are_distinct_up_to_the_limit(self, rig: Rig) -> None:
         """Two lanes on one stream would wait for each other without anyone knowing."""
@@ -129,7 +141,8 @@ class StreamTests:
         if limit is None:
             pytest.skip("the backend states no limit of streams")
         streams = [rig.stream, *(rig.backend.new_stream() for _ in range(limit - 1))]
-        assert len({stream.handle for stream in streams}) == limit
+        distinct = len({stream.handle for stream in streams})
+        assert distinct == limit, f"At least one stream was given out twice: {distinct} of {limit}."
         with pytest.raises(ConfigError, match=str(limit)):
             rig.backend.new_stream()
         streams.pop()
@@ -213,15 +226,15 @@ class StreamTests:
         start.record()
         end.record()
         end.synchronize()
-        with pytest.raises(ConfigError):
-            start.elapsed_us(end)
+        problem = "An event without timing measured all the same"
+        refuses(problem, ConfigError, lambda: start.elapsed_us(end))
 
     def test_a_time_that_was_never_taken_is_an_error(self, rig: Rig) -> None:
         """Both events must have been recorded."""
         start, end = (rig.backend.new_event(timing=True) for _ in range(2))
         start.record()
-        with pytest.raises(ReplayError):
-            start.elapsed_us(end)
+        problem = "A time was given that was never taken"
+        refuses(problem, ReplayError, lambda: start.elapsed_us(end))
 
     # -- warm-up --------------------------------------------------------------------------
 
@@ -238,7 +251,7 @@ class StreamTests:
         x.fill_(5)
         result = rig.backend.warmup(run, stream=rig.stream, iterations=3)
         after = result * 2
-        assert seen == [rig.stream.handle] * 3
+        assert seen == [rig.stream.handle] * 3, "The warm-up ran on another stream than the given."
         assert rig.read(after[:2]) == [16.0, 16.0]
         assert rig.backend.current_stream_handle() == start
 
@@ -286,7 +299,7 @@ class StreamTests:
             thread.start()
         for thread in threads:
             thread.join()
-        assert errors == []
+        assert errors == [], f"In a thread a capture or replay failed: {errors[0]!r}"
         assert results == {
             number: [(turn + 1.0) * (number + 1) for turn in range(5)] for number in range(4)
         }

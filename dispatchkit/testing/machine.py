@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, Policy
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError
-from dispatchkit.keys import ALLOWED_MODES, Batch, DispatchConfig, RuntimeMode
+from dispatchkit.keys import ALLOWED_MODES, Batch, DispatchConfig, GraphKey, RuntimeMode
 from dispatchkit.registry import GraphRegistry
 from dispatchkit.testing.strategies import apply_change, batches, changes, configs, graph_keys
 
@@ -46,16 +46,16 @@ class DispatcherMachine(RuleBasedStateMachine):
     def start(self, data: st.DataObject, lazy: bool) -> None:
         """Build a dispatcher on an empty registry."""
         self.lazy = lazy
-        self.registry = GraphRegistry()
-        self.policy = self.make_policy()
-        self.config = data.draw(self.make_configs())
-        self.dispatcher = Dispatcher(
+        self.registry: GraphRegistry = GraphRegistry()
+        self.policy: Policy = self.make_policy()
+        self.config: DispatchConfig = data.draw(self.make_configs())
+        self.dispatcher: Dispatcher = Dispatcher(
             self.policy, self.config, registry=self.registry, lazy=lazy, strict=True
         )
         self.learnt: dict[_Cell, Decision] = {}
         self.once: dict[_Cell, list[Decision]] = {}
         self.served: dict[tuple[_Cell, int], Decision] = {}
-        self.keys = list(self.registry)
+        self.keys: list[GraphKey] = list(self.registry)
 
     # -- what happens to graphs -----------------------------------------------------------
 

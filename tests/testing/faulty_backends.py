@@ -1,0 +1,372 @@
+"""The tape with one realistic mistake each, and the promise of a backend that must find it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import torch
+
+from dispatchkit.backends.tape import TapeBackend
+from dispatchkit.backends.tape_graph import TapePool
+from dispatchkit.backends.tape_streams import TapeEvent
+from dispatchkit.errors import CaptureError, ReplayError
+
+#: (faulty backend, test that finds it, arguments of that test, what the message says)
+PLANTED: list[tuple[type[TapeBackend], str, dict[str, Any], str]] = []
+
+
+def planted(test, message, **arguments):
+    def add(backend):
+        PLANTED.append((backend, test, arguments, message))
+        return backend
+
+    return add
+
+
+class Graph:
+    """A captured graph with something changed; the rest is the tape's."""
+
+    def __init__(self, graph, **changed):
+        self.graph, self.changed = graph, changed
+
+    def __getattr__(self, name):
+        return self.changed[name] if name in self.changed else getattr(self.graph, name)
+
+    @property
+    def outputs(self):
+        return self.graph.outputs
+
+    @property
+    def has_random_state(self):
+        return self.changed.get("draws", self.graph.has_random_state)
+
+    def replay(self):
+        self.changed.get("replay", self.graph.replay)()
+
+    def release(self):
+        self.changed.get("release", self.graph.release)()
+
+
+@planted("test_python_runs_once", r"Python .* ran again at replay")
+class CallsAgainBackend(TapeBackend):
+    """A replay calls the function once more, beside the graph."""
+
+    def capture(self, run, **options):
+        graph = super().capture(run, **options)
+        return Graph(graph, replay=lambda: (run(), graph.replay()))
+
+
+@planted("test_outputs_keep_their_addresses", r"other tensors after a replay")
+class FreshOutputsBackend(TapeBackend):
+    """Every look at the outputs is a copy."""
+
+    def capture(self, run, **options):
+        graph = super().capture(run, **options)
+
+        class Fresh(Graph):
+            @property
+            def outputs(self):
+                copies = [each.clone() for each in torch.utils._pytree.tree_leaves(graph.outputs)]
+                return (copies[0], copies[1:])
+
+        return Fresh(graph)
+
+
+@planted("test_a_capture_changes_no_state_and_each_replay_does_once", r"capture changed the state")
+class CaptureIsAStepBackend(TapeBackend):
+    """Capturing does the step once, and nothing puts it back."""
+
+    def capture(self, run, **options):
+        graph = super().capture(run, **options)
+        run()
+        return graph
+
+
+@planted("test_new_values_of_weights_are_seen_by_the_next_replay", r"values .* of the capture")
+class FoldsConstantsBackend(TapeBackend):
+    """Computes once and keeps the result, as if weights never changed."""
+
+    def capture(self, run, **options):
+        graph = super().capture(run, **options)
+        graph.replay()
+        return Graph(graph, replay=lambda: None)
+
+
+@planted("test_outputs_are_not_computed_at_capture", r"before the first replay", dtype="float32")
+class NoPoisonBackend(TapeBackend):
+    """Replays once after the capture, "to be sure that it works"."""
+
+    def capture(self, run, **options):
+        graph = super().capture(run, **options)
+        graph.replay()
+        return graph
+
+
+@planted("test_grad_mode_is_the_callers", r"mode of autograd .* not the caller's")
+class NoGradBackend(TapeBackend):
+    """Captures without gradients, since inference needs none."""
+
+    def capture(self, run, **options):
+        def quiet():
+            with torch.no_grad():
+                return run()
+
+        return super().capture(quiet, **options)
+
+
+@planted(
+    "test_replays_draw_the_sequence_of_eager",
+    r"capture moved the generator",
+    name="rand",
+    own_generator=False,
+)
+class DrawsAtCaptureBackend(TapeBackend):
+    """The draw of the recording is not taken back."""
+
+    def capture(self, run, **options):
+        graph = super().capture(run, **options)
+        torch.rand(1)
+        return graph
+
+
+@planted("test_seeding_again_repeats_the_replays", r"drew the same numbers twice")
+class SeedIsBakedBackend(TapeBackend):
+    """The generator's state at capture is part of the graph."""
+
+    def capture(self, run, **options):
+        state = torch.default_generator.get_state()
+        graph = super().capture(run, **options)
+        seeded = torch.default_generator.get_state
+
+        def replay():
+            before = seeded()
+            torch.default_generator.set_state(state)
+            graph.replay()
+            torch.default_generator.set_state(before)
+
+        return Graph(graph, replay=replay)
+
+
+@planted("test_a_graph_says_whether_it_draws", r"that draws says that it does not")
+class NeverDrawsBackend(TapeBackend):
+    """Random state is never reported; a quick launch would skip it."""
+
+    def capture(self, run, **options):
+        return Graph(super().capture(run, **options), draws=False)
+
+
+@planted(
+    "test_a_capture_that_fails_leaves_everything_as_before",
+    r"current stream .* after a failed capture",
+    num_steps=2,
+)
+class StaysOnItsStreamBackend(TapeBackend):
+    """The stream of the capture is put back only when all went well."""
+
+    def capture(self, run, *, stream, **options):
+        before = self._thread.stream
+        self._thread.stream = stream
+        graph = super().capture(run, stream=stream, **options)
+        self._thread.stream = before
+        return graph
+
+
+@planted("test_the_collector_is_held_and_put_back", r"collector .* after", enabled=True, fails=True)
+class LosesTheCollectorBackend(TapeBackend):
+    """Switches the collector off itself and forgets it when the capture fails."""
+
+    def capture(self, run, **options):
+        was_enabled = gc.isenabled()
+        try:
+            graph = super().capture(run, **options)
+        except CaptureError:
+            gc.disable()
+            raise
+        if was_enabled:
+            gc.enable()
+        return graph
+
+
+@planted(
+    "test_calls_that_wait_for_the_device_are_refused",
+    r"reason 'error', not 'host_sync'",
+    name="item",
+)
+class AllErrorsAreOneBackend(TapeBackend):
+    """Whatever happened, the reason is "error"."""
+
+    def capture(self, run, **options):
+        try:
+            return super().capture(run, **options)
+        except CaptureError as error:
+            raise CaptureError(str(error), reason="error") from error.__cause__
+
+
+@planted("test_a_refused_call_that_the_callable_catches_still_fails", r"was not refused")
+class BelievesTheCallableBackend(TapeBackend):
+    """A refused call that user code catches is forgotten; its host value is baked in."""
+
+    def capture(self, run, **options):
+        try:
+            return super().capture(run, **options)
+        except CaptureError:
+            return super().capture(lambda: torch.zeros(3), **options)
+
+
+@planted("test_captures_do_not_nest", r"was not refused")
+class NestsBackend(TapeBackend):
+    """A capture inside a capture runs the inner function plainly."""
+
+    def capture(self, run, **options):
+        return run() if self.is_capturing() else super().capture(run, **options)
+
+
+@planted("test_an_interrupt_passes_through_and_leaves_everything_as_before", r"Ctrl-C .* swallowed")
+class SwallowsInterruptBackend(TapeBackend):
+    """Catches BaseException and makes a capture error of it."""
+
+    def capture(self, run, **options):
+        try:
+            return super().capture(run, **options)
+        except KeyboardInterrupt as error:
+            raise CaptureError("The capture failed.", reason="error") from error
+
+
+@planted("test_is_capturing_is_true_only_inside", r"is_capturing\(\) is False inside a capture")
+class NeverCapturingBackend(TapeBackend):
+    """Asks the device's default stream, which is never captured."""
+
+    def is_capturing(self):
+        return False
+
+
+@planted("test_a_released_graph_refuses_to_replay", r"released graph replayed")
+class ReplaysReleasedBackend(TapeBackend):
+    """Release is a hint."""
+
+    def capture(self, run, **options):
+        return Graph(super().capture(run, **options), release=lambda: None)
+
+
+@planted("test_many_captures_and_releases_leave_nothing", r"The pool grew")
+class KeepsEveryGraphBackend(TapeBackend):
+    """A list "for debugging" holds every graph for ever."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.made = []
+
+    def capture(self, run, **options):
+        graph = super().capture(run, **options)
+        self.made.append(graph.outputs)
+        return graph
+
+
+@planted("test_a_pool_counts_what_it_reserves", r"counts \d+ bytes, less than its output")
+class CountsNothingBackend(TapeBackend):
+    """Counts what was reserved before the capture."""
+
+    def pool_bytes(self, pool):
+        return min(super().pool_bytes(pool), 0)
+
+
+@planted("test_a_shared_pool_is_smaller_than_a_pool_each", r"shared pool is no smaller")
+class PoolForEachBackend(TapeBackend):
+    """Every graph gets memory of its own, whatever pool was given."""
+
+    def new_pool(self):
+        return [TapePool()]
+
+    def pool_bytes(self, pool):
+        return sum(super(PoolForEachBackend, self).pool_bytes(each) for each in pool)
+
+    def capture(self, run, *, pool, **options):
+        pool.append(TapePool())
+        return super().capture(run, pool=pool[-1], **options)
+
+
+@planted("test_the_current_stream_is_the_threads_own", r"moved another thread's")
+class OneCurrentStreamBackend(TapeBackend):
+    """The current stream is an attribute of the backend."""
+
+    class _Shared:
+        stream = None
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._thread = self._Shared()
+
+
+@planted("test_streams_are_distinct_up_to_the_limit", r"one stream was given out twice")
+class HandsOutInTurnsBackend(TapeBackend):
+    """A few streams, handed out in turns."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.few = []
+
+    def new_stream(self):
+        if len(self.few) < 4:
+            self.few.append(super().new_stream())
+        self.few.append(self.few.pop(0))
+        return self.few[-1]
+
+
+@planted("test_events_without_timing_refuse_to_measure", r"measured all the same")
+class MeasuresAnywayBackend(TapeBackend):
+    """An event without timing answers zero."""
+
+    def new_event(self, *, timing=False):
+        class Anyway(TapeEvent):
+            def elapsed_us(self, end):
+                return super().elapsed_us(end) if timing else 0.0
+
+        return Anyway(self.current_stream, timing=timing)
+
+
+@planted("test_a_time_that_was_never_taken_is_an_error", r"time .* never taken")
+class TimeOfNothingBackend(TapeBackend):
+    """What was not recorded took no time."""
+
+    def new_event(self, *, timing=False):
+        class Zero(TapeEvent):
+            def elapsed_us(self, end):
+                try:
+                    return super().elapsed_us(end)
+                except ReplayError:
+                    return 0.0
+
+        return Zero(self.current_stream, timing=timing)
+
+
+@planted(
+    "test_warmup_runs_on_the_given_stream_in_the_callers_order", r"warm-up ran on another stream"
+)
+class WarmsUpWhereItIsBackend(TapeBackend):
+    """Warms up on the caller's stream."""
+
+    def warmup(self, run, *, stream, iterations=1):
+        return super().warmup(run, stream=self.current_stream(), iterations=iterations)
+
+
+@planted("test_threads_capture_and_replay_without_harm_to_each_other", r"a thread .* failed")
+class OneAtATimeElseErrorBackend(TapeBackend):
+    """A second capture at the same time is refused instead of waiting its turn."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.guard = threading.Lock()
+        self.busy = 0
+        self.both = threading.Barrier(2)
+
+    def capture(self, run, **options):
+        with self.guard:
+            self.busy += 1
+            number = self.busy
+        if number <= 2:
+            self.both.wait(timeout=30)  # two are inside at once, whatever the machine does
+        if number == 2:
+            raise RuntimeError("The device is capturing already.")
+        return super().capture(run, **options)

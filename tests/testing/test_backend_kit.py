@@ -1,0 +1,54 @@
+"""The kit for backends: every planted fault is rejected with a message that names it."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from faulty_backends import PLANTED  # noqa: E402
+
+from dispatchkit.testing import BackendTests  # noqa: E402
+from dispatchkit.testing.backend_rig import Rig  # noqa: E402
+
+
+def what_is_said(backend, test, arguments):
+    """Run one test on a backend; return what it says, "" where it passes."""
+    tests = BackendTests()
+    rig = Rig(torch, backend, backend.new_stream(), backend.new_pool())
+    state = torch.default_generator.get_state()
+    try:
+        getattr(tests, test)(rig, **arguments)
+    except (AssertionError, pytest.fail.Exception) as error:
+        return str(error)
+    finally:
+        torch.default_generator.set_state(state)
+        gc.enable()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("backend", "test", "arguments", "message"),
+    PLANTED,
+    ids=[backend.__name__ for backend, *_ in PLANTED],
+)
+def test_planted_fault_is_rejected_by_name(backend, test, arguments, message):
+    said = what_is_said(backend(), test, arguments)
+    assert said, f"not found: {backend.__doc__}"
+    assert re.search(message, said), said
+    assert getattr(BackendTests, test).__doc__
+
+
+def test_no_two_planted_faults_are_one():
+    assert len({backend for backend, *_ in PLANTED}) == len(PLANTED) >= 15
+    assert len({test for _, test, *_ in PLANTED}) == len(PLANTED)
+
+
+def test_every_promise_says_why():
+    for name, test in inspect.getmembers(BackendTests, inspect.isfunction):
+        if name.startswith("test_"):
+            assert len((test.__doc__ or "").split()) >= 5, name
