@@ -8,7 +8,8 @@ A policy is certified by three lines::
         def make_policy(self):
             return SmallestPolicy()
 
-or, without pytest, by ``print(run_policy_conformance(SmallestPolicy))``.
+or, without pytest, by ``print(run_policy_conformance(SmallestPolicy))``. ``BackendTests`` do the
+same for backends, ``RunnerTests`` for a policy, backend or step at work in a GraphRunner.
 
 Names are loaded on first use: a kit for one kind of plugin loads nothing of another's.
 """
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from dispatchkit.testing.conformance import Finding, Verdict, run_policy_conformance
     from dispatchkit.testing.machine import DispatcherMachine
     from dispatchkit.testing.policy_tests import PolicyTests
+    from dispatchkit.testing.runner_tests import RunnerTests
     from dispatchkit.testing.samples import graph_view, make_batch
     from dispatchkit.testing.strategies import (
         Change,
@@ -43,6 +45,7 @@ _HOME = {
     "DispatcherMachine": "machine",
     "Finding": "conformance",
     "PolicyTests": "policy_tests",
+    "RunnerTests": "runner_tests",
     "Verdict": "conformance",
     "apply_change": "strategies",
     "batches": "strategies",
@@ -63,6 +66,7 @@ __all__ = [
     "DispatcherMachine",
     "Finding",
     "PolicyTests",
+    "RunnerTests",
     "Verdict",
     "apply_change",
     "batches",

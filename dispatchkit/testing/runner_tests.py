@@ -1,0 +1,337 @@
+"""What every GraphRunner must do with a policy, a backend or a step of yours, as tests to subclass.
+
+    class TestMyPolicyRuns(RunnerTests):
+        def make_policy(self):
+            return MyPolicy()
+
+The kits for policies and backends test each alone; this one runs steps through both and compares
+every result with the step itself, run plainly. Override what is yours and leave the rest: the
+policy (default: the ``vllm`` one), the backend (default: the tape, so that no GPU is needed), the
+step with its inputs, the configuration. torch is imported by the tests that run.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from dispatchkit.backends.base import GraphBackend
+from dispatchkit.dispatch import Policy
+from dispatchkit.keys import DispatchConfig, RuntimeMode
+
+
+class RunnerTests:
+    """The promises of a GraphRunner; subclass and override what is yours.
+
+    Attributes:
+        seed: Of the batches; the same seed gives the same ones.
+        num_steps: Steps of each test.
+        tolerance: Relative and absolute, between a replay and the step run plainly.
+    """
+
+    seed: int = 0
+    num_steps: int = 25
+    tolerance: float = 1e-5
+
+    # -- what may be overridden -----------------------------------------------------------
+
+    def make_policy(self) -> Policy | str:
+        """Return a fresh policy, or the name of one that is installed."""
+        return "vllm"
+
+    def make_backend(self) -> GraphBackend:
+        """Return a new backend."""
+        pytest.importorskip("torch")
+        from dispatchkit.backends.tape import TapeBackend
+
+        return TapeBackend()
+
+    def make_config(self) -> DispatchConfig:
+        """Return the configuration."""
+        return DispatchConfig(capture_sizes=(1, 2, 4, 8), max_num_tokens=8, max_num_seqs=8)
+
+    def make_step(self) -> Any:
+        """Return a fresh step: a function of the inputs, or a list of pieces."""
+        from dispatchkit.testing.sample_step import SampleStep
+
+        return SampleStep(self.make_backend().torch_device).pieces()
+
+    def make_inputs(self) -> Mapping[str, Any]:
+        """Return the static inputs of the step by name."""
+        from dispatchkit.execute import StaticInput
+
+        return {
+            "tokens": StaticInput((None,), "int64", fill=0),
+            "values": StaticInput((None, 4), "float32", fill=-3.0),
+        }
+
+    def make_batch(self, rng: random.Random, num_tokens: int, device: str) -> dict[str, Any]:
+        """Return the inputs of one call."""
+        torch = pytest.importorskip("torch")
+        tokens = [rng.randrange(16) for _ in range(num_tokens)]
+        values = [[rng.uniform(-2, 2) for _ in range(4)] for _ in range(num_tokens)]
+        return {
+            "tokens": torch.tensor(tokens, dtype=torch.int64, device=device),
+            "values": torch.tensor(values, device=device).reshape(num_tokens, 4),
+        }
+
+    # -- results --------------------------------------------------------------------------
+
+    def test_results_are_those_of_the_step_itself(self) -> None:
+        """At, one below and one above every size: a replay computes what eager computes."""
+        with self._pair() as pair:
+            sizes = pair.runner.config.capture_sizes
+            edges = sorted({n + off for n in sizes for off in (-1, 0, 1)})
+            for num_tokens in [n for n in edges if 0 < n <= pair.runner.config.max_num_tokens]:
+                pair.call(num_tokens, uniform=0)
+                pair.call(num_tokens, uniform=1)
+            replays = sum(pair.runner.stats().hits.values())
+            assert replays, (
+                "No step replayed a graph, so that nothing else is tested: "
+                f"{pair.runner.stats().eager_by_reason}"
+            )
+
+    def test_large_batch_leaves_nothing_to_a_smaller_one(self) -> None:
+        """Rows that an earlier batch used are filled again before a smaller one is padded.
+
+        A step that looks across rows, or writes by index, would else see a batch of the past.
+        """
+        with self._pair() as pair:
+            for num_tokens in (pair.largest, 1, pair.largest, 2, 1, pair.largest - 1, 1):
+                pair.call(max(1, num_tokens))
+
+    def test_result_keeps_its_values_over_later_calls(self) -> None:
+        """An owned result is the caller's: the next replay does not write into it."""
+        with self._pair() as pair:
+            torch = pytest.importorskip("torch")
+            tree = torch.utils._pytree  # noqa: SLF001 - torch offers it under no other name
+            kept = []
+            for num_tokens in (3, 2, 3, 1):
+                result = pair.call(num_tokens)
+                kept.append((result, tree.tree_map(_clone, result)))
+            for result, before in kept:
+                pair.compare(result, before, "A result changed when later steps ran")
+
+    def test_random_traffic_gives_eager_results(self) -> None:
+        """Batches of every size and kind, ceilings, and graphs that come and go meanwhile."""
+        with self._pair() as pair:
+            rng, runner = pair.rng, pair.runner
+            for _ in range(self.num_steps):
+                keys = list(runner.registry)
+                match rng.randrange(6) if keys else 5:
+                    case 0 if runner.has(key := rng.choice(keys)):
+                        runner.evict(key)
+                    case 1:
+                        runner.set_enabled(rng.random() < 0.5, key=rng.choice(keys))
+                    case 2:
+                        runner.capture()
+                num_tokens = rng.randint(1, runner.config.max_num_tokens)
+                pair.call(num_tokens, ceiling=rng.randrange(3))
+
+    def test_threads_get_the_results_of_one(self) -> None:
+        """Callers on several threads each get the result of their own batch."""
+        with self._pair() as pair:
+            rngs = [random.Random(self.seed + number) for number in range(4)]
+            errors: list[BaseException] = []
+
+            def work(rng: random.Random) -> None:
+                try:
+                    for _ in range(self.num_steps // 4):
+                        pair.call(rng.randint(1, pair.largest), rng=rng)
+                except BaseException as error:  # noqa: BLE001 - told by the main thread
+                    errors.append(error)
+
+            threads = [threading.Thread(target=work, args=(rng,)) for rng in rngs]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not errors, f"On a thread of its own a step failed: {errors[0]!r}"
+
+    # -- reasons --------------------------------------------------------------------------
+
+    def test_every_step_is_counted_once_and_every_eager_one_with_a_reason(self) -> None:
+        """No silent downgrade, and no step run twice or not at all."""
+        with self._pair() as pair:
+            for _ in range(self.num_steps):
+                num_tokens = pair.rng.randint(1, pair.runner.config.max_num_tokens)
+                pair.call(num_tokens, ceiling=pair.rng.randrange(3))
+            stats = pair.runner.stats()
+            assert stats.steps == self.num_steps, f"{stats.steps} of {self.num_steps} were counted."
+            eager = stats.steps_by_mode.get(RuntimeMode.NONE.name, 0)
+            told = stats.eager_by_reason
+            assert sum(told.values()) == eager, f"{eager} eager steps, reasons of {told}."
+            assert "" not in told, f"{told['']} steps ran eager without a reason."
+
+    # -- failures -------------------------------------------------------------------------
+
+    def test_capture_that_fails_costs_no_result(self) -> None:
+        """Its key runs eager with the reason; the other graphs are captured and replay."""
+        with self._pair(fail_captures=lambda number: number % 2 == 0) as pair:
+            for _ in range(self.num_steps):
+                pair.call(pair.rng.randint(1, pair.largest))
+            stats = pair.runner.stats()
+            if pair.backend.num_captures >= 2:
+                assert stats.capture_failures > 0, "A capture that raised was not counted."
+
+    def test_replay_that_fails_runs_the_step_once(self) -> None:
+        """The launch was refused: the step has its result from eager, and ran once."""
+        with self._pair() as pair:
+            for number in range(self.num_steps):
+                pair.backend.refuse_launches = number % 5 == 4
+                pair.call(pair.rng.randint(1, pair.largest))
+
+    def test_graphs_given_up_leave_no_memory(self) -> None:
+        """Capturing and giving up all graphs again and again holds no more than once."""
+        with self._pair() as pair:
+            held = []
+            for _ in range(4):
+                pair.runner.capture()
+                pair.call(2)
+                held.append(pair.runner.num_bytes)
+                pair.runner.clear()
+            assert max(held[1:]) <= held[0], f"Bytes after each turn: {held}"
+
+    # -- inside ---------------------------------------------------------------------------
+
+    @contextmanager
+    def _pair(self, fail_captures: Callable[[int], bool] = lambda number: False) -> Iterator[_Pair]:
+        torch = pytest.importorskip("torch")
+        from dispatchkit.execute import EagerStepWarning, GraphRunner
+
+        backend = _Watched(self.make_backend(), fail_captures)
+        settings: dict[str, Any] = {"config": self.make_config(), "backend": backend}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EagerStepWarning)
+            runner = GraphRunner(
+                self.make_step(), self.make_inputs(), policy=self.make_policy(), **settings
+            )
+            settings["config"] = _without_graphs(settings["config"])
+            plain = GraphRunner(self.make_step(), self.make_inputs(), policy=_Eager(), **settings)
+            runner.capture()
+            yield _Pair(self, torch, runner, plain, backend)
+            backend.synchronize()
+        faults = runner.dispatcher.num_policy_errors
+        assert faults == 0, f"{faults} answers of the policy broke a hard constraint."
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if hasattr(value, "clone") else value
+
+
+def _without_graphs(config: DispatchConfig) -> DispatchConfig:
+    import attrs
+
+    from dispatchkit.keys import CUDAGraphMode
+
+    return attrs.evolve(config, mode=CUDAGraphMode.NONE)
+
+
+class _Eager:
+    """Has no graphs: every step runs plainly."""
+
+    name = "eager"
+
+    def declare(self, config: DispatchConfig) -> list[Any]:
+        return []
+
+    def decide(self, batch: Any, graphs: Any) -> None:
+        return None
+
+
+class _Pair:
+    """A runner under test, and the same step run plainly beside it."""
+
+    def __init__(
+        self, tests: RunnerTests, torch: Any, runner: Any, plain: Any, backend: _Watched
+    ) -> None:
+        self.tests, self.torch, self.runner, self.plain = tests, torch, runner, plain
+        self.backend = backend
+        self.rng = random.Random(tests.seed)
+        self.largest = runner.config.capture_sizes[-1]
+        self._lock = threading.Lock()
+
+    def call(
+        self,
+        num_tokens: int,
+        *,
+        uniform: int | None = None,
+        ceiling: int = 2,
+        rng: random.Random | None = None,
+    ) -> Any:
+        """Run one batch through both, compare, and return the runner's result."""
+        rng = self.rng if rng is None else rng
+        uniform = rng.randrange(2) if uniform is None else uniform
+        batch = self.tests.make_batch(rng, num_tokens, self.backend.torch_device)
+        facts = {"num_reqs": num_tokens, "uniform": uniform, "ceiling": ceiling}
+        result = self.runner(**batch, **facts)
+        with self._lock:
+            expected = self.plain(**batch)
+        self.compare(result, expected, f"A step of {num_tokens} tokens gave another result")
+        return result
+
+    def compare(self, result: Any, expected: Any, problem: str) -> None:
+        """Fail with the problem unless two results agree."""
+        self.backend.synchronize()
+        self.torch.testing.assert_close(
+            result,
+            expected,
+            rtol=self.tests.tolerance,
+            atol=self.tests.tolerance,
+            equal_nan=True,
+            msg=lambda text: f"{problem} than the step itself. {text}",
+        )
+
+
+class _Watched:
+    """A backend with faults on demand; all else is the real one's."""
+
+    def __init__(self, real: GraphBackend, fail_captures: Callable[[int], bool]) -> None:
+        self._real, self._fail = real, fail_captures
+        self.num_captures = 0
+        self.refuse_launches = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    @property
+    def capabilities(self) -> Any:
+        """The real one's; captures are always watched, since a shorter way passes by here."""
+        import attrs
+
+        return attrs.evolve(self._real.capabilities, unwatched_captures=False)
+
+    def capture(self, run: Callable[[], Any], **options: Any) -> Any:
+        """Capture, or fail in the middle of it."""
+        self.num_captures += 1
+        fails = self._fail(self.num_captures)
+
+        def run_or_fail() -> Any:
+            result = run()
+            if fails:
+                raise RuntimeError("This capture is meant to fail.")
+            return result
+
+        return _WatchedGraph(self._real.capture(run_or_fail, **options), self)
+
+
+class _WatchedGraph:
+    """A graph whose launch is refused on demand."""
+
+    def __init__(self, real: Any, backend: _Watched) -> None:
+        self._real, self._backend = real, backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def replay(self) -> None:
+        """Launch, unless launches are refused."""
+        if self._backend.refuse_launches:
+            raise RuntimeError("This launch is meant to be refused.")
+        self._real.replay()

@@ -1,0 +1,168 @@
+"""The kit for runners: correct parts pass it, planted faults are rejected by name."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from faulty_backends import FoldsConstantsBackend, Graph  # noqa: E402
+from faulty_policies import NeverAsksWhetherReadyPolicy  # noqa: E402
+from sample_policies import LargestPolicy, SmallestPolicy  # noqa: E402
+
+from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+from dispatchkit.keys import DispatchConfig  # noqa: E402
+from dispatchkit.testing import BackendTests, PolicyTests, RunnerTests, pytest_plugin  # noqa: E402
+from dispatchkit.testing.sample_step import SampleStep  # noqa: E402
+
+
+class TestVllmOnTheTape(RunnerTests):
+    """Nothing overridden."""
+
+
+class TestOwnPolicy(RunnerTests):
+    num_steps = 12
+
+    def make_policy(self):
+        return LargestPolicy()
+
+
+class TestOwnStep(RunnerTests):
+    """A plain function; only FULL can run."""
+
+    num_steps = 12
+
+    def make_policy(self):
+        return SmallestPolicy()
+
+    def make_step(self):
+        return lambda tokens, values: values.cumsum(0) + tokens[:, None]
+
+
+# -- planted faults --------------------------------------------------------------------------
+
+
+class LooksAhead(RunnerTests):
+    """A step in which each row sees those after it, padding too."""
+
+    def make_step(self):
+        return lambda tokens, values: values.flip(0).cumsum(0).flip(0)
+
+
+class CountsInPython(RunnerTests):
+    """A step whose result hangs on a Python number, which a graph has built in."""
+
+    def make_step(self):
+        calls = []
+
+        def step(tokens, values):
+            calls.append(1)
+            return values + len(calls)
+
+        return step
+
+
+class Folds(RunnerTests):
+    """A backend that keeps the result of the capture."""
+
+    def make_backend(self):
+        return FoldsConstantsBackend()
+
+
+class PolicyOfLostGraphs(RunnerTests):
+    """A policy that chooses graphs that are not there; the dispatcher saves the step."""
+
+    def make_policy(self):
+        return NeverAsksWhetherReadyPolicy()
+
+
+class ReplayTwiceBackend(TapeBackend):
+    """Launches twice, "since the first is slow"."""
+
+    def capture(self, run, **options):
+        graph = super().capture(run, **options)
+        return Graph(graph, replay=lambda: (graph.replay(), graph.replay()))
+
+
+class NothingReplays(RunnerTests):
+    """A mode in which a step that is no list of pieces has no graphs."""
+
+    def make_config(self):
+        return DispatchConfig(capture_sizes=(1, 2, 4, 8), max_num_tokens=8, mode="PIECEWISE")
+
+    def make_step(self):
+        return lambda tokens, values: values * 2
+
+
+class RunsTwice(RunnerTests):
+    """A backend that runs the step twice: state moves twice."""
+
+    def make_backend(self):
+        return ReplayTwiceBackend()
+
+    def make_step(self):
+        count = torch.zeros(())
+        return lambda tokens, values: values + count.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("tests", "test", "message"),
+    [
+        (LooksAhead, "test_results_are_those_of_the_step_itself", "gave another result"),
+        (CountsInPython, "test_random_traffic_gives_eager_results", "gave another result"),
+        (Folds, "test_large_batch_leaves_nothing_to_a_smaller_one", "gave another result"),
+        (
+            PolicyOfLostGraphs,
+            "test_random_traffic_gives_eager_results",
+            r"\d+ answers of the policy broke a hard constraint",
+        ),
+        (NothingReplays, "test_results_are_those_of_the_step_itself", "No step replayed a graph"),
+        (RunsTwice, "test_replay_that_fails_runs_the_step_once", "gave another result"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_planted_fault_is_rejected_by_name(tests, test, message):
+    said = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some are warned of as well
+        try:
+            getattr(tests(), test)()
+        except AssertionError as error:
+            said = str(error)
+    assert said, f"not found: {tests.__doc__}"
+    assert re.search(message, said), said
+
+
+def test_sample_step_has_what_goes_wrong_in_practice():
+    """A table, a look across rows, an eager piece between two that are captured."""
+    step = SampleStep("cpu")
+    assert len(step.pieces()) == 3
+    mixed = step.mix(torch.ones(3, 4))
+    assert mixed[:, 0].tolist() == [1.0, 2.0, 3.0]
+
+
+# -- markers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kit", "marker"),
+    [
+        (PolicyTests, "dispatchkit_policy"),
+        (BackendTests, "dispatchkit_backend"),
+        (RunnerTests, "dispatchkit_runner"),
+        (object, None),
+    ],
+)
+def test_tests_of_a_kit_are_marked_where_they_are_collected(kit, marker):
+    marks = []
+    own = type("TestOwn", (kit,), {})
+    pytest_plugin.pytest_itemcollected(SimpleNamespace(cls=own, add_marker=marks.append))
+    assert marks == ([marker] if marker else [])
+
+
+def test_function_of_no_class_is_left_alone():
+    pytest_plugin.pytest_itemcollected(SimpleNamespace(cls=None))
