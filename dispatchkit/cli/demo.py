@@ -14,9 +14,9 @@ from rich.text import Text
 
 from dispatchkit.cli.options import (
     BackendOption,
+    ModeOption,
     PolicyOption,
     SizesOption,
-    policy_name,
     settings_of,
 )
 from dispatchkit.cli.output import (
@@ -50,14 +50,18 @@ def demo(
         int, typer.Option("--steps", metavar="N", help="Most steps to run.")
     ] = DEFAULT_STEPS,
     sizes: SizesOption = None,
+    mode: ModeOption = None,
     device: BackendOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Replay a real trace through a small decoder, eager and dispatched, and compare.
 
-    Exit code 1 if any step computed something else than eager.
+    Exit code 1 if any step computed something else than eager. Every other setting of a runner
+    holds here too (`dispatchkit config show` lists them); limits that nobody gave fit the trace.
 
     Example: dispatchkit demo --steps 100 --device tape
+
+    Example: dispatchkit --set lazy=true --set max_graphs=8 demo --steps 100
     """
     try:
         from dispatchkit.demo.replay import DemoOptions, run_demo
@@ -68,16 +72,12 @@ def demo(
             f"The demo runs a model, and {error.name} is not installed. "
             "Next: pip install 'dispatchkit[torch]'."
         ) from error
-    settings = settings_of({"policy": policy, "capture_sizes": sizes, "backend": device})
+    settings = settings_of(
+        {"policy": policy, "capture_sizes": sizes, "mode": mode, "backend": device}
+    )
+    options = DemoOptions(settings=settings, trace=trace, steps=steps)
     plugins = load_installed_plugins(settings)
     mention_problems(plugins)
-    options = DemoOptions(
-        policy=policy_name(settings, plugins, settings.dispatch_config()),
-        trace=trace,
-        steps=steps,
-        sizes=settings["capture_sizes"],
-        device=settings["backend"],
-    )
     with progress() as tell:
         report = run_demo(options, plugins=plugins, progress=tell)
     if as_json:
@@ -158,8 +158,9 @@ def _facts(report: DemoReport) -> Table:
 def _capture_lines(report: DemoReport) -> Iterator[str]:
     capture = report.capture
     failed = capture["failed"]
+    when = "as steps asked for them" if capture["lazy"] else f"in {capture['seconds']:.1f} s"
     yield (
-        f"{capture['num_graphs']} graphs in {capture['seconds']:.1f} s, "
+        f"{capture['num_graphs']} graphs {when}, "
         f"{capture['num_bytes'] / MIB:.1f} MiB for all of them, {len(failed)} failed"
     )
     for key, reason in list(failed.items())[:MAX_SHOWN]:

@@ -113,7 +113,7 @@ def examine(plugins: PluginSet, environ: Mapping[str, str]) -> Iterator[Finding]
     yield Finding(
         Level.OK,
         "dispatchkit",
-        f"{__version__}, Python {platform.python_version()} at {sys.executable}.",
+        f"{__version__}, Python {platform.python_version()} ({sys.executable}).",
     )
     yield from _plugins(plugins)
     yield from _decisions(plugins)

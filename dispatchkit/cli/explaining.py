@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import attrs
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -59,7 +60,7 @@ def explain_batch(
         int, typer.Option("--num-reqs", metavar="N", help="Requests of the batch; 0: not known.")
     ] = 0,
     uniform: Annotated[
-        bool, typer.Option("--uniform", help="A uniform decode batch, rather than a mixed one.")
+        bool, typer.Option("--uniform", metavar="", help="A uniform decode batch, rather than a mixed one.")
     ] = False,
     loras: Annotated[int, typer.Option("--loras", metavar="N", help="Adapters in use.")] = 0,
     ceiling: Annotated[
@@ -69,7 +70,7 @@ def explain_batch(
         ),
     ] = "FULL",
     show_all: Annotated[
-        bool, typer.Option("--all", help="Show every decision of a trace, not the costliest.")
+        bool, typer.Option("--all", metavar="", help="Show every decision of a trace, not the costliest.")
     ] = False,
     policy: PolicyOption = None,
     sizes: SizesOption = None,
@@ -127,10 +128,11 @@ def explain_batch(
         return
     dispatcher = dispatcher_of(settings, settings.dispatch_config(max_loras=loras))
     answer = explain(dispatcher, num_tokens or 0, num_reqs, int(uniform), loras, int(highest))
+    answer = attrs.evolve(answer, cost=model.cost_of(answer.decision, answer.batch.num_tokens))
     if as_json:
-        print_json({**explanation_as_dict(answer), "cost": cost_as_dict(answer, model)})
+        print_json(explanation_as_dict(answer))
     else:
-        show(answer, console(), model)
+        show(answer, console())
 
 
 def dispatcher_of(settings: Settings, config: DispatchConfig) -> Dispatcher:
@@ -172,7 +174,7 @@ def config_for(rows: StepTrace, settings: Settings) -> DispatchConfig:
 # -- one batch ----------------------------------------------------------------------------
 
 
-def show(answer: Explanation, out: Console, model: CostModel) -> None:
+def show(answer: Explanation, out: Console) -> None:
     """Print an explanation, readable at 80 columns."""
     batch, decision = answer.batch, answer.decision
     facts = [f"{batch.num_tokens} tokens"]
@@ -188,7 +190,7 @@ def show(answer: Explanation, out: Console, model: CostModel) -> None:
     if answer.nearest:
         out.print(Text(f"Nearest  {answer.nearest}"))
     out.print(Text(f"Padding  {decision.padding} tokens"))
-    out.print(Text(f"Cost     {_cost_line(answer, model)}"))
+    out.print(Text(f"Cost     {answer.cost}"))
     out.print(Text(f"Policy   {answer.policy}"))
     if not answer.candidates:
         out.print("No graph is large enough for it.")
@@ -203,30 +205,6 @@ def show(answer: Explanation, out: Console, model: CostModel) -> None:
     ]
     out.print()
     out.print(table(["Graphs that could serve it", "Padding", "Verdict"], rows, right=[1]))
-
-
-def _cost_line(answer: Explanation, model: CostModel) -> str:
-    cost = cost_as_dict(answer, model)
-    text = f"{cost['step_us']:,.0f} µs; eager {cost['eager_us']:,.0f} µs"
-    if cost["lost_us"]:
-        text += f"; {cost['lost_us']:,.0f} µs more than a graph of its size"
-    measured = "" if cost["measured"] else ", beyond what it measured"
-    return f"{text} ({model.name}{measured})"
-
-
-def cost_as_dict(answer: Explanation, model: CostModel) -> dict[str, Any]:
-    """Return what a step costs by a cost model, in microseconds."""
-    decision, size = answer.decision, answer.batch.num_tokens
-    captured = None if decision.key is None else decision.key.num_tokens
-    us = model.step_us(size, captured, piecewise=decision.mode is RuntimeMode.PIECEWISE)
-    exact = model.step_us(size, size, piecewise=decision.mode is RuntimeMode.PIECEWISE)
-    return {
-        "model": model.name,
-        "step_us": us if size else 0.0,
-        "eager_us": model.eager_us(size) if size else 0.0,
-        "lost_us": max(0.0, us - exact) if size else 0.0,
-        "measured": model.covers(max(size, captured or 0)),
-    }
 
 
 def explanation_as_dict(answer: Explanation) -> dict[str, Any]:
@@ -260,6 +238,7 @@ def explanation_as_dict(answer: Explanation) -> dict[str, Any]:
             }
             for each in answer.candidates
         ],
+        "cost": None if answer.cost is None else attrs.asdict(answer.cost),
     }
 
 
@@ -335,12 +314,6 @@ def account_as_dict(account: Account) -> dict[str, Any]:
             {
                 **explanation_as_dict(account.explain(one)),
                 "steps": one.steps,
-                "cost": {
-                    "step_us": one.step_us,
-                    "eager_us": one.eager_us,
-                    "lost_us": one.lost_us / one.steps,
-                    "measured": one.num_tokens <= account.covered_to,
-                },
             }
             for one in account.decisions
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import shlex
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Annotated
 import typer
 
 from dispatchkit import __version__
-from dispatchkit.cli.output import load_installed_plugins
+from dispatchkit.cli.output import JsonOption, load_installed_plugins, print_json
 from dispatchkit.errors import ConfigError
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -32,8 +33,12 @@ _FILES = {
 def new_policy(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What the policy is chosen by.")],
     directory: Annotated[
-        Path, typer.Option(help="Where the folder dispatchkit-NAME is made.")
+        Path,
+        typer.Option(
+            "--directory", metavar="FOLDER", help="Where the folder dispatchkit-NAME is made."
+        ),
     ] = Path(),
+    as_json: JsonOption = False,
 ) -> None:
     """Write a distribution with a policy of your own, ready to install and to test.
 
@@ -43,11 +48,26 @@ def new_policy(
     if taken is not None:
         raise ConfigError("NAME", name, "a name without a policy", f"It is of {taken.origin}.")
     made = write_distribution(name, directory)
+    steps = [
+        f"cd {shlex.quote(str(made))}",
+        "pip install -e '.[testing]'",
+        "pytest",
+        f"dispatchkit explain 13 --policy {name}",
+    ]
+    if as_json:
+        written = sorted(path for path in made.rglob("*") if path.is_file())
+        print_json(
+            {
+                "policy": name,
+                "folder": str(made),
+                "files": [path.relative_to(made).as_posix() for path in written],
+                "next": steps,
+            }
+        )
+        return
     print(f"Wrote {made}, with the policy {name!r}. Next:")
-    print(f"  cd {made}")
-    print("  pip install -e '.[testing]'")
-    print("  pytest")
-    print(f"  dispatchkit explain 13 --policy {name}")
+    for step in steps:
+        print(f"  {step}")
 
 
 def write_distribution(name: str, directory: Path) -> Path:

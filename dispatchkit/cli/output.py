@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 Tell = Callable[[str, int, int], None]
 
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")
+    bool,
+    # Without a metavar some releases of typer show a flag as if it took a value.
+    typer.Option("--json", metavar="", help="Print JSON, and nothing else, on standard output."),
 ]
 
 

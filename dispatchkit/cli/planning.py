@@ -82,7 +82,7 @@ def plan(
         ),
     ] = FitOn.ALL,
     keyed: Annotated[
-        bool, typer.Option("--keyed", help="Plan uniform decode and mixed steps apart.")
+        bool, typer.Option("--keyed", metavar="", help="Plan uniform decode and mixed steps apart.")
     ] = False,
     align: Annotated[
         int, typer.Option("--align", metavar="N", help="Only multiples of so many tokens.")

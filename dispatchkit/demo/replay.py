@@ -22,6 +22,8 @@ from dispatchkit.errors import BackendUnavailableError, ConfigError, UnknownName
 from dispatchkit.execute import EagerStepWarning, GraphRunner, RunnerStats, StaticInput
 from dispatchkit.keys import DispatchConfig
 from dispatchkit.observe.trace import StepTrace, read_trace
+from dispatchkit.registry import KeyState
+from dispatchkit.settings import Settings
 
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
@@ -44,21 +46,19 @@ class DemoOptions:
     """What may be chosen.
 
     Attributes:
-        policy: Name of the policy.
+        settings: Policy, sizes, budgets and all else that a runner takes; see
+            ``load_settings``. What nobody gave fits the trace. ``backend`` is ``tape`` or
+            ``cpu`` for the stand-in on a CPU, ``cuda`` or ``cuda:N`` for a GPU, ``auto`` for a
+            GPU where torch finds one, else the tape.
         trace: A step trace; None for the excerpt that comes with the package.
         steps: Most steps to run, from the start of the trace.
-        sizes: Capture sizes, as numbers or as text with commas; None for the usual ones.
-        device: ``tape`` or ``cpu`` for the stand-in on a CPU, ``cuda`` or ``cuda:N`` for a
-            GPU, ``auto`` for a GPU where torch finds one, else the tape.
         shape: Sizes of the decoder; None for those that suit the device. Its number of
             slots is set from the trace.
     """
 
-    policy: str = "vllm"
+    settings: Settings = attrs.field(factory=Settings)
     trace: Path | None = None
     steps: int = attrs.field(default=DEFAULT_STEPS)
-    sizes: Sequence[int] | str | None = None
-    device: str = "auto"
     shape: DecoderShape | None = None
 
     @steps.validator
@@ -119,7 +119,7 @@ def run_demo(
         BackendUnavailableError: The device is not there.
     """
     start = time.perf_counter()
-    device = resolve_device(options.device)
+    device = resolve_device(options.settings["backend"])
     trace_name, rows = _read(options.trace, options.steps)
     shape = options.shape or (CUDA_SHAPE if device.type == "cuda" else TAPE_SHAPE)
     # A power of two, as servers are set up with: every decode step then has a FULL graph.
@@ -148,7 +148,8 @@ def _run(
     eager_cache, cache = KVCache(shape, device), KVCache(shape, device)
     runner = make_runner(decoder, cache, traffic, options, device, plugins)
     tell("capturing", 0, 1)
-    captured = runner.capture()
+    is_lazy = options.settings["lazy"]
+    captured = runner.capture(() if is_lazy else None)
     tell("capturing", 1, 1)
     pair = _Pair(decoder, eager_cache, runner, device)
     pair.warm_up(max(step.num_tokens for step in traffic.steps))
@@ -160,7 +161,7 @@ def _run(
     after = runner.stats()
     comparison = pair.compare_caches(cache)
     return DemoReport(
-        policy=options.policy,
+        policy=runner.dispatcher.policy_name,
         policy_origin=runner.dispatcher.policy_origin,
         backend=runner.backend.name,
         device=runner.backend.device_info(),
@@ -176,10 +177,15 @@ def _run(
         num_tokens=traffic.num_tokens,
         padding=sum(row.padding for row in pair.times()),
         capture={
-            "num_graphs": captured.num_graphs,
+            "num_graphs": runner.lifecycle.num_graphs(),
             "seconds": captured.seconds,
-            "num_bytes": captured.num_bytes,
-            "failed": {str(key): str(reason) for key, reason in captured.failed.items()},
+            "num_bytes": runner.num_bytes,
+            "failed": {
+                str(key): entry.reason
+                for key, entry in runner.registry.entries.items()
+                if entry.state is KeyState.FAILED
+            },
+            "lazy": is_lazy,
         },
         comparison=comparison,
         batch1=pair.batch1(),
@@ -199,13 +205,23 @@ def make_runner(
 
     Padding rows are tokens of nobody: they write to the sink slot.
     """
-    sizes: dict[str, Any] = {} if options.sizes is None else {"capture_sizes": options.sizes}
-    config = DispatchConfig(
-        max_num_tokens=max(step.num_tokens for step in traffic.steps),
-        max_num_seqs=decoder.shape.num_slots,
+    settings = options.settings
+    largest = max(step.num_tokens for step in traffic.steps)
+    most = max(step.num_reqs for step in traffic.steps)
+    config = settings.dispatch_config(
+        max_num_tokens=largest,
+        max_num_seqs=max(most, decoder.shape.num_slots),
         query_lens=traffic.query_len,
-        **sizes,
     )
+    for name, needed in (("max_num_tokens", largest), ("max_num_seqs", most)):
+        limit = getattr(config, name)
+        if limit < needed:
+            raise ConfigError(
+                name,
+                limit,
+                f"at least {needed}, which the demo's steps have",
+                "Or run fewer steps.",
+            )
     return GraphRunner(
         decoder.pieces(cache),
         inputs={
@@ -214,12 +230,14 @@ def make_runner(
             "slots": StaticInput((None,), "int64", fill=decoder.shape.sink_slot),
         },
         config=config,
-        policy=options.policy,
-        backend="cuda" if device.type == "cuda" else "tape",
-        device=str(device),
-        outputs="view",  # every result is read before the next step
         state=cache.tensors,
         plugins=plugins,
+        device=str(device),
+        **{
+            "outputs": "view",  # every result is read before the next step
+            **settings.chosen("runner"),
+            "backend": "cuda" if device.type == "cuda" else "tape",
+        },
     )
 
 
@@ -265,7 +283,7 @@ class _Pair:
             positions=positions,
             slots=slots,
             num_reqs=step.num_reqs,
-            uniform=step.uniform and step.query_len == self.runner.config.query_len,
+            uniform=_uniform(self.runner.config, step.query_len if step.uniform else 0),
         )
         self._synchronize()
         end = time.perf_counter()
@@ -323,7 +341,7 @@ class _Pair:
         def eager(position: torch.Tensor) -> Any:
             return self.decoder(one, position, slot, self.cache)
 
-        uniform = self.runner.config.query_len == 1
+        uniform = _uniform(self.runner.config, 1)
 
         def dispatched(position: torch.Tensor) -> Any:
             return self.runner(
@@ -351,6 +369,12 @@ class _Pair:
             run(position)
         self._synchronize()
         return (time.perf_counter() - start) / len(places) * 1e6
+
+
+def _uniform(config: DispatchConfig, query_len: int) -> int:
+    """Return the ``uniform`` argument for steps of that many tokens per request."""
+    lens = config.query_lens
+    return lens.index(query_len) + 1 if query_len in lens else 0
 
 
 def _last_step(before: RunnerStats, after: RunnerStats) -> tuple[str, int]:

@@ -3,7 +3,7 @@
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.decision import CellUpdate, Decision, Outcome, Reason
 from dispatchkit.dispatch.dispatcher import Dispatcher
-from dispatchkit.dispatch.explain import Explanation, explain
+from dispatchkit.dispatch.explain import Explanation, MeasuredTime, StepCost, explain
 from dispatchkit.dispatch.policy import (
     TRAITS,
     GraphView,
@@ -21,9 +21,11 @@ __all__ = [
     "Explanation",
     "GraphView",
     "LearningPolicy",
+    "MeasuredTime",
     "Outcome",
     "Policy",
     "Reason",
+    "StepCost",
     "broken_constraint",
     "explain",
     "policy_name",

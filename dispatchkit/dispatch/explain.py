@@ -29,6 +29,53 @@ class Candidate:
     padding: int
 
 
+@attrs.frozen(kw_only=True)
+class StepCost:
+    """What a step costs by a cost model.
+
+    Attributes:
+        model: Name of the model.
+        step_us: Microseconds of the step as decided.
+        eager_us: Of the same step run eager.
+        lost_us: How much more the step takes than a graph of exactly its size; not below 0.
+        measured: The model was measured up to that size, rather than extended to it.
+    """
+
+    model: str
+    step_us: float
+    eager_us: float
+    lost_us: float
+    measured: bool
+
+    def __str__(self) -> str:
+        text = f"{self.step_us:,.0f} µs; eager {self.eager_us:,.0f} µs"
+        if self.lost_us:
+            text += f"; {self.lost_us:,.0f} µs more than a graph of its size"
+        return f"{text} ({self.model}{'' if self.measured else ', beyond what it measured'})"
+
+
+@attrs.frozen(kw_only=True)
+class MeasuredTime:
+    """What steps that ran as decided took, in a running program.
+
+    Attributes:
+        steps: How many were timed, of the latest ones.
+        median_us: Median of their microseconds on the stream.
+        clock: ``device`` or ``host``.
+        queued: Other work was ahead of them on the stream when they were launched.
+    """
+
+    steps: int
+    median_us: float
+    clock: str
+    queued: bool
+
+    def __str__(self) -> str:
+        depth = "behind other work" if self.queued else "idle"
+        counted = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        return f"{self.median_us:,.1f} µs, median of {counted}, {depth} ({self.clock} time)"
+
+
 @attrs.frozen
 class Explanation:
     """A decision, the policy behind it and the graphs that were near.
@@ -40,6 +87,8 @@ class Explanation:
         candidates: Per runtime mode, the smallest graphs that cover the batch.
         largest: Tokens of the largest declared graph; 0 where there is none.
         fault: What the policy did wrong, where it did; nothing is counted for it here.
+        cost: What the step costs, where a cost model was given.
+        times: What a runner measured of such steps; None where nobody measures.
     """
 
     batch: Batch
@@ -48,6 +97,8 @@ class Explanation:
     candidates: tuple[Candidate, ...]
     largest: int = 0
     fault: str = ""
+    cost: StepCost | None = None
+    times: tuple[MeasuredTime, ...] | None = None
 
     @property
     def because(self) -> str:
@@ -71,9 +122,8 @@ class Explanation:
         if self.candidates:
             near = min(self.candidates, key=lambda one: (one.why_not is not None, one.padding))
             return f"{near.key}: {near.why_not or 'ready, not preferred'}"
-        short = self.batch.num_tokens - self.largest
-        if short > 0:
-            return f"a graph of {self.batch.num_tokens} tokens; the largest is {short} too small"
+        if self.batch.num_tokens > self.largest:
+            return f"a graph of {self.batch.num_tokens} tokens; the largest has {self.largest}"
         return "none declared for this kind of batch"
 
     def __str__(self) -> str:
@@ -93,6 +143,11 @@ class Explanation:
         ]
         if self.nearest:
             lines.append(f"   nearest that would have caught it: {self.nearest}")
+        if self.cost is not None:
+            lines.append(f"   cost: {self.cost}")
+        if self.times is not None:
+            told = "; ".join(map(str, self.times)) or "no such step was timed yet"
+            lines.append(f"   measured here: {told}")
         for each in self.candidates:
             verdict = "chosen" if each.chosen else each.why_not or "ready, not preferred"
             lines.append(f"   {each.key}: {verdict} (padding {each.padding})")

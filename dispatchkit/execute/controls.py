@@ -25,6 +25,7 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import RunnerStats, StepCounters
+from dispatchkit.plan.costs import CostModel, load_cost_model
 from dispatchkit.registry import GraphRegistry, KeyState
 
 
@@ -190,11 +191,36 @@ class Controls:
         uniform: int = 0,
         loras: int = 0,
         ceiling: int = 2,
+        *,
+        cost_model: CostModel | str | None = None,
     ) -> Explanation:
-        """Say what would happen to a batch and why, without running or counting anything."""
+        """Say what would happen to a batch and why, without running or counting anything.
+
+        It says what such steps took, where the policy had some timed and they were read
+        (``drain`` does that too).
+
+        Args:
+            num_tokens: Tokens of the batch.
+            num_reqs: Requests in it; 0 where they are not known.
+            uniform: False for a mixed batch, True for a uniform decode batch.
+            loras: Active adapters.
+            ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
+            cost_model: Say what the step costs by this model too: one that ``calibrate`` made
+                of this runner, or the name of a built-in one or a file.
+
+        Raises:
+            DescriptorError: The batch is impossible.
+            UnknownNameError: There is no such cost model.
+        """
         found = explain_batch(self.dispatcher, num_tokens, num_reqs, uniform, loras, ceiling)
-        reason = self._own_reason(found.decision.reason)
-        return attrs.evolve(found, decision=attrs.evolve(found.decision, reason=reason))
+        decision = attrs.evolve(found.decision, reason=self._own_reason(found.decision.reason))
+        model = load_cost_model(cost_model) if isinstance(cost_model, str) else cost_model
+        return attrs.evolve(
+            found,
+            decision=decision,
+            cost=None if model is None else model.cost_of(decision, num_tokens),
+            times=self.timings.of(decision, found.batch),
+        )
 
     def _own_reason(self, reason: str) -> str:
         """Say so where a mode is only missing because this step cannot be split."""

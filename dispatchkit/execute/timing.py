@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,13 +11,21 @@ from typing import TypeVar
 import attrs
 
 from dispatchkit.backends.base import Event, GraphBackend
-from dispatchkit.dispatch import Decision, Outcome
-from dispatchkit.keys.batch import Batch
+from dispatchkit.dispatch import Decision, MeasuredTime, Outcome
+from dispatchkit.keys.batch import Batch, GraphKey
 
 # Measured steps that wait to be read; older ones are let go of unread.
 MAX_PENDING = 256
 
+# Times kept of each graph, and of eager at each size: for explanations, not for policies.
+KEPT_TIMES = 64
+
 T = TypeVar("T")
+
+
+def _ran(decision: Decision, batch: Batch) -> GraphKey | int:
+    """Return what names steps that take the same time: the graph, or the size of eager ones."""
+    return batch.num_tokens if decision.key is None else decision.key
 
 
 @attrs.frozen
@@ -40,6 +49,7 @@ class Timings:
         self._backend, self._tell = backend, tell
         self._clock = "device" if backend.capabilities.device_timing else "host"
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
+        self._read: dict[tuple[GraphKey | int, bool], deque[float]] = {}
         self._lock = threading.Lock()
 
     def is_queued(self) -> bool:
@@ -84,8 +94,26 @@ class Timings:
                     return told
                 self._pending.popleft()
             elapsed = head.start.elapsed_us(head.end)
+            latest = self._read.setdefault(
+                (_ran(head.decision, head.batch), head.queued), deque(maxlen=KEPT_TIMES)
+            )
+            latest.append(elapsed)
             self._tell(Outcome(head.batch, head.decision, elapsed, self._clock, head.queued))
             told += 1
+
+    def of(self, decision: Decision, batch: Batch) -> tuple[MeasuredTime, ...]:
+        """Return what was measured of steps that ran as decided, idle and queued apart."""
+        ran = _ran(decision, batch)
+        return tuple(
+            MeasuredTime(
+                steps=len(times),
+                median_us=statistics.median(times),
+                clock=self._clock,
+                queued=queued,
+            )
+            for queued in (False, True)
+            if (times := tuple(self._read.get((ran, queued), ())))
+        )
 
     def clear(self) -> None:
         """Let go of all measurements unread."""

@@ -29,7 +29,9 @@ from typing import Any
 
 import attrs
 
+from dispatchkit.dispatch import Decision, StepCost
 from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.keys.modes import RuntimeMode
 
 __all__ = [
     "BUILTIN_COST_MODELS",
@@ -203,6 +205,25 @@ class CostModel:
         curve = self.piecewise_us if piecewise and self.piecewise_us else self.graph_us
         graph = curve(captured)
         return min(graph, eager) if best else graph
+
+    def cost_of(self, decision: Decision, num_tokens: int) -> StepCost:
+        """Return what a decided step costs, against eager and a graph of exactly its size.
+
+        Args:
+            decision: Which graph serves it, or eager.
+            num_tokens: Tokens of the step; one without any costs nothing.
+        """
+        captured = None if decision.key is None else decision.key.num_tokens
+        is_pieces = decision.mode is RuntimeMode.PIECEWISE
+        us = self.step_us(num_tokens, captured, piecewise=is_pieces) if num_tokens else 0.0
+        exact = self.step_us(num_tokens, num_tokens, piecewise=is_pieces) if num_tokens else 0.0
+        return StepCost(
+            model=self.name,
+            step_us=us,
+            eager_us=self.eager_us(num_tokens) if num_tokens else 0.0,
+            lost_us=max(0.0, us - exact),
+            measured=self.covers(max(num_tokens, captured or 0)),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the model as what its file holds."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.dispatch import Decision, Dispatcher, Explanation, Outcome, explain
+from dispatchkit.dispatch import Decision, Dispatcher, Explanation, Outcome, StepCost, explain
 from dispatchkit.errors import ConfigError, TraceError
 from dispatchkit.keys import DispatchConfig, RuntimeMode
 from dispatchkit.observe.trace import StepTrace
@@ -37,9 +37,7 @@ class AccountedDecision:
         loras: Adapters.
         decision: What was decided.
         steps: How often.
-        step_us: Time of one step, by the cost model.
-        eager_us: Time of the same step eager.
-        exact_us: Time of a graph of exactly its size.
+        cost: What one step costs.
     """
 
     num_tokens: int
@@ -48,14 +46,22 @@ class AccountedDecision:
     loras: int
     decision: Decision
     steps: int
-    step_us: float
-    eager_us: float
-    exact_us: float
+    cost: StepCost
 
     @property
     def bucket(self) -> int | None:
         """Tokens of the graph; None when eager."""
         return None if self.decision.key is None else self.decision.key.num_tokens
+
+    @property
+    def step_us(self) -> float:
+        """Time of one step, by the cost model."""
+        return self.cost.step_us
+
+    @property
+    def eager_us(self) -> float:
+        """Time of the same step eager."""
+        return self.cost.eager_us
 
     @property
     def total_us(self) -> float:
@@ -65,7 +71,7 @@ class AccountedDecision:
     @property
     def lost_us(self) -> float:
         """Time that a graph of exactly the right size would have saved; not below 0."""
-        return self.steps * max(0.0, self.step_us - self.exact_us)
+        return self.steps * self.cost.lost_us
 
 
 @attrs.define
@@ -163,7 +169,7 @@ class Account:
         candidates = tuple(
             attrs.evolve(each, chosen=each.key == one.decision.key) for each in answer.candidates
         )
-        return attrs.evolve(answer, decision=one.decision, candidates=candidates)
+        return attrs.evolve(answer, decision=one.decision, candidates=candidates, cost=one.cost)
 
 
 def account_for(
@@ -206,10 +212,8 @@ def account_for(
         decision = dispatcher.dispatch(tokens, reqs, uniform, loras)
         tally = tallies.get(id(decision))
         if tally is None:
-            captured = None if decision.key is None else decision.key.num_tokens
-            is_pieces = decision.mode is RuntimeMode.PIECEWISE
-            us = model.step_us(tokens, captured, piecewise=is_pieces)
-            tally = tallies[id(decision)] = [decision, 0, (tokens, reqs, uniform, loras), us]
+            cost = model.cost_of(decision, tokens)
+            tally = tallies[id(decision)] = [decision, 0, (tokens, reqs, uniform, loras), cost]
         tally[1] += 1
         part = bins[index * num_bins // len(rows)]
         part.modes[decision.mode.name] += 1
@@ -218,7 +222,7 @@ def account_for(
             part.padding += decision.key.num_tokens - tokens
         if learns and decision.timed:
             batch = dispatcher.batch(tokens, reqs, uniform, loras)
-            dispatcher.observe(Outcome(batch, decision, tally[3], step=index + 1))
+            dispatcher.observe(Outcome(batch, decision, tally[3].step_us, step=index + 1))
         if tell is not None and index % _TELL_EVERY == 0:
             tell("deciding", index, len(rows))
     if tell is not None:
@@ -231,11 +235,9 @@ def account_for(
             loras=facts[3],
             decision=decision,
             steps=steps,
-            step_us=us,
-            eager_us=model.eager_us(facts[0]),
-            exact_us=model.graph_us(facts[0]),
+            cost=cost,
         )
-        for decision, steps, facts, us in tallies.values()
+        for decision, steps, facts, cost in tallies.values()
     ]
     origin = f" ({dispatcher.policy_origin})" if dispatcher.policy_origin else ""
     return Account(

@@ -109,7 +109,7 @@ def test_what_stands_behind_a_decision_and_what_it_costs_are_told(run: Any) -> N
     """A constraint, the nearest graph, and microseconds by the cost model."""
     answer = explain(run, "600", "--max-num-tokens", "1000")
     assert answer["because"].startswith("constraint: ")
-    assert "88 too small" in answer["nearest"]
+    assert "the largest has 512" in answer["nearest"]
     assert answer["cost"]["step_us"] == answer["cost"]["eager_us"] > 0
     assert answer["cost"]["measured"] is False
     answer = explain(run, "3", "--num-reqs", "3", "--uniform", "--sizes", "1,2,64")

@@ -42,6 +42,23 @@ def test_it_writes_a_distribution_and_says_how_to_go_on(
     assert "pip install" in capsys.readouterr().out
 
 
+def test_json_names_what_was_written_and_what_to_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One document, for scripts; the folder may have a space in its name."""
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    assert run(["new-policy", "my-rule", "--directory", str(folder), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["policy"] == "my-rule"
+    root = Path(said["folder"])
+    assert root == folder / "dispatchkit-my-rule"
+    assert set(said["files"]) == {
+        path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()
+    }
+    assert said["next"][0] == f"cd '{root}'"
+
+
 def test_the_policy_is_short_and_nothing_is_left_to_fill_in(tmp_path: Path) -> None:
     root = write_distribution("my-rule", tmp_path)
     policy = (root / "src/dispatchkit_my_rule/policy.py").read_text()

@@ -32,7 +32,8 @@ FILES = {
     "misspelt.toml": "[tool.dispatchkit]\npolcy = 3\n",
     "mode.toml": '[tool.dispatchkit]\nmode = "FUL"\n',
 }
-COMMANDS = ["explain", "plan", "simulate", "report", "config show", "policies", "bench --list"]
+COMMANDS = ["explain", "plan", "simulate", "report", "config show", "policies", "plugins"]
+COMMANDS += ["bench --list", "new-policy"]
 OPTIONS = """
 --sizes --capture-sizes --ceiling --mode --policy --loras --max-loras --uniform --num-reqs --all
 --query-len --max-num-tokens --max-num-seqs --trace --cost-model --graphs --max-size --fit-on

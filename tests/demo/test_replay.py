@@ -22,6 +22,7 @@ from dispatchkit.errors import (  # noqa: E402
 )
 from dispatchkit.execute import graph_piece  # noqa: E402
 from dispatchkit.keys import CaptureSizeWarning  # noqa: E402
+from dispatchkit.settings import load_settings  # noqa: E402
 
 SMALL = DecoderShape(num_layers=1, num_heads=2, head_dim=8, cache_len=32, vocab=32)
 HEADER = "num_tokens,num_reqs,max_query_len,uniform_decode\n"
@@ -34,8 +35,9 @@ def write(folder: Path, rows: list[str], header: str = HEADER) -> Path:
     return path
 
 
-def run(trace: Path, **options: Any) -> DemoReport:
-    return run_demo(DemoOptions(trace=trace, device="tape", shape=SMALL, **options))
+def run(trace: Path, steps: int = 100, **settings: Any) -> DemoReport:
+    given = load_settings(backend="tape", environ={}, **settings)
+    return run_demo(DemoOptions(settings=given, trace=trace, steps=steps, shape=SMALL))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
     folder = tmp_path_factory.mktemp("demo")
     rows = [*ROWS, "30,4,25,0"]
     with pytest.warns(CaptureSizeWarning, match="17 to 30 tokens run eager"):
-        return run(write(folder, rows), sizes="1,2,4,8,16")
+        return run(write(folder, rows), capture_sizes="1,2,4,8,16")
 
 
 def test_every_step_and_the_final_caches_equal_eager(report: DemoReport) -> None:
@@ -180,7 +182,7 @@ def test_a_uniform_step_of_several_tokens_per_request_runs_full(tmp_path: Path) 
 @pytest.mark.gpu
 def test_on_a_gpu_every_step_equals_eager_and_decode_replays() -> None:
     """The excerpt's first steps with the decoder that suits a GPU."""
-    report = run_demo(DemoOptions(steps=60, device="cuda"))
+    report = run_demo(DemoOptions(steps=60, settings=load_settings(backend="cuda")))
     assert report.backend == "cuda"
     assert report.capture["failed"] == {}
     assert report.comparison.is_equal
@@ -229,7 +231,29 @@ def test_impossible_numbers_of_steps_are_refused(steps: object) -> None:
 def test_capture_sizes_beyond_the_traffic_are_refused(tmp_path: Path) -> None:
     """As everywhere: nothing is trimmed in silence."""
     with pytest.raises(ConfigError, match="capture_sizes"):
-        run(write(tmp_path, ROWS), sizes=[4, 4096])
+        run(write(tmp_path, ROWS), capture_sizes=[4, 4096])
+
+
+def test_settings_of_a_runner_hold_in_the_demo(tmp_path: Path) -> None:
+    """Budget, lazy capture, mode and query lengths, not only policy and sizes."""
+    trace = write(tmp_path, [*ROWS, "8,2,4,1"])
+    lazy = run(trace, lazy=True, max_graphs=1, query_lens=(4, 1))
+    assert lazy.comparison.is_equal
+    assert (lazy.capture["num_graphs"], lazy.capture["lazy"]) == (1, True)
+    assert ("decode", "FULL") in {(row.kind, row.mode) for row in lazy.times}
+    eager = run(trace, mode="NONE")
+    assert eager.capture["num_graphs"] == 0
+    assert eager.eager_reasons == {"mode_none": 8}
+    few = run(trace, max_graphs=2)
+    assert few.capture["num_graphs"] == 2
+    assert few.comparison.is_equal
+
+
+@pytest.mark.parametrize("name", ["max_num_tokens", "max_num_seqs"])
+def test_a_limit_below_the_traffic_is_refused(tmp_path: Path, name: str) -> None:
+    """Before anything is captured, with what is needed and where the value is from."""
+    with pytest.raises(ConfigError, match=f"{name} must be at least"):
+        run(write(tmp_path, ROWS), **{name: 3})
 
 
 def test_an_unknown_policy_names_the_nearest(tmp_path: Path) -> None:

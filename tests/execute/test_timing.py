@@ -119,3 +119,45 @@ def test_unread_measurements_are_bounded(make_runner, learning):
     assert len(runner.timings._pending) <= MAX_PENDING
     runner.timings.clear()
     assert runner.drain(wait=True) == 0
+
+
+def test_an_explanation_tells_what_such_steps_took(make_runner, learning):
+    """Of the graph for replays, of the size for eager; nothing is made up where none was timed."""
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning)
+    runner.capture()
+    assert runner.explain(3).times == ()
+    assert "no such step was timed yet" in str(runner.explain(3))
+    for _ in range(3):
+        runner(torch.arange(3))
+    runner(torch.arange(3), ceiling=0)
+    runner.drain(wait=True)
+    took = [outcome.elapsed_us for outcome in learning.heard]
+    (replayed,) = runner.explain(4).times
+    assert (replayed.steps, replayed.median_us) == (3, sorted(took[:3])[1])
+    assert (replayed.clock, replayed.queued) == (learning.heard[0].clock, False)
+    (eager,) = runner.explain(3, ceiling=0).times
+    assert (eager.steps, eager.median_us) == (1, took[3])
+    assert "median of 3 steps, idle" in str(runner.explain(3))
+    assert runner.explain(4, ceiling=0).times == ()
+
+
+def test_an_explanation_tells_the_cost_by_a_model(make_runner):
+    """One that the caller has, or a built-in one by name."""
+    from dispatchkit.errors import UnknownNameError
+    from dispatchkit.plan import CostModel
+
+    model = CostModel(
+        name="mine", eager_us=[(1, 90.0), (8, 100.0)], graph_us=[(1, 10.0), (8, 80.0)]
+    )
+    runner = make_runner(lambda tokens: tokens + 1, lazy=True)
+    told = runner.explain(3, cost_model=model)
+    assert told.decision.key.num_tokens == 4
+    assert (told.cost.step_us, told.cost.lost_us) == (model.graph_us(4), 10.0)
+    assert "40 µs; eager 93 µs; 10 µs more than a graph of its size (mine)" in str(told)
+    eager = runner.explain(3, ceiling=0, cost_model=model).cost
+    assert eager.step_us == eager.eager_us == model.eager_us(3)
+    assert runner.explain(0, cost_model=model).cost.step_us == 0.0
+    assert runner.explain(3).cost is None
+    assert runner.explain(3, cost_model="lm-decode-h100").cost.measured
+    with pytest.raises(UnknownNameError, match="lm-decode-h100"):
+        runner.explain(3, cost_model="lm-decode-h10")
