@@ -105,9 +105,13 @@ class Commands(TyperGroup):
             complain("Stopped.")
             raise typer.Exit(STOPPED) from error
         except BrokenPipeError as error:
-            # Python flushes stdout once more on exit, and would complain about it again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _let_go_of_stdout()
             raise typer.Exit(READER_GONE) from error
+
+
+def _let_go_of_stdout() -> None:
+    """Python flushes stdout once more on exit, and would complain about it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Group(TyperGroup):
@@ -228,7 +232,12 @@ def run(args: Sequence[str] | None = None) -> int:
         return STOPPED
     except KeyboardInterrupt:
         return STOPPED
+    except BrokenPipeError:
+        _let_go_of_stdout()
+        return READER_GONE
     except SystemExit as done:  # from completion, and from commands of plugins
+        if isinstance(done.__context__, BrokenPipeError):  # rich would have it that this is code 1
+            return READER_GONE
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     return code if isinstance(code, int) else 0
 

@@ -20,7 +20,9 @@ def bench(
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="Which; all by default.", show_default=False),
     ] = None,
-    list_only: Annotated[bool, typer.Option("--list", metavar="", help="List them, and run none.")] = False,
+    list_only: Annotated[
+        bool, typer.Option("--list", metavar="", help="List them, and run none.")
+    ] = False,
     checkout: Annotated[
         Path | None,
         typer.Option("--checkout", metavar="FOLDER", help="Where bench/ lies."),

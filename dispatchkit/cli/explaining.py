@@ -60,7 +60,10 @@ def explain_batch(
         int, typer.Option("--num-reqs", metavar="N", help="Requests of the batch; 0: not known.")
     ] = 0,
     uniform: Annotated[
-        bool, typer.Option("--uniform", metavar="", help="A uniform decode batch, rather than a mixed one.")
+        bool,
+        typer.Option(
+            "--uniform", metavar="", help="A uniform decode batch, rather than a mixed one."
+        ),
     ] = False,
     loras: Annotated[int, typer.Option("--loras", metavar="N", help="Adapters in use.")] = 0,
     ceiling: Annotated[
@@ -70,7 +73,10 @@ def explain_batch(
         ),
     ] = "FULL",
     show_all: Annotated[
-        bool, typer.Option("--all", metavar="", help="Show every decision of a trace, not the costliest.")
+        bool,
+        typer.Option(
+            "--all", metavar="", help="Show every decision of a trace, not the costliest."
+        ),
     ] = False,
     policy: PolicyOption = None,
     sizes: SizesOption = None,

@@ -8,6 +8,7 @@ which knows light from dark. All text that comes from data is escaped here.
 from __future__ import annotations
 
 import html
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -332,6 +333,9 @@ class Lines(Chart):
         marked = [at(x, y) for line in self.lines if line.marked for x, y in line.points]
         taken = [(x - 7, x + 7, y + 4) for x, y in marked]
         for line in self.lines:
+            if not line.marked:
+                taken += _along([at(x, y) for x, y in line.points])
+        for line in self.lines:
             for x, y in line.points if line.marked else ():
                 cx, cy = at(x, y)
                 # Two points at one place: the larger one is seen around the smaller.
@@ -344,6 +348,15 @@ class Lines(Chart):
         places = [(at(t, low)[0], number(t)) for t in _ticks(right, 6)]
         frame.x_axis(places, self.x_label)
         return frame.svg(self.label)
+
+
+def _along(corners: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float, float]]:
+    """Yield the places that a line takes, as a name does, a few pixels apart."""
+    for (x0, y0), (x1, y1) in itertools.pairwise(corners):
+        count = int(max(abs(x1 - x0), abs(y1 - y0)) / 6) + 1
+        for step in range(count):
+            x, y = x0 + (x1 - x0) * step / count, y0 + (y1 - y0) * step / count
+            yield x - 4, x + 4, y + 4
 
 
 def _name_point(
@@ -360,13 +373,16 @@ def _name_point(
         places.append((x - 11 - length, y + 4))
     num_beside = len(places)
     places += [(middle, y + rise) for rise in (-13, 23, -28, 38, -43, 53, -58, 68, -73, 83)]
-    for left_edge, top in places:
-        free = all(
-            abs(top - other) >= 14 or left_edge > end or left_edge + length < begin
+    inside = [place for place in places if _TOP + 6 < place[1] < frame.bottom - 3] or places
+
+    def collisions(place: tuple[float, float]) -> int:
+        left, top = place
+        return sum(
+            abs(top - other) < 14 and left <= end and left + length >= begin
             for begin, end, other in taken
         )
-        if free and _TOP + 6 < top < frame.bottom - 3:
-            break
+
+    left_edge, top = min(inside, key=collisions)  # of equals, the first
     taken.append((left_edge, left_edge + length, top))
     if places.index((left_edge, top)) >= num_beside + 2:  # far from its point: a stroke leads there
         end = top + 3 if top < y else top - 11
@@ -462,11 +478,13 @@ class Bars(Chart):
         label: What is shown.
         bands: The rows.
         colours: (class, name) pairs for the legend.
+        whole: What a bar of full width stands for; by default the longest one is.
     """
 
     label: str
     bands: tuple[Band, ...]
     colours: tuple[tuple[str, str], ...] = ()
+    whole: float = 0.0
 
     def legend(self) -> Sequence[tuple[str, str]]:
         """Return (class, name) pairs."""
@@ -476,7 +494,8 @@ class Bars(Chart):
         """Return the plot as SVG; its height is its own."""
         row = 42.0
         frame = _Frame(width, max(row * len(self.bands) + 8, 50.0), left=2.0)
-        top = max((sum(value for _, value, _ in band.parts) for band in self.bands), default=0)
+        longest = max((sum(value for _, value, _ in band.parts) for band in self.bands), default=0)
+        top = max(longest, self.whole)
         scale = (width - 4) / top if top else 0.0
         most = int((width - 8) / _CHAR)
         for index, band in enumerate(self.bands):

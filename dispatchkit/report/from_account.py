@@ -288,7 +288,7 @@ def _reasons(account: Account) -> Figure:
         "reasons",
         "Reasons",
         "Why steps run as they do, by number of steps. Every eager step has one.",
-        Bars(label="Reasons", bands=tuple(bands), colours=colours),
+        Bars(label="Reasons", bands=tuple(bands), colours=colours, whole=float(account.num_steps)),
         Table(("Runs as", "Reason", "Steps", "Behind it"), tuple(rows), (2,)),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from dispatchkit.errors import ConfigError
 from dispatchkit.report.charts import Band, Bars, Line, Lines
-from dispatchkit.report.from_account import LEAST_WASTE, MODE_NAMES, WastePlan
+from dispatchkit.report.from_account import LEAST_WASTE, MODE_NAMES
 from dispatchkit.report.page import Figure, Missing, Report, Table, Tile
 
 __all__ = ["report_of_simulations"]
@@ -25,15 +25,12 @@ _NUMBERS = (
 _REASON_COLOURS = ("eager", "padding", "other", "piecewise", "full")
 
 
-def report_of_simulations(
-    rows: Sequence[Mapping[str, Any]], *, source: str, plan: WastePlan | str | None = None
-) -> Report:
+def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> Report:
     """Return the report of one or several simulations of a trace.
 
     Args:
         rows: What ``Simulation.to_json`` gives of each.
         source: Name of the trace, or of the file they come from.
-        plan: What ``waste_plan`` says of the trace, where it is there.
 
     Raises:
         ConfigError: A row is no simulation.
@@ -69,7 +66,7 @@ def report_of_simulations(
         figures=(
             _modes(checked),
             _time(checked),
-            _waste(checked, plan),
+            _waste(checked),
             _reasons(checked),
             Missing(
                 "padding",
@@ -151,38 +148,29 @@ def _time(rows: Sequence[Mapping[str, Any]]) -> Figure:
     )
 
 
-def _waste(rows: Sequence[Mapping[str, Any]], plan: WastePlan | str | None) -> Figure:
-    curve: tuple[Line, ...] = ()
-    if plan is not None and not isinstance(plan, str):
-        points, rivals = plan
-        best = tuple((float(graphs), waste) for graphs, waste in points if waste >= LEAST_WASTE)
-        curve = (
-            Line("best sizes for this traffic", "full", best),
-            *(
-                Line(
-                    f"{name} ({graphs})", "eager", ((float(graphs), max(waste, LEAST_WASTE)),), True
-                )
-                for name, (graphs, waste) in rivals.items()
-            ),
-        )
-    own = tuple(
-        Line(
-            row["label"],
-            "piecewise",
-            ((float(row["num_graphs"]), max(row["waste_pct"], LEAST_WASTE)),),
-            marked=True,
-        )
-        for row in rows
-    )
+def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    def point(row: Mapping[str, Any]) -> tuple[float, float]:
+        # Graphs are given up only to make room: those that are left are the most there were.
+        held = max(0.0, row["captures"] - row["evictions"])
+        return held, max(row["waste_pct"], LEAST_WASTE)
+
     return Figure(
         "waste",
         "Waste against number of graphs",
-        "Padded tokens per cent of the real ones, over the graphs that each scenario declares "
-        "(all modes and kinds of batches together).",
+        "Padded tokens per cent of the real ones, over the graphs that each scenario held at a "
+        "time (all modes and kinds of batches together).",
         Lines(
             label="Waste against number of graphs",
-            lines=(*curve, *own),
-            x_label="graphs declared",
+            lines=tuple(
+                Line(
+                    row["label"],
+                    "eager" if row["label"] == "vllm" else "piecewise",
+                    (point(row),),
+                    marked=True,
+                )
+                for row in rows
+            ),
+            x_label="graphs held",
             y_label="padding",
             unit="%",
         ),
@@ -219,10 +207,11 @@ def _reasons(rows: Sequence[Mapping[str, Any]]) -> Figure | Missing:
     return Figure(
         "reasons",
         "Reasons for eager",
-        "Why steps ran eager, by number of steps.",
+        "Why steps ran eager, as a share of all steps.",
         Bars(
             label="Reasons for eager",
             bands=bands,
+            whole=float(max(row["num_steps"] for row in rows)),
             colours=tuple((css[name], str(name)) for name in names),
         ),
         table,

@@ -297,5 +297,6 @@ def _reasons(last: Mapping[str, Any]) -> Figure:
             label="Reasons",
             bands=tuple(bands),
             colours=tuple((css, name) for name, css in MODE_NAMES.values()),
+            whole=float(last["steps"]),
         ),
     )

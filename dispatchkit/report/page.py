@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import attrs
@@ -14,6 +15,7 @@ _WIDE = (540.0, 320.0)
 _NARROW = (330.0, 290.0)
 _MAX_CELL = 300
 _LONG_CELL = 44
+_CODE = re.compile("`([^`<>]+)`")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -136,9 +138,14 @@ def render(report: Report, *, version: str) -> str:
     )
 
 
+def prose(value: str) -> str:
+    """Return a sentence as HTML: escaped, what stands between backticks as code."""
+    return _CODE.sub(r"<code>\1</code>", text(value))
+
+
 def _body(report: Report) -> Iterable[str]:
     yield f"<header><h1>{text(report.title)}</h1>"
-    yield f'<p class="summary">{text(report.summary)}</p><dl>'
+    yield f'<p class="summary">{prose(report.summary)}</p><dl>'
     for what, value in report.facts:
         yield f"<div><dt>{text(what)}</dt><dd>{text(value)}</dd></div>"
     yield "</dl></header><main>"
@@ -157,18 +164,18 @@ def _body(report: Report) -> Iterable[str]:
         yield from _missing(figure) if isinstance(figure, Missing) else _figure(figure)
     yield "</section>"
     for title, caption, table in report.tables:
-        yield f'<section class="card"><h2>{text(title)}</h2><p>{text(caption)}</p>'
+        yield f'<section class="card"><h2>{text(title)}</h2><p>{prose(caption)}</p>'
         yield f"{_table(table)}</section>"
     if report.notes:
         yield '<section class="card"><h2>What to know about these numbers</h2><ul>'
-        yield from (f"<li>{text(note)}</li>" for note in report.notes)
+        yield from (f"<li>{prose(note)}</li>" for note in report.notes)
         yield "</ul></section>"
     yield "</main>"
 
 
 def _figure(figure: Figure) -> Iterable[str]:
     yield f'<figure class="card" id="{text(figure.name)}"><h2>{text(figure.title)}</h2>'
-    yield f"<figcaption>{text(figure.caption)}</figcaption>"
+    yield f"<figcaption>{prose(figure.caption)}</figcaption>"
     legend = figure.chart.legend()
     if legend:
         yield '<ul class="legend">'
@@ -186,7 +193,7 @@ def _figure(figure: Figure) -> Iterable[str]:
 def _missing(figure: Missing) -> Iterable[str]:
     yield (
         f'<section class="card missing" id="{text(figure.name)}"><h2>{text(figure.title)}</h2>'
-        f"<p>{text(figure.why)}</p></section>"
+        f"<p>{prose(figure.why)}</p></section>"
     )
 
 
@@ -215,12 +222,12 @@ def _table(table: Table) -> str:
 _LIGHT = """
 --page:#f4f5f7;--card:#fff;--ink:#1a1f26;--soft:#56606c;--line:#e2e5ea;--edge:#d8dce2;
 --full:#2a66c8;--piecewise:#12937f;--eager:#d9622b;--padding:#e3a72f;--other:#7b61c4;
---track:#eef0f3;
+--track:#eef0f3;--shade:rgba(20,30,45,.16);
 """
 _DARK = """
 --page:#0e1116;--card:#171b22;--ink:#e7ebf0;--soft:#9aa6b4;--line:#29303a;--edge:#262d37;
 --full:#5f96f2;--piecewise:#37bda6;--eager:#f08650;--padding:#d9a53e;--other:#a78bf0;
---track:#20262f;
+--track:#20262f;--shade:rgba(0,0,0,.6);
 """
 _STYLE = f"""
 :root{{{_LIGHT}}}
@@ -276,7 +283,14 @@ svg .name{{fill:var(--ink)}}
 .mark.dot{{stroke:var(--card);stroke-width:2}}
 details{{margin-top:10px;font-size:13px}}
 summary{{cursor:pointer;color:var(--soft);width:max-content}}
-.scroll{{overflow-x:auto;max-height:420px;overflow-y:auto;margin-top:8px}}
+code{{font:.92em ui-monospace,Menlo,Consolas,monospace;color:var(--ink)}}
+.scroll{{overflow-x:auto;max-height:420px;overflow-y:auto;margin-top:8px;
+background:linear-gradient(to right,var(--card) 40%,transparent) left/36px 100% no-repeat local,
+linear-gradient(to left,var(--card) 40%,transparent) right/36px 100% no-repeat local,
+linear-gradient(to top,var(--card) 40%,transparent) bottom/100% 36px no-repeat local,
+linear-gradient(to right,var(--shade),transparent) left/14px 100% no-repeat scroll,
+linear-gradient(to left,var(--shade),transparent) right/14px 100% no-repeat scroll,
+linear-gradient(to top,var(--shade),transparent) bottom/100% 14px no-repeat scroll}}
 table{{border-collapse:collapse;font-size:13px;width:100%;font-variant-numeric:tabular-nums}}
 th{{text-align:left;font-weight:600;color:var(--soft);position:sticky;top:0;
 background:var(--card);white-space:nowrap}}

@@ -131,13 +131,14 @@ def test_ctrl_c_in_a_command_ends_with_130(run: Any, plugins_with: Any) -> None:
     assert (done.code, done.out, done.err) == (130, "", "Stopped.\n")
 
 
-def test_a_reader_that_goes_away_is_no_traceback() -> None:
-    """``dispatchkit policies | head -0`` ends quietly."""
+@pytest.mark.parametrize("words", [["policies", "--json"], ["config", "show"], ["--help"]])
+def test_a_reader_that_goes_away_is_no_traceback(words: list[str]) -> None:
+    """``dispatchkit policies | head -0`` ends quietly, and with a code of its own."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "dispatchkit", "policies", "--json"],
+            [sys.executable, "-m", "dispatchkit", *words],
             stdout=writer,
             stderr=subprocess.PIPE,
             encoding="utf-8",

@@ -63,7 +63,7 @@ def folder(
     plan = waste_plan(trace, 512)
     rows = [one.to_json() for one in simulations]
     write_report(report_of_account(account, plan=plan), made / "trace.html")
-    simulated = report_of_simulations(rows, source="azure_conv_high.csv", plan=plan)
+    simulated = report_of_simulations(rows, source="azure_conv_high.csv")
     write_report(simulated, made / "simulations.html")
     live = report_of_statistics(make_statistics(), source="statistics.json")
     write_report(live, made / "live.html")

@@ -62,7 +62,7 @@ def pages(account: Any, trace: Any, simulations: Any, statistics: Any) -> dict[s
     rows = [one.to_json() for one in simulations]
     made = {
         "trace": report_of_account(account, plan=waste_plan(trace, 512)),
-        "simulations": report_of_simulations(rows, source="s", plan=waste_plan(trace, 512)),
+        "simulations": report_of_simulations(rows, source="s"),
         "live": report_of_statistics(statistics, source="live.json"),
     }
     return {name: render(one, version="1") for name, one in made.items()}
