@@ -115,7 +115,7 @@ def make_policy(
         UnknownNameError: No policy goes by that name; the nearest are named.
         PluginError: The hook that selects one raised, or answered with no name.
     """
-    if options and policy is not None and not isinstance(policy, str):
+    if options and not isinstance(policy, str):
         raise ConfigError("policy_options", options, "given with a policy's name alone")
     if policy is not None and not isinstance(policy, str):
         return policy, "", plugins
