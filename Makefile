@@ -15,7 +15,7 @@ SHARED := -n $(WORKERS) --dist loadfile
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow nightly check lint types public-types contracts format wheels bench rivals clean
+.PHONY: help setup demo test test-slow nightly check lint types public-types contracts format wheels bench rivals oldest-transformers clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -71,6 +71,13 @@ format: $(READY) ## Rewrite the code in the project's format
 
 rivals: $(READY) ## Fetch published vLLM dispatchers into .rivals/, which tests then compare with
 	@$(VENV_PY) scripts/rivals.py
+
+# The other end of the range than the one that requirements-dev.txt pins.
+OLDEST := .rivals/transformers-4.57.1
+oldest-transformers: $(READY) ## Fetch the oldest transformers served into .rivals/, and test with it
+	test -d $(OLDEST) || $(VENV_PY) -m pip install --quiet --disable-pip-version-check \
+		--target $(OLDEST) transformers==4.57.1
+	PYTHONPATH=$(OLDEST) $(PYTEST) tests/integrations/test_transformers.py $(ARGS)
 
 wheels: $(READY) ## Build core and every plugin into .wheels/ (needs no network)
 	@rm -rf .wheels

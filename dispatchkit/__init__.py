@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         graph_break,
         graph_piece,
     )
+    from dispatchkit.execute.graphed import graphed
     from dispatchkit.execute.splitting import split_module
     from dispatchkit.hookspecs import hookimpl
     from dispatchkit.keys import (
@@ -75,6 +76,7 @@ _HOME = {
     "explain": "dispatch",
     "graph_break": "execute",
     "graph_piece": "execute",
+    "graphed": "execute.graphed",
     "hookimpl": "hookspecs",
     "load_plugins": "plugins",
     "split_module": "execute.splitting",
@@ -110,6 +112,7 @@ __all__ = [
     "explain",
     "graph_break",
     "graph_piece",
+    "graphed",
     "hookimpl",
     "load_plugins",
     "split_module",

@@ -24,6 +24,11 @@ from dispatchkit.execute.reasons import (
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCounters
 
+_ABOUT_PADDING = (
+    " Or its rows depend on each other, so that padding counts: then declare fill values, use "
+    "row_count, or capture the exact sizes."
+)
+
 
 class Fallbacks:
     """The part of GraphRunner that runs steps plainly, and says why."""
@@ -125,7 +130,9 @@ class Fallbacks:
         warnings.warn(
             f"Replay of {step.key} gave something else than eager for {num_tokens} tokens, and "
             f"is not used any more: {difference} A graph has Python values built in, and reads "
-            "the memory of its capture; call invalidate() after replacing what it reads.",
+            "the memory of its capture; call invalidate() after replacing what it reads."
+            + _ABOUT_PADDING
+            * (num_tokens < step.key.num_tokens),
             CheckWarning,
             stacklevel=2,
         )

@@ -103,6 +103,7 @@ class GraphRunner(Controls, Recording, Fallbacks):
         eviction: ``lru`` or ``benefit``.
         strict: A downgrade to eager raises.
         check: Compare each so many replays with eager (slow, for tests and doubts); 0 off.
+            ``first``: the first replay of each graph, and its first padded one.
         plugins: Loaded plugins; by default they are loaded when a name must be found.
 
     Attributes:
@@ -153,7 +154,7 @@ class GraphRunner(Controls, Recording, Fallbacks):
         max_bytes: int | None = None,
         eviction: str = "lru",
         strict: bool = False,
-        check: int = 0,
+        check: int | str = 0,
         plugins: PluginSet | None = None,
     ) -> None:
         state, scratch, generators = tuple(state), tuple(scratch), tuple(generators)

@@ -1,0 +1,97 @@
+"""One decoding step as a function of static inputs, and the limits that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dispatchkit.errors import ConfigError, DescriptorError
+from dispatchkit.integrations.slot_cache import SlotCache
+from dispatchkit.integrations.static_models import Probe
+
+#: Shortest length of the cache that gets graphs of its own.
+SHORTEST = 128
+
+
+def decode_step(
+    probe: Probe,
+    memory: SlotCache,
+    length: int,
+    forward: Callable[..., Any],
+    *,
+    wants_logits: bool,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return the step that reads one length of the cache.
+
+    It takes tokens and positions (B,) and returns the likeliest next tokens (B,), or the logits
+    of them (B, V) in float32, and the positions that these are at (B,).
+
+    Args:
+        probe: What was found out about the model.
+        memory: The cache.
+        length: Positions that it reads.
+        forward: What computes it: the model, or its compiled form.
+        wants_logits: Return logits.
+    """
+    cache, place = memory.view(length)
+    sink, last = memory.sink, memory.length - 1
+    ahead = torch.arange(length, device=probe.device)
+    arguments = probe.step_arguments(cache)
+
+    def step(tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        place.positions = positions
+        column = positions.unsqueeze(1)
+        output = forward(
+            input_ids=tokens.unsqueeze(1),
+            # Rows without a sequence are at a position that models have no embedding for.
+            position_ids=column.clamp(max=last),
+            attention_mask=probe.mask_of((ahead <= column).view(-1, 1, 1, length)),
+            **arguments,
+        )
+        logits = output.logits[:, -1].float()
+        # A row that waits to be dropped stays at the position that is never read.
+        following = (positions + 1).clamp(max=sink)
+        return (logits if wants_logits else logits.argmax(-1)), following
+
+    return step
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise ConfigError unless a setting is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(name, value, "a whole number of at least 1")
+
+
+def check_lengths(lengths: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
+    """Return the lengths of the cache to capture for, ascending.
+
+    Raises:
+        ConfigError: They do not end with the longest, or are no lengths.
+    """
+    if lengths is None:
+        found = {max_length}
+        length = SHORTEST
+        while length < max_length:
+            found.add(length)
+            length *= 2
+        return tuple(sorted(found))
+    for length in lengths:
+        check_count("lengths", length)
+    made = tuple(sorted(set(lengths)))
+    if not made or made[-1] != max_length:
+        raise ConfigError(
+            "lengths", list(lengths), f"lengths that end with max_length, {max_length}"
+        )
+    return made
+
+
+def too_short(needed: int, have: int) -> DescriptorError:
+    """Return the error of a sequence that the cache has no room for."""
+    return DescriptorError(
+        "sequence length",
+        needed,
+        f"at most max_length ({have}), the positions of the cache",
+        "Make the GraphDecoder with a larger max_length, or ask for fewer new tokens.",
+    )

@@ -1,0 +1,252 @@
+"""The loop behind ``generate``: choose tokens as the library does, step by graphs.
+
+The library calls it with everything prepared: processors of scores, criteria to stop, and the
+prompt. Each step gives full-width rows to those, so that they see what they would see there;
+only the model's own work is done on the live rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
+
+from dispatchkit.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from dispatchkit.integrations.transformers import GraphDecoder
+
+# What generate() may have prepared for the model besides the prompt; a step makes its own.
+_UNDERSTOOD = frozenset(
+    {
+        "attention_mask",
+        "cache",
+        "cache_position",
+        "logits_to_keep",
+        "past_key_values",
+        "position_ids",
+        "use_cache",
+    }
+)
+
+
+def generate(
+    decoder: GraphDecoder,
+    model: Any,
+    input_ids: torch.Tensor,
+    *,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    **prepared: Any,
+) -> Any:
+    """Decode until the criteria are met; as the library's sampling does.
+
+    Args:
+        decoder: Whose graphs and cache.
+        model: The decoder's model.
+        input_ids: Prompts (B, T), padded on the left.
+        logits_processor: Changes scores (B, V) before a token is chosen.
+        stopping_criteria: Says which rows are done.
+        generation_config: What was asked for.
+        prepared: What the library prepared for the model.
+
+    Returns:
+        Prompts and new tokens (B, T + N), or the library's output with them.
+
+    Raises:
+        ConfigError: Something is asked for that a step here does not give.
+        DescriptorError: The batch is above the limit, or the cache is too short.
+    """
+    _check(decoder, model, generation_config, prepared)
+    end = next((one.max_length for one in stopping_criteria if _is_max_length(one)), None)
+    mask = prepared.get("attention_mask")
+    if end is not None:
+        # The last token is never fed back, and padding is not kept.
+        needed = end - 1 - (_shortest_padding(mask) if mask is not None else 0)
+        decoder.check_fits(input_ids.shape[0], needed)
+    try:
+        return _Loop(
+            decoder, input_ids, mask, logits_processor, stopping_criteria, generation_config
+        ).run()
+    finally:
+        decoder.reset()
+
+
+def _check(decoder: GraphDecoder, model: Any, config: Any, prepared: dict[str, Any]) -> None:
+    if model is not decoder.model:
+        raise ConfigError(
+            "custom_generate", type(model).__name__, "used with the model it was made for"
+        )
+    if decoder.num_rows:
+        raise ConfigError(
+            "rows", decoder.num_rows, "0 when generate() is called", "drop() them or reset()."
+        )
+    if (config.num_beams or 1) != 1:
+        raise ConfigError("num_beams", config.num_beams, "1", "Beams are not decoded here.")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name):
+            raise ConfigError(name, True, "False", "A step's graph gives tokens and logits alone.")
+    for name in ("cache", "past_key_values"):
+        given = prepared.get(name)
+        if given is not None and len(given) and int(given.get_seq_length()):
+            raise ConfigError(
+                name, type(given).__name__, "left out or empty", "Prompts are run anew here."
+            )
+    odd = sorted(
+        name
+        for name, value in prepared.items()
+        if name not in _UNDERSTOOD and isinstance(value, torch.Tensor)
+    )
+    if odd:
+        raise ConfigError(
+            "inputs", odd, f"among {', '.join(sorted(_UNDERSTOOD))}", "A step takes no other."
+        )
+
+
+def _is_max_length(criterion: Any) -> bool:
+    return isinstance(criterion, MaxLengthCriteria)
+
+
+def _shortest_padding(mask: torch.Tensor) -> int:
+    return int((mask.shape[1] - mask.sum(-1)).min())
+
+
+class _Loop:
+    """One call of ``generate``."""
+
+    def __init__(
+        self,
+        decoder: GraphDecoder,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        processors: Any,
+        criteria: Any,
+        config: Any,
+    ) -> None:
+        self.decoder, self.mask = decoder, mask
+        self.processors, self.criteria, self.config = processors, criteria, config
+        self.ids = input_ids
+        self.pad = config._pad_token_tensor
+        self.may_end_early = not all(_is_max_length(one) for one in criteria)
+        self.pads = any(hasattr(one, "eos_token_id") for one in criteria)
+        wants = config.return_dict_in_generate
+        self.scores: list[torch.Tensor] | None = [] if wants and config.output_scores else None
+        self.raw: list[torch.Tensor] | None = [] if wants and config.output_logits else None
+        # Where graphs choose tokens themselves, no logits leave them.
+        self.is_greedy = (
+            not config.do_sample
+            and not len(processors)
+            and self.scores is None
+            and self.raw is None
+        )
+        rows = input_ids.shape[0]
+        self.unfinished = torch.ones(rows, dtype=torch.int64, device=input_ids.device)
+        # The output row of each live row of the decoder; None while they are the same.
+        self.live = list(range(rows))
+        self.index: torch.Tensor | None = None
+        self.full: torch.Tensor | None = None
+
+    def run(self) -> Any:
+        """Decode until all rows are done."""
+        decoder = self.decoder
+        logits = decoder.admit(self.ids, self.mask)
+        tokens = decoder.tokens if self.is_greedy else self._choose(logits)
+        while not self._take(tokens):
+            if self.is_greedy:
+                tokens = self._widen(decoder.step())
+            else:
+                tokens = self._choose(self._widen(decoder.logits()))
+        if not self.config.return_dict_in_generate:
+            return self.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=self.ids,
+            scores=None if self.scores is None else tuple(self.scores),
+            logits=None if self.raw is None else tuple(self.raw),
+        )
+
+    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return a token for each output row (B,), of logits of all of them (B, V)."""
+        logits = logits.clone()  # processors may write to them, and they are a view of a graph's
+        scores: torch.Tensor = self.processors(self.ids, logits)
+        if self.scores is not None:
+            self.scores.append(scores)
+        if self.raw is not None:
+            self.raw.append(logits)
+        if self.config.do_sample:
+            chances = torch.nn.functional.softmax(scores, dim=-1)
+            return torch.multinomial(chances, num_samples=1).squeeze(1)
+        return scores.argmax(-1)
+
+    def _take(self, tokens: torch.Tensor) -> bool:
+        """Append a token to each output row, and give the decoder those of the live ones.
+
+        Returns:
+            Whether all rows are done.
+        """
+        if self.pads:
+            tokens = torch.where(self.unfinished.bool(), tokens, self.pad.to(tokens.device))
+        self.ids = torch.cat((self.ids, tokens.unsqueeze(1)), dim=-1)
+        flags: list[int] = []
+        if self.may_end_early:
+            done = self.criteria(self.ids, None if self.scores is None else tuple(self.scores))
+            self.unfinished = self.unfinished & ~done
+            flags = self.unfinished.tolist()
+            if not any(flags):
+                return True
+        elif self.ids.shape[1] >= min(one.max_length for one in self.criteria):
+            return True
+        self.decoder.tokens = tokens if self.index is None else tokens.index_select(0, self.index)
+        if flags:
+            self._compact(flags)
+        return False
+
+    def _compact(self, flags: list[int]) -> None:
+        """Drop finished rows, once the others fit into a smaller graph."""
+        finished = [row for row, place in enumerate(self.live) if not flags[place]]
+        if not finished:
+            return
+        left = len(self.live) - len(finished)
+        if self.decoder.bucket(left) >= self.decoder.bucket(len(self.live)):
+            return
+        order = self.decoder.drop(finished)
+        self.live = [self.live[row] for row in order]
+        self.index = torch.tensor(self.live, dtype=torch.int64, device=self.ids.device)
+
+    def _widen(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of live rows as values of all output rows; others keep what they had."""
+        if self.index is None:
+            return values
+        if self.full is None or self.full.dtype is not values.dtype:
+            shape = (self.ids.shape[0], *values.shape[1:])
+            self.full = torch.zeros(shape, dtype=values.dtype, device=values.device)
+        self.full.index_copy_(0, self.index, values)
+        return self.full
+
+
+def left_paddings(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
+    """Return the padding in front of each prompt; waits for the device if there is a mask."""
+    if input_ids.dim() != 2 or not input_ids.shape[1]:
+        raise InputError(
+            "input_ids", f"input_ids must be of shape (B, T), got {tuple(input_ids.shape)}."
+        )
+    rows, width = input_ids.shape
+    if attention_mask is None:
+        return [0] * rows
+    if attention_mask.shape != input_ids.shape:
+        raise InputError(
+            "attention_mask",
+            f"attention_mask must be of shape {tuple(input_ids.shape)}, as input_ids, "
+            f"got {tuple(attention_mask.shape)}.",
+        )
+    counts = attention_mask.sum(-1)
+    # Left padding alone: every row's ones are its last positions.
+    ahead = torch.arange(width, device=attention_mask.device) >= (width - counts).unsqueeze(1)
+    if not torch.equal(attention_mask.bool(), ahead) or not bool((counts > 0).all()):
+        raise InputError(
+            "attention_mask",
+            "attention_mask must have zeros on the left alone, and a one in each row. Tokenize "
+            "with padding_side='left', and leave empty prompts out.",
+        )
+    return [width - int(count) for count in counts.tolist()]

@@ -1,0 +1,371 @@
+"""Decoding of a transformers model through graphs, on one static cache for every batch size.
+
+    decoder = GraphDecoder(model, max_batch_size=32, max_length=1024)
+    tokens = decoder.generate(**inputs, max_new_tokens=100)
+
+``generate`` takes what the library's own takes and gives the same tokens; it is that method,
+with the decoder as its ``custom_generate``. A server's loop uses ``admit``, ``step`` and ``drop``.
+
+Needs transformers 4.57.1 or newer, up to 5.x. Prompts run eager; each further token of a batch
+is one step of a ``GraphRunner``, one runner for each length of the cache that is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from dispatchkit.dispatch import Policy
+from dispatchkit.errors import BackendUnavailableError, ConfigError, DescriptorError, InputError
+from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput
+
+try:
+    from dispatchkit.integrations.decode_step import (
+        check_count,
+        check_lengths,
+        decode_step,
+        too_short,
+    )
+    from dispatchkit.integrations.generation import generate, left_paddings
+    from dispatchkit.integrations.slot_cache import SlotCache, plan_moves
+    from dispatchkit.integrations.static_models import Probe, probe
+except ImportError as error:
+    raise BackendUnavailableError(
+        "GraphDecoder needs transformers from 4.57.1 on, below 6, and what is installed here "
+        f"does not do: {error}. Run: pip install 'dispatchkit[transformers]'."
+    ) from error
+
+__all__ = ["DecoderStats", "GraphDecoder"]
+
+
+@attrs.frozen
+class DecoderStats:
+    """What a decoder has done so far.
+
+    Attributes:
+        steps: Decoding steps.
+        admitted: Sequences that were given a slot.
+        dropped: Sequences that gave theirs up.
+        moved: Sequences that were moved to another slot, to keep the batch in one piece.
+        moved_bytes: Bytes copied for that, on the device.
+        graphs: The runner's counts for each length of the cache that was read, and what its
+            graphs give: ``tokens`` or ``logits``.
+    """
+
+    steps: int
+    admitted: int
+    dropped: int
+    moved: int
+    moved_bytes: int
+    graphs: dict[tuple[int, str], RunnerStats]
+
+
+class GraphDecoder:
+    """Decode one token for each of many sequences, padded to a captured batch size.
+
+    The live sequences are rows 0 to ``num_rows`` - 1, in the first slots of the cache.
+
+    Args:
+        model: A decoder-only model for causal language modelling, in evaluation mode.
+        max_batch_size: Most sequences at a time.
+        max_length: Most tokens of one sequence, prompt included.
+        sizes: Batch sizes to capture; derived from ``max_batch_size`` by default.
+        lengths: Lengths of the cache to capture for: a step reads the smallest that covers all
+            of its sequences. By default powers of two from 128 on, and ``max_length``.
+        forward: What computes a step in the model's place, such as ``torch.compile(model)``.
+        policy: Name of the policy, or an object.
+        policy_options: Options of a policy chosen by name.
+        backend: ``auto``, a backend's name, or an object.
+        lazy: Capture a graph when a step asks for it; False: only ``capture()`` does.
+        settings: Further settings of ``GraphRunner``.
+
+    Attributes:
+        model: The model.
+        cache: The memory of all sequences.
+        num_rows: Live sequences.
+        order: After a ``drop``, where each remaining row was before it.
+
+    Raises:
+        ConfigError: The model cannot be cached statically, or a setting cannot be used.
+
+    Thread safety: one thread at a time.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_batch_size: int,
+        max_length: int,
+        sizes: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        forward: Callable[..., Any] | None = None,
+        policy: str | Policy | None = None,
+        policy_options: dict[str, Any] | None = None,
+        backend: Any = "auto",
+        lazy: bool = True,
+        **settings: Any,
+    ) -> None:
+        check_count("max_batch_size", max_batch_size)
+        check_count("max_length", max_length)
+        self.model = model
+        self._probe: Probe = probe(model, max_length)
+        self._forward = model if forward is None else forward
+        self.max_batch_size, self.max_length = max_batch_size, max_length
+        self.lengths = check_lengths(lengths, max_length)
+        self.cache = SlotCache(self._probe.states, max_batch_size, max_length)
+        self.device = self._probe.device
+        self._settings = {
+            "sizes": sizes,
+            "max_num_tokens": max_batch_size,
+            "policy": policy,
+            "policy_options": policy_options,
+            "backend": backend,
+            "device": None if backend != "auto" else self.device,
+            "lazy": lazy,
+            "mode": "FULL",
+            "output_batch_dims": 0,
+            **settings,
+        }
+        # Tokens and logits are other graphs: whoever chooses tokens does not pay for logits.
+        self._runners: dict[tuple[int, bool], GraphRunner] = {}
+        self._lengths: list[int] = []
+        self._tokens = self._no_rows()
+        self._positions = self._no_rows()
+        self._steps = self._admitted = self._dropped = self._moved = self._moved_bytes = 0
+        self.order: list[int] = []
+
+    # -- one call -----------------------------------------------------------------------
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the model's own ``generate`` does, with the same arguments and result.
+
+        Raises:
+            DescriptorError: The batch is above the limit, or the cache is too short.
+            ConfigError: Something is asked for that a step here does not give, such as beams.
+        """
+        if kwargs.get("streamer") is not None:
+            raise ConfigError("streamer", kwargs["streamer"], "None", "Use admit() and step().")
+        return self.model.generate(*args, custom_generate=self, **kwargs)
+
+    def __call__(self, model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        """Be the library's ``custom_generate``: decode what ``generate`` has prepared."""
+        return generate(self, model, input_ids, **kwargs)
+
+    # -- a server's loop ----------------------------------------------------------------
+
+    @property
+    def num_rows(self) -> int:
+        """Live sequences."""
+        return len(self._lengths)
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """Positions of the cache that each row uses."""
+        return tuple(self._lengths)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The token that each row is at (rows,), which the next step takes; set it to choose."""
+        return self._tokens
+
+    @tokens.setter
+    def tokens(self, tokens: torch.Tensor) -> None:
+        if tokens.shape != (self.num_rows,):
+            raise InputError(
+                "tokens", f"tokens must be of shape ({self.num_rows},), got {tuple(tokens.shape)}."
+            )
+        self._tokens = tokens
+
+    def admit(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run prompts, eager, and give each a row behind those there are.
+
+        Their first new tokens are the likeliest ones, until ``tokens`` is set.
+
+        Args:
+            input_ids: Prompts (B, T), padded on the left.
+            attention_mask: 0 where padding is (B, T).
+
+        Returns:
+            Logits of the first new token (B, V), float32.
+
+        Raises:
+            DescriptorError: There are not so many free slots, or a prompt is too long.
+            InputError: Padding is not on the left, or a prompt is empty.
+        """
+        paddings = left_paddings(input_ids, attention_mask)
+        rows, width = input_ids.shape
+        self.check_fits(rows, max((width - padding for padding in paddings), default=1))
+        self._check_model()
+        with torch.no_grad():
+            states, logits = self._probe.prompt(
+                input_ids, attention_mask if any(paddings) else None
+            )
+            self.cache.fill(self.num_rows, states, paddings)
+            lengths = [width - padding for padding in paddings]
+            at = torch.tensor(lengths, dtype=torch.int64, device=self.device)
+            self._tokens = torch.cat((self._tokens, logits.argmax(-1)))
+            self._positions = torch.cat((self._positions, at))
+        self._lengths += lengths
+        self._admitted += rows
+        return logits
+
+    def step(self) -> torch.Tensor:
+        """Take each row's token in and return the likeliest next ones (rows,).
+
+        What it returns is valid until the next step, which takes it.
+
+        Raises:
+            DescriptorError: A row is at the end of the cache, or there is none.
+        """
+        tokens, self._positions = self._run(wants_logits=False)
+        self._tokens = tokens
+        return self._tokens
+
+    def logits(self) -> torch.Tensor:
+        """Take each row's token in and return the logits of the next (rows, V), float32.
+
+        Set ``tokens`` before the next step. What it returns is valid until then.
+
+        Raises:
+            DescriptorError: A row is at the end of the cache, or there is none.
+        """
+        logits: torch.Tensor
+        logits, self._positions = self._run(wants_logits=True)
+        return logits
+
+    def drop(self, rows: Iterable[int]) -> list[int]:
+        """Give rows up; the last ones move into their places, on the device.
+
+        Returns:
+            For each remaining row, in its new order, where it was.
+
+        Raises:
+            DescriptorError: There is no such row.
+        """
+        gone = set(rows)
+        for row in gone:
+            if not 0 <= row < self.num_rows:
+                raise DescriptorError("row", row, f"one of the {self.num_rows} live rows")
+        moves, order = plan_moves(self._lengths, sorted(gone))
+        with torch.no_grad():
+            if moves:
+                self._moved_bytes += self.cache.move(moves)
+                index = torch.tensor(order, dtype=torch.int64, device=self.device)
+                self._tokens = self._tokens.index_select(0, index)
+                self._positions = self._positions.index_select(0, index)
+            else:
+                self._tokens = self._tokens[: len(order)]
+                self._positions = self._positions[: len(order)]
+        self._lengths = [self._lengths[row] for row in order]
+        self._moved += len(moves)
+        self._dropped += len(gone)
+        return order
+
+    def reset(self) -> None:
+        """Give all rows up."""
+        self.drop(range(self.num_rows))
+
+    # -- graphs -------------------------------------------------------------------------
+
+    def capture(self, *, logits: bool = False, progress: bool = False) -> int:
+        """Capture the graphs of every length and size; returns how many there are.
+
+        Args:
+            logits: Those of ``logits()``, which sampling uses, rather than of ``step()``.
+            progress: Show a progress bar on stderr.
+        """
+        return sum(
+            self.runner(length, logits=logits).capture(progress=progress).num_graphs
+            for length in reversed(self.lengths)
+        )
+
+    def runner(self, length: int, *, logits: bool = False) -> GraphRunner:
+        """Return the runner of one length of the cache, made at its first use."""
+        found = self._runners.get((length, logits))
+        if found is None:
+            if length not in self.lengths:
+                raise ConfigError("length", length, f"one of {self.lengths}")
+            found = self._runners[length, logits] = GraphRunner(
+                decode_step(self._probe, self.cache, length, self._forward, wants_logits=logits),
+                {
+                    "tokens": StaticInput((None,), "int64"),
+                    "positions": StaticInput((None,), "int64", fill=self.cache.sink),
+                },
+                outputs="view",
+                scratch=self.cache.memory,
+                **self._settings,
+            )
+        return found
+
+    def invalidate(self) -> None:
+        """Give up all graphs, after weights were replaced; copied in place, they need not go."""
+        for runner in self._runners.values():
+            runner.invalidate()
+
+    def bucket(self, num_rows: int) -> int:
+        """Return the smallest captured batch size for so many rows, or that number itself."""
+        runner = next(iter(self._runners.values()), None)
+        sizes = () if runner is None else runner.config.capture_sizes
+        return next((size for size in sizes if size >= num_rows), num_rows)
+
+    def stats(self) -> DecoderStats:
+        """Return what has been done so far."""
+        graphs = {
+            (length, "logits" if logits else "tokens"): runner.stats()
+            for (length, logits), runner in sorted(self._runners.items())
+        }
+        return DecoderStats(
+            self._steps, self._admitted, self._dropped, self._moved, self._moved_bytes, graphs
+        )
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _run(self, *, wants_logits: bool) -> Any:
+        longest = max(self._lengths, default=self.max_length) + 1
+        if longest > self.max_length:
+            if not self._lengths:
+                raise DescriptorError("rows", 0, "at least 1", "admit() prompts first.")
+            raise too_short(longest, self.max_length)
+        length = next(one for one in self.lengths if one >= longest)
+        runner = self._runners.get((length, wants_logits)) or self.runner(
+            length, logits=wants_logits
+        )
+        results = runner(tokens=self._tokens, positions=self._positions)
+        self._lengths = [one + 1 for one in self._lengths]
+        self._steps += 1
+        return results
+
+    def check_fits(self, rows: int, longest: int) -> None:
+        """Raise DescriptorError unless so many more rows of such a length have room."""
+        if self.num_rows + rows > self.max_batch_size:
+            raise DescriptorError(
+                "batch size",
+                self.num_rows + rows,
+                f"at most max_batch_size ({self.max_batch_size})",
+                "Give fewer sequences at a time, or make the GraphDecoder with more: its cache "
+                f"takes {self.cache.num_bytes // self.max_batch_size} bytes for each.",
+            )
+        if longest > self.max_length:
+            raise too_short(longest, self.max_length)
+
+    def _check_model(self) -> None:
+        if self.model.training:
+            raise ConfigError("model", "in training mode", "in evaluation mode", "model.eval().")
+        now = next(self.model.parameters())
+        if now.device != self.device or now.dtype != self._probe.dtype:
+            raise ConfigError(
+                "model",
+                f"{now.dtype} on {now.device}",
+                f"as when the GraphDecoder was made, {self._probe.dtype} on {self.device}",
+                "Make a new GraphDecoder for it: cache and graphs are where the model was.",
+            )
+
+    def _no_rows(self) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(0, dtype=torch.int64, device=self.device)

@@ -1,0 +1,391 @@
+"""graphed: what it derives from calls, what it gives back, and that it acts as the module."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import dispatchkit  # noqa: E402
+from dispatchkit import graphed  # noqa: E402
+from dispatchkit.errors import ConfigError, InputError  # noqa: E402
+from dispatchkit.execute import CheckWarning, EagerStepWarning  # noqa: E402
+from dispatchkit.execute.graphed import GraphedFunction  # noqa: E402
+from dispatchkit.execute.graphed_forms import geometric_sizes  # noqa: E402
+
+
+class Net(nn.Module):
+    """A module with a buffer, an attribute, a property that raises, and a mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("offset", torch.ones(3))
+        self.scale = 2.0
+
+    @property
+    def broken(self):
+        raise ValueError("a real attribute's own error")
+
+    def forward(self, x, *, bias=None):
+        y = self.drop(self.linear(x)) * self.scale + self.offset
+        return y if bias is None else y + bias
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def steps(made):
+    """Return (graph steps, eager steps) of all runners."""
+    modes = made.graphed.stats().steps_by_mode
+    return modes.get("FULL", 0), modes["NONE"]
+
+
+# -- results --------------------------------------------------------------------------------
+
+
+def test_without_an_option_every_batch_gets_what_the_module_gives(net):
+    fast = graphed(net)
+    for rows in (3, 1, 8, 5, 20, 7, 33, 2):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(fast(x), net(x))
+    assert steps(fast)[1] == 0
+    assert fast.graphed.stats().calls == 8
+
+
+def test_as_a_decorator_with_and_without_options():
+    @graphed
+    def double(x):
+        return x * 2
+
+    @graphed(sizes=[4], outputs="view")
+    def triple(x):
+        return x * 3
+
+    x = torch.arange(3.0)
+    assert double(x).tolist() == [0, 2, 4]
+    assert triple(x).tolist() == [0, 3, 6]
+    assert isinstance(double, GraphedFunction)
+    assert double.__name__ == "double"
+    (runner,) = triple.graphed.runners
+    assert runner.config.capture_sizes == (4,)
+    assert not runner.owned_outputs
+
+
+def test_keywords_nested_inputs_and_nested_outputs():
+    @graphed
+    def step(batch, *, mask, extra=None):
+        total = batch["a"] + batch["b"][0]
+        return {"sum": total * mask, "both": (total, [mask]), "rows": total.shape[0], "none": extra}
+
+    for rows in (3, 6):
+        a, b, mask = torch.randn(rows, 2), torch.randn(rows, 2), torch.ones(rows, 1)
+        got = step({"a": a, "b": [b]}, mask=mask)
+        torch.testing.assert_close(got["sum"], a + b)
+        torch.testing.assert_close(got["both"][0], a + b)
+        assert got["both"][1][0].shape == (rows, 1)
+        assert got["rows"] == rows
+        assert got["none"] is None
+    assert steps(step) == (2, 0)
+    (words,) = step.graphed.stats().runners
+    assert "batch_0: float32[n, 2]" in words
+    assert "mask: float32[n, 1]" in words
+
+
+def test_the_order_keywords_are_written_in_makes_no_other_graphs():
+    step = graphed(lambda *, a, b: a - b)
+    x, y = torch.ones(2), torch.zeros(2)
+    assert step(a=x, b=y).tolist() == step(b=y, a=x).tolist() == [1, 1]
+    assert len(step.graphed.runners) == 1
+
+
+def test_other_values_types_and_shapes_get_graphs_of_their_own():
+    step = graphed(lambda x, scale=1: x * scale)
+    x = torch.ones(2, 3)
+    assert step(x, 2).sum() == 12
+    assert step(x, 3).sum() == 18
+    assert step(x, scale=3).sum() == 18
+    assert step(x.int(), 2).dtype is torch.int32
+    assert step(torch.ones(2, 5), 2).sum() == 20
+    assert steps(step) == (5, 0)
+    assert len(step.graphed.runners) == 5
+
+
+def test_a_tensor_that_does_not_follow_the_batch_is_none_of_it():
+    """By chance the table has as many rows as the first batch."""
+    table = torch.randn(4, 4)
+    step = graphed(lambda x, table: x @ table)
+    first = torch.randn(4, 4)
+    with pytest.warns(EagerStepWarning, match="capture_failed"):
+        torch.testing.assert_close(step(first, table), first @ table)
+    for rows in (3, 7, 4):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(step(x, table), x @ table)
+    assert steps(step) == (3, 1)
+
+
+def test_the_batch_may_be_another_dimension():
+    step = graphed(lambda x, w: (x.transpose(0, 1) @ w).T, batch_dims={"x": 1})
+    w = torch.randn(4, 3)
+    for rows in (3, 4, 6):
+        x = torch.randn(4, rows)
+        torch.testing.assert_close(step(x, w), (x.T @ w).T)
+    assert steps(step) == (3, 0)
+    with pytest.raises(ConfigError, match="batch_dims"):
+        graphed(lambda x: x, batch_dims={"y": 0})(torch.ones(2))
+    with pytest.raises(ConfigError, match="batch_dims"):
+        graphed(lambda x: x, batch_dims=3)(torch.ones(2))
+
+
+def test_rows_that_depend_on_each_other_are_found_out_and_run_eager():
+    step = graphed(lambda x: x - x.mean(0))
+    with pytest.warns(CheckWarning, match="rows depend on each other"):  # noqa: PT031
+        for rows in (3, 5, 8):
+            x = torch.randn(rows, 2)
+            torch.testing.assert_close(step(x), x - x.mean(0))
+    reasons = {}
+    for one in step.graphed.stats().runners.values():
+        reasons |= one.eager_by_reason
+    assert reasons["check_failed"] == 1
+    assert steps(step) == (2, 1), "sizes without padding still have graphs"
+
+
+def test_a_function_that_changes_state_runs_once_a_call():
+    total = torch.zeros(())
+
+    @graphed
+    def step(x):
+        total.add_(1)
+        return x + total
+
+    for number, rows in enumerate((3, 3, 5, 20, 5), start=1):
+        assert step(torch.zeros(rows)).tolist() == [number] * rows
+
+
+def test_a_method_may_be_graphed_in_its_class():
+    class Scaler:
+        def __init__(self, by):
+            self.by = by
+
+        @graphed
+        def scale(self, x):
+            return x * self.by
+
+    assert Scaler(2).scale(torch.ones(3)).tolist() == [2, 2, 2]
+    assert Scaler(5).scale(torch.ones(3)).tolist() == [5, 5, 5]
+
+
+def test_an_example_captures_all_sizes_at_once(net):
+    fast = graphed(net, sizes=[1, 2, 4], example=(torch.zeros(4, 4),))
+    (stats,) = fast.graphed.stats().runners.values()
+    assert stats.captures == 3
+    fast(torch.randn(3, 4))
+    assert fast.graphed.runners[0].stats().captures == 3
+    named = graphed(net, sizes=[2], example={"x": torch.zeros(2, 4)})
+    assert named.graphed.runners[0].stats().captures == 1
+
+
+def test_the_policy_is_passed_on(net):
+    fast = graphed(net, sizes=[8], policy="threshold", policy_options={"max_waste": 1.0})
+    fast(torch.randn(7, 4))
+    assert fast.graphed.runners[0].dispatcher.policy_name == "threshold"
+
+
+# -- plain calls, each with a reason --------------------------------------------------------
+
+
+def test_calls_that_need_gradients_run_plainly(net):
+    fast = graphed(net)
+    x = torch.randn(2, 4, requires_grad=True)
+    fast(x).sum().backward()
+    assert x.grad is not None
+    fast.train()
+    fast(torch.randn(2, 4)).sum().backward()
+    assert net.linear.weight.grad is not None
+    assert fast.graphed.stats().plain == {"gradients": 2}
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ((torch.tensor(1.0),), "no_batch"),
+        ((3,), "no_batch"),
+        ((torch.ones(2), bytearray(b"x")), "unhashable_value"),
+    ],
+)
+def test_a_call_without_graphs_is_told_and_counted(args, reason):
+    step = graphed(lambda x, other=None: x * 2)
+    with pytest.warns(EagerStepWarning, match=reason):
+        assert torch.equal(torch.as_tensor(step(*args)), torch.as_tensor(args[0] * 2))
+    step(*args)
+    assert step.graphed.stats().plain == {reason: 2}
+    with pytest.raises(InputError, match=reason):
+        step.graphed.capture(*args)
+
+
+def test_no_rows_give_what_the_function_gives():
+    assert graphed(lambda x: x + 1)(torch.ones(0, 3)).shape == (0, 3)
+
+
+def test_endless_new_values_end_in_plain_calls(monkeypatch):
+    monkeypatch.setattr("dispatchkit.execute.graphed_calls.MAX_FORMS", 2)
+    step = graphed(lambda x, by: x * by, sizes=[2])
+    with pytest.warns(EagerStepWarning, match="too_many_forms"):  # noqa: PT031
+        for by in range(5):
+            assert step(torch.ones(2), by).tolist() == [by, by]
+    assert step.graphed.stats().plain == {"too_many_forms": 3}
+
+
+def test_batches_above_declared_sizes_run_eager():
+    step = graphed(lambda x: x + 1, sizes=[2], max_num_tokens=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert step(torch.zeros(5)).tolist() == [1] * 5
+    assert step.graphed.runners[0].stats().eager_by_reason == {"above_largest_size": 1}
+
+
+# -- acting as the module -------------------------------------------------------------------
+
+
+def test_it_is_the_module_in_all_but_its_calls(net):
+    fast = graphed(net)
+    assert isinstance(fast, Net)
+    assert list(fast.state_dict()) == list(net.state_dict())
+    assert list(dict(fast.named_modules())) == list(dict(net.named_modules()))
+    assert fast.linear is net.linear
+    fast.scale = 3.0
+    assert net.scale == 3.0
+    net.scale = 4.0
+    assert fast.scale == 4.0
+    del fast.scale
+    assert not hasattr(net, "scale")
+    fast.scale = 2.0
+    assert fast.eval() is fast
+    assert fast.float() is fast
+    other = Net()
+    assert fast.load_state_dict(other.state_dict()).missing_keys == []
+    other.load_state_dict(fast.state_dict())
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        fast.absent  # noqa: B018
+    with pytest.raises(ValueError, match="own error"):
+        fast.broken  # noqa: B018
+
+
+def test_it_may_be_part_of_another_module(net):
+    whole = nn.Sequential(graphed(net), nn.ReLU())
+    assert list(whole.state_dict()) == [f"0.{name}" for name in net.state_dict()]
+    whole.train()
+    assert net.training
+    whole.eval()
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(whole(x), torch.relu(net(x)))
+
+
+def test_switching_the_mode_never_replays_a_graph_made_before(net):
+    fast = graphed(net, sizes=[4])
+    x = torch.randn(4, 4)
+    want = fast(x)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerStepWarning)
+        fast.train()
+        assert not torch.equal(fast(x), want), "dropout is on"
+        net.eval()
+        assert torch.equal(fast(x), want)
+
+
+@pytest.mark.parametrize("through", ["graphed", "plain"])
+def test_moving_or_converting_never_replays_a_graph_made_before(net, through):
+    fast = graphed(net, sizes=[4])
+    x = torch.randn(4, 4)
+    fast(x)
+    (fast if through == "graphed" else net).double()
+    with torch.no_grad():
+        net.linear.weight.mul_(2)
+    torch.testing.assert_close(fast(x.double()), net(x.double()))
+    net.float()
+    torch.testing.assert_close(fast(x), net(x))
+
+
+def test_weights_loaded_in_place_or_put_in_place_are_seen(net):
+    fast = graphed(net, sizes=[4])
+    x = torch.randn(4, 4)
+    fast(x)
+    fast.load_state_dict(Net().state_dict())
+    torch.testing.assert_close(fast(x), net(x))
+    fast.load_state_dict(Net().state_dict(), assign=True)
+    torch.testing.assert_close(fast(x), net(x))
+
+
+def test_hooks_of_the_module_run(net):
+    seen = []
+    handle = net.register_forward_hook(lambda *_: seen.append(1))
+    fast = graphed(net, sizes=[2])
+    fast(torch.randn(2, 4))
+    assert seen, "in warmup and capture, as all Python of a step"
+    handle.remove()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_has_weights_and_graphs_of_its_own(net, how):
+    fast = graphed(net, sizes=[4])
+    x = torch.randn(3, 4)
+    want = fast(x)
+    other = copy.deepcopy(fast) if how == "deepcopy" else pickle.loads(pickle.dumps(fast))  # noqa: S301
+    assert isinstance(other, Net)
+    assert other.graphed.stats().calls == 0
+    assert other.linear.weight is not net.linear.weight
+    torch.testing.assert_close(other(x), want)
+    with torch.no_grad():
+        net.linear.weight.zero_()
+    torch.testing.assert_close(other(x), want)
+    assert other.graphed.runners[0] is not fast.graphed.runners[0]
+
+
+def test_a_copy_that_is_not_filled_in_yet_does_not_recurse(net):
+    blank = object.__new__(type(graphed(net)))
+    with pytest.raises(AttributeError):
+        blank.linear  # noqa: B018
+    with pytest.raises(AttributeError):
+        blank.graphed  # noqa: B018
+
+
+@pytest.mark.parametrize("what", [None, 3, "net"])
+def test_what_cannot_be_called_is_refused(what):
+    if what is None:
+        assert callable(graphed(None))  # a decorator
+        return
+    with pytest.raises(ConfigError, match="a module or a function"):
+        graphed(what)
+
+
+def test_graphing_twice_and_taken_names_are_refused(net):
+    with pytest.raises(ConfigError, match="not graphed already"):
+        graphed(graphed(net))
+    net.graphed = 1
+    with pytest.raises(ConfigError, match="without an attribute of that name"):
+        graphed(net)
+
+
+def test_sizes_have_at_most_a_third_of_padding():
+    assert geometric_sizes(16) == (1, 2, 3, 4, 6, 8, 12, 16)
+    for largest in (1, 2, 3, 100, 512):
+        sizes = geometric_sizes(largest)
+        assert sizes[0] == 1
+        assert sizes[-1] == largest
+        assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
+        assert all(3 * before + 3 >= 2 * after for before, after in itertools.pairwise(sizes))
+
+
+def test_the_name_is_exported():
+    assert "graphed" in dispatchkit.__all__

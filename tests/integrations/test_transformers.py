@@ -1,0 +1,361 @@
+"""Decoding through graphs gives the tokens that the library's own ``generate`` gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
+from dispatchkit.integrations.slot_cache import SlotCache, plan_moves  # noqa: E402
+from dispatchkit.integrations.transformers import GraphDecoder  # noqa: E402
+
+# Loading the library takes longer than all other quick tests of a worker together.
+pytestmark = pytest.mark.slow
+
+PAD = 0
+LENGTHS = (16, 32, 64)
+
+
+def llama(**settings):
+    config = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        **settings,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=97,
+            n_positions=128,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=1,
+            eos_token_id=2,
+            initializer_range=0.3,
+        )
+    )
+
+
+@pytest.fixture(params=[llama, gpt2], ids=["llama", "gpt2"])
+def model(request):
+    torch.manual_seed(0)
+    return request.param().eval()
+
+
+@pytest.fixture
+def prompts():
+    """Five prompts of 7, 7, 4, 7 and 2 tokens, padded on the left."""
+    ids = torch.randint(3, 97, (5, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[2, :3] = 0
+    mask[4, :5] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def decoder_of(model, **settings):
+    settings = {"max_batch_size": 8, "max_length": 64, "lengths": LENGTHS, **settings}
+    return GraphDecoder(model, **settings)
+
+
+def both(model, decoder, prompts, **asked):
+    """Return what the library and the decoder give, from the same random numbers."""
+    results = []
+    for run in (model.generate, decoder.generate):
+        torch.manual_seed(5)
+        results.append(run(**prompts, pad_token_id=PAD, **asked))
+    return results
+
+
+def common_tokens(model, prompts):
+    """Return tokens that end some rows early: what some of them come to say."""
+    said = model.generate(**prompts, max_new_tokens=24, do_sample=False, pad_token_id=PAD)
+    return sorted({int(said[row, 7 + 3 * row + 1]) for row in range(4)})
+
+
+# -- the same tokens ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_greedy_tokens_are_those_of_generate_at_every_length(model, prompts, attention):
+    model.set_attn_implementation(attention)
+    decoder = decoder_of(model)
+    want, got = both(model, decoder, prompts, max_new_tokens=50, do_sample=False)
+    assert torch.equal(want, got)
+    graphs = decoder.stats().graphs
+    assert {length for length, _ in graphs} == set(LENGTHS)
+    assert sum(one.steps for one in graphs.values()) == decoder.stats().steps == 49
+    assert not any(one.eager_by_reason for one in graphs.values())
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"do_sample": True, "top_k": 20, "temperature": 0.7},
+        {"do_sample": False, "repetition_penalty": 1.3},
+        {"do_sample": True, "num_return_sequences": 1, "top_p": 0.8},
+    ],
+    ids=["top_k", "repetition_penalty", "top_p"],
+)
+def test_processors_and_sampling_are_the_librarys(model, prompts, asked):
+    decoder = decoder_of(model)
+    want, got = both(model, decoder, prompts, max_new_tokens=20, **asked)
+    assert torch.equal(want, got)
+    assert {kind for _, kind in decoder.stats().graphs} == {"logits"}
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_finished_rows_are_compacted_and_change_nothing(model, prompts, do_sample):
+    decoder = decoder_of(model, sizes=[1, 2, 3, 4, 5, 8])
+    ends = common_tokens(model, prompts)
+    asked = {"max_new_tokens": 40, "do_sample": do_sample, "eos_token_id": ends}
+    want, got = both(model, decoder, prompts, **asked)
+    assert torch.equal(want, got)
+    stats = decoder.stats()
+    assert stats.moved > 0
+    # Both layers' keys and values of the positions in use, and no more of them than slots have.
+    row = decoder.cache.num_bytes // decoder.max_batch_size
+    assert 0 < stats.moved_bytes < stats.moved * row
+    sizes_used = {key for one in stats.graphs.values() for key in one.hits}
+    assert len(sizes_used) > 1, "finished rows should lead to smaller graphs"
+
+
+def test_scores_and_logits_are_those_of_generate(model, prompts):
+    decoder = decoder_of(model)
+    wants = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    want, got = both(model, decoder, prompts, max_new_tokens=9, do_sample=False, **wants)
+    assert torch.equal(want.sequences, got.sequences)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(getattr(want, name), getattr(got, name), rtol=1e-4, atol=1e-4)
+
+
+def test_the_decoder_is_a_custom_generate_of_the_library(model, prompts):
+    decoder = decoder_of(model)
+    want = model.generate(**prompts, max_new_tokens=6, do_sample=False, pad_token_id=PAD)
+    got = model.generate(
+        **prompts, max_new_tokens=6, do_sample=False, pad_token_id=PAD, custom_generate=decoder
+    )
+    assert torch.equal(want, got)
+    assert decoder.stats().steps == 5
+
+
+def test_a_compiled_forward_takes_the_models_place(model, prompts):
+    decoder = decoder_of(model, forward=torch.compile(model, backend="aot_eager"), sizes=[8])
+    want, got = both(model, decoder, prompts, max_new_tokens=5, do_sample=False)
+    assert torch.equal(want, got)
+
+
+# -- a server's loop ------------------------------------------------------------------------
+
+
+def test_sequences_that_come_and_go_get_what_they_would_get_alone(model):
+    """Requests join in the middle of others, end at different times, and are moved about."""
+    decoder = decoder_of(model, max_batch_size=4, sizes=[1, 2, 4])
+    maker = torch.Generator().manual_seed(3)
+    waiting = [
+        (number, torch.randint(3, 97, (1, 3 + number), generator=maker), 4 + 3 * (number % 4))
+        for number in range(9)
+    ]
+    want = {
+        number: model.generate(
+            prompt, max_new_tokens=count, do_sample=False, pad_token_id=PAD, eos_token_id=None
+        )[0, prompt.shape[1] :].tolist()
+        for number, prompt, count in waiting
+    }
+    wanted = {number: count for number, _, count in waiting}
+    said = {number: [] for number, _, _ in waiting}
+    rows = []
+    while waiting or rows:
+        while waiting and decoder.num_rows < decoder.max_batch_size:
+            number, prompt, _ = waiting.pop(0)
+            decoder.admit(prompt)
+            rows.append(number)
+            said[number].append(int(decoder.tokens[-1]))
+        for number, token in zip(rows, decoder.step().tolist(), strict=True):
+            said[number].append(token)
+        done = [row for row, number in enumerate(rows) if len(said[number]) == wanted[number]]
+        rows = [rows[row] for row in decoder.drop(done)]
+    assert said == want
+    stats = decoder.stats()
+    assert stats.admitted == stats.dropped == 9
+    assert stats.moved > 0
+
+
+def test_rows_without_a_sequence_leave_live_slots_as_they_are(model):
+    """A graph of four rows with one live one writes nothing into the other slots."""
+    decoder = decoder_of(model, max_batch_size=4, sizes=[4])
+    decoder.admit(torch.tensor([[5, 6, 7]]))
+    before = [block.clone() for block in decoder.cache.memory]
+    decoder.step()
+    decoder.step()
+    for block, then in zip(decoder.cache.memory, before, strict=True):
+        changed = (block != then).flatten(3).any(-1)  # (layers x 2, slots, heads)
+        assert changed[:, 0].all()
+        readable = (block != then)[:, 1:, :, : decoder.max_length]
+        assert not readable.any()
+
+
+def test_capture_ahead_leaves_nothing_to_capture_later(model, prompts):
+    decoder = decoder_of(model, sizes=[1, 2, 4, 8], lazy=False)
+    assert decoder.capture() == 4 * len(LENGTHS)
+    want, got = both(model, decoder, prompts, max_new_tokens=30, do_sample=False)
+    assert torch.equal(want, got)
+    assert sum(one.captures for one in decoder.stats().graphs.values()) == 4 * len(LENGTHS)
+
+
+def test_weights_changed_in_place_are_seen(model, prompts):
+    decoder = decoder_of(model)
+    before, _ = both(model, decoder, prompts, max_new_tokens=12, do_sample=False)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)))
+    model.load_state_dict(other.state_dict())
+    want, got = both(model, decoder, prompts, max_new_tokens=12, do_sample=False)
+    assert torch.equal(want, got)
+    assert not torch.equal(before, got)
+
+
+# -- what cannot be -------------------------------------------------------------------------
+
+
+def test_a_cache_too_short_is_said_before_anything_runs(model, prompts):
+    decoder = decoder_of(model, max_length=20, lengths=[20])
+    with pytest.raises(DescriptorError, match=r"at most max_length \(20\).*larger max_length"):
+        decoder.generate(**prompts, max_new_tokens=15, do_sample=False, pad_token_id=PAD)
+    assert decoder.stats().admitted == 0
+    assert decoder.generate(**prompts, max_new_tokens=14, do_sample=False).shape == (5, 21)
+
+
+def test_a_row_at_the_end_of_the_cache_is_an_error(model):
+    decoder = decoder_of(model, max_length=16, lengths=[16])
+    decoder.admit(torch.full((1, 15), 5))
+    decoder.step()
+    with pytest.raises(DescriptorError, match="sequence length must be at most max_length"):
+        decoder.step()
+
+
+def test_a_batch_above_the_limit_is_an_error(model, prompts):
+    decoder = decoder_of(model, max_batch_size=4)
+    with pytest.raises(DescriptorError, match=r"max_batch_size \(4\), got 5.*bytes for each"):
+        decoder.generate(**prompts, max_new_tokens=5, pad_token_id=PAD)
+
+
+def test_a_step_without_rows_is_an_error(model):
+    with pytest.raises(DescriptorError, match=r"admit\(\) prompts first"):
+        decoder_of(model).step()
+
+
+def encoder_decoder():
+    config = transformers.T5Config(
+        vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+    )
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+def sliding():
+    config = transformers.MistralConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=8,
+        layer_types=["sliding_attention"],
+    )
+    return transformers.MistralForCausalLM(config).eval()
+
+
+def without_keys():
+    config = transformers.MambaConfig(
+        vocab_size=40, hidden_size=16, state_size=4, num_hidden_layers=1
+    )
+    return transformers.MambaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (encoder_decoder, "a decoder-only model"),
+        (sliding, "sliding_attention"),
+        (without_keys, "one that transformers can run on a static cache"),
+        (lambda: torch.nn.Linear(2, 2), "a model of transformers that generates text"),
+        (lambda: llama().train(), r"in evaluation mode.*model\.eval"),
+    ],
+    ids=["encoder-decoder", "sliding", "state-space", "other-module", "training"],
+)
+def test_a_model_that_cannot_be_cached_statically_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        GraphDecoder(make(), max_batch_size=2, max_length=16)
+
+
+def test_more_positions_than_the_model_has_are_refused(model):
+    with pytest.raises(ConfigError, match="max_length must be at most 128"):
+        GraphDecoder(model, max_batch_size=2, max_length=129)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"num_beams": 2}, "num_beams must be 1"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"streamer": object()}, "streamer"),
+    ],
+)
+def test_what_a_step_does_not_give_is_refused(model, prompts, asked, message):
+    with pytest.raises(ConfigError, match=message):
+        decoder_of(model).generate(**prompts, max_new_tokens=3, pad_token_id=PAD, **asked)
+
+
+def test_padding_on_the_right_is_refused(model):
+    ids = torch.tensor([[5, 6, 0], [5, 6, 7]])
+    with pytest.raises(InputError, match="zeros on the left"):
+        decoder_of(model).admit(ids, (ids != 0).long())
+
+
+def test_a_model_that_was_moved_or_set_to_training_is_refused(model):
+    decoder = decoder_of(model)
+    model.train()
+    with pytest.raises(ConfigError, match="in evaluation mode"):
+        decoder.admit(torch.tensor([[5]]))
+    model.eval().double()
+    with pytest.raises(ConfigError, match="float64 on cpu"):
+        decoder.admit(torch.tensor([[5]]))
+
+
+@pytest.mark.parametrize("lengths", [[], [8], [0, 64], ["64"]])
+def test_lengths_must_end_with_the_longest(model, lengths):
+    with pytest.raises(ConfigError, match="lengths"):
+        decoder_of(model, lengths=lengths)
+
+
+# -- the cache by itself --------------------------------------------------------------------
+
+
+def test_gaps_are_closed_by_the_last_rows_alone():
+    moves, order = plan_moves([3, 4, 5, 6, 7], [1, 3])
+    assert [(one.source, one.target, one.length) for one in moves] == [(4, 1, 7)]
+    assert order == [0, 4, 2]
+    assert plan_moves([3, 4, 5], [2]) == ([], [0, 1])
+    assert plan_moves([3], [0]) == ([], [])
+
+
+def test_layers_of_other_shapes_have_memory_of_their_own():
+    like = [(torch.zeros(1, 2, 1, 4),) * 2, (torch.zeros(1, 1, 1, 8),) * 2]
+    cache = SlotCache(like, num_slots=3, length=5)
+    assert [tuple(block.shape) for block in cache.memory] == [(2, 3, 2, 6, 4), (2, 3, 1, 6, 8)]
+    assert cache.num_bytes == 4 * (2 * 3 * 2 * 6 * 4 + 2 * 3 * 6 * 8)
