@@ -34,13 +34,19 @@ from dispatchkit.errors import (
 
 if TYPE_CHECKING:
     from dispatchkit.backends.base import GraphBackend
+    from dispatchkit.dispatch.lanes import LanePolicy
     from dispatchkit.dispatch.policy import Policy
 
 #: Policies that dispatchkit's own plugins bring; named when one is asked for and not there.
-_OWN_POLICIES = {"vllm", "adaptive", "composite", "multistream", "threshold", "predictive"}
+_OWN_POLICIES = {"vllm", "adaptive", "composite", "threshold"}
+_OWN_LANE_POLICIES = {"round-robin", "least-loaded", "by-key", "priority"}
 
 # Methods without which what a factory returned is certainly not what it should be.
-_NEEDS = {"policy": ("declare", "decide"), "backend": ("warmup", "capture")}
+_NEEDS = {
+    "policy": ("declare", "decide"),
+    "lane policy": ("choose",),
+    "backend": ("warmup", "capture"),
+}
 
 
 class Catalog:
@@ -110,9 +116,9 @@ class Catalog:
         """
         return cast("Policy", self._create("policy", name, options))
 
-    def create_lane_policy(self, name: str, /, **options: Any) -> Any:
+    def create_lane_policy(self, name: str, /, **options: Any) -> LanePolicy:
         """Make a new lane policy; errors as in ``create_policy``, but PluginError."""
-        return self._create("lane policy", name, options)
+        return cast("LanePolicy", self._create("lane policy", name, options))
 
     def create_backend(self, name: str, /, **options: Any) -> GraphBackend:
         """Make a backend.
@@ -152,6 +158,8 @@ class Catalog:
             parts.append(f"{len(absent) - 3} more plugins are not loaded; see `describe()`.")
         if kind == "policy" and name in _OWN_POLICIES and not near:
             parts.append(f"It is in the distribution dispatchkit-{name}, which must be installed.")
+        if kind == "lane policy" and name in _OWN_LANE_POLICIES:
+            parts.append("It is in the distribution dispatchkit-multistream: install that.")
         return " ".join(parts)
 
     def _create(self, kind: str, name: str, options: dict[str, Any]) -> Any:

@@ -118,15 +118,20 @@ class CudaBackend:
         """Return the raw handle of the current stream."""
         return self._raw_handle(self._index)
 
-    def new_stream(self) -> CudaStream:
+    def new_stream(self, *, priority: int = 0) -> CudaStream:
         """Return a stream that no other live one of this backend shares a queue with.
+
+        Args:
+            priority: How urgent its work is: 0 is usual, more goes before less, up to what
+                the device knows. Graphs take it from the stream that captured them.
 
         Raises:
             ConfigError: All of the device's streams are alive already.
         """
         with self._streams_guard:
             for _ in range(2 * MAX_STREAMS):  # others take from the ring, too
-                stream = CudaStream(torch.cuda.Stream(device=self._index))
+                # CUDA counts the other way.
+                stream = CudaStream(torch.cuda.Stream(device=self._index, priority=-priority))
                 if stream.handle not in self._streams:
                     self._streams[stream.handle] = stream
                     return stream

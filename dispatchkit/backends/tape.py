@@ -44,6 +44,8 @@ from dispatchkit.errors import ConfigError
 
 # torch's pool of CUDA streams holds 32 for each priority; a device is no larger here.
 DEFAULT_MAX_STREAMS = 32
+# Parts that a graph of a deferred tape runs in: enough for others to come in between.
+MAX_PARTS = 8
 
 
 class _CurrentStream(threading.local):
@@ -118,8 +120,8 @@ class TapeBackend:
         stream = self._thread.stream
         return 0 if stream is None else stream.handle
 
-    def new_stream(self) -> TapeStream:
-        """Return a new stream.
+    def new_stream(self, *, priority: int = 0) -> TapeStream:
+        """Return a new stream; the tape knows no hurry, whatever the priority.
 
         Raises:
             ConfigError: ``max_streams`` streams are alive already.
@@ -211,9 +213,13 @@ class TapeBackend:
             recorder, outputs = self._record(run, generators, handled)
             kept = recorder.kept()
             tensors = pool.home(recorder, kept)
-            launch = compile_replay(recorder.steps, tensors)
+            steps = recorder.steps
+            # Deferred, other streams may come in between any two parts, as between kernels.
+            size = max(1, len(steps) if self._scheduler is None else -(-len(steps) // MAX_PARTS))
+            parts = [steps[start : start + size] for start in range(0, len(steps), size)] or [[]]
+            launches = tuple(compile_replay(part, tensors) for part in parts)
             poison_kept(recorder, kept)
-        return TapeGraph(self.current_stream, pool, outputs, launch, draws=recorder.draws)
+        return TapeGraph(self.current_stream, pool, outputs, launches, draws=recorder.draws)
 
     def rehearse(
         self,

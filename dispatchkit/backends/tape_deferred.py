@@ -20,6 +20,7 @@ only, as on a device.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,16 +40,29 @@ from dispatchkit.backends.tape_streams import TapeStream
 _Tensor = torch.Tensor
 
 
+class _Blocks(threading.local):
+    """The ``use_stream`` blocks that this thread is in, the inmost last.
+
+    Modes stay in force in blocks further in, where they must do nothing.
+    """
+
+    def __init__(self) -> None:
+        self.modes: list[_DeferredOperations] = []
+
+    def inmost(self) -> _DeferredOperations:
+        """Return the mode of the block whose operations are queued."""
+        return self.modes[-1]
+
+
+_blocks = _Blocks()
+
+
 class _HostReads(TorchFunctionMode):
     """Lets the host wait for the stream where it reads data past the dispatcher."""
 
-    def __init__(self, stream: TapeStream) -> None:
-        super().__init__()
-        self._stream = stream
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SYNC_FUNCTIONS and not capturing_device():
-            self._stream.synchronize()
+            _blocks.inmost().stream.synchronize()
         return func(*args, **(kwargs or {}))
 
 
@@ -57,12 +71,14 @@ class _DeferredOperations(DispatchMode):
 
     def __init__(self, stream: TapeStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._stream = stream
+        self.stream = stream
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if capturing_device():
             return func(*args, **kwargs)  # the recorder above this mode has seen it
+        if _blocks.inmost() is not self:
+            return func(*args, **kwargs)  # of a block further in, which asks for it now
         result = run_parts(self, func, args, kwargs)
         if result is not NotImplemented:
             return result
@@ -77,11 +93,11 @@ class _DeferredOperations(DispatchMode):
         if shapes is None:
             return self._run_now(func, args, kwargs)
         result = tree_map_only(_Tensor, _poisoned_like, shapes)
-        self._stream.give(_Deferred(func, args, kwargs, flat_tensors(result)))
+        self.stream.give(_Deferred(func, args, kwargs, flat_tensors(result)))
         return result
 
     def _run_now(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._stream.synchronize()
+        self.stream.synchronize()
         return func(*args, **kwargs)
 
     def _defer_write(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -94,7 +110,7 @@ class _DeferredOperations(DispatchMode):
         may_resize = any(argument.is_out for argument in schema.arguments)
         if not returns_only_arguments or may_resize:
             return self._run_now(func, args, kwargs)
-        self._stream.give(_Deferred(func, args, kwargs, []))
+        self.stream.give(_Deferred(func, args, kwargs, []))
         written = written_arguments(func, args, kwargs)
         if not schema.returns:
             return None
@@ -155,10 +171,13 @@ def _poisoned_like(shape: torch.Tensor) -> torch.Tensor:
 def deferred_operations(stream: TapeStream) -> Iterator[None]:
     """Queue the tensor operations of a ``with`` block on a stream."""
     stream.interception.depth += 1
+    mode = _DeferredOperations(stream)
+    _blocks.modes.append(mode)
     try:
-        with _HostReads(stream), _DeferredOperations(stream):
+        with _HostReads(), mode:
             yield
     finally:
+        _blocks.modes.pop()
         stream.interception.depth -= 1
         if stream.handle == 0 and not stream.interception.depth:
             stream.synchronize()  # out here nothing orders the host after its queue

@@ -101,14 +101,14 @@ class TapeGraph:
         current_stream: Callable[[], TapeStream],
         pool: TapePool,
         outputs: Any,
-        launch: Callable[[], None],
+        launches: tuple[Callable[[], None], ...],
         *,
         draws: bool,
     ) -> None:
         self._current_stream = current_stream
         self._pool = pool
         self._outputs = outputs
-        self._launch = launch
+        self._launches = launches
         self._draws = draws
         self._released = False
         pool.add(self)
@@ -146,18 +146,20 @@ class TapeGraph:
         stream = self._current_stream()
         if stream.scheduler is None:
             with stream.lock:
-                self._launch()
+                for launch in self._launches:
+                    launch()
             return
         if self._released:
             _refuse_replay()
-        stream.give(self._launch)
+        for launch in self._launches:
+            stream.give(launch)
         if self._draws:
             stream.scheduler.drain(stream)
 
     def release(self) -> None:
         """Let go of the memory; replays already queued still run."""
         self._released = True
-        self._launch = _refuse_replay
+        self._launches = (_refuse_replay,)
         self._outputs = None
         self._pool.discard(self)
 

@@ -4,6 +4,16 @@ from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.decision import CellUpdate, Decision, Outcome, Reason
 from dispatchkit.dispatch.dispatcher import Dispatcher
 from dispatchkit.dispatch.explain import Explanation, MeasuredTime, StepCost, explain
+from dispatchkit.dispatch.lanes import (
+    LANE_TRAITS,
+    LanePolicy,
+    LaneStep,
+    LaneView,
+    lane_fault,
+    lane_homes,
+    lane_policy_traits,
+    lane_priorities,
+)
 from dispatchkit.dispatch.policy import (
     TRAITS,
     GraphView,
@@ -14,12 +24,16 @@ from dispatchkit.dispatch.policy import (
 )
 
 __all__ = [
+    "LANE_TRAITS",
     "TRAITS",
     "CellUpdate",
     "Decision",
     "Dispatcher",
     "Explanation",
     "GraphView",
+    "LanePolicy",
+    "LaneStep",
+    "LaneView",
     "LearningPolicy",
     "MeasuredTime",
     "Outcome",
@@ -28,6 +42,10 @@ __all__ = [
     "StepCost",
     "broken_constraint",
     "explain",
+    "lane_fault",
+    "lane_homes",
+    "lane_policy_traits",
+    "lane_priorities",
     "policy_name",
     "policy_traits",
 ]

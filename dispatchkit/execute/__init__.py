@@ -30,6 +30,7 @@ from dispatchkit.execute.markers import eager_region, graph_break
 from dispatchkit.execute.pieces import Piece, eager_piece, graph_piece
 from dispatchkit.execute.reasons import EagerStepWarning
 from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.submit import LaneCost, LanePolicyWarning, LaneStats, StepHandle
 from dispatchkit.execute.support import ModeDowngradeWarning, declare_support
 from dispatchkit.execute.wrapper import (
     GraphWrapper,
@@ -54,11 +55,15 @@ __all__ = [
     "ForwardContext",
     "GraphRunner",
     "GraphWrapper",
+    "LaneCost",
+    "LanePolicyWarning",
+    "LaneStats",
     "ModeDowngradeWarning",
     "NoForwardContextError",
     "Piece",
     "RunnerStats",
     "StaticInput",
+    "StepHandle",
     "WrappedEntry",
     "WrapperDevice",
     "WrapperError",

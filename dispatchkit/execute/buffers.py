@@ -69,6 +69,11 @@ class InputBuffers:
                 ]
         self._fills: list[torch.Tensor | None] = [None] * len(self.tensors)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def views(self, num_rows: int) -> list[torch.Tensor]:
         """Return the first rows of each batched buffer, and the others whole.
 

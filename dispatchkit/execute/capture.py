@@ -101,6 +101,20 @@ class Capturer:
         with self._set_up(key, lane) as snapshot:
             self._warmups.run(key, lane, snapshot)
 
+    def expect_bytes(self, key: GraphKey, lane: Lane) -> int:
+        """Return what a graph of a key in a pool of its own takes, outputs included.
+
+        Raises:
+            CaptureError: It cannot be warmed up, or captured.
+        """
+        with self._set_up(key, lane) as snapshot:
+            outputs = self._warmups.run(key, lane, snapshot)
+            places = self._places(outputs)
+            del outputs
+            views = self._warmups.views(lane, key.num_tokens)
+            known = self._maker.expect_bytes(lambda: self._step(views), lane, places)
+            return known if known is not None else self._warmups.forecast_bytes(key) or 0
+
     @contextmanager
     def _set_up(self, key: GraphKey, lane: Lane) -> Iterator[Snapshot]:
         """Prepare the lane for a key, and put back at the end what is changed in between."""
@@ -113,6 +127,7 @@ class Capturer:
             )
         # Graphs carry no gradients, and their memory must be usable outside inference mode.
         with (
+            lane.alone(),
             torch.inference_mode(False),
             torch.no_grad(),
             restored(self._warmups.snapshot()) as snapshot,

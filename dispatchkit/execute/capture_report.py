@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 import torch
 
@@ -26,6 +28,20 @@ class CaptureReport:
     num_bytes: int
     failed: dict[GraphKey, str]
     skipped: dict[GraphKey, str]
+
+    @classmethod
+    def total(cls, parts: Iterable[CaptureReport]) -> CaptureReport:
+        """Return what the sessions of several lanes did together."""
+        first, *others = parts
+        for one in others:
+            first = cls(
+                first.num_graphs + one.num_graphs,
+                first.seconds + one.seconds,
+                first.num_bytes + one.num_bytes,
+                first.failed | one.failed,
+                first.skipped | one.skipped,
+            )
+        return first
 
 
 def largest_first(key: GraphKey) -> tuple[int, int, int]:

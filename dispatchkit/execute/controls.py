@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -28,9 +28,15 @@ from dispatchkit.observe.counters import RunnerStats, StepCounters
 from dispatchkit.plan.costs import CostModel, load_cost_model
 from dispatchkit.registry import GraphRegistry, KeyState
 
+if TYPE_CHECKING:
+    from dispatchkit.execute.runner import GraphRunner
+
 
 class Controls:
-    """The part of GraphRunner that is not the step."""
+    """The part of GraphRunner that is not the step.
+
+    What is done here is done to every lane, where not said otherwise.
+    """
 
     dispatcher: Dispatcher
     registry: GraphRegistry
@@ -45,6 +51,8 @@ class Controls:
     _lane: Lane
     _inputs: InputSet
     _step: Step
+    lanes: tuple[GraphRunner, ...]
+    _keys_of_lanes: Callable[[Sequence[GraphKey] | None], list[Sequence[GraphKey] | None]]
 
     # -- graphs -------------------------------------------------------------------------
 
@@ -57,11 +65,16 @@ class Controls:
         """Capture the keys that have no graph yet, largest first; failures are contained.
 
         Args:
-            keys: Which; all declared ones by default.
+            keys: Which; all declared ones by default. Each lane captures those that have a
+                home on it by its lane policy.
             progress: Show a progress bar on stderr, or call this with (done, total, key).
         """
+        chosen = self._keys_of_lanes(None if keys is None else tuple(keys))
         with progress_shower(progress) as show, self._lock:
-            return self.lifecycle.capture_all(keys, show)
+            return CaptureReport.total(
+                member.lifecycle.capture_all(own, show)
+                for member, own in zip(self.lanes, chosen, strict=True)
+            )
 
     def warm_up(self) -> dict[GraphKey, str]:
         """Warm all keys up before the first is captured; returns those whose warmup raised.
@@ -69,21 +82,26 @@ class Controls:
         For libraries whose scratch memory grows with the size: all of it is there before a
         graph reads its address.
         """
+        failed: dict[GraphKey, str] = {}
         with self._lock:
-            return self.lifecycle.warm_all()
+            for member in self.lanes:
+                failed |= member.lifecycle.warm_all()
+        return failed
 
     def capture_next(self) -> GraphKey | None:
         """Capture the key that was most asked for in vain; to be called in idle moments."""
         with self._lock:
-            return self.lifecycle.capture_next()
+            tried = (member.lifecycle.capture_next() for member in self.lanes)
+            return next((key for key in tried if key is not None), None)
 
     def freeze(self, *, strict: bool | None = None) -> None:
         """Capture nothing from now on; a key without a graph runs eager, or raises if strict."""
         with self._lock:
-            self.lifecycle.is_frozen = True
-            if strict is not None:
-                self.strict = strict
-            self.dispatcher.set_lazy(False)
+            for member in self.lanes:
+                member.lifecycle.is_frozen = True
+                if strict is not None:
+                    member.strict = strict
+                member.dispatcher.set_lazy(False)
 
     def register(
         self,
@@ -95,7 +113,7 @@ class Controls:
         output_batch_dims: Any = 0,
         has_effect: bool = True,
     ) -> None:
-        """Use a graph that was captured elsewhere for a key.
+        """Use a graph that was captured elsewhere for a key, on the first lane.
 
         Args:
             key: Its name; declared if it is not.
@@ -123,28 +141,31 @@ class Controls:
             self.lifecycle.adopt(key, step)
 
     def has(self, key: GraphKey) -> bool:
-        """Return whether a key has a graph now."""
-        entry = self.registry.get(key)
-        return entry is not None and entry.state is KeyState.CAPTURED
+        """Return whether a key has a graph now, on any lane."""
+        entries = (member.registry.get(key) for member in self.lanes)
+        return any(entry is not None and entry.state is KeyState.CAPTURED for entry in entries)
 
     def get(self, key: GraphKey) -> CapturedStep | None:
-        """Return the captured step of a key, None if it has none."""
+        """Return the captured step of a key on the first lane, None if it has none there."""
         return self.lifecycle.live().get(key)
 
     def evict(self, key: GraphKey) -> None:
-        """Give up the graph of a key.
+        """Give up the graphs of a key.
 
         Raises:
             RegistryError: It has none.
         """
         with self._lock:
-            self.lifecycle.evict(key)
+            holders = [member for member in self.lanes if key in member.lifecycle.live()]
+            for member in holders or self.lanes[:1]:
+                member.lifecycle.evict(key)
 
     def clear(self) -> None:
         """Give up all graphs."""
         with self._lock:
-            for key in self.lifecycle.live():
-                self.lifecycle.evict(key)
+            for member in self.lanes:
+                for key in member.lifecycle.live():
+                    member.lifecycle.evict(key)
 
     def invalidate(self, reason: str = "weights") -> int:
         """Give up all graphs because what they read was replaced; capture them again after.
@@ -152,21 +173,22 @@ class Controls:
         Weights that are copied in place need none of this.
 
         Returns:
-            How many keys lost their graph.
+            How many graphs there were.
         """
         with self._lock:
-            return self.lifecycle.invalidate(reason)
+            return sum(member.lifecycle.invalidate(reason) for member in self.lanes)
 
     def set_enabled(
         self, enabled: bool, *, mode: RuntimeMode | str | None = None, key: GraphKey | None = None
     ) -> None:
         """Switch a runtime mode, or one key, on or off while serving."""
         chosen = None if mode is None else RuntimeMode.parse(mode)
-        self.registry.set_enabled(enabled, mode=chosen, key=key)
+        for member in self.lanes:
+            member.registry.set_enabled(enabled, mode=chosen, key=key)
 
     def drain(self, *, wait: bool = False) -> int:
         """Give the outcomes of measured steps that are done to the policy; how many."""
-        return self.timings.drain(wait=wait)
+        return sum(member.timings.drain(wait=wait) for member in self.lanes)
 
     # -- reading ------------------------------------------------------------------------
 
@@ -178,11 +200,11 @@ class Controls:
     @property
     def num_bytes(self) -> int:
         """Bytes that the graphs take: their pool, and the outputs they share."""
-        return self._lane.num_bytes()
+        return sum(member._lane.num_bytes() for member in self.lanes)
 
     def stats(self) -> RunnerStats:
-        """Return what has been done so far."""
-        return self.counters.read()
+        """Return what has been done so far, on all lanes together."""
+        return RunnerStats.total(member.counters.read() for member in self.lanes)
 
     def explain(
         self,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import NoGraphError, ReplayError
 from dispatchkit.execute.captured import CapturedStep, LaunchError
 from dispatchkit.execute.check import CheckWarning
@@ -36,10 +37,12 @@ class Fallbacks:
     strict: bool
     lifecycle: Lifecycle
     counters: StepCounters
+    backend: GraphBackend
     downgrades = DOWNGRADES
     _inputs: InputSet
     _lane: Lane
     _step: Step
+    _may_write: Callable[[], bool]
     _row_count: str | None
     _told: set[str]
 
@@ -54,8 +57,16 @@ class Fallbacks:
             given[self._row_count] = torch.full(
                 (), num_tokens, dtype=torch.int64, device=self._inputs.device
             )
+        chain = self._lane.chain
         with torch.no_grad():
-            return self._step(given)
+            if chain is None or chain.disjoint_state or not self._may_write():
+                return self._step(given)
+            stream = self.backend.current_stream()
+            chain.before(stream)
+            try:
+                return self._step(given)
+            finally:
+                chain.after(stream)
 
     def run_eager_for(
         self, reason: str, tensors: Sequence[Any] | None, num_tokens: int, missed: GraphKey | None

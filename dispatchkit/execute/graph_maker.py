@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dispatchkit.backends.base import CapturedGraph, GraphBackend
+from dispatchkit.backends.base import CapturedGraph, GraphBackend, RehearsingBackend
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.budget import Admission
 from dispatchkit.execute.lanes import Lane
@@ -55,6 +55,25 @@ class GraphMaker:
     def forget(self) -> None:
         """Look anew at what the step reads: it may be something else from now on."""
         self._watched.clear()
+
+    def expect_bytes(
+        self, run: Callable[[], Any], lane: Lane, places: list[Place | None]
+    ) -> int | None:
+        """Return what a graph in a pool of its own takes with its outputs; None: not known.
+
+        Raises:
+            CaptureError: It could not be captured either.
+        """
+        if not isinstance(self._backend, RehearsingBackend):
+            return None
+        memory = SharedMemory(self._device)
+        homes = [None if place is None else memory.take(*place) for place in places]
+        trial = _without_result(_writing_home(run, homes, []))
+        pool = self._backend.new_pool()
+        grown = self._backend.rehearse(
+            trial, stream=lane.stream, pool=pool, generators=self._generators
+        )
+        return grown + memory.num_bytes
 
     def capture(
         self,

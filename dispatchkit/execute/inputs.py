@@ -23,7 +23,7 @@ from dispatchkit.execute.input_errors import bind_or_say, check_or_say
 MAX_KEPT_SIZES = 4096
 _ARRAY_FACTS = attrgetter("shape", "dtype")
 #: Words of a call that no input may be named by.
-RESERVED_NAMES = frozenset({"num_reqs", "uniform", "loras", "ceiling"})
+RESERVED_NAMES = frozenset({"num_reqs", "uniform", "loras", "ceiling", "priority"})
 
 
 def parse_dtype(value: Any) -> torch.dtype:

@@ -1,20 +1,24 @@
 """Lane: one stream, one memory pool, and buffers whose graphs run one at a time.
 
-With one lane a replay is launched on the caller's own stream, so that it is ordered with
-the caller's work before and after it, for nothing. Only when the caller's stream changes
+A call of the runner is launched on the caller's own stream, so that it is ordered with the
+caller's work before and after it, for nothing. Only when the caller's stream changes
 between two steps is the new stream made to wait for the old one: the buffers are shared.
-The lane's own stream serves warmup and capture.
+The lane's own stream serves warmup, capture and ``submit``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from dispatchkit.backends.base import GraphBackend, Stream
+from dispatchkit.backends.base import CapturedGraph, GraphBackend, Stream
+from dispatchkit.errors import ConfigError
 from dispatchkit.execute.buffers import InputBuffers
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.outputs import SharedMemory
@@ -22,6 +26,51 @@ from dispatchkit.execute.outputs import SharedMemory
 # Plans that keep their views ready. A view costs about half a kilobyte, so that tables with
 # many thousand cells must not keep them all.
 MAX_READY_PLANS = 2048
+
+
+class Chain:
+    """Lets steps of several lanes run one after another that would touch the same memory.
+
+    Those are steps that change state, and graphs that draw random numbers: where they draw
+    from is written to one place on the device before each replay.
+
+    Args:
+        backend: The device.
+        disjoint_state: Steps in flight at a time change different parts of the state.
+    """
+
+    def __init__(self, backend: GraphBackend, *, disjoint_state: bool) -> None:
+        self.disjoint_state = disjoint_state
+        self._last = backend.new_event()
+
+    def orders(self, graphs: Iterable[CapturedGraph], *, has_effect: bool) -> bool:
+        """Return whether a captured step must wait for others."""
+        if has_effect and not self.disjoint_state:
+            return True
+        return any(graph.has_random_state for graph in graphs)
+
+    def before(self, stream: Stream) -> None:
+        """Make a stream wait for the last step of the chain."""
+        self._last.wait(stream)
+
+    def after(self, stream: Stream) -> None:
+        """Note that what was queued on a stream last is the last step of the chain."""
+        self._last.record(stream)
+
+
+def new_stream(backend: GraphBackend, priority: int = 0) -> Stream:
+    """Return a stream; a priority is told only to backends that are asked for one.
+
+    Raises:
+        ConfigError: The device gives no more streams, or its backend knows no priorities.
+    """
+    if not priority:
+        return backend.new_stream()
+    make: Any = backend.new_stream
+    if "priority" not in inspect.signature(make).parameters:
+        raise ConfigError("priority", priority, f"0: backend {backend.name!r} has no priorities")
+    stream: Stream = make(priority=priority)
+    return stream
 
 
 class Lane:
@@ -32,9 +81,11 @@ class Lane:
         inputs: What is declared of the inputs.
         num_rows: Rows the buffers make room for: the largest bucket, not the largest batch.
         row_count: Keep a device value that tells graphs the true row count.
-        index: Number of the lane.
 
     Attributes:
+        index: Number of the lane.
+        peers: The other lanes of the same runner.
+        chain: Keeps steps apart that must not overlap; None where there is one lane.
         tick: Counts launches; says which graph was used last.
         handle: Raw handle of the stream of the last step, None before the first.
         stream_argument: The same, ready for a call of the driver.
@@ -48,10 +99,11 @@ class Lane:
         num_rows: int,
         *,
         row_count: bool = False,
-        index: int = 0,
     ) -> None:
         self.backend = backend
-        self.index = index
+        self.index: int = 0
+        self.peers: tuple[Lane, ...] = ()
+        self.chain: Chain | None = None
         self.stream: Stream = backend.new_stream()
         self.pool: Any = backend.new_pool()
         self.buffers: InputBuffers = InputBuffers(inputs, num_rows, backend=backend)
@@ -88,6 +140,25 @@ class Lane:
         if self.last_stream is not None:
             self.last_stream.synchronize()
         self.stream.synchronize()
+
+    def join(self, index: int, priority: int, peers: tuple[Lane, ...], chain: Chain) -> None:
+        """Become one of several lanes of a runner; before anything is captured."""
+        self.index, self.peers, self.chain = index, peers, chain
+        if priority:
+            del self.stream  # first, so that there are never more streams than lanes
+            self.stream = new_stream(self.backend, priority)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no other lane have work in flight: a capture saves and restores what they share."""
+        for peer in self.peers:
+            peer.settle()
+        try:
+            yield
+        finally:
+            if self.peers:
+                self.backend.current_stream().synchronize()
+                self.settle()
 
     def set_rows(self, num_rows: int) -> None:
         """Tell graphs the true row count, through its device value."""

@@ -223,6 +223,23 @@ class GraphPlan:
         return loader
 
     def _choose_launch(self) -> tuple[LaunchCall, Any]:
+        step, lane = self.step, self._lane
+        launch, own = self._choose_call()
+        chain = lane.chain
+        if chain is None or not chain.orders(step.graphs, has_effect=step.has_effect):
+            return launch, own
+
+        def in_turn(graph: Any, stream: Any) -> int | None:
+            if lane.last_stream is None:
+                return launch(graph, stream)
+            chain.before(lane.last_stream)
+            code = launch(graph, stream)
+            chain.after(lane.last_stream)
+            return code
+
+        return in_turn, own
+
+    def _choose_call(self) -> tuple[LaunchCall, Any]:
         direct = direct_call(self.runner.backend, self.step)
         if isinstance(direct, str):
             return self._launch_step, None

@@ -156,6 +156,16 @@ class Lifecycle:
                 failed[key] = f"{problem.reason}: {problem}"
         return failed
 
+    def expect_bytes(self, keys: Iterable[GraphKey]) -> int:
+        """Return what graphs of some keys in a pool of their own are expected to take.
+
+        Raises:
+            CaptureError: The largest cannot be warmed up, or captured.
+        """
+        ordered = sorted(keys, key=largest_first)
+        ordered = [key for key in ordered if key.mode in self._modes]
+        return self._capturer.expect_bytes(ordered[0], self._lane) if ordered else 0
+
     def capture_next(self) -> GraphKey | None:
         """Capture the key that was asked for most and has no graph; for idle moments.
 
@@ -236,7 +246,7 @@ class Lifecycle:
         self._counters.evictions += 1
         self._release(step)
         freed = max(0, before - self._lane.num_bytes())
-        self._notify(_event(EvictEvent, key, reason=reason, num_bytes=freed))
+        self._tell(EvictEvent, key, reason=reason, num_bytes=freed)
 
     def fail(self, key: GraphKey, reason: str) -> None:
         """Mark that a replay of a key failed, and release its graph."""
@@ -257,7 +267,7 @@ class Lifecycle:
             self._registry.stale(key, reason)
         for key, step in live.items():
             self._release(step)
-            self._notify(_event(EvictEvent, key, reason="invalidated"))
+            self._tell(EvictEvent, key, reason="invalidated")
         self._lane.drop_pool()
         self._capturer.forget()
         return len(live)
@@ -301,7 +311,7 @@ class Lifecycle:
             step.last_used = self._lane.tick
             self._registry.captured(key, step, num_bytes=grown)
             self._counters.captures += 1
-            self._notify(_event(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown))
+            self._tell(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown)
         else:
             if all(step.is_foreign for step in self.live().values()):
                 self._room.drop_pool()  # what the failed one had got of it
@@ -309,7 +319,7 @@ class Lifecycle:
             self._retries.note_failure(key)
             self._counters.capture_failures += 1
             facts = {"reason": problem.reason, "message": str(problem), "elapsed_us": elapsed}
-            self._notify(_event(CaptureFailedEvent, key, **facts))
+            self._tell(CaptureFailedEvent, key, **facts)
         if not self.lazy:  # otherwise the next call that asks for one captures it
             for other in sorted(lost, key=largest_first):
                 if self._room.for_one_more():
@@ -348,6 +358,6 @@ class Lifecycle:
         step.lane.forget_plans()  # the views in them would keep its outputs
         step.release()
 
-
-def _event(kind: Callable[..., Any], key: GraphKey, **facts: Any) -> Any:
-    return kind(key=str(key), runtime_mode=key.mode.name, num_tokens=key.num_tokens, **facts)
+    def _tell(self, kind: Callable[..., Any], key: GraphKey, **facts: Any) -> None:
+        facts |= {"runtime_mode": key.mode.name, "num_tokens": key.num_tokens}
+        self._notify(kind(key=str(key), lane=self._lane.index, **facts))

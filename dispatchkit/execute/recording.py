@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher
@@ -13,6 +14,22 @@ from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
 
+if TYPE_CHECKING:
+    from dispatchkit.execute.runner import GraphRunner
+
+
+def _telling(
+    dispatch: Callable[..., Decision], tell: Callable[[Decision], None]
+) -> Callable[..., Decision]:
+    def dispatch_and_tell(
+        num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
+    ) -> Decision:
+        decision = dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
+        tell(decision)
+        return decision
+
+    return dispatch_and_tell
+
 
 class Recording:
     """The part of GraphRunner that records steps; those that nobody records pay nothing."""
@@ -20,8 +37,11 @@ class Recording:
     dispatcher: Dispatcher
     backend: GraphBackend
     lifecycle: Lifecycle
+    lanes: tuple[GraphRunner, ...]
     _lock: threading.RLock
     _decide: Callable[..., Decision]
+    _recorder: StepRecorder | None = None
+    _tell: Callable[[Decision], None] | None = None
 
     def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
         """Record what each step is dispatched with, in place of an earlier recording.
@@ -37,13 +57,34 @@ class Recording:
         """
         recorder = StepRecorder(self.dispatcher.config, capacity)
         with self._lock:
-            self._decide = recorder.listening_to(self.dispatcher.dispatch)
+            self._recorder = recorder
+            self._listen()
         return recorder
 
     def stop_recording(self) -> None:
         """Record no more steps; those that do not record pay nothing for it."""
         with self._lock:
-            self._decide = self.dispatcher.dispatch
+            self._recorder = None
+            self._listen()
+
+    def on_decision(self, tell: Callable[[Decision], None] | None) -> None:
+        """Call something with the decision of each step, before it runs; None: nothing more.
+
+        It runs in the step, under the runner's lock: it must be quick, and what it raises is
+        raised by the step.
+        """
+        with self._lock:
+            self._tell = tell
+            self._listen()
+
+    def _listen(self) -> None:
+        for member in self.lanes:
+            decide: Callable[..., Decision] = member.dispatcher.dispatch
+            if self._tell is not None:
+                decide = _telling(decide, self._tell)
+            if self._recorder is not None:
+                decide = self._recorder.listening_to(decide)
+            member._decide = decide
 
     def launch_path(self, key: GraphKey) -> str:
         """Say how the graph of a key is launched: ``direct``, or by its graph and why.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -29,22 +30,24 @@ def ladder(runner: GraphRunner) -> str:
         f"backend {runner.backend.name}; can run {pieces}",
         f"{stats.steps} steps: {modes}; padding {stats.padding:.1%}; {runner.num_bytes} bytes",
     ]
+    if len(runner.lanes) > 1:
+        lines.append(f"{len(runner.lanes)} lanes")
     lines += [f"mode {reason}" for reason in runner.mode_reasons]
     rows = []
     for key in sorted(runner.registry, key=lambda one: (-int(one.mode), one.num_tokens)):
         entry = runner.registry.entries[key]
-        state = str(entry.state) + ("" if runner.registry.is_enabled(key) else ", disabled")
-        misses = runner.counters.misses(key)
+        state = _state(runner, key) + ("" if runner.registry.is_enabled(key) else ", disabled")
+        misses = _misses(runner, key)
         rows.append(
             (
                 str(key),
                 state,
-                str(runner.counters.of_key(key).steps),
+                str(sum(member.counters.of_key(key).steps for member in runner.lanes)),
                 ", ".join(f"{reason} {count}" for reason, count in misses.items()),
                 entry.reason,
             )
         )
-    other = runner.counters.misses(None)
+    other = _misses(runner, None)
     if other:
         text = ", ".join(f"{reason} {count}" for reason, count in other.items())
         rows.append(("(no key)", "", "", text, ""))
@@ -57,6 +60,20 @@ def ladder(runner: GraphRunner) -> str:
         for row in table
     ]
     return "\n".join(lines)
+
+
+def _state(runner: GraphRunner, key: GraphKey) -> str:
+    """Return the state of a key, and on which lanes where it is not the same on all."""
+    lanes: dict[str, list[str]] = {}
+    for index, member in enumerate(runner.lanes):
+        lanes.setdefault(str(member.registry.entries[key].state), []).append(str(index))
+    if len(lanes) == 1:
+        return next(iter(lanes))
+    return ", ".join(f"{state} on {' '.join(where)}" for state, where in lanes.items())
+
+
+def _misses(runner: GraphRunner, key: GraphKey | None) -> Counter[str]:
+    return sum((Counter(member.counters.misses(key)) for member in runner.lanes), Counter())
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dispatchkit.backends.base import GraphBackend
-from dispatchkit.dispatch import Decision, Dispatcher, Policy
+from dispatchkit.dispatch import Decision, Dispatcher, LanePolicy, Policy
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.budget import Budget
 from dispatchkit.execute.buffers import StaticBuffers
@@ -38,7 +38,9 @@ from dispatchkit.execute.reasons import (
 from dispatchkit.execute.recording import Recording
 from dispatchkit.execute.report import ladder
 from dispatchkit.execute.setup import make_backend, make_config, make_policy, with_mode
+from dispatchkit.execute.setup_lanes import add_lanes, check_lanes
 from dispatchkit.execute.state import DEFAULT_STATE_LIMIT
+from dispatchkit.execute.submit import Submitting
 from dispatchkit.execute.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.execute.timing import Timings
 from dispatchkit.execute.warmup import Warmups
@@ -59,7 +61,7 @@ def _remake(settings: dict[str, Any]) -> GraphRunner:
     return GraphRunner(**settings)
 
 
-class GraphRunner(Controls, Recording, Fallbacks):
+class GraphRunner(Controls, Submitting, Recording, Fallbacks):
     """Run a step through captured graphs, padded to the nearest size, or eager.
 
     A call gives what the step itself gives on the same inputs. Graphs carry no gradients:
@@ -104,6 +106,14 @@ class GraphRunner(Controls, Recording, Fallbacks):
         strict: A downgrade to eager raises.
         check: Compare each so many replays with eager (slow, for tests and doubts); 0 off.
             ``first``: the first replay of each graph, and its first padded one.
+        lanes: Streams that ``submit`` spreads steps over, each with buffers, graphs, table and
+            budget of its own.
+        lane_policy: Chooses the lane of each submitted step: a name, by default
+            ``round-robin``, or an object. One lane needs none.
+        lane_policy_options: Options for a lane policy chosen by name.
+        disjoint_state: Steps in flight at a time change different parts of the state, such
+            as other rows of a KV cache. Otherwise steps that change state run one after
+            another, whatever the lane.
         plugins: Loaded plugins; by default they are loaded when a name must be found.
 
     Attributes:
@@ -155,6 +165,10 @@ class GraphRunner(Controls, Recording, Fallbacks):
         eviction: str = "lru",
         strict: bool = False,
         check: int | str = 0,
+        lanes: int = 1,
+        lane_policy: str | LanePolicy | None = None,
+        lane_policy_options: dict[str, Any] | None = None,
+        disjoint_state: bool = False,
         plugins: PluginSet | None = None,
     ) -> None:
         state, scratch, generators = tuple(state), tuple(scratch), tuple(generators)
@@ -174,6 +188,7 @@ class GraphRunner(Controls, Recording, Fallbacks):
             query_lens=query_len,
             mode=mode,
         )
+        check_lanes(lanes, policy=policy, outputs=outputs, check=check)
         self._made_from = given
         self.strict = strict
         self.owned_outputs: bool = outputs == "owned"
@@ -203,7 +218,7 @@ class GraphRunner(Controls, Recording, Fallbacks):
         self._told: set[str] = set()
 
         chosen, origin, plugins = make_policy(policy, policy_options, self.config, plugins)
-        notices = Notices(plugins)
+        notices = self._notices = Notices(plugins)
         modes = frozenset({RuntimeMode.FULL, *([RuntimeMode.PIECEWISE] * self._step.can_split)})
         self.dispatcher: Dispatcher = Dispatcher(
             chosen,
@@ -241,6 +256,7 @@ class GraphRunner(Controls, Recording, Fallbacks):
             warmups=warmups,
             generators=generators,
         )
+        self._may_write = warm.may_write
         self.checker: Checker | None = Checker(check, warm.snapshot) if check else None
         self.lifecycle: Lifecycle = Lifecycle(
             Capturer(warm, self.backend, self.guard, share_outputs=share_outputs),
@@ -253,6 +269,8 @@ class GraphRunner(Controls, Recording, Fallbacks):
             lazy=lazy,
             capture_after=capture_after,
         )
+        if lanes > 1:
+            add_lanes(self, given, asked, plugins)
 
     # -- the step -----------------------------------------------------------------------
 

@@ -112,6 +112,10 @@ class Warmups:
         yield from self._state
         yield from self._written
 
+    def may_write(self) -> bool:
+        """Return whether the step changes state, or has not been watched yet."""
+        return not self._peaks or any(True for _ in self.written())
+
     def is_state(self, leaf: torch.Tensor) -> bool:
         """Return whether a tensor is part of what the step changes."""
         return leaf in self._state or leaf in self._written

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -122,6 +122,20 @@ class RunnerStats:
     replay_failures: int
     evictions: int
     failed_steps: int
+
+    @classmethod
+    def total(cls, parts: Iterable[RunnerStats]) -> RunnerStats:
+        """Return the sum of what several have done; of one, that one."""
+        first, *others = parts
+        summed = attrs.asdict(first)
+        for other in others:
+            for name, value in attrs.asdict(other).items():
+                if isinstance(value, int):
+                    summed[name] += value
+                else:
+                    for key, count in value.items():
+                        summed[name][key] = summed[name].get(key, 0) + count
+        return cls(**summed)
 
     @property
     def padding(self) -> float:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dispatchkit.testing.backend_tests import BackendTests
     from dispatchkit.testing.cases import Case
     from dispatchkit.testing.conformance import Finding, Verdict, run_policy_conformance
+    from dispatchkit.testing.lane_policy_tests import LanePolicyTests, SampleLane
     from dispatchkit.testing.machine import DispatcherMachine
     from dispatchkit.testing.policy_tests import PolicyTests
     from dispatchkit.testing.runner_tests import RunnerTests
@@ -44,8 +45,10 @@ _HOME = {
     "Change": "strategies",
     "DispatcherMachine": "machine",
     "Finding": "conformance",
+    "LanePolicyTests": "lane_policy_tests",
     "PolicyTests": "policy_tests",
     "RunnerTests": "runner_tests",
+    "SampleLane": "lane_policy_tests",
     "Verdict": "conformance",
     "apply_change": "strategies",
     "batches": "strategies",
@@ -65,8 +68,10 @@ __all__ = [
     "Change",
     "DispatcherMachine",
     "Finding",
+    "LanePolicyTests",
     "PolicyTests",
     "RunnerTests",
+    "SampleLane",
     "Verdict",
     "apply_change",
     "batches",

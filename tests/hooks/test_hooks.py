@@ -35,6 +35,9 @@ class Thing:
     def declare(self, config: Any) -> list[Any]:
         return []
 
+    def choose(self, step: Any, lanes: Any) -> int:
+        return 0
+
     def decide(self, batch: Any, graphs: Any) -> None:
         return None
 
@@ -76,7 +79,8 @@ def test_hook_register_lane_policies() -> None:
         registering("dispatchkit_register_lane_policies", LanePolicySpec("round", Thing))
     )
     assert list(plugins.lane_policies) == ["round"]
-    assert plugins.create_lane_policy("round", lanes=2).options == {"lanes": 2}
+    made: Any = plugins.create_lane_policy("round", lanes=2)
+    assert made.options == {"lanes": 2}
 
 
 def test_hook_register_backends() -> None:

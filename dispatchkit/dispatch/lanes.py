@@ -1,0 +1,140 @@
+"""The protocol of a lane policy: on which lane does a step run?
+
+A lane is a stream with its own pool, buffers and graphs. What a step runs as is another
+rule's business: a lane policy combines with any policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+
+from dispatchkit.errors import PolicyError
+from dispatchkit.keys.batch import GraphKey
+
+#: What a lane policy may claim of itself, to be tested: a key always goes to the lanes that hold
+#: it (``sticky``), every lane gets steps (``spreads``), and no lane is chosen while another has
+#: less unfinished work (``balances``).
+LANE_TRAITS = frozenset({"sticky", "spreads", "balances"})
+
+
+@attrs.frozen
+class LaneStep:
+    """A step that waits for a lane.
+
+    Attributes:
+        num_tokens: Its tokens, before padding.
+        key: The graph that would serve it if all declared ones were there; None where it
+            runs eager, and for lane policies that do not ask for it (``needs_key``).
+        priority: How urgent the caller says it is: 0 is usual, more is more urgent.
+    """
+
+    num_tokens: int
+    key: GraphKey | None = None
+    priority: int = 0
+
+
+class LaneView(Protocol):
+    """What a lane policy may know of a lane."""
+
+    @property
+    def index(self) -> int:
+        """Number of the lane, from 0."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Steps given to the lane that are not done on the device."""
+        ...
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of those steps, before padding."""
+        ...
+
+    def holds(self, key: GraphKey) -> bool:
+        """Return whether the lane has a graph of a key now."""
+        ...
+
+
+@runtime_checkable
+class LanePolicy(Protocol):
+    """A rule that chooses lanes. It never touches a device.
+
+    ``choose`` is asked once for each submitted step, under the runner's lock. Beside it a lane
+    policy may have:
+
+    - ``needs_key = True``: steps tell their key, at the price of one more table look-up;
+    - ``homes(key, num_lanes)``: on which lanes a key is captured, all of them without it;
+    - ``stream_priorities(num_lanes)``: how urgent each lane's stream is, 0 without it;
+    - ``traits``: properties to be tested, of ``LANE_TRAITS``.
+    """
+
+    def choose(self, step: LaneStep, lanes: Sequence[LaneView]) -> int:
+        """Return the index of the lane that a step runs on."""
+        ...
+
+
+def lane_policy_traits(policy: object) -> frozenset[str]:
+    """Return the traits a lane policy claims."""
+    return frozenset(getattr(policy, "traits", ()))
+
+
+def lane_fault(answer: Any, num_lanes: int) -> str:
+    """Return what is wrong with a chosen lane; empty if nothing is."""
+    if isinstance(answer, bool) or not isinstance(answer, int):
+        return f"answered {answer!r:.60}, which is no index of a lane (0..{num_lanes - 1})"
+    if not 0 <= answer < num_lanes:
+        return f"answered lane {answer}, and there are 0..{num_lanes - 1}"
+    return ""
+
+
+def lane_homes(
+    policy: object, keys: Iterable[GraphKey], num_lanes: int, *, name: str, origin: str = ""
+) -> dict[GraphKey, tuple[int, ...]]:
+    """Return on which lanes each key is captured.
+
+    Raises:
+        PolicyError: The policy raised, named a lane that is none, or no lane for a key.
+    """
+    ask = getattr(policy, "homes", None)
+    if ask is None:
+        return dict.fromkeys(keys, tuple(range(num_lanes)))
+    found: dict[GraphKey, tuple[int, ...]] = {}
+    for key in keys:
+        try:
+            homes: Collection[int] = tuple(ask(key, num_lanes))
+        except Exception as error:
+            problem = f"raised {type(error).__name__}: {error}"
+            raise PolicyError(name, "homes", problem, origin=origin) from error
+        faults = [fault for one in homes if (fault := lane_fault(one, num_lanes))]
+        if faults or not homes:
+            problem = faults[0] if faults else f"answered no lane for {key}"
+            raise PolicyError(name, "homes", problem, origin=origin, value=homes)
+        found[key] = tuple(sorted(set(homes)))
+    return found
+
+
+def lane_priorities(
+    policy: object, num_lanes: int, *, name: str, origin: str = ""
+) -> tuple[int, ...]:
+    """Return how urgent each lane's stream is: 0 is usual, more is more urgent.
+
+    Raises:
+        PolicyError: The policy raised, or answered with something else.
+    """
+    ask = getattr(policy, "stream_priorities", None)
+    if ask is None:
+        return (0,) * num_lanes
+    try:
+        answer = tuple(ask(num_lanes))
+    except Exception as error:
+        problem = f"raised {type(error).__name__}: {error}"
+        raise PolicyError(name, "stream_priorities", problem, origin=origin) from error
+    is_wrong = any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in answer)
+    if len(answer) != num_lanes or is_wrong:
+        problem = f"answered {answer!r:.60}, not {num_lanes} whole numbers from 0"
+        raise PolicyError(name, "stream_priorities", problem, origin=origin, value=answer)
+    return answer

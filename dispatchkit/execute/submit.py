@@ -1,0 +1,434 @@
+"""Steps given to lanes: ``submit`` and what it returns.
+
+Each lane is a runner of its own behind the first: own stream, pool, static buffers, graphs
+and table. Nothing is shared but the step, what it reads, and declared state; of the last see
+``Chain``. The host gives steps to lanes one at a time, under one lock; the device runs them
+at the same time.
+
+Order, both ways, by events: the lane waits for what the caller's stream held when the step was
+submitted, and whoever waits for the handle waits for the lane. The inputs are copied on the
+lane, so that the caller's stream does not wait for the lane; they are kept alive until then.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dispatchkit.backends.base import Event, GraphBackend, Stream
+from dispatchkit.dispatch import (
+    Decision,
+    Dispatcher,
+    LanePolicy,
+    LaneStep,
+    lane_fault,
+    lane_homes,
+    policy_name,
+)
+from dispatchkit.errors import PolicyError, ReplayError
+from dispatchkit.execute.inputs import InputSet
+from dispatchkit.execute.lanes import Lane
+from dispatchkit.execute.launch import AGAIN
+from dispatchkit.execute.notices import Notices
+from dispatchkit.keys.batch import GraphKey
+from dispatchkit.observe.counters import StepCounters
+from dispatchkit.registry import GraphRegistry, KeyState
+
+if TYPE_CHECKING:
+    from dispatchkit.execute.runner import GraphRunner
+
+
+class LanePolicyWarning(RuntimeWarning):
+    """A lane policy raised or named no lane; its steps run on the least busy one."""
+
+
+class StepHandle:
+    """A submitted step: queued on its lane, done some time later.
+
+    Args:
+        result: What the step returned; its data is there when the step is done.
+        done: Recorded behind the step.
+        lane: Number of the lane.
+        stream: The lane's stream.
+        is_device: Its tensors are memory of a CUDA device.
+
+    Thread safety: any thread may wait for it, also several.
+    """
+
+    __slots__ = ("_done", "_is_device", "_result", "_stream", "lane")
+
+    def __init__(
+        self, result: Any, done: Event, lane: int, stream: Stream, *, is_device: bool
+    ) -> None:
+        self._result, self._done, self._stream = result, done, stream
+        self._is_device = is_device
+        self.lane = lane
+
+    def is_done(self) -> bool:
+        """Return whether the step has run; never blocks."""
+        return self._done.query()
+
+    def wait(self, stream: Any = None) -> None:
+        """Make later work of a stream wait for the step; the host goes on.
+
+        Args:
+            stream: A stream of torch or of the backend; the current one by default.
+        """
+        if stream is not None and not isinstance(getattr(stream, "handle", None), int):
+            from dispatchkit.backends.cuda_streams import CudaStream
+
+            stream = CudaStream(stream)
+        self._done.wait(stream)
+        if self._is_device:
+            self._keep_for(stream)
+
+    def synchronize(self) -> None:
+        """Block the host until the step has run."""
+        self._done.synchronize()
+
+    def result(self) -> Any:
+        """Return what the step returned, once the current stream waits for it.
+
+        It may be used on the current stream at once. For another one call ``wait`` with it.
+        """
+        self.wait()
+        return self._result
+
+    def _keep_for(self, stream: Any) -> None:
+        """Tell the allocator who reads the result: its memory is the lane's stream's."""
+        raw: Any = None if stream is None else stream.raw
+        for leaf in tree_leaves(self._result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                raw = torch.cuda.current_stream(leaf.device) if raw is None else raw
+                leaf.record_stream(raw)
+
+    def __repr__(self) -> str:
+        return f"<StepHandle on lane {self.lane}>"
+
+
+@attrs.frozen
+class LaneStats:
+    """What one lane has been given.
+
+    Attributes:
+        index: Number of the lane.
+        num_steps: Steps submitted to it.
+        num_tokens: Tokens of them.
+        num_unfinished: Those of the steps that are not done.
+        num_graphs: Live graphs.
+        num_bytes: Bytes of its graphs and of its static inputs.
+    """
+
+    index: int
+    num_steps: int
+    num_tokens: int
+    num_unfinished: int
+    num_graphs: int
+    num_bytes: int
+
+
+@attrs.frozen
+class LaneCost:
+    """What a way to spread keys over lanes is expected to take, in memory.
+
+    Attributes:
+        way: ``every lane``: each has all keys. ``homes``: each key where the lane policy
+            has its home.
+        num_graphs: Graphs on all lanes.
+        graph_bytes: Their pools and outputs.
+        static_bytes: Static inputs of all lanes.
+    """
+
+    way: str
+    num_graphs: int
+    graph_bytes: int
+    static_bytes: int
+
+
+class _Flight:
+    """A step in flight, and what it still reads."""
+
+    __slots__ = ("done", "num_tokens", "tensors")
+
+    def __init__(self, done: Event, num_tokens: int, tensors: Any) -> None:
+        self.done, self.num_tokens, self.tensors = done, num_tokens, tensors
+
+
+class Traffic:
+    """What one lane was given and has not finished; a lane policy's view of it.
+
+    Args:
+        index: Number of the lane.
+        registry: Its keys.
+        arrived: Marks on the caller's stream what the lane waits for.
+    """
+
+    def __init__(self, index: int, registry: GraphRegistry, arrived: Event) -> None:
+        self.index = index
+        self.arrived = arrived
+        self._registry = registry
+        self._flights: deque[_Flight] = deque()
+        self._num_tokens = 0
+        self.total_steps = self.total_tokens = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Steps given to the lane that are not done on the device."""
+        self.land()
+        return len(self._flights)
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of those steps, before padding."""
+        self.land()
+        return self._num_tokens
+
+    def holds(self, key: GraphKey) -> bool:
+        """Return whether the lane has a graph of a key now."""
+        entry = self._registry.get(key)
+        return entry is not None and entry.state is KeyState.CAPTURED
+
+    def land(self) -> None:
+        """Let go of what finished steps read."""
+        flights = self._flights
+        while flights and flights[0].done.query():
+            self._num_tokens -= flights.popleft().num_tokens
+
+    def take_off(self, done: Event, num_tokens: int, tensors: Any) -> None:
+        """Note a step that was queued."""
+        self.land()
+        self._flights.append(_Flight(done, num_tokens, tensors))
+        self._num_tokens += num_tokens
+        self.total_steps += 1
+        self.total_tokens += num_tokens
+
+
+class Submitting:
+    """The part of GraphRunner that gives steps to lanes."""
+
+    strict: bool
+    backend: GraphBackend
+    counters: StepCounters
+    dispatcher: Dispatcher
+    registry: GraphRegistry
+    _lock: threading.RLock
+    _lane: Lane
+    _inputs: InputSet
+    _has_host_inputs: bool
+    _bind_inputs: Callable[..., Any]
+    _check_inputs: Callable[..., int]
+    _is_capturing: Callable[[], bool]
+    _current_stream_handle: Callable[[], int]
+    _acquire: Callable[[], bool]
+    _release: Callable[[], None]
+    _decide: Callable[..., Decision]
+    _notices: Notices
+    _siblings: tuple[GraphRunner, ...] = ()
+    _lane_policy: LanePolicy | None = None
+    _lane_origin: str = ""
+    _router: Dispatcher | None = None
+    _traffic: tuple[Traffic, ...] = ()
+    _caller: tuple[int, Stream] | None = None
+    _is_lane_fault_told = False
+    lane_faults = 0
+
+    @property
+    def lanes(self) -> tuple[GraphRunner, ...]:
+        """The lanes, each a runner of its own; the first is this one."""
+        first: Any = self
+        return (first, *self._siblings)
+
+    def submit(
+        self,
+        *args: Any,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+        priority: int = 0,
+        **inputs: Any,
+    ) -> StepHandle:
+        """Queue one step on a lane and return at once; it runs exactly once.
+
+        The step waits for what the current stream holds now. Inputs on the device must not be
+        written before the step is done: let the writing stream ``wait`` for the handle. Host
+        inputs are copied before this returns.
+
+        Args:
+            args: Inputs in declared order, or
+            inputs: Inputs by name.
+            num_reqs: As in a call, like the next three.
+            uniform: Kind of batch.
+            loras: Active adapters.
+            ceiling: Highest runtime mode allowed.
+            priority: How urgent the step is, for lane policies that care.
+
+        Raises:
+            InputError: As in a call.
+            ReplayError: As in a call; or this stream is being captured.
+            PolicyError: The lane policy is at fault, and the runner is strict.
+        """
+        tensors = self._bind_inputs(args, inputs)
+        if self._has_host_inputs:
+            tensors = self._inputs.to_arrays(tensors)
+        num_tokens = self._check_inputs(tensors)
+        if self._is_capturing():
+            raise ReplayError(
+                "submit() was called inside a capture, which cannot wait for lanes. Call the "
+                "runner itself there, or submit outside."
+            )
+        facts = (num_tokens, num_reqs, uniform, loras, ceiling)
+        with self._lock:
+            index = self._choose_lane(facts, priority)
+            if not self._has_host_inputs:
+                return self._give(index, facts, tensors)
+        staging = self.lanes[index]._lane.buffers.staging
+        if staging is not None:
+            staging.wait()  # without the lock: other lanes are free to be given steps
+        with self._lock:
+            return self._give(index, facts, tensors)
+
+    def lane_stats(self) -> tuple[LaneStats, ...]:
+        """Return what each lane has been given so far."""
+        with self._lock:
+            return tuple(
+                LaneStats(
+                    index=traffic.index,
+                    num_steps=traffic.total_steps,
+                    num_tokens=traffic.total_tokens,
+                    num_unfinished=traffic.num_unfinished,
+                    num_graphs=member.lifecycle.num_graphs(),
+                    num_bytes=member._lane.num_bytes() + member._lane.buffers.num_bytes,
+                )
+                for member, traffic in zip(self.lanes, self._ready_traffic(), strict=True)
+            )
+
+    def lane_costs(self) -> tuple[LaneCost, ...]:
+        """Return what the lanes' graphs are expected to take, before they are captured.
+
+        The largest graph of each lane is rehearsed, or warmed up where the backend cannot
+        rehearse; smaller ones reuse its memory.
+        """
+        with self._lock:
+            keys, static = tuple(self.registry), self._lane.buffers.num_bytes
+            number = len(self.lanes)
+            every = [keys] * number
+            ways = [("every lane", every)]
+            if getattr(self._lane_policy, "homes", None) is not None:
+                homes = self._homes()
+                own = [tuple(key for key in keys if lane in homes[key]) for lane in range(number)]
+                ways.append(("homes", own))
+            needs: dict[tuple[GraphKey, ...], int] = {}
+            for keys_of_lane in (one for _, lanes in ways for one in lanes):
+                if keys_of_lane not in needs:
+                    needs[keys_of_lane] = self.lanes[0].lifecycle.expect_bytes(keys_of_lane)
+            return tuple(
+                LaneCost(
+                    way,
+                    num_graphs=sum(map(len, lanes)),
+                    graph_bytes=sum(needs[one] for one in lanes),
+                    static_bytes=static * number,
+                )
+                for way, lanes in ways
+            )
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _share(self, lock: threading.RLock) -> None:
+        """Take another runner's lock: the host gives steps to their lanes one at a time."""
+        self._lock = lock
+        self._acquire, self._release = lock.acquire, lock.release
+
+    def _homes(self) -> dict[GraphKey, tuple[int, ...]]:
+        """Return on which lanes each key is captured."""
+        return lane_homes(
+            self._lane_policy,
+            self.registry,
+            len(self.lanes),
+            name=policy_name(self._lane_policy),
+            origin=self._lane_origin,
+        )
+
+    def _keys_of_lanes(self, keys: Sequence[GraphKey] | None) -> list[Sequence[GraphKey] | None]:
+        """Return which of some keys each lane is to capture; None stands for all."""
+        if getattr(self._lane_policy, "homes", None) is None:
+            return [keys] * len(self.lanes)
+        homes = self._homes()
+        wanted = tuple(self.registry) if keys is None else keys
+        return [
+            [key for key in wanted if lane in homes.get(key, (lane,))]
+            for lane in range(len(self.lanes))
+        ]
+
+    def _ready_traffic(self) -> tuple[Traffic, ...]:
+        if not self._traffic:
+            self._traffic = tuple(
+                Traffic(index, member.registry, self.backend.new_event())
+                for index, member in enumerate(self.lanes)
+            )
+        return self._traffic
+
+    def _choose_lane(self, facts: tuple[int, int, int, int, int], priority: int) -> int:
+        policy, traffic = self._lane_policy, self._ready_traffic()
+        if policy is None:
+            return 0
+        key = None if self._router is None else self._router.dispatch(*facts).key
+        try:
+            answer = policy.choose(LaneStep(facts[0], key, priority), traffic)
+        except Exception as error:  # noqa: BLE001 - a lane policy's fault loses no step
+            return self._lane_policy_at_fault(f"raised {type(error).__name__}: {error}", error)
+        fault = lane_fault(answer, len(traffic))
+        return self._lane_policy_at_fault(fault, None, answer) if fault else answer
+
+    def _lane_policy_at_fault(
+        self, problem: str, cause: Exception | None, answer: Any = None
+    ) -> int:
+        """Count a fault, tell of it once, and return the lane that the step runs on instead."""
+        name = policy_name(self._lane_policy)
+        error = PolicyError(name, "choose", problem, origin=self._lane_origin, value=answer)
+        self.lane_faults += 1
+        if self.strict:
+            raise error from cause
+        least = min(self._traffic, key=lambda one: one.num_unfinished).index
+        if not self._is_lane_fault_told:
+            self._is_lane_fault_told = True
+            self._notices.policy_at_fault(error, None, self.dispatcher.epoch)
+            warnings.warn(
+                f"{error}. Such steps run on the least busy lane. Told once; "
+                "runner.lane_faults counts them.",
+                LanePolicyWarning,
+                stacklevel=4,
+            )
+        return least
+
+    def _give(self, index: int, facts: tuple[int, int, int, int, int], tensors: Any) -> StepHandle:
+        """Queue a checked step on a lane; under the lock."""
+        member, traffic, backend = self.lanes[index], self._traffic[index], self.backend
+        lane = member._lane
+        stream, handle = lane.stream, self._current_stream_handle()
+        if handle != stream.handle:
+            if self._caller is None or self._caller[0] != handle:
+                self._caller = (handle, backend.current_stream())
+            traffic.arrived.record(self._caller[1])
+            stream.wait_event(traffic.arrived)
+        try:
+            with backend.use_stream(stream):
+                result = member._decide(*facts).plan.run(tensors, stream.handle)
+                while result is AGAIN:
+                    result = member.dispatcher.dispatch(*facts).plan.run(tensors, stream.handle)
+        except Exception:
+            member.counters.failed_steps += 1
+            stream.synchronize()  # nothing of it reads the caller's tensors any more
+            raise
+        done = backend.new_event()
+        done.record(stream)
+        traffic.take_off(done, facts[0], tensors)
+        is_device = self._inputs.device.type == "cuda"
+        return StepHandle(result, done, index, stream, is_device=is_device)

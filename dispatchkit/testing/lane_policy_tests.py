@@ -1,0 +1,335 @@
+"""LanePolicyTests: what every lane policy must keep to, and what some claim.
+
+Each test is one property, checked on random schedules with a fixed seed: steps come, lanes
+finish some, and no device is needed. Its docstring says why a policy that breaks it does harm.
+The core set holds for every lane policy; a *trait* is tested where it is claimed.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import unittest
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import attrs
+
+from dispatchkit.dispatch import (
+    LANE_TRAITS,
+    LanePolicy,
+    LaneStep,
+    lane_fault,
+    lane_homes,
+    lane_policy_traits,
+    lane_priorities,
+    policy_name,
+)
+from dispatchkit.errors import PolicyError
+from dispatchkit.keys import BatchDescriptor, GraphKey, RuntimeMode
+
+MOST_LANES = 8
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_KEYS = tuple(
+    GraphKey(mode, BatchDescriptor(size))
+    for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
+    for size in _SIZES
+)
+
+
+class SampleLane:
+    """A lane without a device: steps are finished when told.
+
+    Args:
+        index: Its number.
+        keys: Those it has graphs of.
+    """
+
+    def __init__(self, index: int, keys: Sequence[GraphKey] = ()) -> None:
+        self._index, self._keys = index, frozenset(keys)
+        self._tokens: deque[int] = deque()
+
+    @property
+    def index(self) -> int:
+        """Its number."""
+        return self._index
+
+    @property
+    def num_unfinished(self) -> int:
+        """Steps that are not finished."""
+        return len(self._tokens)
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of those."""
+        return sum(self._tokens)
+
+    def holds(self, key: GraphKey) -> bool:
+        """Return whether it has a graph of a key."""
+        return key in self._keys
+
+    def give(self, num_tokens: int) -> None:
+        """Queue a step."""
+        self._tokens.append(num_tokens)
+
+    def finish(self) -> None:
+        """Finish the step that was given first, if there is one."""
+        if self._tokens:
+            self._tokens.popleft()
+
+    def __repr__(self) -> str:
+        return f"<lane {self._index}: {self.num_unfinished} steps, {self.unfinished_tokens} tokens>"
+
+
+@attrs.frozen
+class Schedule:
+    """Steps in order, and who finishes one after each.
+
+    Attributes:
+        num_lanes: Lanes there are.
+        steps: What is asked for, each with the lanes that then finish a step.
+    """
+
+    num_lanes: int
+    steps: tuple[tuple[LaneStep, tuple[int, ...]], ...]
+
+    @classmethod
+    def sample(cls, rng: random.Random, num_lanes: int | None = None, length: int = 40) -> Schedule:
+        """Return a random one: bursts, eager steps and idle times among it."""
+        number = rng.randint(1, MOST_LANES) if num_lanes is None else num_lanes
+        lazy = rng.choice((0.0, 0.5, 1.0, 2.0))  # how much is finished for each step
+        keys = rng.sample(_KEYS, rng.randint(1, len(_KEYS)))
+        steps = []
+        for _ in range(length):
+            key = None if rng.random() < 0.15 else rng.choice(keys)
+            tokens = rng.randint(1, 512) if key is None else rng.randint(1, key.num_tokens)
+            priority = rng.choice((0, 0, 0, 1, 2, -1))
+            count = int(lazy + rng.random())
+            done = tuple(rng.randrange(number) for _ in range(count))
+            steps.append((LaneStep(tokens, key, priority), done))
+        return cls(number, tuple(steps))
+
+
+class LanePolicyTests:
+    """Subclass it, name the subclass ``Test…`` and define ``make_lane_policy``.
+
+    Attributes:
+        seed: Of the random schedules; the same seed gives the same ones.
+        max_examples: Schedules per property.
+    """
+
+    seed: int = 0
+    max_examples: int = 30
+
+    def make_lane_policy(self) -> LanePolicy:
+        """Return a fresh lane policy, without any history."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_lane_policy().")
+
+    # -- what is chosen -----------------------------------------------------------------
+
+    def test_every_step_gets_a_lane(self) -> None:
+        """Whatever comes, ``choose`` answers the index of a lane that exists.
+
+        Eager steps have no key, all lanes may be busy, there may be one lane only. Where it
+        raises or names another, the step runs on a lane that nobody chose.
+        """
+        for schedule in self._schedules():
+            for _ in self._play(self.make_lane_policy(), schedule):
+                pass
+
+    def test_same_history_gives_the_same_lanes(self) -> None:
+        """Two fresh policies, shown the same, answer the same, also for equal keys.
+
+        What depends on chance, on the clock or on where an object lies in memory cannot be
+        tried again when it goes wrong; keys of one value are one key.
+        """
+        for schedule in self._schedules():
+            first = [lane for _, lane, _ in self._play(self.make_lane_policy(), schedule)]
+            again = copy.deepcopy(schedule)  # equal keys, other objects
+            second = [lane for _, lane, _ in self._play(self.make_lane_policy(), again)]
+            if first != second:
+                pairs = enumerate(zip(first, second, strict=True))
+                at = next(index for index, pair in pairs if len({*pair}) > 1)
+                step = schedule.steps[at][0]
+                self._fail(f"chose lane {first[at]}, and {second[at]} on the same history", step)
+
+    def test_policies_share_nothing(self) -> None:
+        """Two policies side by side answer as each does alone.
+
+        Runners in one process have policies of their own. A counter kept in the class makes
+        each depend on the traffic of all others.
+        """
+        for schedule in self._schedules():
+            alone = [lane for _, lane, _ in self._play(self.make_lane_policy(), schedule)]
+            mine = self._play(self.make_lane_policy(), schedule)
+            other = self._play(self.make_lane_policy(), schedule)
+            for want, (step, lane, _), _ in zip(alone, mine, other, strict=True):
+                if lane != want:
+                    self._fail(f"chose lane {lane}, and {want} where no other policy ran", step)
+
+    def test_keys_are_asked_for_where_they_matter(self) -> None:
+        """A policy whose answer depends on the key says ``needs_key = True``.
+
+        Without it steps come without a key, all of them, and the policy does the same for all.
+        """
+        for schedule in self._schedules():
+            if getattr(self.make_lane_policy(), "needs_key", False):
+                return
+            bare = attrs.evolve(
+                schedule,
+                steps=tuple((attrs.evolve(step, key=None), done) for step, done in schedule.steps),
+            )
+            with_keys = self._play(self.make_lane_policy(), schedule)
+            without = self._play(self.make_lane_policy(), bare)
+            for (step, lane, _), (_, other, _) in zip(with_keys, without, strict=True):
+                if lane != other:
+                    self._fail(
+                        f"chose lane {lane} by the key, and does not say needs_key = True", step
+                    )
+
+    # -- where keys live ------------------------------------------------------------------
+
+    def test_homes_are_lanes_and_stay(self) -> None:
+        """``homes`` names at least one lane for each key, and the same ones every time.
+
+        A key without a home is captured nowhere and always runs eager; one whose home moves
+        is captured here and looked for there.
+        """
+        for number in range(1, MOST_LANES + 1):
+            answers = [
+                self._homes(self.make_lane_policy(), keys, number)
+                for keys in (_KEYS, tuple(reversed(copy.deepcopy(_KEYS))))
+            ]
+            for key in _KEYS:
+                if answers[0][key] != answers[1][key]:
+                    self._fail(
+                        f"homes answered {answers[0][key]} and {answers[1][key]} for {key} "
+                        f"with {number} lanes"
+                    )
+
+    def test_steps_go_where_their_graph_is(self) -> None:
+        """A step is sent to a lane that its key is captured on.
+
+        Elsewhere it runs eager for want of a graph, though there is one.
+        """
+        for schedule in self._schedules():
+            policy = self.make_lane_policy()
+            if getattr(policy, "homes", None) is None:
+                return  # every lane has all keys
+            homes = self._homes(policy, _KEYS, schedule.num_lanes)
+            for step, lane, _ in self._play(policy, schedule):
+                if step.key is not None and lane not in homes[step.key]:
+                    self._fail(f"chose lane {lane}, and homes says {homes[step.key]}", step)
+
+    def test_stream_priorities_fit_the_lanes(self) -> None:
+        """``stream_priorities`` answers one whole number from 0 for each lane, every time.
+
+        Streams are made from it before the first step; what does not fit makes no runner.
+        """
+        for number in range(1, MOST_LANES + 1):
+            policy = self.make_lane_policy()
+            try:
+                first = lane_priorities(policy, number, name=policy_name(policy))
+                second = lane_priorities(self.make_lane_policy(), number, name=policy_name(policy))
+            except PolicyError as error:
+                self._fail(f"{error} (with {number} lanes)")
+            if first != second:
+                self._fail(f"stream_priorities answered {first} and {second} for {number} lanes")
+
+    # -- traits ---------------------------------------------------------------------------
+
+    def test_traits_are_known(self) -> None:
+        """What is claimed is a trait that there is; a misspelt one would be tested by nobody."""
+        unknown = lane_policy_traits(self.make_lane_policy()) - LANE_TRAITS
+        if unknown:
+            known = ", ".join(sorted(LANE_TRAITS))
+            self._fail(f"claims {', '.join(sorted(unknown))}; traits are {known}")
+
+    def test_trait_spreads_uses_every_lane(self) -> None:
+        """Steps of all keys use all lanes.
+
+        A lane takes memory for buffers and graphs, used or not: one that never gets a step is
+        paid for in vain.
+        """
+        self._skip_unless("spreads")
+        for number in range(1, MOST_LANES + 1):
+            schedule = Schedule.sample(random.Random(self.seed + number), number, 32 * number)
+            used = {lane for _, lane, _ in self._play(self.make_lane_policy(), schedule)}
+            if len(used) < number:
+                idle = sorted({*range(number)} - used)
+                self._fail(f"used lanes {sorted(used)} in {32 * number} steps, never {idle}")
+
+    def test_trait_sticky_keeps_a_key_on_its_lanes(self) -> None:
+        """A key goes to lanes that hold its graph whenever one does, however busy they are."""
+        self._skip_unless("sticky")
+        for schedule in self._schedules():
+            for step, lane, lanes in self._play(self.make_lane_policy(), schedule):
+                holders = [] if step.key is None else [x for x in lanes if x.holds(step.key)]
+                if holders and lane not in [one.index for one in holders]:
+                    self._fail(f"chose lane {lane}, and {holders} hold the key", step)
+
+    def test_trait_balances_takes_the_least_busy(self) -> None:
+        """No lane is chosen while another has less unfinished work, in steps and in tokens.
+
+        Work is what the lane says now, not what was ever given to it: lanes finish at their
+        own pace.
+        """
+        self._skip_unless("balances")
+        for schedule in self._schedules():
+            for step, lane, lanes in self._play(self.make_lane_policy(), schedule):
+                own = lanes[lane]
+                for one in lanes:
+                    fewer = one.num_unfinished < own.num_unfinished
+                    if fewer and one.unfinished_tokens < own.unfinished_tokens:
+                        self._fail(f"chose {own}, and {one} has less to do", step)
+
+    # -- inside ---------------------------------------------------------------------------
+
+    def _schedules(self) -> Iterator[Schedule]:
+        for number in range(self.max_examples):
+            yield Schedule.sample(random.Random(1000 * self.seed + number))
+
+    def _play(
+        self, policy: Any, schedule: Schedule
+    ) -> Iterator[tuple[LaneStep, int, list[SampleLane]]]:
+        """Yield each step, the lane that was chosen, and the lanes as they were then."""
+        homes = self._homes(policy, _KEYS, schedule.num_lanes)
+        lanes = [
+            SampleLane(index, [key for key in _KEYS if index in homes[key]])
+            for index in range(schedule.num_lanes)
+        ]
+        for step, done in schedule.steps:
+            try:
+                answer = policy.choose(step, tuple(lanes))
+            except Exception as error:  # noqa: BLE001 - whatever a policy raises is a finding
+                problem = f"choose raised {type(error).__name__}: {error}"
+                self._fail(f"{problem} with {lanes}", step, cause=error)
+            fault = lane_fault(answer, len(lanes))
+            if fault:
+                self._fail(f"choose {fault}", step)
+            yield step, answer, lanes
+            lanes[answer].give(step.num_tokens)
+            for index in done:
+                lanes[index].finish()
+
+    def _homes(
+        self, policy: Any, keys: Sequence[GraphKey], num_lanes: int
+    ) -> dict[GraphKey, tuple[int, ...]]:
+        try:
+            return lane_homes(policy, keys, num_lanes, name=policy_name(policy))
+        except PolicyError as error:
+            self._fail(f"{error} (with {num_lanes} lanes)")
+
+    def _skip_unless(self, trait: str) -> None:
+        if trait not in lane_policy_traits(self.make_lane_policy()):
+            raise unittest.SkipTest(f"trait {trait} is not claimed")
+
+    def _fail(
+        self, problem: str, step: LaneStep | None = None, *, cause: Exception | None = None
+    ) -> NoReturn:
+        name = policy_name(self.make_lane_policy())
+        lines = [f"Lane policy {name!r}: {problem}"]
+        if step is not None:
+            lines.append(f"  step: {step.num_tokens} tokens, key {step.key}, {step.priority=}")
+        raise AssertionError("\n".join(lines)) from cause

@@ -1,0 +1,9 @@
+"""Which lane a step runs on: in turn, the least busy, by its key, or by its priority."""
+
+from __future__ import annotations
+
+from dispatchkit_multistream.policies import ByKey, LeastLoaded, Priority, RoundRobin
+
+__version__ = "0.1.0"
+
+__all__ = ["ByKey", "LeastLoaded", "Priority", "RoundRobin"]

@@ -1,0 +1,224 @@
+"""Lane policies that each make one realistic mistake, with the property that must find it."""
+
+from __future__ import annotations
+
+import random
+from typing import ClassVar
+
+#: (faulty lane policy, property that finds it, what the message says)
+PLANTED = []
+
+
+def planted(finding, message):
+    def add(policy):
+        PLANTED.append((policy, finding, message))
+        return policy
+
+    return add
+
+
+class InTurn:
+    """The correct one that the others are copies of."""
+
+    name = "in-turn"
+    traits = frozenset({"spreads"})
+
+    def __init__(self):
+        self._next = 0
+
+    def choose(self, step, lanes):
+        self._next += 1
+        return (self._next - 1) % len(lanes)
+
+
+@planted("every step gets a lane", r"answered lane (\d), and there are 0\.\.")
+class CountsFromOne(InTurn):
+    """Lanes are numbered from 0."""
+
+    def choose(self, step, lanes):
+        return super().choose(step, lanes) + 1
+
+
+@planted("every step gets a lane", r"answered <lane 0: .*>, which is no index")
+class ReturnsTheLane(InTurn):
+    """The index is asked for, not the lane."""
+
+    def choose(self, step, lanes):
+        return lanes[super().choose(step, lanes)]
+
+
+@planted("every step gets a lane", r"answered lane -1, and there are")
+class PriorityAsIndex(InTurn):
+    """Takes the priority for the number of a lane: it may be negative, or large."""
+
+    def choose(self, step, lanes):
+        return min(step.priority, len(lanes) - 1)
+
+
+@planted("every step gets a lane", r"choose raised StopIteration: .* with \[<lane 0: \d+ steps")
+class OnlyIdleLanes(InTurn):
+    """Looks for an idle lane, and there is none."""
+
+    def choose(self, step, lanes):
+        return next(lane.index for lane in lanes if not lane.num_unfinished)
+
+
+@planted(
+    "every step gets a lane", r"choose raised AttributeError: 'NoneType'.*\n  step: .*key None"
+)
+class ForgetsEagerSteps(InTurn):
+    """Eager steps have no key."""
+
+    needs_key = True
+
+    def choose(self, step, lanes):
+        return step.key.num_tokens % len(lanes)
+
+
+@planted("every step gets a lane", r"answered None, which is no index")
+class ForgetsToReturn(InTurn):
+    """Falls off the end where no case matches."""
+
+    def choose(self, step, lanes):
+        answer = None
+        if step.priority == 0:
+            answer = super().choose(step, lanes)
+        return answer
+
+
+@planted("every step gets a lane", r"ZeroDivisionError")
+class KeepsAllLanesFree(InTurn):
+    """Reserves one lane for urgent steps, and with one lane there is none left."""
+
+    def choose(self, step, lanes):
+        return super().choose(step, lanes) % (len(lanes) - 1)
+
+
+@planted("same history gives the same lanes", r"on the same history")
+class TakesOneByChance(InTurn):
+    """Cannot be tried again."""
+
+    def choose(self, step, lanes):
+        return random.randrange(len(lanes))
+
+
+@planted("same history gives the same lanes", r"and \d on the same history\n  step: .*key \w+ tok")
+class KeysByAddress(InTurn):
+    """Equal keys are one key, wherever they lie in memory."""
+
+    needs_key = True
+
+    def choose(self, step, lanes):
+        return (id(step.key) >> 6) % len(lanes)
+
+
+@planted("policies share nothing", r"where no other policy ran")
+class CountsInTheClass(InTurn):
+    """All policies of the process take turns with one another."""
+
+    turns: ClassVar[list[int]] = [0]
+
+    def __init__(self):
+        self.turns[0] = 0
+
+    def choose(self, step, lanes):
+        self.turns[0] += 1
+        return self.turns[0] % len(lanes)
+
+
+@planted("keys are asked for where they matter", r"by the key, and does not say needs_key = True")
+class ForgetsNeedsKey(InTurn):
+    """Without needs_key no step has a key."""
+
+    def choose(self, step, lanes):
+        return 0 if step.key is None else step.key.num_tokens % len(lanes)
+
+
+@planted("homes are lanes and stay", r"answered no lane for FULL tokens=128")
+class NoHomeForLargeKeys(InTurn):
+    """Large graphs are left out, by mistake."""
+
+    def homes(self, key, num_lanes):
+        return [lane for lane in range(num_lanes) if key.num_tokens <= 64]
+
+
+@planted("homes are lanes and stay", r"homes: answered lane 1, and there are 0\.\.0")
+class HomesBySize(InTurn):
+    """The number of lanes is left out of the sum."""
+
+    def homes(self, key, num_lanes):
+        return [min(key.num_tokens, 8)]
+
+
+@planted("homes are lanes and stay", r"homes answered \(\d,\) and \(\d,\) for")
+class HomesInOrderOfAsking(InTurn):
+    """Keys are dealt out as they come: another order of keys, another home."""
+
+    needs_key = True
+
+    def homes(self, key, num_lanes):
+        self._next += 1
+        return [self._next % num_lanes]
+
+
+@planted("steps go where their graph is", r"chose lane \d, and homes says")
+class ChoosesWithoutHomes(InTurn):
+    """Captures by key and sends in turn."""
+
+    def homes(self, key, num_lanes):
+        return [key.num_tokens % num_lanes]
+
+
+@planted("stream priorities fit the lanes", r"stream_priorities: answered \(1,\), not 2 whole")
+class OnePriority(InTurn):
+    """One for all lanes, where each needs one."""
+
+    def stream_priorities(self, num_lanes):
+        return [1]
+
+
+@planted("traits are known", r"claims balance; traits are balances, spreads, sticky")
+class MisspeltTrait(InTurn):
+    """A trait that nobody tests."""
+
+    traits = frozenset({"balance"})
+
+
+@planted("trait spreads uses every lane", r"never \[")
+class AlwaysTheFirstIdle(InTurn):
+    """Of equals always the first: with few steps at a time the last lanes are never used."""
+
+    def choose(self, step, lanes):
+        return min(lanes[:2], key=lambda lane: lane.num_unfinished).index
+
+
+@planted("trait sticky keeps a key on its lanes", r"hold the key")
+class LeavesWhenBusy(InTurn):
+    """Claims that keys stay, and goes elsewhere when their lane is busy."""
+
+    traits = frozenset({"sticky"})
+    needs_key = True
+
+    def homes(self, key, num_lanes):
+        return [key.num_tokens % num_lanes]
+
+    def choose(self, step, lanes):
+        home = 0 if step.key is None else step.key.num_tokens % len(lanes)
+        if lanes[home].num_unfinished > 2:
+            return min(lanes, key=lambda lane: lane.num_unfinished).index
+        return home
+
+
+@planted("trait balances takes the least busy", r"has less to do")
+class RemembersWhatItGave(InTurn):
+    """Counts what it gave to each lane, and not what they have finished."""
+
+    traits = frozenset({"balances"})
+
+    def __init__(self):
+        self._given = {}
+
+    def choose(self, step, lanes):
+        lane = min(lanes, key=lambda one: self._given.get(one.index, 0)).index
+        self._given[lane] = self._given.get(lane, 0) + step.num_tokens
+        return lane
