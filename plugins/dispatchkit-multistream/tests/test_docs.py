@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "how-to" / "lanes.md"
 
 
 def examples(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("number", range(2))
