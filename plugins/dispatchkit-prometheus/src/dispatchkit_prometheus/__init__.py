@@ -1,0 +1,16 @@
+"""What dispatchkit's runners do, as Prometheus metrics.
+
+``watch`` has a runner's counters read whenever Prometheus scrapes; a step pays nothing for it.
+``PrometheusObserver`` counts rare events as they happen: captures with their time, failures,
+evictions, faults of policies.
+"""
+
+from __future__ import annotations
+
+from dispatchkit_prometheus.collector import RunnerCollector, watch
+from dispatchkit_prometheus.dashboard import dashboard
+from dispatchkit_prometheus.observer import PrometheusObserver
+
+__version__ = "0.1.0"
+
+__all__ = ["PrometheusObserver", "RunnerCollector", "dashboard", "watch"]

@@ -1,0 +1,152 @@
+"""Counters of runners, read when Prometheus scrapes and at no other time."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
+
+from dispatchkit.errors import ConfigError
+
+__all__ = ["RunnerCollector", "watch"]
+
+# (metric, what it counts, field of the statistics)
+_COUNTS = (
+    ("dispatchkit_captures", "Graphs captured.", "captures"),
+    ("dispatchkit_capture_failures", "Captures that failed.", "capture_failures"),
+    ("dispatchkit_replay_failures", "Replays that failed.", "replay_failures"),
+    ("dispatchkit_evictions", "Graphs given up.", "evictions"),
+    ("dispatchkit_failed_steps", "Steps that raised instead of a result.", "failed_steps"),
+)
+# (metric, what it counts, field of the statistics, label of its keys)
+_TABLES = (
+    ("dispatchkit_steps", "Steps that gave a result, by runtime mode.", "steps_by_mode", "mode"),
+    ("dispatchkit_replays", "Steps that replayed a graph, by its key.", "hits", "key"),
+    ("dispatchkit_eager_steps", "Steps run eager, by reason.", "eager_by_reason", "reason"),
+)
+
+
+class RunnerCollector(Collector):
+    """Reads the statistics of runners at each scrape.
+
+    Runners are held weakly: one that is gone is no longer reported.
+
+    Thread safety: runners may be added, and scraped, from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._runners: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, runner: Any) -> None:
+        """Report a runner under a name, its label ``runner``.
+
+        Raises:
+            ConfigError: Another runner has that name.
+        """
+        with self._lock:
+            if self._runners.get(name, runner) is not runner:
+                raise ConfigError(
+                    "name", name, "one for each runner", "Another runner is watched under it."
+                )
+            self._runners[name] = runner
+
+    def describe(self) -> Iterable[Metric]:
+        """Return the metrics without values, so that their names are taken."""
+        return _metrics(())
+
+    def collect(self) -> Iterable[Metric]:
+        """Read every runner's counters and return them as metrics."""
+        with self._lock:
+            runners = sorted(self._runners.items())
+        return _metrics(runners)
+
+
+def _metrics(runners: Sequence[tuple[str, Any]]) -> Iterator[Metric]:
+    stats = {name: runner.stats() for name, runner in runners}
+    for metric, says, field in _COUNTS:
+        family = CounterMetricFamily(metric, says, labels=["runner"])
+        for name, one in stats.items():
+            family.add_metric([name], getattr(one, field))
+        yield family
+    for metric, says, field, label in _TABLES:
+        family = CounterMetricFamily(metric, says, labels=["runner", label])
+        for name, one in stats.items():
+            for value, count in getattr(one, field).items():
+                family.add_metric([name, value], count)
+        yield family
+    tokens = CounterMetricFamily(
+        "dispatchkit_tokens", "Tokens computed: real ones and padding.", labels=["runner", "kind"]
+    )
+    for name, one in stats.items():
+        tokens.add_metric([name, "real"], one.real_tokens)
+        tokens.add_metric([name, "padding"], one.padded_tokens - one.real_tokens)
+    yield tokens
+    yield from _of_graphs(runners)
+
+
+def _of_graphs(runners: Iterable[tuple[str, Any]]) -> Iterator[Metric]:
+    graphs = GaugeMetricFamily(
+        "dispatchkit_graphs", "Keys by the state of their graph.", labels=["runner", "state"]
+    )
+    memory = GaugeMetricFamily(
+        "dispatchkit_graph_memory_bytes",
+        "By how much captures of the live graphs grew their memory.",
+        labels=["runner"],
+    )
+    info = GaugeMetricFamily(
+        "dispatchkit_runner_info",
+        "Always 1; its labels say what decides and where.",
+        labels=["runner", "policy", "backend", "mode"],
+    )
+    epoch = GaugeMetricFamily(
+        "dispatchkit_policy_epoch",
+        "How often policy or configuration were exchanged.",
+        labels=["runner"],
+    )
+    for name, runner in runners:
+        entries = [entry for key in runner.registry if (entry := runner.registry.get(key))]
+        states = Counter(str(entry.state) for entry in entries)
+        for state, count in sorted(states.items()):
+            graphs.add_metric([name, state], count)
+        live = [entry for entry in entries if entry.graph is not None]
+        memory.add_metric([name], sum(entry.num_bytes or 0 for entry in live))
+        facts = [runner.dispatcher.policy_name, runner.backend.name, str(runner.config.mode)]
+        info.add_metric([name, *facts], 1)
+        epoch.add_metric([name], runner.dispatcher.epoch)
+    yield from (graphs, memory, info, epoch)
+
+
+_COLLECTORS: WeakKeyDictionary[CollectorRegistry, RunnerCollector] = WeakKeyDictionary()
+_COLLECTORS_LOCK = threading.Lock()
+
+
+def watch(
+    runner: Any, *, name: str = "runner", registry: CollectorRegistry = REGISTRY
+) -> RunnerCollector:
+    """Have a runner's counters read at each scrape of a registry.
+
+    Args:
+        runner: A GraphRunner; it is not kept alive.
+        name: Value of the label ``runner``, different for each one.
+        registry: Where prometheus-client looks; its default one.
+
+    Returns:
+        The collector of that registry, one for all its runners.
+
+    Raises:
+        ConfigError: Another runner is watched under that name.
+    """
+    with _COLLECTORS_LOCK:
+        collector = _COLLECTORS.get(registry)
+        if collector is None:
+            collector = RunnerCollector()
+            registry.register(collector)
+            _COLLECTORS[registry] = collector
+    collector.add(name, runner)
+    return collector

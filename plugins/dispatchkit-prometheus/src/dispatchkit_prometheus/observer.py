@@ -1,0 +1,96 @@
+"""Rare events, counted as they happen."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.registry import REGISTRY, CollectorRegistry
+
+from dispatchkit.errors import ConfigError
+from dispatchkit.hookspecs import (
+    CaptureEvent,
+    CaptureFailedEvent,
+    EvictEvent,
+    PolicyErrorEvent,
+    PolicySwappedEvent,
+)
+
+__all__ = ["PrometheusObserver"]
+
+# Seconds: a graph of a small model takes milliseconds, one of a large model seconds.
+_BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+class PrometheusObserver:
+    """Counts what runners tell: capture times, failures and evictions by reason, policy faults.
+
+    It hears of the runners that were made with the plugins it was attached to::
+
+        plugins = load_plugins()
+        plugins.create_observer("prometheus")
+        runner = GraphRunner(step, inputs, plugins=plugins)
+
+    Args:
+        registry: Where prometheus-client looks; its default one.
+
+    Raises:
+        ConfigError: That registry has such an observer already.
+    """
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        try:
+            self._captures = Histogram(
+                "dispatchkit_capture_seconds",
+                "Time of a capture on the host, warmup included.",
+                ["mode"],
+                buckets=_BUCKETS,
+                registry=registry,
+            )
+        except ValueError as error:
+            raise ConfigError(
+                "registry", registry, "one without this observer", "One hears of all runners."
+            ) from error
+        self._failed = Counter(
+            "dispatchkit_failed_captures",
+            "Captures that failed, by reason.",
+            ["mode", "reason"],
+            registry=registry,
+        )
+        self._evicted = Counter(
+            "dispatchkit_evicted_graphs",
+            "Graphs given up, by reason.",
+            ["mode", "reason"],
+            registry=registry,
+        )
+        self._faults = Counter(
+            "dispatchkit_policy_errors",
+            "Faults of policies, by policy and method.",
+            ["policy", "method"],
+            registry=registry,
+        )
+        self._swaps = Counter(
+            "dispatchkit_policy_swaps",
+            "Policies that came into force, the first ones too.",
+            ["policy"],
+            registry=registry,
+        )
+
+    def on_capture(self, event: CaptureEvent) -> None:
+        """A graph was captured."""
+        if event.elapsed_us is not None:
+            self._captures.labels(event.runtime_mode).observe(event.elapsed_us / 1e6)
+
+    def on_capture_failed(self, event: CaptureFailedEvent) -> None:
+        """A capture failed."""
+        self._failed.labels(event.runtime_mode, event.reason).inc()
+
+    def on_evict(self, event: EvictEvent) -> None:
+        """A graph was given up."""
+        self._evicted.labels(event.runtime_mode, event.reason or "unknown").inc()
+
+    def on_policy_error(self, event: PolicyErrorEvent) -> None:
+        """A policy raised or broke a constraint."""
+        self._faults.labels(event.policy, event.method).inc()
+
+    def on_policy_swapped(self, event: PolicySwappedEvent) -> None:
+        """Another policy decides."""
+        self._swaps.labels(event.policy).inc()
