@@ -236,6 +236,13 @@ SETTINGS: Mapping[str, Setting] = _schema(
         "check", "Compare each so many replays with eager; 0: off.", _count(0), 0, group="runner"
     ),
     Setting(
+        "sample_every",
+        "Of the steps a policy wants timed, measure one in so many.",
+        _count(),
+        16,
+        group="runner",
+    ),
+    Setting(
         "cost_model",
         "What a step costs: a built-in model's name, or a file.",
         _text,

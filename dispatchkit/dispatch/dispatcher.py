@@ -218,9 +218,11 @@ class Dispatcher:
                 )
             if problem is not None:
                 raise self._fault("observe", problem, answer)
+            # Before the plan is made, which measures a one-shot decision in any case.
+            answer = attrs.evolve(answer, one_shot=update.one_shot)
             decision = self._bound(answer, batch)
             if update.one_shot:
-                table.put_one_shot(cell, attrs.evolve(decision, one_shot=True))
+                table.put_one_shot(cell, decision)
             else:
                 table.forget_steady(cell)
                 table.put(cell, decision)

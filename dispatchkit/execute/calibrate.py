@@ -35,6 +35,7 @@ from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute.graph_memory import MemoryMeter, Subject, measuring_subject, quietly
 from dispatchkit.execute.inputs import StaticInput
 from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.sample_inputs import sample_inputs
 from dispatchkit.execute.state import Known, Snapshot, restored
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.capture_sizes import check_count
@@ -107,7 +108,8 @@ def calibrate(
             raise ConfigError("mode", str(runner.config.mode), "a mode with graphs to measure")
         graphs = _capture(runner)
         eager = sorted(set(asked)) or _eager_sizes(runner)
-        make = make_inputs or _Inputs(subject)
+        device = torch.device(runner.backend.torch_device)
+        make = make_inputs or (lambda size: sample_inputs(subject.specs, size, device))
         with _state_kept(subject):
             arms = [(RuntimeMode.NONE, size) for size in eager]
             arms += [(key.mode, key.num_tokens) for key in graphs.captured]
@@ -300,28 +302,7 @@ def _summary(us: list[float]) -> _Times:
     return _Times(middle, spread / middle if middle else 0.0)
 
 
-# -- what steps are called with, and what they change -------------------------------------
-
-
-class _Inputs:
-    """Inputs of a size: random where they hold fractions, fill elsewhere.
-
-    Random, since a device computes zeros with less power, and so faster.
-    """
-
-    def __init__(self, subject: Subject) -> None:
-        self._specs = subject.specs
-        self._device = torch.device(subject.runner.backend.torch_device)
-
-    def __call__(self, size: int) -> dict[str, torch.Tensor]:
-        made = {}
-        for name, spec in self._specs.items():
-            tensor = spec.full(size, self._device)
-            if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
-                generator = torch.Generator(self._device).manual_seed(size)
-                tensor.normal_(generator=generator)
-            made[name] = tensor
-        return made
+# -- what steps change ---------------------------------------------------------------------
 
 
 @contextmanager

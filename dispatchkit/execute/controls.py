@@ -53,6 +53,7 @@ class Controls:
     _step: Step
     lanes: tuple[GraphRunner, ...]
     _keys_of_lanes: Callable[[Sequence[GraphKey] | None], list[Sequence[GraphKey] | None]]
+    seed: Callable[[], int]
 
     # -- graphs -------------------------------------------------------------------------
 
@@ -64,6 +65,8 @@ class Controls:
     ) -> CaptureReport:
         """Capture the keys that have no graph yet, largest first; failures are contained.
 
+        A policy that learns is then given the timed runs it asks for, see ``seed``.
+
         Args:
             keys: Which; all declared ones by default. Each lane captures those that have a
                 home on it by its lane policy.
@@ -71,10 +74,13 @@ class Controls:
         """
         chosen = self._keys_of_lanes(None if keys is None else tuple(keys))
         with progress_shower(progress) as show, self._lock:
-            return CaptureReport.total(
+            report = CaptureReport.total(
                 member.lifecycle.capture_all(own, show)
                 for member, own in zip(self.lanes, chosen, strict=True)
             )
+            if report.num_graphs:
+                self.seed()
+            return report
 
     def warm_up(self) -> dict[GraphKey, str]:
         """Warm all keys up before the first is captured; returns those whose warmup raised.

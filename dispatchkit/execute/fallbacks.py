@@ -45,9 +45,16 @@ class Fallbacks:
     _may_write: Callable[[], bool]
     _row_count: str | None
     _told: set[str]
+    refuse_if_exact: Callable[[str, object], None]
+
+    @property
+    def num_ticks(self) -> int:
+        """How often the step has been run, by a replay or eager."""
+        return self._lane.tick
 
     def run_eager(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
         """Run the step plainly on a checked call, uncounted; None: on what the buffers hold."""
+        self._lane.tick += 1
         if tensors is None:
             tensors = self._lane.buffers.copies(num_tokens)
         else:
@@ -71,7 +78,13 @@ class Fallbacks:
     def run_eager_for(
         self, reason: str, tensors: Sequence[Any] | None, num_tokens: int, missed: GraphKey | None
     ) -> Any:
-        """Run the step plainly, counted and told with a reason."""
+        """Run the step plainly, counted and told with a reason.
+
+        Raises:
+            NoGraphError: The runner is strict and the reason is a downgrade.
+            ReplayError: The step may only run as it was decided.
+        """
+        self.refuse_if_exact(reason, missed)
         if reason in DOWNGRADES:
             self.tell_eager(reason, num_tokens, missed)
         result = self.run_eager(tensors, num_tokens)

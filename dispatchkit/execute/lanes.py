@@ -86,7 +86,7 @@ class Lane:
         index: Number of the lane.
         peers: The other lanes of the same runner.
         chain: Keeps steps apart that must not overlap; None where there is one lane.
-        tick: Counts launches; says which graph was used last.
+        tick: Counts runs of the step, eager ones too; says which graph was used last.
         handle: Raw handle of the stream of the last step, None before the first.
         stream_argument: The same, ready for a call of the driver.
         last_stream: That stream.

@@ -23,6 +23,7 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCount
 
 if TYPE_CHECKING:
+    from dispatchkit.execute.check import Checker
     from dispatchkit.execute.runner import GraphRunner
 
 
@@ -84,17 +85,20 @@ class EagerPlan:
         """
         runner = self.runner
         if self._is_downgrade:
-            if self.retry is not None and runner.lifecycle.retry_if_due(self.retry):
+            if (
+                self.retry is not None
+                and not runner.is_exact
+                and runner.lifecycle.retry_if_due(self.retry)
+            ):
                 return AGAIN
             if self.missed is not None:
                 runner.lifecycle.note_missed(self.missed)
             runner.tell_eager(self.reason, self.num_tokens, self.missed)
-        if self.timer is None:
+        timer = self.timer
+        if timer is None or not timer.is_due(runner.num_ticks):
             result = runner.run_eager(tensors, self.num_tokens)
         else:
-            result = self.timer.measure(
-                lambda: runner.run_eager(tensors, self.num_tokens), queued=self.timer.is_queued()
-            )
+            result = timer.measure(lambda: runner.run_eager(tensors, self.num_tokens))
         self.count.steps += 1
         self.count.tokens += self.num_tokens
         return result
@@ -112,6 +116,7 @@ class LazyPlan:
 
     def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
         """Capture and ask the table again, or run eager."""
+        self.runner.refuse_if_exact("it has no graph yet", self.key)
         reason = self.runner.lifecycle.capture_if_due(self.key)
         if not reason:
             return AGAIN
@@ -298,8 +303,11 @@ class GraphPlan:
         ]
 
 
-class WatchedPlan(GraphPlan):
-    """Replay a captured step that is measured, or that check mode may look at."""
+class TimedPlan(GraphPlan):
+    """Replay a captured step that is measured when its turn comes.
+
+    Other steps of it cost one comparison more than those that nobody wants timed.
+    """
 
     def __init__(
         self,
@@ -307,24 +315,59 @@ class WatchedPlan(GraphPlan):
         step: CapturedStep,
         num_tokens: int,
         count: StepCount,
-        timer: Timer | None,
+        timer: Timer,
     ) -> None:
         super().__init__(runner, step, num_tokens, count)
-        self._timer = timer
-        self._is_queued = False
+        self._timer, self._timings = timer, timer.timings
+        self._is_always_due = timer.is_always_due
+
+    def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
+        """Replay as any other step does, and perhaps measure it."""
+        lane = self._lane
+        if lane.tick < self._timings.due and not self._is_always_due:
+            return GraphPlan.run(self, tensors, stream)
+        step = self.step
+        if step.released:
+            return AGAIN
+        # Neither a wait for another stream nor what is found once is part of the step.
+        if stream != lane.handle:
+            lane.switch(stream)
+        if self.loader is None:
+            self._prepare()
+        hits, measurement = step.hits, self._timer.begin()
+        try:
+            result = GraphPlan.run(self, tensors, stream)
+        except Exception:
+            self._timings.fail(measurement)
+            raise
+        if step.hits == hits:
+            self._timings.fail(measurement)  # it ran another way
+        else:
+            self._timings.finish(measurement)
+        return result
+
+
+class WatchedPlan(GraphPlan):
+    """Replay a captured step that check mode may look at."""
+
+    def __init__(
+        self,
+        runner: GraphRunner,
+        step: CapturedStep,
+        num_tokens: int,
+        count: StepCount,
+        checker: Checker,
+    ) -> None:
+        super().__init__(runner, step, num_tokens, count)
+        self._checker = checker
         self._owns = runner.owned_outputs
 
     def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
-        """Replay as any other step does, and compare or measure it."""
-        step, runner = self.step, self.runner
+        """Replay as any other step does, and perhaps compare it."""
+        step, runner, checker = self.step, self.runner, self._checker
         if step.released:
             return AGAIN
-        if self._timer is not None:
-            # Asked before the inputs are copied in: those are work of the step itself.
-            self._lane.order()
-            self._is_queued = self._timer.is_queued()
-        checker = runner.checker
-        if checker is None or self._guard_reason() or not checker.is_due(step, self.num_tokens):
+        if self._guard_reason() or not checker.is_due(step, self.num_tokens):
             return super().run(tensors, stream)
         steps, tokens = self.count.steps, self.count.tokens
         self._owns = True
@@ -341,34 +384,16 @@ class WatchedPlan(GraphPlan):
             return runner.check_failed(step, found, result, self.num_tokens)
         return result
 
-    def _choose_launch(self) -> tuple[LaunchCall, Any]:
-        launch, graph = super()._choose_launch()
-        timer = self._timer
-        if timer is None:
-            return launch, graph
-
-        def timed(graph: Any, stream: Any) -> None:
-            def checked() -> None:
-                code = launch(graph, stream)
-                if code:
-                    raise refused(code, self.step)
-
-            timer.measure(checked, queued=self._is_queued)
-            self._launch, self._graph = self._choose_launch()  # as it was before the launch
-
-        return timed, graph
-
     def _choose_result(self, leaves: list[Any]) -> None:
         """Nothing is ready: who reads a result too late is to be found out."""
 
     def _hand_out(self, leaves: list[Any]) -> list[Any]:
-        checker = self.runner.checker
-        if self._owns or checker is None:
-            return [
-                leaf.clone() if own and self._owns else leaf
-                for leaf, own in zip(leaves, self.step.clones, strict=True)
-            ]
-        return checker.hand_out(leaves)
+        if not self._owns:
+            return self._checker.hand_out(leaves)
+        return [
+            leaf.clone() if own else leaf
+            for leaf, own in zip(leaves, self.step.clones, strict=True)
+        ]
 
 
 Plan = EagerPlan | LazyPlan | GraphPlan
@@ -381,12 +406,19 @@ def graph_plan(
     count: StepCount,
     timer: Timer | None,
 ) -> GraphPlan:
-    """Return the plan of a step, one that is watched only where somebody watches."""
-    if timer is None and runner.checker is None:
-        return GraphPlan(runner, step, num_tokens, count)
-    return WatchedPlan(runner, step, num_tokens, count, timer)
+    """Return the plan of a step: measured or compared only where somebody asks for that."""
+    if runner.checker is not None:
+        return WatchedPlan(runner, step, num_tokens, count, runner.checker)
+    if timer is not None:
+        return TimedPlan(runner, step, num_tokens, count, timer)
+    return GraphPlan(runner, step, num_tokens, count)
 
 
 def timer_for(runner: GraphRunner, decision: Decision, batch: Any) -> Timer | None:
-    """Return what measures a decision's step, None where it asks for nothing."""
-    return Timer(runner.timings, decision, batch) if decision.timed else None
+    """Return what measures a decision's step, None where it asks for nothing.
+
+    In check mode none is measured, since some steps run twice.
+    """
+    if not decision.timed or runner.checker is not None:
+        return None
+    return Timer(runner.timings, decision, batch)

@@ -16,6 +16,7 @@ from dispatchkit.execute.buffers import StaticBuffers
 from dispatchkit.execute.capture import Capturer
 from dispatchkit.execute.check import Checker
 from dispatchkit.execute.controls import Controls
+from dispatchkit.execute.decided import Decided
 from dispatchkit.execute.fallbacks import Fallbacks
 from dispatchkit.execute.guard import Guard
 from dispatchkit.execute.inputs import InputSet, StaticInput, inputs_from_example
@@ -42,7 +43,7 @@ from dispatchkit.execute.setup_lanes import add_lanes, check_lanes
 from dispatchkit.execute.state import DEFAULT_STATE_LIMIT
 from dispatchkit.execute.submit import Submitting
 from dispatchkit.execute.support import mode_for_pieces, warn_of_downgrade
-from dispatchkit.execute.timing import Timings
+from dispatchkit.execute.timing import SAMPLE_EVERY, Timings
 from dispatchkit.execute.warmup import Warmups
 from dispatchkit.keys.batch import Batch
 from dispatchkit.keys.config import DispatchConfig
@@ -61,7 +62,7 @@ def _remake(settings: dict[str, Any]) -> GraphRunner:
     return GraphRunner(**settings)
 
 
-class GraphRunner(Controls, Submitting, Recording, Fallbacks):
+class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
     """Run a step through captured graphs, padded to the nearest size, or eager.
 
     A call gives what the step itself gives on the same inputs. Graphs carry no gradients:
@@ -106,6 +107,9 @@ class GraphRunner(Controls, Submitting, Recording, Fallbacks):
         strict: A downgrade to eager raises.
         check: Compare each so many replays with eager (slow, for tests and doubts); 0 off.
             ``first``: the first replay of each graph, and its first padded one.
+            Nothing is measured then.
+        sample_every: Of the steps that a learning policy wants timed as a rule, measure one
+            in so many; those of its one-shot decisions are all measured.
         lanes: Streams that ``submit`` spreads steps over, each with buffers, graphs, table and
             budget of its own.
         lane_policy: Chooses the lane of each submitted step: a name, by default
@@ -169,6 +173,7 @@ class GraphRunner(Controls, Submitting, Recording, Fallbacks):
         lane_policy: str | LanePolicy | None = None,
         lane_policy_options: dict[str, Any] | None = None,
         disjoint_state: bool = False,
+        sample_every: int = SAMPLE_EVERY,
         plugins: PluginSet | None = None,
     ) -> None:
         state, scratch, generators = tuple(state), tuple(scratch), tuple(generators)
@@ -243,7 +248,7 @@ class GraphRunner(Controls, Submitting, Recording, Fallbacks):
         self._current_stream_handle = self.backend.current_stream_handle
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._decide: Callable[..., Decision] = self.dispatcher.dispatch
-        self.timings: Timings = Timings(self.backend, self.dispatcher.observe)
+        self.timings: Timings = Timings(self.backend, self.dispatcher.observe, self._lane, sample_every)
         warm = Warmups(
             self._step,
             self._inputs,
@@ -257,6 +262,7 @@ class GraphRunner(Controls, Submitting, Recording, Fallbacks):
             generators=generators,
         )
         self._may_write = warm.may_write
+        self._snapshot = warm.snapshot
         self.checker: Checker | None = Checker(check, warm.snapshot) if check else None
         self.lifecycle: Lifecycle = Lifecycle(
             Capturer(warm, self.backend, self.guard, share_outputs=share_outputs),

@@ -1,4 +1,8 @@
-"""Timed steps: events around a launch, read later without waiting."""
+"""Timed steps: events around a whole step, read later without waiting.
+
+What is measured is all that a step has the device do: its copies in and out too, since a choice
+between a graph and eager is one between these wholes.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,15 @@ import attrs
 
 from dispatchkit.backends.base import Event, GraphBackend
 from dispatchkit.dispatch import Decision, MeasuredTime, Outcome
+from dispatchkit.errors import PolicyError
+from dispatchkit.execute.lanes import Lane
 from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.capture_sizes import check_count
 
 # Measured steps that wait to be read; older ones are let go of unread.
 MAX_PENDING = 256
+#: Of the steps whose steady decision is timed, one in so many is measured.
+SAMPLE_EVERY = 16
 
 # Times kept of each graph, and of eager at each size: for explanations, not for policies.
 KEPT_TIMES = 64
@@ -29,11 +38,23 @@ def _ran(decision: Decision, batch: Batch) -> GraphKey | int:
 
 
 @attrs.frozen
-class _Pending:
+class Measurement:
+    """A step that is being measured, or waits to be read.
+
+    Attributes:
+        start: Before its first copy.
+        end: After its last.
+        batch: The cell it ran for.
+        decision: The decision it ran under.
+        step: How many steps had begun, this one included.
+        queued: Other work was ahead of it on its stream.
+    """
+
     start: Event
     end: Event
     batch: Batch
     decision: Decision
+    step: int
     queued: bool
 
 
@@ -43,35 +64,67 @@ class Timings:
     Args:
         backend: Makes the events; where it has no device timing, times are host times.
         tell: Called with each outcome when it is read.
+        lane: Counts the steps.
+        sample_every: Of the steps whose steady decision is timed, one in so many is measured.
+
+    Attributes:
+        due: The lane's tick from which on the next such step is measured.
     """
 
-    def __init__(self, backend: GraphBackend, tell: Callable[[Outcome], None]) -> None:
-        self._backend, self._tell = backend, tell
+    def __init__(
+        self,
+        backend: GraphBackend,
+        tell: Callable[[Outcome], None],
+        lane: Lane,
+        sample_every: int = SAMPLE_EVERY,
+    ) -> None:
+        self._backend, self._tell, self._lane = backend, tell, lane
+        self.sample_every = check_count(sample_every, "sample_every")
+        self.due = 0
         self._clock = "device" if backend.capabilities.device_timing else "host"
-        self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
+        self._pending: deque[Measurement] = deque(maxlen=MAX_PENDING)
+        self._spare: list[tuple[Event, Event]] = []
+        self._fault: PolicyError | None = None
         self._read: dict[tuple[GraphKey | int, bool], deque[float]] = {}
         self._lock = threading.Lock()
 
-    def is_queued(self) -> bool:
-        """Read what is done, and return whether the current stream has work ahead of a step."""
-        self.drain()
-        return not self._backend.current_stream().query()
+    def begin(self, batch: Batch, decision: Decision) -> Measurement:
+        """Mark the start of a step on the current stream.
 
-    def measure(self, run: Callable[[], T], batch: Batch, decision: Decision, *, queued: bool) -> T:
-        """Run something between two events; a run that raises is told as not completed."""
+        Raises:
+            PolicyError: In strict mode, what the policy answered to an earlier outcome was
+                no answer. The step has not begun.
+        """
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
         stream = self._backend.current_stream()
-        start = self._backend.new_event(timing=True)
-        end = self._backend.new_event(timing=True)
-        start.record(stream)
-        try:
-            result = run()
-        except Exception:
-            self._tell(Outcome(batch, decision, clock=self._clock, completed=False))
-            raise
-        end.record(stream)
+        queued = not stream.query()
         with self._lock:
-            self._pending.append(_Pending(start, end, batch, decision, queued))
-        return result
+            events = self._spare.pop() if self._spare else None
+        start, end = events or (self._new_event(), self._new_event())
+        step = self._lane.tick + 1
+        self.due = step + self.sample_every - 1
+        start.record(stream)
+        return Measurement(start, end, batch, decision, step, queued)
+
+    def finish(self, measurement: Measurement) -> None:
+        """Mark the end of a step; then tell what has been measured before and is done.
+
+        The device has work at that moment, so that learning holds it up least.
+        """
+        measurement.end.record(self._backend.current_stream())
+        with self._lock:
+            self._pending.append(measurement)
+        try:
+            self.drain()
+        except PolicyError as fault:
+            self._fault = fault  # this step has run: its result is its caller's
+
+    def fail(self, measurement: Measurement) -> None:
+        """Tell that a step did not run as decided, or not to its end."""
+        batch, decision, step = measurement.batch, measurement.decision, measurement.step
+        self._tell(Outcome(batch, decision, clock=self._clock, completed=False, step=step))
 
     def drain(self, *, wait: bool = False) -> int:
         """Tell the outcomes of measured steps that are done, oldest first.
@@ -98,7 +151,13 @@ class Timings:
                 (_ran(head.decision, head.batch), head.queued), deque(maxlen=KEPT_TIMES)
             )
             latest.append(elapsed)
-            self._tell(Outcome(head.batch, head.decision, elapsed, self._clock, head.queued))
+            with self._lock:
+                self._spare.append((head.start, head.end))
+            self._tell(
+                Outcome(
+                    head.batch, head.decision, elapsed, self._clock, head.queued, step=head.step
+                )
+            )
             told += 1
 
     def of(self, decision: Decision, batch: Batch) -> tuple[MeasuredTime, ...]:
@@ -120,17 +179,36 @@ class Timings:
         with self._lock:
             self._pending.clear()
 
+    def _new_event(self) -> Event:
+        return self._backend.new_event(timing=True)
+
 
 class Timer:
-    """Measures the steps of one decision."""
+    """Measures the steps of one decision when their turn comes.
+
+    Attributes:
+        is_always_due: It measures every step: the decision holds for one only.
+    """
 
     def __init__(self, timings: Timings, decision: Decision, batch: Batch) -> None:
-        self._timings, self._decision, self._batch = timings, decision, batch
+        self.timings, self._decision, self._batch = timings, decision, batch
+        self.is_always_due = decision.one_shot
 
-    def is_queued(self) -> bool:
-        """Return whether there is work ahead; asked before a step's own copies are queued."""
-        return self._timings.is_queued()
+    def is_due(self, tick: int) -> bool:
+        """Return whether the step after so many is to be measured."""
+        return self.is_always_due or tick >= self.timings.due
 
-    def measure(self, run: Callable[[], T], *, queued: bool) -> T:
-        """Run something and note how long it takes on the device."""
-        return self._timings.measure(run, self._batch, self._decision, queued=queued)
+    def begin(self) -> Measurement:
+        """Mark the start of a step."""
+        return self.timings.begin(self._batch, self._decision)
+
+    def measure(self, run: Callable[[], T]) -> T:
+        """Run a step and note how long it takes; one that raises is told as not completed."""
+        measurement = self.begin()
+        try:
+            result = run()
+        except Exception:
+            self.timings.fail(measurement)
+            raise
+        self.timings.finish(measurement)
+        return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -43,6 +44,19 @@ class StepCounters:
     def of_eager(self, reason: str, missed: GraphKey | None) -> StepCount:
         """Return the count of eager steps for a reason, beside a missed key."""
         return self._eager.setdefault((reason, missed), StepCount())
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Count nothing of the steps that are run meanwhile."""
+        before = {count: (count.steps, count.tokens) for count in self._all()}
+        try:
+            yield
+        finally:
+            for count in self._all():
+                count.steps, count.tokens = before.get(count, (0, 0))
+
+    def _all(self) -> list[StepCount]:
+        return [*self._hits.values(), *self._eager.values()]
 
     def misses(self, key: GraphKey | None) -> dict[str, int]:
         """Return eager steps by reason that a key could have served."""

@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import Decision, GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import CellUpdate, Decision, GraphRunner, StaticInput  # noqa: E402
+from dispatchkit.errors import ConfigError, PolicyError  # noqa: E402
 
 
 class Learning:
@@ -37,7 +38,7 @@ def learning(policy):
 
 
 def test_timed_steps_are_told_when_drained(make_runner, learning):
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning)
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
     runner.capture()
     for rows in (3, 5, 3):
         runner(torch.arange(rows))
@@ -55,7 +56,7 @@ def test_timed_steps_are_told_when_drained(make_runner, learning):
 
 
 def test_timed_eager_steps_are_told_too(make_runner, learning):
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning)
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
     runner.capture()
     runner(torch.arange(3), ceiling=0)
     runner.drain(wait=True)
@@ -63,7 +64,7 @@ def test_timed_eager_steps_are_told_too(make_runner, learning):
 
 
 def test_a_step_that_failed_teaches_no_time(make_runner, learning, backend, quiet):
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning)
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
     runner.capture()
     backend.replay_fault = "before"
     runner(torch.arange(3))
@@ -72,7 +73,7 @@ def test_a_step_that_failed_teaches_no_time(make_runner, learning, backend, quie
 
 def test_a_call_that_captured_is_no_sample_of_the_capture(make_runner, learning, backend):
     """What is measured is the launch alone, on the stream it ran on."""
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, lazy=True)
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, lazy=True, sample_every=1)
     captures = []
     plain = backend.capture
     backend.capture = lambda *args, **kwargs: (captures.append(1), plain(*args, **kwargs))[1]
@@ -94,6 +95,7 @@ def test_queued_samples_are_told_apart(make_runner, learning, policy):
         sizes=(4,),
         mode="FULL",
         policy=learning,
+        sample_every=1,
         backend=backend,
     )
     runner.capture()
@@ -112,7 +114,7 @@ def test_queued_samples_are_told_apart(make_runner, learning, policy):
 def test_unread_measurements_are_bounded(make_runner, learning):
     from dispatchkit.execute.timing import MAX_PENDING
 
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning)
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
     runner.capture()
     for _ in range(5):
         runner(torch.arange(3))
@@ -121,6 +123,7 @@ def test_unread_measurements_are_bounded(make_runner, learning):
     assert runner.drain(wait=True) == 0
 
 
+<<<<<<< HEAD
 def test_an_explanation_tells_what_such_steps_took(make_runner, learning):
     """Of the graph for replays, of the size for eager; nothing is made up where none was timed."""
     runner = make_runner(lambda tokens: tokens + 1, policy=learning)
@@ -161,3 +164,73 @@ def test_an_explanation_tells_the_cost_by_a_model(make_runner):
     assert runner.explain(3, cost_model="lm-decode-h100").cost.measured
     with pytest.raises(UnknownNameError, match="lm-decode-h100"):
         runner.explain(3, cost_model="lm-decode-h10")
+=======
+def test_steady_steps_are_measured_seldom_and_one_shot_ones_always(make_runner, learning):
+    """Eager and replayed steps count alike; each outcome says how many had begun."""
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=5)
+    runner.capture()
+    batch = runner.dispatcher.batch(3)
+    probe = Decision.eager("probe", timed=True)
+    for index in range(16):
+        if index in (2, 12):
+            runner.dispatcher.update(CellUpdate(batch, probe, one_shot=True))
+        runner(torch.arange(3), ceiling=0 if index % 2 else 2)
+    runner.drain(wait=True)
+    steady = [one.step for one in learning.heard if not one.decision.one_shot]
+    one_shot = [one.step for one in learning.heard if one.decision.one_shot]
+    assert one_shot == [3, 13]
+    assert steady == [1, 8]
+
+
+def test_a_step_counts_for_sampling_whether_it_was_replayed_or_eager(make_runner, learning):
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=4)
+    runner.capture()
+    for rows, ceiling in ((3, 2), (5, 0), (5, 2), (3, 0), (3, 2), (3, 2)):
+        runner(torch.arange(rows), ceiling=ceiling)
+    runner.drain(wait=True)
+    assert [(one.step, one.decision.mode.name) for one in learning.heard] == [
+        (1, "FULL"),
+        (5, "FULL"),
+    ]
+
+
+def test_a_timed_step_that_ran_another_way_teaches_nothing(make_runner, learning, quiet):
+    """Autocast is not what the graph was captured under."""
+    runner = make_runner(
+        lambda x: x * 2,
+        {"x": StaticInput((None,), "float32")},
+        policy=learning,
+        sample_every=1,
+    )
+    runner.capture()
+    with torch.autocast("cpu"):
+        runner(torch.ones(3))
+    runner.drain(wait=True)
+    assert [(one.completed, one.elapsed_us) for one in learning.heard] == [(False, None)]
+
+
+def test_what_a_policy_answers_wrongly_is_raised_before_the_next_measured_step(
+    make_runner, learning, policy
+):
+    """The step that was measured has run: its result is its caller's."""
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1, strict=True)
+    runner.capture()
+    learning.observe = lambda outcome: [None]
+    assert runner(torch.arange(3)).tolist() == [1, 2, 3]
+    with pytest.raises(PolicyError, match="observe"):
+        runner(torch.arange(3))
+
+
+def test_steps_are_not_measured_in_check_mode(make_runner, learning):
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1, check=2)
+    runner.capture()
+    for ceiling in (2, 2, 0, 2):
+        runner(torch.arange(3), ceiling=ceiling)
+    assert runner.drain(wait=True) == 0
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 1.5])
+def test_a_wrong_rate_of_sampling_is_refused(make_runner, bad):
+    with pytest.raises(ConfigError, match="sample_every"):
+        make_runner(lambda tokens: tokens + 1, sample_every=bad)
+>>>>>>> a6b782d (Measured steps: one-shot ones always, steady ones one in so many, over the whole step; runs for a learning policy after capture; steps under a given decision)

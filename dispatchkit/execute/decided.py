@@ -1,0 +1,148 @@
+"""Steps whose decision was made before: by all ranks together, or by a policy to be taught."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from dispatchkit.backends.base import GraphBackend
+from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher
+from dispatchkit.dispatch.cells import cell_of_batch
+from dispatchkit.errors import ConfigError, InputError, ReplayError
+from dispatchkit.execute.check import Checker
+from dispatchkit.execute.inputs import InputSet
+from dispatchkit.execute.launch import AGAIN
+from dispatchkit.execute.sample_inputs import sample_inputs
+from dispatchkit.execute.state import Snapshot, restored
+from dispatchkit.execute.timing import Timings
+from dispatchkit.keys.batch import Batch
+from dispatchkit.observe.counters import StepCounters
+
+
+class _SeedRun(Protocol):
+    """What a policy asks for after a capture."""
+
+    @property
+    def batch(self) -> Batch:
+        """What to run."""
+
+    @property
+    def decision(self) -> Decision:
+        """How."""
+
+    @property
+    def runs(self) -> int:
+        """How often."""
+
+
+class Decided:
+    """The part of GraphRunner that runs steps under decisions of somebody else."""
+
+    dispatcher: Dispatcher
+    backend: GraphBackend
+    counters: StepCounters
+    timings: Timings
+    checker: Checker | None
+    is_exact = False
+    _snapshot: Callable[[], Snapshot]
+    _inputs: InputSet
+    _lock: threading.RLock
+
+    def run_decision(self, decision: Decision, inputs: Mapping[str, Any]) -> Any:
+        """Run one step under a decision, that way or not at all.
+
+        A call runs eager where a graph turns out not to be usable. Here that raises: other
+        ranks may be in the collectives of that graph, and would wait for this one for ever.
+
+        Args:
+            decision: One that this runner's dispatcher gave, for as many tokens as the inputs
+                have.
+            inputs: Inputs by name.
+
+        Returns:
+            What the step returns for these inputs.
+
+        Raises:
+            ConfigError: The decision is not one of this runner's dispatcher.
+            InputError: An input is missing, unknown, of another type, device or shape, or has
+                another number of rows than the decision. Nothing has run.
+            ReplayError: The graph was given up, was captured under other facts (autocast,
+                training mode), or its launch failed.
+        """
+        plan = decision.plan
+        if plan is None or plan.runner is not self:
+            raise ConfigError("decision", decision, "one that this runner's dispatcher gave")
+        tensors = self._inputs.bind((), dict(inputs))
+        if self._inputs.host:
+            tensors = self._inputs.to_arrays(tensors)
+        num_tokens = self._inputs.check(tensors)
+        if num_tokens != decision.num_tokens:
+            raise InputError(
+                "", f"The inputs have {num_tokens} rows; the decision is for {decision.num_tokens}."
+            )
+        with self._lock:
+            self.is_exact = True
+            try:
+                result = plan.run(tensors, self.backend.current_stream_handle())
+                if result is AGAIN:
+                    self.refuse_if_exact("its graph was given up", decision.key)
+            except Exception:
+                self.counters.failed_steps += 1
+                raise
+            finally:
+                self.is_exact = False
+        return result
+
+    def refuse_if_exact(self, why: str, what: object) -> None:
+        """Raise where a step may only run as it was decided.
+
+        Raises:
+            ReplayError: It is such a step.
+        """
+        if self.is_exact:
+            raise ReplayError(
+                f"A step was to run by {what or 'eager'}, and could not: {why}. It was decided "
+                "for several ranks, so that it does not run another way on one of them."
+            )
+
+    def seed(self) -> int:
+        """Time the runs that a learning policy asks for; ``capture`` does so at its end.
+
+        A policy asks by ``wants_seeding(graphs)``, which returns runs (batch, decision, how
+        often) until it knows enough. Each is done twice as often, on rows of nobody: first
+        with nothing ahead on the stream, then right behind the one before. Nothing of it is
+        counted, and what the step changes is put back.
+
+        Returns:
+            How many steps were run.
+        """
+        wants = getattr(self.dispatcher.policy, "wants_seeding", None)
+        if wants is None or self.checker is not None:  # in check mode nothing is measured
+            return 0
+        steps = 0
+        with self._lock, self.counters.unchanged():
+            while runs := wants(self.dispatcher.graphs):
+                steps += self._sow(runs)
+        return steps
+
+    def _sow(self, runs: Iterable[_SeedRun]) -> int:
+        config, device = self.dispatcher.config, torch.device(self._inputs.device)
+        steps = 0
+        for run in runs:
+            ceiling, uniform, loras, num_tokens = cell_of_batch(config, run.batch)
+            tensors = self._inputs.bind((), sample_inputs(self._inputs.specs, num_tokens, device))
+            if self._inputs.host:
+                tensors = self._inputs.to_arrays(tensors)
+            self.dispatcher.update(CellUpdate(run.batch, run.decision, one_shot=True))
+            plan = self.dispatcher.dispatch(num_tokens, 0, uniform, loras, ceiling).plan
+            with restored(self._snapshot()):
+                for _ in range(run.runs):
+                    self.backend.synchronize()
+                    for _ in ("idle", "queued"):
+                        if plan.run(tensors, self.backend.current_stream_handle()) is not AGAIN:
+                            steps += 1
+                self.timings.drain(wait=True)
+        return steps

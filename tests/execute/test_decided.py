@@ -1,0 +1,155 @@
+"""Steps under decisions of somebody else: exactly so, or not at all; and the runs of a policy."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import Batch, Decision, StaticInput  # noqa: E402
+from dispatchkit.errors import ConfigError, InputError, ReplayError  # noqa: E402
+
+
+def plus_one(tokens):
+    return tokens + 1
+
+
+def test_a_decision_is_obeyed(make_runner, keys):
+    runner = make_runner(plus_one)
+    runner.capture()
+    tokens = torch.arange(3)
+    for ceiling in (2, 0):
+        decision = runner.dispatcher.dispatch(3, ceiling=ceiling)
+        assert runner.run_decision(decision, {"tokens": tokens}).tolist() == [1, 2, 3]
+    stats = runner.stats()
+    assert stats.steps_by_mode == {"NONE": 1, "PIECEWISE": 0, "FULL": 1}
+    assert stats.hits == {str(keys.full(4)): 1}
+
+
+def test_a_failed_launch_does_not_run_eager_instead(make_runner, backend, keys):
+    ran = []
+    runner = make_runner(lambda tokens: (ran.append(1), tokens + 1)[1])
+    runner.capture()
+    decision = runner.dispatcher.dispatch(3)
+    ran.clear()
+    backend.replay_fault = "before"
+    with pytest.raises(ReplayError, match="decided for several ranks"):
+        runner.run_decision(decision, {"tokens": torch.arange(3)})
+    assert not ran
+    assert runner.registry.get(keys.full(4)).state.name == "FAILED"
+    assert runner.stats().failed_steps == 1
+    # A plain call still gets its result.
+    backend.replay_fault = ""
+    with pytest.warns(RuntimeWarning, match="capture_failed"):
+        assert runner(torch.arange(3)).tolist() == [1, 2, 3]
+
+
+def test_a_graph_that_was_given_up_is_not_replaced(make_runner, keys):
+    runner = make_runner(plus_one)
+    runner.capture()
+    decision = runner.dispatcher.dispatch(3)
+    runner.evict(keys.full(4))
+    with pytest.raises(ReplayError, match="given up"):
+        runner.run_decision(decision, {"tokens": torch.arange(3)})
+
+
+def test_another_autocast_is_refused(make_runner):
+    runner = make_runner(lambda x: x * 2, {"x": StaticInput((None,), "float32")})
+    runner.capture()
+    decision = runner.dispatcher.dispatch(3)
+    with torch.autocast("cpu"), pytest.raises(ReplayError, match="autocast"):
+        runner.run_decision(decision, {"x": torch.ones(3)})
+
+
+def test_nothing_is_captured_for_a_decision(make_runner, keys):
+    runner = make_runner(plus_one, lazy=True)
+    decision = runner.dispatcher.dispatch(3)
+    assert decision.key == keys.full(4)
+    with pytest.raises(ReplayError, match="no graph yet"):
+        runner.run_decision(decision, {"tokens": torch.arange(3)})
+    assert runner.stats().captures == 0
+
+
+def test_decisions_of_others_and_other_rows_are_refused(make_runner, keys):
+    runner, other = make_runner(plus_one), make_runner(plus_one)
+    tokens = {"tokens": torch.arange(3)}
+    for decision in (Decision.replay(keys.full(4)), other.dispatcher.dispatch(3)):
+        with pytest.raises(ConfigError, match="this runner's dispatcher"):
+            runner.run_decision(decision, tokens)
+    with pytest.raises(InputError, match="3 rows; the decision is for 2"):
+        runner.run_decision(runner.dispatcher.dispatch(2), tokens)
+    with pytest.raises(InputError):
+        runner.run_decision(runner.dispatcher.dispatch(3), {})
+
+
+# -- the runs that a policy asks for ----------------------------------------------------------
+
+
+@attrs.frozen
+class Run:
+    batch: Batch
+    decision: Decision
+    runs: int
+
+
+class Asking:
+    """Wants two runs of each way for 3 tokens, then one more of eager."""
+
+    name = "asking"
+
+    def __init__(self, inner, key):
+        self._inner, self._key = inner, key
+        self.heard, self._asked = [], 0
+
+    def declare(self, config):
+        return self._inner.declare(config)
+
+    def decide(self, batch, graphs):
+        return self._inner.decide(batch, graphs)
+
+    def wants_seeding(self, graphs):
+        self._asked += 1
+        batch = Batch(3)
+        eager = Run(batch, Decision.eager("seed", timed=True), 3 - self._asked)
+        graph = Run(batch, Decision.replay(self._key, "seed", timed=True), 2)
+        return [[graph, eager], [eager], []][self._asked - 1]
+
+    def observe(self, outcome):
+        self.heard.append(outcome)
+        return ()
+
+
+def test_a_policy_gets_its_runs_after_a_capture(make_runner, policy, keys):
+    """What a step changes is as before, and no step of them is counted."""
+    asking = Asking(policy, keys.full(4))
+    count = torch.zeros(1)
+
+    def step(tokens):
+        count.add_(1)
+        return tokens + 1
+
+    runner = make_runner(step, policy=asking, state=[count])
+    runner.capture()
+    ways = [one.decision.key for one in asking.heard]
+    assert ways == [keys.full(4)] * 4 + [None] * 4 + [None] * 2
+    assert all(one.completed and one.elapsed_us > 0 for one in asking.heard)
+    assert all(one.decision.one_shot for one in asking.heard)
+    assert count.item() == 0
+    assert runner.stats().steps == 0
+    assert runner(torch.arange(3)).tolist() == [1, 2, 3]
+    assert runner.stats().steps == 1
+
+
+def test_no_runs_where_nothing_was_captured(make_runner, policy, keys):
+    asking = Asking(policy, keys.full(4))
+    runner = make_runner(plus_one, policy=asking)
+    runner.capture([])
+    assert not asking.heard
+
+
+def test_no_runs_in_check_mode(make_runner, policy, keys):
+    asking = Asking(policy, keys.full(4))
+    runner = make_runner(plus_one, policy=asking, check=1)
+    runner.capture()
+    assert not asking.heard
