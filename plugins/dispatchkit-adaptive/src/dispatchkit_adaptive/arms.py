@@ -48,6 +48,8 @@ class Line:
         slope: Microseconds per token, never negative.
         low: Fewest tokens measured.
         high: Most tokens measured.
+        center: Tokens where it is known best.
+        tilt: Standard error of the slope, microseconds per token, for noise of one.
         is_sloped: The slope was measured. Where it was not, more tokens are taken to cost
             in proportion and fewer to cost the same, so that nothing is promised.
     """
@@ -57,6 +59,8 @@ class Line:
     slope: float = 0.0
     low: float = 0.0
     high: float = 0.0
+    center: float = 0.0
+    tilt: float = 0.0
     is_sloped: bool = True
 
     def __call__(self, num_tokens: float) -> float:
@@ -85,7 +89,7 @@ def fit_line(samples: Iterable[tuple[float, float]]) -> Line:
     low, high = points[0][0], points[-1][0]
     middle, level = median(n for n, _ in points), median(us for _, us in points)
     if high - low < 0.02 * high or len(points) < 4:
-        return Line(middle, level, 0.0, low, high, is_sloped=False)
+        return Line(middle, level, 0.0, low, high, middle, is_sloped=False)
     # Thirds of the range, not of the samples: most of these may be of one size.
     third = (high - low) / 3
     left = [point for point in points if point[0] <= low + third]
@@ -95,33 +99,35 @@ def fit_line(samples: Iterable[tuple[float, float]]) -> Line:
     middle = (n0 + n1) / 2
     slope = (y1 - y0) / (n1 - n0)
     at = y0 + slope * (middle - n0)
+    center, tilt = middle, at / (n1 - n0)
     for cut in (1.6, 1.35):
         near = [
             (n, us) for n, us in points if 1 / cut < us / max(at + slope * (n - middle), 1e-9) < cut
         ]
         if len(near) < max(4, len(points) // 2):
             break
-        at, slope = _least_squares(near, middle, at)
+        at, slope, center, tilt = _least_squares(near, middle, at)
     # A step of twice the tokens takes at most about twice as long, and never less time.
     slope = min(max(slope, 0.0), 2.0 * at / middle)
-    return Line(middle, max(at, 1e-9), slope, low, high)
+    return Line(middle, max(at, 1e-9), slope, low, high, center, tilt)
 
 
 def _least_squares(
     points: Sequence[tuple[float, float]], middle: float, level: float
-) -> tuple[float, float]:
+) -> tuple[float, float, float, float]:
+    """Return the level at ``middle``, the slope, where the line is known best, and its tilt."""
     weights = [1.0 / (us * us) for _, us in points]
     total = sum(weights)
     mean_n = sum(w * n for w, (n, _) in zip(weights, points, strict=True)) / total
     mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
     spread = sum(w * (n - mean_n) ** 2 for w, (n, _) in zip(weights, points, strict=True))
     if spread <= 0.0:
-        return level, 0.0
+        return level, 0.0, mean_n, 0.0
     slope = (
         sum(w * (n - mean_n) * (y - mean_y) for w, (n, y) in zip(weights, points, strict=True))
         / spread
     )
-    return mean_y + slope * (middle - mean_n), slope
+    return mean_y + slope * (middle - mean_n), slope, mean_n, 1.0 / math.sqrt(spread)
 
 
 def middle_mean(values: Sequence[float]) -> float:
@@ -172,13 +178,17 @@ class Arm:
         """Return the time expected for a number of tokens; None without any sample."""
         return None if self._shape is None else self._shape(num_tokens) * self._scale
 
-    def error(self) -> float:
-        """Return the relative standard error of what is expected."""
-        count = min(self.fresh, _LEVEL_WINDOW, len(self.samples))
-        if not count:
+    def error(self, num_tokens: float) -> float:
+        """Return the relative standard error of what is expected for a number of tokens."""
+        count, shape = min(self.fresh, _LEVEL_WINDOW, len(self.samples)), self._shape
+        if not count or shape is None:
             return 1.0
-        spread = 1.3 if self._over_tokens else 1.0
-        return spread * 1.07 * self.noise / math.sqrt(count)
+        level = 1.07 * self.noise / math.sqrt(count)
+        if not self._over_tokens:
+            return level
+        # Beyond the middle of what was measured, the slope's own error counts ever more.
+        off = abs(num_tokens - shape.center)
+        return math.hypot(level, self.noise * off * shape.tilt / shape(num_tokens))
 
     @property
     def is_suspicious(self) -> bool:

@@ -16,7 +16,7 @@ import attrs
 
 from dispatchkit import Batch, Decision, GraphKey, RuntimeMode
 
-from dispatchkit_adaptive.arms import Arm
+from dispatchkit_adaptive.arms import Arm, Line
 from dispatchkit_adaptive.ledger import DRIFT
 
 __all__ = ["ArmId", "Bucket", "Piece", "Stakes"]
@@ -208,10 +208,18 @@ class Bucket:
             self.limit = -math.inf
             return
         line, graph_us = eager.line, _level(graph)
-        enter = min(graph_us / (1.0 + _margin(stakes, graph, eager)), stakes.worst(base_us))
-        leave = min(graph_us, stakes.worst(base_us, slack=2.0))
+        at = self._crossing(line, graph_us)
+        enter = graph_us / (1.0 + _margin(stakes, graph, eager, at))
+        enter = min(enter, stakes.worst(base_us))
+        # What was won already pays for waiting until it is sure that eager is slower.
+        leave = graph_us * (1.0 + _patience(stakes, graph, eager, at))
+        leave = min(leave, stakes.worst(base_us, slack=2.0))
         self.limit = max(self.limit, line.largest(enter))
         self.limit = min(self.limit, line.largest(leave))
+
+    def _crossing(self, line: Line, graph_us: float) -> float:
+        """Return the tokens, among those measured, at which eager takes as long as a graph."""
+        return min(max(line.largest(graph_us), line.low), float(self.top))
 
     def _choose_key(self, known: dict[ArmId, Arm], stakes: Stakes, base_us: float) -> None:
         """Choose among graphs; one other than the base's has to be covered and better."""
@@ -226,7 +234,8 @@ class Bucket:
             us = _level(other)
             covered = key == self.base.key or us <= stakes.worst(base_us)
             doubts = 2.5 if self.is_detour(key) else 1.0
-            if covered and us * (1.0 + doubts * _margin(stakes, now, other)) < _level(now):
+            margin = doubts * _margin(stakes, now, other, key.num_tokens)
+            if covered and us * (1.0 + margin) < _level(now):
                 self.key = key
 
     # -- the base runs eager ------------------------------------------------------------
@@ -251,7 +260,8 @@ class Bucket:
         graph = known[self.key]
         us = _level(graph)
         room = stakes.account_us / stakes.horizon
-        enter = max(us * (1.0 + _margin(stakes, graph, eager)), DRIFT * us - room)
+        at = self._crossing(line, us)
+        enter = max(us * (1.0 + _margin(stakes, graph, eager, at)), DRIFT * us - room)
         leave = max(us, DRIFT * us - 2.0 * room)
         self.limit = min(self.limit, line.largest(enter))
         self.limit = max(self.limit, line.largest(leave))
@@ -261,11 +271,21 @@ def _level(arm: Arm) -> float:
     return arm.expect(1.0) or math.inf
 
 
-def _margin(stakes: Stakes, one: Arm, other: Arm) -> float:
+def _margin(stakes: Stakes, one: Arm, other: Arm, at: float) -> float:
     """Return the gain to ask for; the larger the lead, the less has to be sure."""
-    comfort = max(0.0, stakes.lead_us) / (stakes.horizon * max(_level(one), 1e-9))
-    doubt = 1.5 * math.hypot(one.error(), other.error())
-    return max(stakes.margin, doubt) / (1.0 + comfort)
+    doubt = 1.5 * math.hypot(one.error(at), other.error(at))
+    return max(stakes.margin, doubt) / (1.0 + _comfort(stakes, one))
+
+
+def _patience(stakes: Stakes, one: Arm, other: Arm, at: float) -> float:
+    """Return how much slower an arm in use may look; the more, the larger the lead."""
+    comfort = _comfort(stakes, one)
+    return math.hypot(one.error(at), other.error(at)) * comfort / (1.0 + comfort)
+
+
+def _comfort(stakes: Stakes, arm: Arm) -> float:
+    """Return how many times the lead would pay for the arm until a change is noticed."""
+    return max(0.0, stakes.lead_us) / (stakes.horizon * max(_level(arm), 1e-9))
 
 
 def answer(bucket: Bucket, arm: ArmId | None) -> Decision:

@@ -80,7 +80,8 @@ class Ledger:
         A one-shot outcome stands for itself; a steady one for all the steps since the last,
         which were not measured but chosen alike.
         """
-        passed = max(1, step - self.last_step) if step else 1
+        # Those before the first outcome were not this policy's.
+        passed = max(1, step - self.last_step) if step and self.last_step else 1
         self.last_step = max(step, self.last_step)
         self.unaccounted += passed
         if one_shot:

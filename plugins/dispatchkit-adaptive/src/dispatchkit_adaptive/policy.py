@@ -315,7 +315,8 @@ class AdaptivePolicy:
             kind = (own.uniform, own.query_len, own.max_query_len, own.num_active_loras, own.axes)
             low = below.get((key.mode, kind), 0) + 1
             below[key.mode, kind] = key.num_tokens
-            edges = {edge for band in bands(low, key.num_tokens) for edge in band}
+            high = min(key.num_tokens, graphs.config.max_num_tokens)
+            edges = {edge for band in bands(low, high) for edge in band} if low <= high else set()
             for num_tokens in sorted(edges, reverse=True):
                 if num_tokens < own.query_len:
                     continue
@@ -328,7 +329,7 @@ class AdaptivePolicy:
                     axes=own.axes,
                 )
                 self.decide(batch, graphs)  # so that the batch has its bucket
-                if num_tokens == key.num_tokens:
+                if num_tokens == high:
                     places[batch, key] = Decision.replay(key, SEED, timed=True)
                 places.setdefault((batch, None), Decision.eager(SEED, timed=True))
         return [(batch, how) for (batch, _), how in places.items()]
@@ -343,7 +344,7 @@ class AdaptivePolicy:
         base_us = base.expect(batch.num_tokens) or math.inf
         return any(
             abs((arm.expect(batch.num_tokens) or math.inf) / base_us - 1.0)
-            < 2.0 * math.hypot(arm.error(), base.error())
+            < 2.0 * math.hypot(arm.error(batch.num_tokens), base.error(batch.num_tokens))
             for ident, arm in known.items()
             if arm is not base and not bucket.is_detour(ident)
         )
@@ -500,7 +501,7 @@ class AdaptivePolicy:
         cost = us
         if expected is not None and not 0.4 < us / expected < 2.5:
             cost = expected  # an outlier, which would have come under the base as well
-        cautious = base_us * (1.0 - base.error())
+        cautious = base_us * (1.0 - base.error(num_tokens))
         ledger.account(steps, cautious, cost)
         bucket.unproven_us += steps * base_us
 
@@ -566,9 +567,10 @@ class AdaptivePolicy:
                 continue
             us = arm.expect(batch.num_tokens) or 0.0
             age = self._step - arm.last_step
-            undecided = us < now_us * (1.0 + arm.error())
+            error = arm.error(batch.num_tokens)
+            undecided = us < now_us * (1.0 + error)
             if bucket.is_detour(ident):
-                undecided = us * (1.0 + 3.0 * arm.error()) < now_us
+                undecided = us * (1.0 + 3.0 * error) < now_us
             # What many samples could not decide is a tie, and one more will not decide it.
             wait = arm.fresh // 4 if undecided else 16
             if age < max(2, min(wait, 16) + self._random.randrange(2 + wait // 2)):

@@ -90,7 +90,7 @@ def describe(bucket: Bucket, known: dict[ArmId, Arm], step: int) -> BucketReport
                 arm=str(ident) if isinstance(ident, GraphKey) else "eager",
                 samples=0 if arm is None else len(arm.samples),
                 median_us=us,
-                error=1.0 if arm is None else arm.error(),
+                error=1.0 if arm is None else arm.error(at),
                 margin=None if us is None or not now_us else us / now_us - 1.0,
                 age=0 if arm is None else step - arm.last_step,
             )
