@@ -164,7 +164,9 @@ class Arm:
         self._added = 0
         self._ratios: deque[float] = deque(maxlen=_CHANGE_WINDOWS[-1][0])
         self._outliers: list[tuple[float, float]] = []
-        self._levels: list[float] = []  # of each sample: its time, in times of the shape
+        # Of each sample: its time in times of the shape, and its quarter of the range.
+        self._levels: list[float] = []
+        self._quarters: list[int] = []
 
     @property
     def line(self) -> Line | None:
@@ -172,7 +174,17 @@ class Arm:
         shape = self._shape
         if shape is None:
             return None
-        return attrs.evolve(shape, us=shape.us * self._scale, slope=shape.slope * self._scale)
+        scale = self._scale
+        return Line(
+            at=shape.at,
+            us=shape.us * scale,
+            slope=shape.slope * scale,
+            low=shape.low,
+            high=shape.high,
+            center=shape.center,
+            tilt=shape.tilt * scale,
+            is_sloped=shape.is_sloped,
+        )
 
     def expect(self, num_tokens: float) -> float | None:
         """Return the time expected for a number of tokens; None without any sample."""
@@ -252,9 +264,10 @@ class Arm:
         self.samples.append((num_tokens, us))
         if self._shape is not None:
             self._levels.append(us / self._shape(num_tokens))
+            self._quarters.append(self._quarter(num_tokens))
         if len(self.samples) > self._history_size:
             spare = self._spare()
-            del self.samples[spare], self._levels[spare]
+            del self.samples[spare], self._levels[spare], self._quarters[spare]
         self._added += 1
         self.fresh = min(self.fresh + 1, len(self.samples))
 
@@ -266,24 +279,23 @@ class Arm:
         """
         if not self._over_tokens:
             return 0
-        quarters = self._quarters()
+        quarters = self._quarters
         fullest = max(range(4), key=quarters.count)
         return quarters.index(fullest)
 
-    def _quarters(self) -> list[int]:
-        """Return for each sample which quarter of the measured range it is in."""
+    def _quarter(self, num_tokens: float) -> int:
+        """Return which quarter of the measured range a number of tokens is in."""
         shape = self._shape
         if shape is None or shape.high <= shape.low:
-            return [0] * len(self.samples)
-        low, scale = shape.low, 4 / (shape.high - shape.low)
-        return [min(3, int((n - low) * scale)) for n, _ in self.samples]
+            return 0
+        return min(3, int((num_tokens - shape.low) * 4 / (shape.high - shape.low)))
 
     def _fit(self) -> Line:
         """Fit the line; what is from before a change counts only where nothing newer is."""
         old = len(self.samples) - self.fresh
         if old <= 0 or self._shape is None:
             return fit_line(self.samples)
-        quarters = self._quarters()
+        quarters = [self._quarter(n) for n, _ in self.samples]
         renewed = {each for each in range(4) if quarters[old:].count(each) >= 4}
         return fit_line(
             pair
@@ -334,6 +346,7 @@ class Arm:
             self._fitted_at = self._added
             shape = self._shape
             self._levels = [us / shape(n) for n, us in self.samples]
+            self._quarters = [self._quarter(n) for n, _ in self.samples]
         window = max(1, min(self.fresh, _LEVEL_WINDOW))
         latest = self._levels[-window:]
         self._scale = middle_mean(latest)
