@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -140,5 +141,5 @@ def test_only_what_was_measured_is_told_and_seeds_are_no_steps():
     assert all(one.decision.one_shot and one.completed for one in seeds)
     steady = [one.step for one in served if not one.decision.one_shot]
     assert steady[0] - len(seeds) in range(1, 8 * len(SIZES) + 400)
-    assert all(later - earlier >= 16 for earlier, later in zip(steady, steady[1:], strict=False))
+    assert all(later - earlier >= 16 for earlier, later in itertools.pairwise(steady))
     assert len(steady) <= 120 // 16 + 1
