@@ -21,6 +21,12 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dispatchkit.backends.capture_guard import HostSyncError
+from dispatchkit.backends.collectives import (
+    is_collective,
+    refusal,
+    waited,
+    writes_first_argument,
+)
 from dispatchkit.backends.dispatch_mode import DispatchMode
 from dispatchkit.backends.host_sync import sync_of
 from dispatchkit.backends.tape_calls import run_parts, run_step, writing_call, written_arguments
@@ -115,6 +121,11 @@ class Recorder(DispatchMode):
         if error is not None:
             self.note_error(error)
             raise error
+        why_not = refusal(func)
+        if why_not:
+            raise RuntimeError(why_not)
+        if is_collective(func):
+            return self._collective(func, args, kwargs)
         result = run_parts(self, func, args, kwargs)
         if result is not NotImplemented:
             return result
@@ -147,6 +158,22 @@ class Recorder(DispatchMode):
             self.steps.append(Step(call, tuple(ref_args), ref_kwargs, out=named))
         else:
             self.steps.append(Step(call, tuple(ref_args), ref_kwargs, copies=results))
+        return result
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record a collective: a replay runs it again, with the other ranks, and waits for it."""
+        for tensor in tree_leaves(args[0]) if writes_first_argument(func) else ():
+            self._save(tensor)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _Tensor)]
+        for tensor in inputs:
+            self._see(tensor)
+        refs = {id(tensor): self._ref(tensor) for tensor in inputs}
+        call = waited(func)
+        result = call(*args, **kwargs)
+        ref_args, ref_kwargs = tree_map_only(
+            _Tensor, lambda tensor: refs[id(tensor)], (args, kwargs)
+        )
+        self.steps.append(Step(call, tuple(ref_args), ref_kwargs))
         return result
 
     @staticmethod

@@ -20,6 +20,7 @@ import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dispatchkit.backends.collectives import is_collective, writes_first_argument
 from dispatchkit.backends.dispatch_mode import DispatchMode, tensors_in
 from dispatchkit.errors import CaptureError
 
@@ -210,6 +211,8 @@ def _facts_of(func: Any) -> _Facts:
         for index, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+    if is_collective(func) and writes_first_argument(func):
+        writes = ((0, schema.arguments[0].name),)
     return _Facts(
         writes=writes,
         returns_nothing=not schema.returns,

@@ -36,6 +36,9 @@ ROW_WIDTH = _ROW + MAX_COLUMNS
 # A collective has several waits in a row, each of them with the limit of its own: what comes
 # between two of them starts it anew. Two limits and the time for notes are within the whole.
 _SHARE_OF_COLLECTIVE, _SHARE_OF_NOTES = 0.4, 0.08
+# On a busy machine a rank that woke with the others may need so long to leave its note; before it
+# is there, that rank looks like one that never came.
+_LEAST_FOR_NOTES = 1.0
 _instances: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
 
 
@@ -64,8 +67,8 @@ class RankAgreement:
     Args:
         group: A process group of torch.distributed; by default that of all ranks.
         timeout: Seconds within which every rank has stopped when another does not come to
-            a step; where the store does not answer it may be two seconds more. A rank
-            counts as late from 0.4 of them on.
+            a step; of less than 15, or where the store does not answer, it may be two seconds
+            more. A rank counts as late from 0.4 of them on.
         setup_timeout: The same for start-up, captures and the first step, where ranks may
             be far apart.
         device: Where the rows meet. By default the CPU, over gloo, which holds up no device
@@ -277,7 +280,7 @@ class RankAgreement:
         me = self.members[self.rank]
         self._end(RankError(f"This rank ({me}) raised {text}.", ranks=(me,), reason=RAISED))
         if has_others:
-            self._notes.see_out(self.timeout * _SHARE_OF_NOTES)
+            self._notes.see_out(_time_for_notes(self.timeout))
 
     def __enter__(self) -> RankAgreement:
         return self
@@ -327,7 +330,7 @@ class RankAgreement:
         # Gloo's text alone tells a limit from a lost connection; both are RuntimeErrors.
         timed_out = "imed out" in str(error) or seconds >= limit * _SHARE_OF_COLLECTIVE
         own = Note(WAITED, self.step, str(error)[:500], seconds, timed_out)
-        found = self._notes.judge(own, max(0.25, limit * _SHARE_OF_NOTES), where)
+        found = self._notes.judge(own, _time_for_notes(limit), where)
         me = self.members[self.rank]
         stop = RankError(
             f"{found.text} (Told by rank {me} of {self.size}.)",
@@ -378,6 +381,10 @@ class RankAgreement:
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
+
+
+def _time_for_notes(limit: float) -> float:
+    return max(_LEAST_FOR_NOTES, limit * _SHARE_OF_NOTES)
 
 
 def _seconds(value: Any, setting: str) -> float:

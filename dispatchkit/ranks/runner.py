@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from dispatchkit.errors import ConfigError, InputError
-from dispatchkit.keys import GraphKey
+from dispatchkit.errors import ConfigError, InputError, NoGraphError
+from dispatchkit.keys import GraphKey, RuntimeMode
 from dispatchkit.ranks.dispatcher import RankedDispatcher
-from dispatchkit.ranks.facts import ALL_ON
+from dispatchkit.ranks.facts import ALL_ON, AgreedBatch
 from dispatchkit.ranks.protocol import Ranks
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class RankedRunner:
         self.runner = runner
         self._inputs = dict(inputs)
         self._fill: dict[str, torch.Tensor] = {}
+        self._made_under = runner.guard.now()
         self.ranked: RankedDispatcher = RankedDispatcher(runner.dispatcher, ranks, **options)
 
     def capture(self, keys: Iterable[GraphKey] | None = None) -> dict[GraphKey, dict[int, str]]:
@@ -62,6 +63,7 @@ class RankedRunner:
         Returns:
             The keys that are not used: the ranks (by index) that cannot run them, and why.
         """
+        self._made_under = self.runner.guard.now()
         return self.ranked.capture(self._capture_one, keys)
 
     def __call__(
@@ -93,18 +95,16 @@ class RankedRunner:
             DescriptorError: A fact is outside the limits. Nothing has been exchanged.
             NoGraphError: The ranks allow no common mode; every rank raises it.
             RankError: A rank is late, gone or has raised.
+            ReplayError: The graph that was agreed on could not be replayed here. The agreement
+                has ended, as after any error of the step itself: the other ranks may be in its
+                collectives, and are told to stop.
         """
         own = self._num_rows(tensors)
+        ceiling = self._ceiling(ceiling)
         agreed = self.ranked.agree(own, num_reqs, uniform, loras, ceiling, switches)
         rows = agreed.num_tokens
         given = tensors if rows == own else self._padded(tensors, own, rows)
-        result = self.runner(
-            num_reqs=agreed.num_reqs,
-            uniform=agreed.uniform,
-            loras=agreed.loras,
-            ceiling=agreed.ceiling,
-            **given,
-        )
+        result = self._run(agreed, given)
         if rows == own:
             return result
         return tree_map(lambda leaf: _cut(leaf, own, rows), result)
@@ -115,20 +115,31 @@ class RankedRunner:
         Returns:
             Whether a dummy batch was run; False if all ranks are idle.
         """
-        agreed = self.ranked.agree(0, ceiling=ceiling)
+        agreed = self.ranked.agree(0, ceiling=self._ceiling(ceiling))
         rows = agreed.num_tokens
         if not rows:
             return False
-        self.runner(
-            num_reqs=agreed.num_reqs,
-            uniform=agreed.uniform,
-            loras=agreed.loras,
-            ceiling=agreed.ceiling,
-            **self._padded({}, 0, rows),
-        )
+        self._run(agreed, self._padded({}, 0, rows))
         return True
 
     # -- inside -------------------------------------------------------------------------
+
+    def _ceiling(self, ceiling: int) -> int:
+        """Return the modes that this rank allows: eager alone under another autocast, say."""
+        if ceiling > int(RuntimeMode.FULL) or self.runner.guard.now() == self._made_under:
+            return ceiling
+        return int(RuntimeMode.NONE)
+
+    def _run(self, agreed: AgreedBatch, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Run what all ranks run, or tell them that this one does not."""
+        try:
+            decision = self.runner.dispatcher.dispatch(*agreed[:5])
+            return self.runner.run_decision(decision, tensors)
+        except NoGraphError:
+            raise  # every rank raises it
+        except Exception as error:
+            self.ranked.ranks.fail(error)
+            raise
 
     def _capture_one(self, key: GraphKey) -> None:
         if self.runner.has(key):

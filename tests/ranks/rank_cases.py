@@ -230,7 +230,7 @@ def padded_steps(rank, size, *, fails_on):
 
 def tensor_parallel(rank, size, *, num_steps, device, same_batches):
     """A decoder over ranks, all-reduce inside its graphs, beside the whole one on this rank."""
-    place = torch.device(device, rank)
+    place = torch.device(device, rank if device == "cuda" else None)
     whole, part = Decoder(0, 1, place), Decoder(rank, size, place)
     inputs = {
         "tokens": StaticInput((None,), "int64"),
@@ -277,7 +277,7 @@ def tensor_parallel(rank, size, *, num_steps, device, same_batches):
 
 def spread_rows(rank, size, *, num_steps, device):
     """Rows of all ranks are added up inside the graph: they must be as many everywhere."""
-    place = torch.device(device, rank)
+    place = torch.device(device, rank if device == "cuda" else None)
     weight = torch.arange(12.0, device=place).reshape(3, 4) / 7
     inputs = {"x": StaticInput((None, 3), "float32")}
     runner = GraphRunner(

@@ -137,3 +137,24 @@ def test_runners_pad_to_the_largest_batch_and_compute_each_its_own(worlds, fails
     assert not set(first["lost"]) & set(first["hits"])
     for why in first["lost"].values():
         assert "no room" in why["1"]
+
+
+def test_collectives_inside_graphs_compute_what_one_rank_does(worlds):
+    """Two processes over gloo: half a decoder each, all-reduce inside the tape's FULL graphs."""
+    arguments = {"num_steps": 12, "device": "cpu", "same_batches": True}
+    for found in worlds.run_one("tensor_parallel", 2, **arguments):
+        assert "error" not in found, found
+        assert found["lost"] == 0
+        assert found["steps"] == {"NONE": 0, "PIECEWISE": 0, "FULL": 12}
+        # Sums over ranks are rounded in another order.
+        assert found["worst"] < 1e-4 * found["largest"]
+        assert found["exchanges"] == 0
+
+
+def test_ranks_with_different_batches_run_graphs_of_one_size(worlds):
+    """Rows are added up over ranks inside the graph; idle ranks bring rows of fill."""
+    for found in worlds.run_one("spread_rows", 2, num_steps=12, device="cpu"):
+        assert "error" not in found, found
+        assert found["worst"] < 1e-5
+        assert found["steps"]["NONE"] == 0
+        assert found["steps"]["FULL"] > 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from dispatchkit.errors import (
@@ -197,15 +199,49 @@ def test_an_empty_composite_and_a_name_taken_are_refused():
         both.add_dispatcher("one", with_graphs("one"))
 
 
-@pytest.mark.parametrize(
-    ("make", "policy"),
-    [
-        (AdaptiveDispatchPolicy, "adaptive"),
-        (lambda: StreamDispatcher(print, 2), "multistream"),
-    ],
-)
-def test_names_of_what_is_elsewhere_say_so(make, policy):
-    with pytest.raises(NotBuiltError, match=policy) as caught:
-        make()
+def test_latencies_choose_the_mode():
+    """Graphs until eager is known to be faster, and of two graphs the faster."""
+    policy = AdaptiveDispatchPolicy(history_size=16)
+    key = create_dispatch_key(4)
+    graphs = (DispatchMode.FULL, DispatchMode.PIECEWISE)
+    assert policy.should_use_graph(key, True)
+    assert not policy.should_use_graph(key, False)
+    for _ in range(4):
+        policy.record(key, DispatchMode.FULL, 3.0)
+        policy.record(key, DispatchMode.PIECEWISE, 2.0)
+    assert policy.select_mode(key, graphs) is DispatchMode.PIECEWISE
+    assert policy.should_use_graph(key, True)
+    for _ in range(4):
+        policy.record(key, DispatchMode.EAGER, 1.0)
+    assert not policy.should_use_graph(key, True)
+    # Another key knows nothing of it.
+    assert policy.should_use_graph(create_dispatch_key(8), True)
+    with pytest.raises(ConfigError, match="latency"):
+        policy.record(key, DispatchMode.FULL, -1.0)
+    with pytest.raises(ConfigError, match="history_size"):
+        AdaptiveDispatchPolicy(history_size=2)
+
+
+def test_a_dispatcher_runs_what_latencies_say():
+    policy = AdaptiveDispatchPolicy()
+    made = dispatcher(policy)
+    key = create_dispatch_key(4)
+    made.register_graph(key, lambda: "graph")
+    assert made.dispatch(key) == "graph"
+    for _ in range(4):
+        policy.record(key, DispatchMode.FULL, 3.0)
+        policy.record(key, DispatchMode.EAGER, 1.0)
+    assert made.dispatch(key) == ("eager", 4)
+
+
+def test_names_of_what_is_not_installed_say_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dispatchkit_adaptive", None)
+    with pytest.raises(NotBuiltError, match="Install dispatchkit-adaptive") as caught:
+        AdaptiveDispatchPolicy()
     assert isinstance(caught.value, DispatchkitError)
-    assert caught.value.policy == policy
+    assert caught.value.policy == "adaptive"
+
+
+def test_names_of_what_is_elsewhere_say_so():
+    with pytest.raises(NotBuiltError, match="multistream"):
+        StreamDispatcher(print, 2)

@@ -1,14 +1,15 @@
 """Names of a third party's dispatcher that keeps graphs, policies and statistics together.
 
 Only the names are published, with no behaviour to compare with; what they do here is what
-their documentation says, over dispatchkit's registry. Learning and several streams are policies of
-other distributions, and their names here say so.
+their documentation says, over dispatchkit's registry. Learning is that of dispatchkit-adaptive,
+where it is installed; several streams are a lane policy, and their name here says so.
 """
 
 from __future__ import annotations
 
 import abc
 import enum
+import importlib
 import logging
 import threading
 from collections import OrderedDict
@@ -47,7 +48,8 @@ class NotBuiltError(DispatchkitError, NotImplementedError):
         self.name, self.policy = name, policy
         super().__init__(
             f"{name} stands for the policy {policy!r}, which this distribution does not bring. "
-            f"Use dispatchkit's Dispatcher with a policy from `dispatchkit policies`."
+            f"Install dispatchkit-{policy} where there is one, or use dispatchkit's Dispatcher "
+            f"with a policy from `dispatchkit policies`."
         )
 
 
@@ -319,15 +321,49 @@ class CudagraphDispatcher:
         self.registry.set_enabled(False, mode=mode.runtime_mode)
 
 
-class AdaptiveDispatchPolicy(DefaultDispatchPolicy):
-    """Learns from latency; brought by the policy ``adaptive``."""
+class AdaptiveDispatchPolicy(DispatchPolicy):
+    """Learns from latency; the learning is that of the distribution dispatchkit-adaptive.
+
+    Args:
+        history_size: Latencies kept for each key and mode, at least 8.
+
+    Raises:
+        ConfigError: The size cannot be used.
+        NotBuiltError: That distribution is not installed.
+    """
 
     def __init__(self, history_size: int = 100) -> None:
-        raise NotBuiltError("AdaptiveDispatchPolicy", "adaptive")
+        # By name: distributions of policies do not depend on each other.
+        try:
+            adaptive = importlib.import_module("dispatchkit_adaptive")
+        except ModuleNotFoundError as error:
+            if error.name != "dispatchkit_adaptive":
+                raise
+            raise NotBuiltError("AdaptiveDispatchPolicy", "adaptive") from error
+        self._learner: Any = adaptive.LatencyPolicy(history_size)
 
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
-        """Learn how long a batch took in a mode."""
-        raise NotBuiltError("AdaptiveDispatchPolicy.record", "adaptive")
+        """Learn how long a batch took in a mode, in any unit that is always the same.
+
+        Raises:
+            ConfigError: The latency is not a number above 0.
+        """
+        self._learner.record(key, mode, latency)
+
+    def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
+        """Return whether a graph is there and eager is not known to be faster."""
+        return bool(self._learner.should_use_graph(key, graph_available))
+
+    def select_mode(
+        self, key: DispatchKey, available_modes: Collection[DispatchMode]
+    ) -> DispatchMode:
+        """Return the fastest of the modes; one that is not known yet goes first.
+
+        Raises:
+            ConfigError: There is no mode.
+        """
+        mode: DispatchMode = self._learner.select_mode(key, available_modes)
+        return mode
 
 
 class CompositeDispatcher:
