@@ -123,10 +123,9 @@ def test_unread_measurements_are_bounded(make_runner, learning):
     assert runner.drain(wait=True) == 0
 
 
-<<<<<<< HEAD
 def test_an_explanation_tells_what_such_steps_took(make_runner, learning):
     """Of the graph for replays, of the size for eager; nothing is made up where none was timed."""
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning)
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
     runner.capture()
     assert runner.explain(3).times == ()
     assert "no such step was timed yet" in str(runner.explain(3))
@@ -164,7 +163,8 @@ def test_an_explanation_tells_the_cost_by_a_model(make_runner):
     assert runner.explain(3, cost_model="lm-decode-h100").cost.measured
     with pytest.raises(UnknownNameError, match="lm-decode-h100"):
         runner.explain(3, cost_model="lm-decode-h10")
-=======
+
+
 def test_steady_steps_are_measured_seldom_and_one_shot_ones_always(make_runner, learning):
     """Eager and replayed steps count alike; each outcome says how many had begun."""
     runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=5)
@@ -233,4 +233,3 @@ def test_steps_are_not_measured_in_check_mode(make_runner, learning):
 def test_a_wrong_rate_of_sampling_is_refused(make_runner, bad):
     with pytest.raises(ConfigError, match="sample_every"):
         make_runner(lambda tokens: tokens + 1, sample_every=bad)
->>>>>>> a6b782d (Measured steps: one-shot ones always, steady ones one in so many, over the whole step; runs for a learning policy after capture; steps under a given decision)

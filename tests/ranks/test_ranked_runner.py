@@ -64,7 +64,7 @@ def test_a_replay_that_fails_on_one_rank_runs_no_other_way_there():
         assert ranked(x=torch.ones(3)).tolist() == [2.0] * 3
         if ranks.rank == 1:
             backend.refuses = True
-            with pytest.raises(ReplayError, match="launch refused|replay_failed"):
+            with pytest.raises(ReplayError, match="replay_failed"):
                 ranked(x=torch.ones(3))
             return ran
         ranked(x=torch.ones(3))
