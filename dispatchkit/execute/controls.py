@@ -53,7 +53,6 @@ class Controls:
     _step: Step
     lanes: tuple[GraphRunner, ...]
     _keys_of_lanes: Callable[[Sequence[GraphKey] | None], list[Sequence[GraphKey] | None]]
-    seed: Callable[[], int]
 
     # -- graphs -------------------------------------------------------------------------
 
@@ -79,7 +78,8 @@ class Controls:
                 for member, own in zip(self.lanes, chosen, strict=True)
             )
             if report.num_graphs:
-                self.seed()
+                for member in self.lanes:
+                    member.seed()  # each lane learns for itself
             return report
 
     def warm_up(self) -> dict[GraphKey, str]:
