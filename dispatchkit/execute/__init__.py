@@ -28,6 +28,7 @@ from dispatchkit.execute.context import (
 from dispatchkit.execute.inputs import StaticInput
 from dispatchkit.execute.markers import eager_region, graph_break
 from dispatchkit.execute.pieces import Piece, eager_piece, graph_piece
+from dispatchkit.execute.ranges import NvtxRanges
 from dispatchkit.execute.reasons import EagerStepWarning
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.submit import LaneCost, LanePolicyWarning, LaneStats, StepHandle
@@ -60,6 +61,7 @@ __all__ = [
     "LaneStats",
     "ModeDowngradeWarning",
     "NoForwardContextError",
+    "NvtxRanges",
     "Piece",
     "RunnerStats",
     "StaticInput",

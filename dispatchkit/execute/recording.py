@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher
@@ -31,6 +32,45 @@ def _telling(
     return dispatch_and_tell
 
 
+class StepWatcher(Protocol):
+    """Is told when each step begins and ends, on the thread that runs it."""
+
+    def enter(self, decision: Decision, lane: int) -> None:
+        """A step begins: what was decided for it, and the number of its lane."""
+
+    def leave(self, *, failed: bool) -> None:
+        """It has been handed over to the device, or it raised."""
+
+
+class _WatchedPlan:
+    """A plan between the two calls of a watcher."""
+
+    def __init__(self, decision: Decision, watcher: StepWatcher, lane: int) -> None:
+        self._decision, self._watcher, self._lane = decision, watcher, lane
+
+    def run(self, tensors: Any, stream: int) -> Any:
+        self._watcher.enter(self._decision, self._lane)
+        failed = True
+        try:
+            result = self._decision.plan.run(tensors, stream)
+            failed = False
+            return result
+        finally:
+            self._watcher.leave(failed=failed)
+
+
+def _watched(
+    dispatch: Callable[..., Decision], watcher: StepWatcher, lane: int
+) -> Callable[..., Any]:
+    def dispatch_and_watch(
+        num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
+    ) -> Any:
+        decision = dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
+        return SimpleNamespace(plan=_WatchedPlan(decision, watcher, lane))
+
+    return dispatch_and_watch
+
+
 class Recording:
     """The part of GraphRunner that records steps; those that nobody records pay nothing."""
 
@@ -42,6 +82,7 @@ class Recording:
     _decide: Callable[..., Decision]
     _recorder: StepRecorder | None = None
     _tell: Callable[[Decision], None] | None = None
+    _watcher: StepWatcher | None = None
 
     def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
         """Record what each step is dispatched with, in place of an earlier recording.
@@ -77,13 +118,27 @@ class Recording:
             self._tell = tell
             self._listen()
 
+    def watch_steps(self, watcher: StepWatcher | None) -> None:
+        """Have each step watched from now on; None: no more. Steps unwatched pay nothing.
+
+        Args:
+            watcher: ``dispatchkit.observe.Timeline``, ``NvtxRanges``, or anything else with
+                their ``enter`` and ``leave``. It runs in the step, under the runner's lock: it
+                must be quick, and what it raises is raised by the step.
+        """
+        with self._lock:
+            self._watcher = watcher
+            self._listen()
+
     def _listen(self) -> None:
-        for member in self.lanes:
+        for number, member in enumerate(self.lanes):
             decide: Callable[..., Decision] = member.dispatcher.dispatch
             if self._tell is not None:
                 decide = _telling(decide, self._tell)
             if self._recorder is not None:
                 decide = self._recorder.listening_to(decide)
+            if self._watcher is not None:
+                decide = _watched(decide, self._watcher, number)
             member._decide = decide
 
     def launch_path(self, key: GraphKey) -> str:

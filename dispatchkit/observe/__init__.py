@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dispatchkit.observe.counters import RunnerStats, StepCount, StepCounters
 
 if TYPE_CHECKING:
+    from dispatchkit.observe.timeline import Timeline
     from dispatchkit.observe.trace import (
         TRACE_COLUMNS,
         StepTrace,
@@ -31,6 +32,7 @@ _HOME = {
     "CudagraphStats": "trace_counts",
     "TRACE_COLUMNS": "trace",
     "SizeHistogram": "trace_counts",
+    "Timeline": "timeline",
     "StepTrace": "trace",
     "TraceStep": "trace",
     "TraceWriter": "trace",
@@ -49,6 +51,7 @@ __all__ = [
     "StepCount",
     "StepCounters",
     "StepTrace",
+    "Timeline",
     "TraceStep",
     "TraceWriter",
     "read_cudagraph_stats",

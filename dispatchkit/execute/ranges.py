@@ -1,0 +1,41 @@
+"""NVTX ranges around steps, for Nsight Systems and other profilers of NVIDIA's."""
+
+from __future__ import annotations
+
+import torch
+
+from dispatchkit.dispatch import Decision
+from dispatchkit.errors import BackendUnavailableError
+from dispatchkit.observe.timeline import span_name
+
+
+class NvtxRanges:
+    """Marks each step as an NVTX range named by its graph, or by why it is eager.
+
+    Example: ``runner.watch_steps(NvtxRanges())``, under ``nsys profile``.
+
+    Args:
+        prefix: What names of ranges begin with.
+
+    Raises:
+        BackendUnavailableError: This torch was built without NVTX.
+    """
+
+    def __init__(self, prefix: str = "dispatchkit ") -> None:
+        self._prefix = prefix
+        try:
+            torch.cuda.nvtx.mark(f"{prefix}ranges begin")
+        except RuntimeError as error:
+            raise BackendUnavailableError(
+                f"NVTX ranges need a CUDA build of torch, and {torch.__version__} has no NVTX. "
+                "Next: watch steps with dispatchkit.observe.Timeline, or install a CUDA build."
+            ) from error
+
+    def enter(self, decision: Decision, lane: int) -> None:
+        """A step begins on this thread."""
+        where = f" lane {lane}" if lane else ""
+        torch.cuda.nvtx.range_push(f"{self._prefix}{span_name(decision)}{where}")
+
+    def leave(self, *, failed: bool) -> None:
+        """The step of this thread has been handed over, or raised."""
+        torch.cuda.nvtx.range_pop()

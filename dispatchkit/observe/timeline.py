@@ -1,0 +1,168 @@
+"""Steps as a timeline that Perfetto and Chrome's tracing page open.
+
+What is drawn is the host: when a step was handed over and how long that took. How long the
+device was busy is for a device profiler, such as Nsight Systems with ``NvtxRanges``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import deque
+from time import perf_counter_ns
+from typing import Any
+
+from dispatchkit.dispatch import Decision
+from dispatchkit.errors import ConfigError
+from dispatchkit.observe.events import (
+    CaptureEvent,
+    CaptureFailedEvent,
+    EvictEvent,
+    PolicyErrorEvent,
+    PolicySwappedEvent,
+)
+from dispatchkit.observe.trace_files import replace_when_done
+
+__all__ = ["Timeline", "span_name"]
+
+DEFAULT_CAPACITY = 1 << 16
+_RARE = "events"  # the row of captures, evictions and changes of policy
+
+
+def span_name(decision: Decision) -> str:
+    """Return what a step is called where people look at it: its graph, or eager and why."""
+    return f"eager: {decision.reason}" if decision.key is None else str(decision.key)
+
+
+class Timeline:
+    """Gathers steps and rare events, and writes them in Chrome's trace format.
+
+    Example::
+
+        timeline = Timeline()
+        runner.watch_steps(timeline)
+        ...
+        runner.watch_steps(None)
+        timeline.save("steps.json")      # open it at ui.perfetto.dev
+
+    Captures, evictions and changes of policy join once it is attached to the plugins that the
+    runner was made with: ``plugins.notifier.attach(timeline, "timeline")``.
+
+    Args:
+        capacity: Spans to keep; the oldest give way, and are counted.
+
+    Attributes:
+        num_lost: Spans that gave way.
+
+    Raises:
+        ConfigError: ``capacity`` is not a whole number of at least 1.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+        if type(capacity) is not int or capacity < 1:
+            raise ConfigError("capacity", capacity, "a whole number of at least 1")
+        self._spans: deque[dict[str, Any]] = deque(maxlen=capacity)
+        self._lock = threading.Lock()
+        self._start_ns = perf_counter_ns()
+        self._open = threading.local()
+        self.num_lost: int = 0
+
+    # -- steps ----------------------------------------------------------------------------
+
+    def enter(self, decision: Decision, lane: int) -> None:
+        """A step begins on this thread."""
+        steps = self._open.__dict__.setdefault("steps", [])  # a step may run one of another runner
+        steps.append((perf_counter_ns(), decision, lane))
+
+    def leave(self, *, failed: bool) -> None:
+        """The step of this thread has been handed over, or raised."""
+        begin, decision, lane = self._open.steps.pop()
+        facts = {
+            "num_tokens": decision.num_tokens,
+            "padded_num_tokens": decision.padded_num_tokens,
+            "reason": str(decision.reason),
+            "mode": decision.mode.name,
+            "policy": decision.policy,
+            "failed": failed,
+        }
+        self._add(span_name(decision), "step", f"lane {lane}", begin, perf_counter_ns(), facts)
+
+    # -- rare events ----------------------------------------------------------------------
+
+    def on_capture(self, event: CaptureEvent) -> None:
+        """A graph was captured; the span ends now."""
+        self._add_rare(f"capture {event.key}", event.elapsed_us, num_bytes=event.num_bytes)
+
+    def on_capture_failed(self, event: CaptureFailedEvent) -> None:
+        """A capture failed; the span ends now."""
+        self._add_rare(f"failed capture {event.key}", event.elapsed_us, reason=event.reason)
+
+    def on_evict(self, event: EvictEvent) -> None:
+        """A graph was given up."""
+        self._add_rare(f"evict {event.key}", None, reason=event.reason)
+
+    def on_policy_swapped(self, event: PolicySwappedEvent) -> None:
+        """Another policy decides."""
+        self._add_rare(f"policy {event.policy}", None, epoch=event.epoch)
+
+    def on_policy_error(self, event: PolicyErrorEvent) -> None:
+        """A policy is at fault."""
+        self._add_rare(f"fault of {event.policy}", None, reason=event.reason)
+
+    # -- what came of it ------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the timeline in Chrome's trace format; times are microseconds."""
+        with self._lock:
+            spans = sorted(self._spans, key=lambda one: one["ts"])
+        rows = {name: number for number, name in enumerate(sorted({one["tid"] for one in spans}))}
+        about = [_metadata("process_name", 0, "dispatchkit")]
+        about += [_metadata("thread_name", number, name) for name, number in rows.items()]
+        return {
+            "displayTimeUnit": "ns",
+            "otherData": {"spans_lost": self.num_lost, "clock": "host"},
+            "traceEvents": [*about, *({**one, "tid": rows[one["tid"]]} for one in spans)],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write the timeline to a file, which has its name once it is whole; ``.gz`` packs it.
+
+        Returns:
+            How many spans were written.
+
+        Raises:
+            TraceError: The file cannot be written.
+        """
+        data = self.to_json()
+        with replace_when_done(path) as stream:
+            json.dump(data, stream)
+        return sum(one["ph"] == "X" for one in data["traceEvents"])
+
+    def _add_rare(self, name: str, elapsed_us: float | None, **facts: Any) -> None:
+        end = perf_counter_ns()
+        self._add(name, "event", _RARE, end - int((elapsed_us or 0.0) * 1e3), end, facts)
+
+    def _add(
+        self, name: str, category: str, row: str, begin: int, end: int, facts: dict[str, Any]
+    ) -> None:
+        span = {
+            "name": name,
+            "cat": category,
+            "ph": "X",
+            # Never before the timeline itself, which a capture that began earlier would be.
+            "ts": max(0, begin - self._start_ns) / 1e3,
+            "dur": (end - max(begin, self._start_ns)) / 1e3,
+            "pid": 0,
+            "tid": row,
+            "args": facts,
+        }
+        with self._lock:
+            self.num_lost += len(self._spans) == self._spans.maxlen
+            self._spans.append(span)
+
+
+def _metadata(what: str, row: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}
