@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dispatchkit.execute.splitting import split_module
     from dispatchkit.hookspecs import hookimpl
     from dispatchkit.keys import (
+        Axis,
         Batch,
         BatchDescriptor,
         CUDAGraphMode,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Axis": "keys",
     "Batch": "keys",
     "BatchDescriptor": "keys",
     "CUDAGraphMode": "keys",
@@ -84,6 +86,7 @@ _HOME = {
 
 # Spelt out, since type checkers and linters read it without running the module.
 __all__ = [
+    "Axis",
     "Batch",
     "BatchDescriptor",
     "CUDAGraphMode",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+from dispatchkit.dispatch.axes import knows_axes, without_axes
 from dispatchkit.dispatch.cells import batch_of_cell
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.policy import GraphView, Policy, policy_name
-from dispatchkit.errors import PolicyError
+from dispatchkit.errors import DescriptorError, PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import RuntimeMode
@@ -57,10 +58,15 @@ def accepted_keys(
         if key.num_tokens > config.max_num_tokens:
             problem = f"returned {key}; no batch has more than {config.max_num_tokens} tokens."
             raise PolicyError(name, "declare", problem, origin=origin, value=key)
+    is_plain = not knows_axes(keys)
+    if config.axes and not is_plain:
+        _check_axes(keys, config, name, origin)
     trial = GraphRegistry()
     trial.declare(keys)
     view = GraphView(trial, config, modes=frozenset(modes), dispatchable=lambda entry: True)
     for batch in _probes(keys, config):
+        if is_plain:
+            batch = without_axes(batch)
         try:
             decision = policy.decide(batch, view)
         except Exception as error:
@@ -72,6 +78,15 @@ def accepted_keys(
     return keys
 
 
+def _check_axes(keys: list[GraphKey], config: DispatchConfig, name: str, origin: str) -> None:
+    for key in keys:
+        try:
+            config.variants.of_buckets(0, key.descriptor.axes)
+        except DescriptorError as error:
+            problem = f"returned {key}: {error}"
+            raise PolicyError(name, "declare", problem, origin=origin, value=key) from error
+
+
 def raised(error: Exception, batch: Batch | None = None) -> str:
     """Return what a method of a policy raised as a sentence."""
     where = "" if batch is None else f" on {batch}"
@@ -81,6 +96,7 @@ def raised(error: Exception, batch: Batch | None = None) -> str:
 def _probes(keys: list[GraphKey], config: DispatchConfig) -> Iterator[Batch]:
     """Yield batches at and beside some of the sizes: that is where rules go wrong."""
     sizes = sorted({key.num_tokens for key in keys})
+    smallest = tuple(axis.buckets[0] for axis in config.axes)
     step = max(1, len(sizes) // _MAX_SIZES_TRIED)
     picked = {*sizes[::step], *sizes[-1:], 1, config.max_num_tokens}
     around = sorted({size + off for size in picked for off in (-1, 0, 1)})
@@ -89,5 +105,6 @@ def _probes(keys: list[GraphKey], config: DispatchConfig) -> Iterator[Batch]:
             continue
         for uniform in range(config.num_query_classes):
             for loras in sorted({0, min(1, config.max_loras), config.max_loras}):
+                variant = config.variants.of_buckets(loras, smallest)
                 for ceiling in (1, 2):
-                    yield batch_of_cell(config, (ceiling, uniform, loras, num_tokens), 0)
+                    yield batch_of_cell(config, (ceiling, uniform, variant, num_tokens), 0)

@@ -11,7 +11,7 @@ from dispatchkit.keys.batch import Batch
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 
-#: Code of the allowed modes, query class, adapters, tokens.
+#: Code of the allowed modes, query class, variant (adapters and axes), tokens.
 Cell = tuple[int, int, int, int]
 
 _RAISE_LIMIT = "The limit is a setting of the DispatchConfig."
@@ -29,9 +29,12 @@ def cell_of_call(
     classes = config.num_query_classes - 1
     most = min(config.max_num_seqs, num_tokens) if _is_whole(num_tokens) else 0
     which = "max_num_seqs" if most == config.max_num_seqs else "the batch has no more tokens"
+    variants = ("max_loras", _RAISE_LIMIT)
+    if config.axes:
+        variants = ("of the configured axes", "DispatchConfig.variant makes one.")
     for field, value, limit, limit_name, hint in (
         ("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens", _RAISE_LIMIT),
-        ("loras", loras, config.max_loras, "max_loras", _RAISE_LIMIT),
+        ("loras", loras, config.variants.count - 1, *variants),
         ("uniform", uniform, classes, "the number of query lengths", ""),
         ("ceiling", ceiling, len(ALLOWED_MODES) - 1, "the codes of allowed modes", _CODES),
         ("num_reqs", num_reqs, most, which, "Give 0 where they are not known."),
@@ -67,14 +70,15 @@ def cell_of_batch(config: DispatchConfig, batch: Batch) -> Cell:
         batch.num_tokens,
         batch.num_reqs or 0,
         uniform,
-        batch.num_active_loras,
+        config.variants.of_buckets(batch.num_active_loras, batch.axes),
         batch.allowed,
     )
 
 
 def batch_of_cell(config: DispatchConfig, cell: Cell, num_reqs: int) -> Batch:
     """Return the batch of a cell, with so many requests (0: not known)."""
-    ceiling, uniform, loras, num_tokens = cell
+    ceiling, uniform, variant, num_tokens = cell
+    loras, axes = config.variants.facts(variant)
     is_uniform, query_len, max_query_len = config.query_class(uniform)
     return Batch(
         num_tokens=num_tokens,
@@ -84,6 +88,7 @@ def batch_of_cell(config: DispatchConfig, cell: Cell, num_reqs: int) -> Batch:
         max_query_len=max_query_len,
         num_active_loras=loras,
         allowed=ceiling,
+        axes=axes,
     )
 
 

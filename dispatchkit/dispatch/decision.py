@@ -27,6 +27,7 @@ class Reason(enum.StrEnum):
     STALE = "stale"
     DISABLED = "disabled"
     TOO_MANY_REQS = "too_many_reqs"
+    OUTSIDE_AXIS = "outside_axis"
     PIECEWISE_UNSUPPORTED = "piecewise_unsupported"
     NOT_MINE = "no_policy_answered"
     POLICY_ERROR = "policy_error"

@@ -24,6 +24,16 @@ from typing import Any
 import attrs
 
 from dispatchkit.dispatch.acceptance import accepted_keys, raised
+from dispatchkit.dispatch.axes import (
+    PlainView,
+    answer_with_axes,
+    expanded,
+    is_outside,
+    knows_axes,
+    outcome_without_axes,
+    update_with_axes,
+    without_axes,
+)
 from dispatchkit.dispatch.cells import (
     Cell,
     batch_of_cell,
@@ -128,7 +138,8 @@ class Dispatcher:
                 configured query length; with several query lengths, 1 + its index. It is
                 taken at its word: that ``num_reqs`` times the query length are the tokens is
                 not checked, since engines pad requests and drop rows before they ask.
-            loras: Active adapters.
+            loras: Active adapters; where there are axes, ``DispatchConfig.variant`` of the
+                adapters and the value of each axis.
             ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
                 Cascade attention allows at most PIECEWISE.
 
@@ -177,12 +188,15 @@ class Dispatcher:
         learn = getattr(self._policy, "observe", None)
         if learn is None:
             return
+        axes = outcome.batch.axes
         with self._lock:
+            if self._adds_axes:
+                outcome = outcome_without_axes(outcome)
             try:
                 for update in learn(outcome) or ():
                     if not isinstance(update, CellUpdate):
                         raise self._fault("observe", f"answered {update!r}; only CellUpdates.")
-                    self.update(update)
+                    self.update(update_with_axes(update, axes) if self._adds_axes else update)
             except PolicyError as error:
                 self._blame(error)
             except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
@@ -315,6 +329,8 @@ class Dispatcher:
         with self._lock:
             if batch.num_tokens == 0:
                 return Decision.eager(Reason.EMPTY_BATCH), None
+            if is_outside(batch):
+                return Decision.eager(Reason.OUTSIDE_AXIS), None
             cell = cell_of_batch(self.config, batch)
             known = self._table.peek(cell, num_reqs)
             if known is not None:
@@ -339,7 +355,8 @@ class Dispatcher:
         keys: list[GraphKey],
         epoch: int,
     ) -> None:
-        self.registry.declare(keys)
+        self._adds_axes = bool(config.axes) and not knows_axes(keys)
+        self.registry.declare(expanded(keys, config) if self._adds_axes else keys)
         table = Table(config, epoch)
         self._policy, self._origin, self.config = policy, origin, config
         self.graphs: GraphView = GraphView(
@@ -375,6 +392,8 @@ class Dispatcher:
     def _decide(self, batch: Batch) -> Decision:
         if batch.num_tokens == 0:
             return Decision.eager(Reason.EMPTY_BATCH)
+        if is_outside(batch):
+            return Decision.eager(Reason.OUTSIDE_AXIS)
         try:
             return self._ask(batch)
         except PolicyError as fault:
@@ -384,7 +403,12 @@ class Dispatcher:
     def _ask(self, batch: Batch) -> Decision:
         """Return the policy's answer if it may stand; raise the PolicyError if not."""
         try:
-            answer = self._policy.decide(batch, self.graphs)
+            if self._adds_axes:
+                view = PlainView(self.graphs, batch.axes)
+                answer = self._policy.decide(without_axes(batch), view)
+                answer = None if answer is None else answer_with_axes(answer, batch.axes)
+            else:
+                answer = self._policy.decide(batch, self.graphs)
         except Exception as error:
             raise self._fault("decide", raised(error, batch)) from error
         if answer is None:

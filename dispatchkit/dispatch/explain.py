@@ -134,6 +134,7 @@ class Explanation:
             facts.append(f"uniform decode of {self.batch.query_len} per request")
         if self.batch.num_active_loras:
             facts.append(f"{self.batch.num_active_loras} adapters")
+        facts += [f"axis of {bucket or 'no bucket'}" for bucket in self.batch.axes]
         names = ", ".join(mode.name for mode in sorted(self.batch.allowed_modes))
         lines = [
             f"{', '.join(facts)}; allowed: {names}",
@@ -218,6 +219,7 @@ _BEHIND: Mapping[str, str] = {
     Reason.STALE: "state: its graph was captured before what it reads was replaced",
     Reason.DISABLED: "state: its graph, or the mode, is switched off",
     Reason.TOO_MANY_REQS: "constraint: a graph serves no more requests than it was captured for",
+    Reason.OUTSIDE_AXIS: "constraint: a value lies outside all buckets of its axis",
     Reason.PIECEWISE_UNSUPPORTED: "executor: the step is not split, so PIECEWISE cannot run",
     Reason.NOT_MINE: "policy: none of them answered for this batch",
     Reason.POLICY_ERROR: "policy: it raised, or its answer broke a constraint",

@@ -1,8 +1,9 @@
 """The dispatcher's table: one ready decision per cell.
 
-A cell is (code of allowed modes, query class, adapters, tokens). Cells are filled on first
-use, and rows made when their first cell is. Rows are lists indexed by the number of tokens,
-or, in tables above a million cells, bounded dicts.
+A cell is (code of allowed modes, query class, variant, tokens). A variant is the number of
+adapters or, with axes, a number that stands for adapters and buckets together. Cells are
+filled on first use, and rows made when their first cell is. Rows are lists indexed by the
+number of tokens, or, in tables above a million cells, bounded dicts.
 
 Writers hold the dispatcher's lock; readers of a row need none, since every change is a
 single item or slice assignment.
@@ -32,7 +33,7 @@ class DictRow(dict[int, Decision]):
 
 
 class Table:
-    """One epoch: decisions by allowed modes, query class, adapters and tokens.
+    """One epoch: decisions by allowed modes, query class, variant and tokens.
 
     Attributes:
         epoch: Number of the table.
@@ -47,12 +48,11 @@ class Table:
     def __init__(self, config: DispatchConfig, epoch: int) -> None:
         self.epoch = epoch
         self._row_size = config.max_num_tokens + 1
-        num_classes, num_lora_counts = config.num_query_classes, config.max_loras + 1
-        num_rows = len(ALLOWED_MODES) * num_classes * num_lora_counts
+        num_classes, num_variants = config.num_query_classes, config.variants.count
+        num_rows = len(ALLOWED_MODES) * num_classes * num_variants
         self._as_dict = num_rows * self._row_size > MAX_LIST_CELLS
         self.rows: list[list[list[Any]]] = [
-            [[() for _ in range(num_lora_counts)] for _ in range(num_classes)]
-            for _ in ALLOWED_MODES
+            [[() for _ in range(num_variants)] for _ in range(num_classes)] for _ in ALLOWED_MODES
         ]
         self.waiting: dict[Cell, list[Decision]] = {}
         self.steady: dict[Cell, Decision] = {}
@@ -92,11 +92,11 @@ class Table:
         if cell in self.waiting:
             self.steady[cell] = decision
             return
-        allowed, uniform, loras, num_tokens = cell
+        allowed, uniform, variant, num_tokens = cell
         row = self._row(cell)
         if row == ():
             row = DictRow() if self._as_dict else [EMPTY] * self._row_size
-            self.rows[allowed][uniform][loras] = row
+            self.rows[allowed][uniform][variant] = row
         elif self._as_dict and len(row) >= MAX_COLD_CELLS:
             row.clear()
         row[num_tokens] = decision

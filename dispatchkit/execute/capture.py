@@ -111,7 +111,7 @@ class Capturer:
             outputs = self._warmups.run(key, lane, snapshot)
             places = self._places(outputs)
             del outputs
-            views = self._warmups.views(lane, key.num_tokens)
+            views = self._warmups.views(key, lane, key.num_tokens)
             known = self._maker.expect_bytes(lambda: self._step(views), lane, places)
             return known if known is not None else self._warmups.forecast_bytes(key) or 0
 
@@ -133,7 +133,7 @@ class Capturer:
             restored(self._warmups.snapshot()) as snapshot,
         ):
             lane.order()
-            lane.buffers.reset()
+            lane.buffers_of(key).reset()
             lane.set_rows(key.num_tokens)
             yield snapshot
 
@@ -158,13 +158,14 @@ class Capturer:
         layout: OutputLayout | None,
         admission: Admission | None,
     ) -> CapturedStep:
-        views = self._warmups.views(lane, key.num_tokens)
+        views = self._warmups.views(key, lane, key.num_tokens)
+        staging = lane.buffers_of(key).staging
         found: list[Any] = []
         places = self._places(outputs) if layout is not None else []
 
         def step() -> Any:
-            if lane.buffers.staging is not None:
-                lane.buffers.staging.queue_copy(key.num_tokens)
+            if staging is not None:
+                staging.queue_copy(key.num_tokens)
             return self._step(views)
 
         name = (family_of(key), 0)
@@ -198,7 +199,7 @@ class Capturer:
         return {
             "key": key,
             "lane": lane,
-            "buffers": lane.buffers,
+            "buffers": lane.buffers_of(key),
             "layout": layout,
             "leaves": leaves,
             "clones": clones,
@@ -210,6 +211,7 @@ class Capturer:
             "graphs": graphs,
             "holds": (*self._warmups.written(), self._step),
             "guard": self._guard.now(),
+            "axis_cuts": self._warmups.axis_cuts(key, lane, outputs),
             "has_effect": draws or any(True for _ in self._warmups.written()),
         }
 
@@ -222,8 +224,8 @@ class Capturer:
         admission: Admission | None,
     ) -> CapturedStep:
         """Capture piece by piece, replaying each so that eager pieces see real values."""
-        views = self._warmups.views(lane, key.num_tokens)
-        stable = Known(views.values())
+        views = self._warmups.views(key, lane, key.num_tokens)
+        stable = Known(view for view in views.values() if isinstance(view, torch.Tensor))
         parts: list[GraphPart | EagerPart] = []
         graphs: list[CapturedGraph] = []
         value: Any = None

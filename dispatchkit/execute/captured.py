@@ -50,6 +50,7 @@ class CapturedStep:
         holds: Whatever else the graphs read, kept alive.
         guard: What it was made under.
         has_effect: A replay changes more than its outputs: state, or random generators.
+        axis_cuts: Dimensions of its outputs that follow an axis (see ``execute.axes``).
         own_bytes: Memory of the pool that no other graph can use while this one lives.
         released: It may not be launched any more.
         last_used: The lane's tick at its last launch.
@@ -64,8 +65,9 @@ class CapturedStep:
     clones: tuple[bool, ...]
     graphs: tuple[CapturedGraph, ...]
     holds: tuple[Any, ...] = ()
-    guard: Fingerprint = (None, None)
+    guard: Fingerprint = (None, (), ())
     has_effect: bool = False
+    axis_cuts: tuple[tuple[int, int, int], ...] = ()
     own_bytes: int = 0
     released: bool = False
     last_used: int = 0
@@ -74,7 +76,7 @@ class CapturedStep:
     @property
     def is_foreign(self) -> bool:
         """Whether its graph was captured elsewhere, and so has no memory of the lane."""
-        return self.buffers is not self.lane.buffers
+        return not self.lane.owns(self.buffers)
 
     def launch(self) -> Sequence[Any]:
         """Queue it on the current stream; return the padded outputs.
@@ -220,3 +222,8 @@ class PiecewiseStep(CapturedStep):
             problem = ReplayError("The last eager piece returned other shapes than at capture.")
             raise LaunchError(problem, has_effect=True)
         return tree_leaves(value)
+
+    def release(self) -> None:
+        """Let go of what lies between the pieces too."""
+        super().release()
+        self.parts = ()

@@ -137,7 +137,7 @@ class Controls:
                 key,
                 graph,
                 self._lane,
-                self._inputs,
+                self._lane.buffers_of(key).inputs,
                 inputs,
                 outputs,
                 output_batch_dims,
@@ -221,6 +221,7 @@ class Controls:
         ceiling: int = 2,
         *,
         cost_model: CostModel | str | None = None,
+        **axes: int,
     ) -> Explanation:
         """Say what would happen to a batch and why, without running or counting anything.
 
@@ -235,11 +236,14 @@ class Controls:
             ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
             cost_model: Say what the step costs by this model too: one that ``calibrate`` made
                 of this runner, or the name of a built-in one or a file.
+            axes: The value of each axis, by its name.
 
         Raises:
             DescriptorError: The batch is impossible.
             UnknownNameError: There is no such cost model.
         """
+        if axes or self.config.axes:
+            loras = self.config.variant(loras, **axes)
         found = explain_batch(self.dispatcher, num_tokens, num_reqs, uniform, loras, ceiling)
         decision = attrs.evolve(found.decision, reason=self._own_reason(found.decision.reason))
         model = load_cost_model(cost_model) if isinstance(cost_model, str) else cost_model

@@ -10,6 +10,7 @@ import torch
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import NoGraphError, ReplayError
+from dispatchkit.execute.axes import AxisInputs
 from dispatchkit.execute.captured import CapturedStep, LaunchError
 from dispatchkit.execute.check import CheckWarning
 from dispatchkit.execute.inputs import InputSet
@@ -39,6 +40,7 @@ class Fallbacks:
     counters: StepCounters
     backend: GraphBackend
     downgrades = DOWNGRADES
+    _axes: AxisInputs | None
     _inputs: InputSet
     _lane: Lane
     _step: Step
@@ -55,11 +57,16 @@ class Fallbacks:
     def run_eager(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
         """Run the step plainly on a checked call, uncounted; None: on what the buffers hold."""
         self._lane.tick += 1
+        if self._axes is not None:
+            given = self._axes.plain(tensors)  # type: ignore[arg-type]  # a call made by it
+            return self._run_plainly(given, num_tokens)
         if tensors is None:
             tensors = self._lane.buffers.copies(num_tokens)
         else:
             tensors = self._inputs.to_tensors(tensors)
-        given = dict(zip(self._inputs.names, tensors, strict=True))
+        return self._run_plainly(dict(zip(self._inputs.names, tensors, strict=True)), num_tokens)
+
+    def _run_plainly(self, given: dict[str, Any], num_tokens: int) -> Any:
         if self._row_count is not None:
             given[self._row_count] = torch.full(
                 (), num_tokens, dtype=torch.int64, device=self._inputs.device

@@ -122,7 +122,7 @@ def measuring_subject(
         max_num_tokens=max(runner.config.max_num_tokens, *wanted, *eager_sizes, 1),
     )
     made_from |= {
-        **dict.fromkeys(("sizes", "max_num_tokens", "max_num_seqs", "query_len", "mode")),
+        **dict.fromkeys(("sizes", "max_num_tokens", "max_num_seqs", "query_len", "mode", "axes")),
         **dict.fromkeys(("max_graphs", "max_bytes")),
         "config": config,
         "backend": runner.backend,

@@ -90,7 +90,7 @@ class Form:
             settings.setdefault("device", self.device)
         runner = GraphRunner(self._step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
-            runner.guard.module = self._target
+            runner.guard.add(self._target)
         return runner
 
     def _step(self, **inputs: torch.Tensor) -> Any:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Final
 
 import torch
 
 #: Names of the facts in a fingerprint, in order: reasons to count.
-FACTS = ("autocast", "training_mode")
+FACTS = ("autocast", "training_mode", "moved_module")
 
-Fingerprint = tuple[Any, Any]
+#: Autocast type or None; training flag and place of each module.
+Fingerprint = tuple[Any, tuple[bool, ...], tuple[int, ...]]
+#: A module, its training flag, one of its tensors and where that was.
+Watched = tuple[torch.nn.Module, bool, Any, int]
+
+
+class _Nowhere:
+    """Stands for a tensor of a module that has none."""
+
+    @staticmethod
+    def data_ptr() -> int:
+        return 0
+
+
+_NOWHERE: Final = _Nowhere()
 
 
 class Guard:
@@ -17,24 +32,46 @@ class Guard:
 
     Args:
         device_type: Whose autocast matters.
-        module: The module whose training flag matters, if the step is one.
+        modules: The modules that the step is made of: their training flags matter, and where
+            their weights are. One weight of each stands for all: ``.to()`` moves them together.
+            Submodules that are switched or changed alone are found in check mode.
 
     Attributes:
-        module: That module.
+        modules: Those modules.
     """
 
-    def __init__(self, device_type: str, module: torch.nn.Module | None) -> None:
+    def __init__(self, device_type: str, modules: Iterable[torch.nn.Module]) -> None:
         self._device_type = device_type
-        self.module = module
+        self.modules = tuple(modules)
+        self._samples = tuple(_sample(module) for module in self.modules)
+
+    def add(self, module: torch.nn.Module) -> None:
+        """Watch a module that the step reaches in another way; before the first capture."""
+        if module not in self.modules:
+            self.modules += (module,)
+            self._samples += (_sample(module),)
 
     def now(self) -> Fingerprint:
-        """Return the facts as they are now: autocast type or None, training flag."""
+        """Return the facts as they are now."""
         autocast = (
             torch.get_autocast_dtype(self._device_type)
             if torch.is_autocast_enabled(self._device_type)
             else None
         )
-        return autocast, None if self.module is None else self.module.training
+        training = tuple(module.training for module in self.modules)
+        return autocast, training, tuple(sample.data_ptr() for sample in self._samples)
+
+    def watched(self, made_under: Fingerprint) -> tuple[Watched, ...]:
+        """Return what a step has to look at: each module as it was in a fingerprint."""
+        return tuple(zip(self.modules, made_under[1], self._samples, made_under[2], strict=True))
+
+
+def _sample(module: torch.nn.Module) -> Any:
+    """Return a tensor that every move and change of type of a module moves."""
+    tensors = [*module.parameters(), *module.buffers()]
+    floating = [one for one in tensors if one.is_floating_point()]
+    found = floating or tensors
+    return found[0] if found else _NOWHERE
 
 
 def difference(made_under: Fingerprint, now: Fingerprint) -> str:

@@ -42,12 +42,13 @@ def parse_dtype(value: Any) -> torch.dtype:
     return found
 
 
-def _shape(value: Any) -> tuple[int | None, ...]:
+def _shape(value: Any) -> tuple[int | str | None, ...]:
     shape = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    sizes = [size for size in shape if size is not None]
+    named = [size for size in shape if isinstance(size, str) and size.isidentifier()]
+    sizes = [size for size in shape if size is not None and size not in named]
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
         raise ConfigError("shape", value, "whole numbers, with None for the batch dimension")
-    if len(shape) - len(sizes) > 1:
+    if shape.count(None) > 1:
         raise ConfigError("shape", value, "a shape with None at most once, the batch dimension")
     return shape
 
@@ -58,14 +59,14 @@ class StaticInput:
 
     Attributes:
         shape: Its shape, None at the batch dimension (tokens). Without a None it is not
-            batched and is copied whole.
+            batched and is copied whole. The name of an axis stands for the axis's value.
         dtype: Its type, as a torch dtype or a name.
         fill: What rows without a token hold, in warmup, capture and every replay.
         host: It is given in host memory: a numpy array, a CPU tensor (pinned or not), or a
             list. Its copy to the device is part of the graph.
     """
 
-    shape: tuple[int | None, ...] = attrs.field(converter=_shape)
+    shape: tuple[Any, ...] = attrs.field(converter=_shape)
     dtype: torch.dtype = attrs.field(converter=parse_dtype)
     fill: float | int | bool = 0
     host: bool = False
@@ -134,6 +135,9 @@ class InputSet:
         for name, spec in specs.items():
             if not isinstance(spec, StaticInput):
                 raise ConfigError(f"inputs[{name!r}]", spec, "a StaticInput")
+            named = [size for size in spec.shape if isinstance(size, str)]
+            if named:
+                raise ConfigError(f"inputs[{name!r}]", named, "declared as axes of the runner")
             if name in RESERVED_NAMES or not str(name).isidentifier():
                 raise ConfigError("inputs", name, f"names other than {sorted(RESERVED_NAMES)}")
         self.specs: dict[str, StaticInput] = dict(specs)

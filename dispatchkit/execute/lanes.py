@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from dispatchkit.errors import ConfigError
 from dispatchkit.execute.buffers import InputBuffers
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.outputs import SharedMemory
+from dispatchkit.keys.batch import GraphKey
 
 # Plans that keep their views ready. A view costs about half a kilobyte, so that tables with
 # many thousand cells must not keep them all.
@@ -81,6 +82,7 @@ class Lane:
         inputs: What is declared of the inputs.
         num_rows: Rows the buffers make room for: the largest bucket, not the largest batch.
         row_count: Keep a device value that tells graphs the true row count.
+        inputs_at: Returns the inputs at the buckets of the axes, where inputs have some.
 
     Attributes:
         index: Number of the lane.
@@ -99,6 +101,7 @@ class Lane:
         num_rows: int,
         *,
         row_count: bool = False,
+        inputs_at: Callable[[Sequence[int]], InputSet] | None = None,
     ) -> None:
         self.backend = backend
         self.index: int = 0
@@ -107,6 +110,8 @@ class Lane:
         self.stream: Stream = backend.new_stream()
         self.pool: Any = backend.new_pool()
         self.buffers: InputBuffers = InputBuffers(inputs, num_rows, backend=backend)
+        self._inputs_at = inputs_at
+        self._by_axes: dict[Any, InputBuffers] = {}
         self.outputs: SharedMemory = SharedMemory(inputs.device)
         self.between: SharedMemory = SharedMemory(inputs.device)
         self.row_count: torch.Tensor | None = None
@@ -119,6 +124,21 @@ class Lane:
         self.stream_argument: ctypes.c_void_p = ctypes.c_void_p()
         self.last_stream: Stream | None = None
         self._ready: deque[Any] = deque()
+
+    def buffers_of(self, key: GraphKey) -> InputBuffers:
+        """Return the buffers that the graph of a key reads; axes may make them others."""
+        axes: Any = key.descriptor.axes
+        if self._inputs_at is None or not axes:
+            return self.buffers
+        found = self._by_axes.get(axes)
+        if found is None:
+            found = InputBuffers(self._inputs_at(axes), self.buffers.num_rows, backend=self.backend)
+            self._by_axes[axes] = found
+        return found
+
+    def owns(self, buffers: InputBuffers) -> bool:
+        """Return whether buffers are the lane's own."""
+        return buffers is self.buffers or buffers in self._by_axes.values()
 
     def order(self) -> None:
         """Make the current stream wait for the lane's earlier steps, if it is another one."""

@@ -7,7 +7,6 @@ is for an exact number of tokens, so that views of static inputs and outputs can
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,7 +15,7 @@ from dispatchkit.dispatch import Decision
 from dispatchkit.execute.buffers import Loader
 from dispatchkit.execute.captured import CapturedStep, FullStep, LaunchError
 from dispatchkit.execute.direct import LaunchCall, direct_call, refused
-from dispatchkit.execute.guard import difference
+from dispatchkit.execute.guard import Watched, difference
 from dispatchkit.execute.outputs import builder, cut
 from dispatchkit.execute.timing import Timer
 from dispatchkit.keys.batch import GraphKey
@@ -35,8 +34,6 @@ AGAIN: Final = _Again()
 
 # Stands for a result that must be made.
 _NOT_READY: Final = object()
-# Stands for the module of a step that is none.
-_NO_MODULE: Final = SimpleNamespace(training=None)
 
 # A third of the price of asking for one device type.
 _is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -153,8 +150,8 @@ class GraphPlan:
         self.loader: Loader | None = None
         self._lane = step.lane
         self._had_autocast = step.guard[0] is not None
-        self._module: Any = runner.guard.module or _NO_MODULE
-        self._training = step.guard[1]
+        # Empty for a step without modules, which then pays for none.
+        self._modules: tuple[Watched, ...] = runner.guard.watched(step.guard)
         self._launch: LaunchCall = self._launch_step
         self._graph: Any = None
         self._may_settle = True  # whether it draws random numbers is known after its first replay
@@ -177,7 +174,7 @@ class GraphPlan:
         if (
             _is_any_autocast_enabled()
             or self._had_autocast
-            or self._module.training is not self._training
+            or (self._modules and self._has_module_changed())
         ):
             reason = self._guard_reason()
             if reason:
@@ -210,6 +207,12 @@ class GraphPlan:
         self.loader = None
         self._ready, self._leaves, self._result = _NOT_READY, None, self._make_result
         self._launch, self._graph, self._padded = self._launch_step, None, ()
+
+    def _has_module_changed(self) -> bool:
+        for module, training, sample, place in self._modules:
+            if module.training is not training or sample.data_ptr() != place:
+                return True
+        return False
 
     def _guard_reason(self) -> str:
         return difference(self.step.guard, self.runner.guard.now())

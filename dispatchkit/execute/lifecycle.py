@@ -268,7 +268,7 @@ class Lifecycle:
         for key, step in live.items():
             self._release(step)
             self._tell(EvictEvent, key, reason="invalidated")
-        self._lane.drop_pool()
+        self._room.drop_pool()
         self._capturer.forget()
         return len(live)
 
@@ -303,8 +303,11 @@ class Lifecycle:
             step = self._capture(key, evict=evict, lost=lost)
             self._room.check(key, step)
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
-            problem = as_capture_error(error, key)
-            forget_frames(error, None)  # they hold tensors, and with them memory of the pool
+            # Frames hold tensors, and with them memory of the pool. An error that names the
+            # frame it is kept in would hold them until a garbage collection.
+            forget_frames(error, None)
+            problem = as_capture_error(error, key).with_traceback(None)
+            problem.__cause__ = problem.__context__ = None
         elapsed = (time.perf_counter() - start) * 1e6
         if problem is None:
             grown = max(0, self._lane.num_bytes() - before)

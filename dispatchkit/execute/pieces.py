@@ -77,13 +77,20 @@ class Step:
         step: A function, a module, or a list of marked pieces.
         names: Static inputs by name.
         row_count: Name of the input that tells the true row count; not among ``names``.
+        axes: Names of axes; the step need not take them.
 
     Raises:
         ConfigError: A piece is not marked, wants an input that is not declared, or an input
             is wanted by none.
     """
 
-    def __init__(self, step: Any, names: Sequence[str], row_count: str | None = None) -> None:
+    def __init__(
+        self,
+        step: Any,
+        names: Sequence[str],
+        row_count: str | None = None,
+        axes: Sequence[str] = (),
+    ) -> None:
         self.can_split: bool = isinstance(step, (list, tuple))
         given = list(step) if self.can_split else [graph_piece(step)]
         known = [*names, *([row_count] if row_count else [])]
@@ -97,7 +104,7 @@ class Step:
         if self.can_split and not any(piece.is_graph for piece in given):
             raise ConfigError("step", step, "a list with at least one graph_piece")
         self.pieces: tuple[Piece, ...] = tuple(
-            attrs.evolve(piece, names=_names_taken(piece, known, is_first=index == 0))
+            attrs.evolve(piece, names=_names_taken(piece, [*known, *axes], is_first=index == 0))
             for index, piece in enumerate(given)
         )
         taken = {name for piece in self.pieces for name in piece.names}
@@ -111,10 +118,17 @@ class Step:
             )
 
     @property
-    def module(self) -> torch.nn.Module | None:
-        """The module that the step is, None for a function or pieces."""
-        fn = self.pieces[0].fn
-        return fn if isinstance(fn, torch.nn.Module) and not self.can_split else None
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules that the pieces are, are methods of, or hold in their closures."""
+        found: dict[int, torch.nn.Module] = {}
+        for piece in self.pieces:
+            fn = piece.fn
+            cells = getattr(fn, "__closure__", None) or ()
+            held = [cell.cell_contents for cell in cells if not _is_empty(cell)]
+            for one in (fn, getattr(fn, "__self__", None), *held):
+                if isinstance(one, torch.nn.Module):
+                    found[id(one)] = one
+        return list(found.values())
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Run all pieces plainly, in order."""
@@ -166,3 +180,11 @@ def _names_taken(piece: Piece, known: Sequence[str], *, is_first: bool) -> tuple
             f"{', '.join(required)}",
         )
     return tuple(name for name in known if name in usable)
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises where nothing was put in yet
+    except ValueError:
+        return True
+    return False

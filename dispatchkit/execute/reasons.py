@@ -23,6 +23,7 @@ DOWNGRADES = frozenset(
         Reason.EVICTED,
         Reason.STALE,
         Reason.TOO_MANY_REQS,
+        Reason.OUTSIDE_AXIS,
         Reason.PIECEWISE_UNSUPPORTED,
         Reason.NOT_MINE,
         Reason.POLICY_ERROR,

@@ -11,6 +11,7 @@ import torch
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher, LanePolicy, Policy
 from dispatchkit.errors import ConfigError
+from dispatchkit.execute.axes import AxisInputs, axis_graph_plan
 from dispatchkit.execute.budget import Budget
 from dispatchkit.execute.buffers import StaticBuffers
 from dispatchkit.execute.capture import Capturer
@@ -45,6 +46,7 @@ from dispatchkit.execute.submit import Submitting
 from dispatchkit.execute.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.execute.timing import SAMPLE_EVERY, Timings
 from dispatchkit.execute.warmup import Warmups
+from dispatchkit.keys.axes import Axis
 from dispatchkit.keys.batch import Batch
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
@@ -79,6 +81,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
         max_num_seqs: Most requests of a batch.
         query_len: Tokens per request of a uniform decode batch.
         mode: Which runtime modes decode and mixed batches use.
+        axes: Further facts that graphs are made for; each call gives their values by name.
         config: All of these settings, in place of the single ones.
         policy: Name of the policy, or an object; by default the one that a plugin selects
             for the configuration, else ``vllm``.
@@ -148,6 +151,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
         max_num_seqs: int | None = None,
         query_len: int | Sequence[int] | None = None,
         mode: CUDAGraphMode | str | None = None,
+        axes: Sequence[Axis] | None = None,
         config: DispatchConfig | None = None,
         policy: str | Policy | None = None,
         policy_options: dict[str, Any] | None = None,
@@ -192,6 +196,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
             max_num_seqs=max_num_seqs,
             query_lens=query_len,
             mode=mode,
+            axes=axes,
         )
         check_lanes(lanes, policy=policy, outputs=outputs, check=check)
         self._made_from = given
@@ -199,8 +204,10 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
         self.owned_outputs: bool = outputs == "owned"
         self.backend: GraphBackend = make_backend(backend, device, plugins)
         specs = inputs if inputs is not None else inputs_from_example(example or {})
-        self._inputs = InputSet(specs, torch.device(self.backend.torch_device))
-        self._step = Step(step, self._inputs.names, row_count)
+        device = torch.device(self.backend.torch_device)
+        self._axes = AxisInputs(specs, asked, device) if asked.axes else None
+        self._inputs = InputSet(specs, device) if self._axes is None else self._axes.smallest
+        self._step = Step(step, self._inputs.names, row_count, [axis.name for axis in asked.axes])
         self._row_count = row_count
         self.asked_mode: CUDAGraphMode = asked.mode
         supported = mode_for_pieces(
@@ -217,7 +224,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
         self.config: DispatchConfig = (
             asked if resolved is asked.mode else with_mode(asked, resolved)
         )
-        self.guard: Guard = Guard(self._inputs.device.type, self._step.module)
+        self.guard: Guard = Guard(self._inputs.device.type, self._step.modules)
         self.counters: StepCounters = StepCounters()
         self._lock = threading.RLock()
         self._told: set[str] = set()
@@ -239,11 +246,22 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
         self.registry: GraphRegistry = self.dispatcher.registry
         # Room for the largest bucket: that is what is cut, whatever batches may come.
         num_rows = max((key.num_tokens for key in self.registry), default=1)
-        self._lane = Lane(self.backend, self._inputs, num_rows, row_count=row_count is not None)
+        sizing = self._axes is not None and self._axes.has_dimensions
+        self._lane = Lane(
+            self.backend,
+            self._inputs,
+            num_rows,
+            row_count=row_count is not None,
+            inputs_at=self._axes.at if self._axes is not None and sizing else None,
+        )
         self.buffers: StaticBuffers = StaticBuffers(self._lane.buffers)
         # Found once, since a step asks for each of them.
-        self._bind_inputs, self._check_inputs = self._inputs.bind, self._inputs.check
+        incoming: Any = self._inputs if self._axes is None else self._axes
+        self._bind_inputs, self._check_inputs = incoming.bind, incoming.check
+        self._to_arrays = incoming.to_arrays
         self._has_host_inputs = bool(self._inputs.host)
+        self._is_special = self._has_host_inputs or self._axes is not None
+        self._make_plan = graph_plan if self._axes is None else axis_graph_plan
         self._is_capturing = self.backend.is_capturing
         self._current_stream_handle = self.backend.current_stream_handle
         self._acquire, self._release = self._lock.acquire, self._lock.release
@@ -256,6 +274,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
             self._inputs,
             self.backend,
             row_count=row_count,
+            axes=self._axes,
             state=state,
             scratch=scratch,
             state_limit_bytes=state_limit_bytes,
@@ -295,7 +314,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
 
         Args:
             args: Inputs in declared order, or
-            inputs: Inputs by name.
+            inputs: Inputs, and values of axes, by name.
             num_reqs: Requests in the batch; 0 where they are not known.
             uniform: False for a mixed batch, True for a uniform decode batch.
             loras: Active adapters.
@@ -311,8 +330,10 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
             ReplayError: A replay failed after the step may have changed something.
         """
         tensors = self._bind_inputs(args, inputs)
-        if self._has_host_inputs:
-            tensors = self._inputs.to_arrays(tensors)
+        if self._is_special:
+            tensors = self._to_arrays(tensors)
+            if self._axes is not None:
+                loras = self._axes.variant(tensors, loras)
         num_tokens = self._check_inputs(tensors)
         stream = self._current_stream_handle()
         # The default stream, handle 0, is never captured.
@@ -389,7 +410,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
             if entry is None or entry.state is not KeyState.CAPTURED:
                 return LazyPlan(self, decision.key, num_tokens)
             count = self.counters.of_key(decision.key)
-            return graph_plan(self, entry.graph, num_tokens, count, timer)
+            return self._make_plan(self, entry.graph, num_tokens, count, timer)
         reason = self._own_reason(decision.reason)
         missed = [
             key

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_LANE_POLICY = "round-robin"
 # Settings that a configuration holds all together.
-_OF_CONFIG = ("sizes", "max_num_tokens", "max_num_seqs", "query_len", "mode")
+_OF_CONFIG = ("axes", "sizes", "max_num_tokens", "max_num_seqs", "query_len", "mode")
 
 
 def check_lanes(lanes: Any, *, policy: Any, outputs: str, check: Any) -> None:

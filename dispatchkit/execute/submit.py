@@ -33,6 +33,7 @@ from dispatchkit.dispatch import (
     policy_name,
 )
 from dispatchkit.errors import PolicyError, ReplayError
+from dispatchkit.execute.axes import AxisInputs
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.launch import AGAIN
@@ -221,7 +222,10 @@ class Submitting:
     _lock: threading.RLock
     _lane: Lane
     _inputs: InputSet
+    _axes: AxisInputs | None
     _has_host_inputs: bool
+    _is_special: bool
+    _to_arrays: Callable[[Any], Any]
     _bind_inputs: Callable[..., Any]
     _check_inputs: Callable[..., int]
     _is_capturing: Callable[[], bool]
@@ -276,8 +280,10 @@ class Submitting:
             PolicyError: The lane policy is at fault, and the runner is strict.
         """
         tensors = self._bind_inputs(args, inputs)
-        if self._has_host_inputs:
-            tensors = self._inputs.to_arrays(tensors)
+        if self._is_special:
+            tensors = self._to_arrays(tensors)
+            if self._axes is not None:
+                loras = self._axes.variant(tensors, loras)
         num_tokens = self._check_inputs(tensors)
         if self._is_capturing():
             raise ReplayError(

@@ -7,7 +7,7 @@ batch. Whatever it changes is put back by the caller's snapshot.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,9 @@ from dispatchkit.execute.outputs import (
 from dispatchkit.execute.pieces import Step
 from dispatchkit.execute.state import DEFAULT_STATE_LIMIT, Known, Snapshot, WriteWatch
 from dispatchkit.keys.batch import GraphKey
+
+if TYPE_CHECKING:
+    from dispatchkit.execute.axes import AxisCut, AxisInputs
 
 # Keys that differ in size only: one watched warmup and one layout serve them all.
 Family = tuple[Any, ...]
@@ -44,6 +47,7 @@ class Warmups:
         inputs: What is declared of its inputs.
         backend: The device.
         row_count: Name of the input that tells the true row count.
+        axes: The runner's axes, where it has some.
         state: Tensors that the step changes; saved and put back around warmups.
         scratch: Tensors that the step may write in a warmup without harm.
         state_limit_bytes: Most bytes of undeclared state to save.
@@ -68,6 +72,7 @@ class Warmups:
         backend: GraphBackend,
         *,
         row_count: str | None = None,
+        axes: AxisInputs | None = None,
         state: Iterable[torch.Tensor] = (),
         scratch: Iterable[torch.Tensor] = (),
         state_limit_bytes: int = DEFAULT_STATE_LIMIT,
@@ -83,7 +88,7 @@ class Warmups:
                 if not isinstance(tensor, torch.Tensor):
                     raise ConfigError(setting, tensor, "a list of tensors")
         self.step, self._inputs, self._backend = step, inputs, backend
-        self._row_count = row_count
+        self._row_count, self._axes = row_count, axes
         self._state = Known(state)
         self._written = Known()  # by any watched warmup, beside the declared state
         self._scratch = Known(scratch)
@@ -92,6 +97,7 @@ class Warmups:
         self._warmups = warmups
         self.generators: tuple[torch.Generator, ...] = tuple(generators)
         self._layouts: dict[Family, list[OutputLayout]] = {}
+        self._cuts: dict[Family, tuple[AxisCut, ...]] = {}
         self._peaks: dict[Family, tuple[int, int]] = {}
 
     @property
@@ -131,20 +137,40 @@ class Warmups:
             snapshot.save(storage)
         return snapshot
 
-    def views(self, lane: Lane, num_rows: int) -> dict[str, torch.Tensor]:
-        """Return the static inputs of a lane at a number of rows, by name."""
-        views = dict(zip(self._inputs.names, lane.buffers.views(num_rows), strict=True))
+    def views(self, key: GraphKey, lane: Lane, num_rows: int) -> dict[str, Any]:
+        """Return the static inputs of a key at a number of rows, and its buckets, by name."""
+        tensors, axes = lane.buffers_of(key).views(num_rows), key.descriptor.axes
+        views: dict[str, Any]
+        if self._axes is None:
+            views = dict(zip(self._inputs.names, tensors, strict=True))
+        else:
+            views = self._axes.of_graph(tensors, axes)
         if self._row_count is not None and lane.row_count is not None:
             views[self._row_count] = lane.row_count
         return views
 
+    def axis_cuts(self, key: GraphKey, lane: Lane, outputs: Any) -> tuple[AxisCut, ...]:
+        """Return which dimensions of a key's outputs follow an axis, measured once a family."""
+        if self._axes is None:
+            return ()
+        family = family_of(key)
+        if family not in self._cuts:
+
+            def run(inputs: dict[str, Any]) -> Any:
+                if self._row_count is not None:
+                    inputs[self._row_count] = lane.row_count
+                return self._backend.warmup(lambda: self.step(inputs), stream=lane.stream)
+
+            self._cuts[family] = self._axes.measure_cuts(key, outputs, run)
+        return self._cuts[family]
+
     def run(self, key: GraphKey, lane: Lane, snapshot: Snapshot) -> Any:
         """Run the step at the key's size, watched the first time for each family."""
-        views = self.views(lane, key.num_tokens)
+        views = self.views(key, lane, key.num_tokens)
         outputs: Any = None
         family = family_of(key)
         if self._warmups and family not in self._peaks:
-            own = Known(lane.buffers.tensors)
+            own = Known(lane.buffers_of(key).tensors)
             if lane.row_count is not None:
                 own.add(lane.row_count)
             watch = WriteWatch(
@@ -213,10 +239,10 @@ class Warmups:
         if other <= 1:
             other = min(above, default=other or 2 * size)
         if other <= lane.buffers.num_rows:
-            views = self.views(lane, other)
+            views = self.views(key, lane, other)
         else:
-            views = self.views(lane, size)
-            for name, spec in self._inputs.specs.items():
+            views = self.views(key, lane, size)
+            for name, spec in lane.buffers_of(key).inputs.specs.items():
                 if spec.batch_dim is not None:
                     views[name] = spec.full(other, self._inputs.device)
         lane.set_rows(other)

@@ -1,5 +1,6 @@
 """What a batch is, what a graph is named by, and the sizes graphs are captured at."""
 
+from dispatchkit.keys.axes import Axis
 from dispatchkit.keys.batch import Batch, BatchDescriptor, GraphKey
 from dispatchkit.keys.capture_sizes import (
     SIZE_RULES,
@@ -31,6 +32,7 @@ __all__ = [
     "ALLOWED_MODES",
     "SIZE_RULES",
     "AttentionSupport",
+    "Axis",
     "Batch",
     "BatchDescriptor",
     "CUDAGraphMode",

@@ -41,7 +41,7 @@ class BatchDescriptor:
             mixture.
         max_query_len: Upper bound of tokens per request for a decode graph that accepts
             varying query lengths; None where there is no such bound.
-        axes: Bucketed values of the custom axes, in the order they are declared.
+        axes: Buckets of the configuration's axes, in their order.
 
     Raises:
         DescriptorError: A fact is impossible, or two contradict each other.
@@ -151,7 +151,8 @@ class Batch:
         max_query_len: Most tokens of any request, where it is known, else None.
         num_active_loras: Adapters in use.
         allowed: Code of the allowed runtime modes, an index of ``ALLOWED_MODES``.
-        axes: Bucketed values of the custom axes.
+        axes: Buckets of the configuration's axes, in their order; None where the value lies
+            outside all buckets of its axis.
     """
 
     num_tokens: int = attrs.field(validator=_count(0))
@@ -163,7 +164,7 @@ class Batch:
     )
     num_active_loras: int = attrs.field(default=0, validator=_count(0))
     allowed: int = attrs.field(default=int(RuntimeMode.FULL), validator=_code)
-    axes: tuple[int, ...] = ()
+    axes: tuple[int | None, ...] = ()
 
     @property
     def allowed_modes(self) -> frozenset[RuntimeMode]:

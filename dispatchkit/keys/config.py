@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import attrs
 
 from dispatchkit.errors import ConfigError
+from dispatchkit.keys.axes import Axis, Variants
 from dispatchkit.keys.capture_sizes import (
     check_capture_sizes,
     check_count,
@@ -31,6 +33,14 @@ def _query_lens(value: Any) -> tuple[int, ...]:
 def _is_flag(instance: Any, attribute: attrs.Attribute[bool], value: Any) -> None:
     if not isinstance(value, bool):
         raise ConfigError(attribute.name, value, "true or false")
+
+
+def _axes(value: Any) -> tuple[Axis, ...]:
+    axes = (value,) if isinstance(value, Axis) else tuple(value)
+    names = [axis.name for axis in axes if isinstance(axis, Axis)]
+    if len(names) < len(axes) or len(set(names)) < len(names):
+        raise ConfigError("axes", value, "Axis objects with different names")
+    return axes
 
 
 def _mode(value: Any) -> CUDAGraphMode:
@@ -59,6 +69,7 @@ class DispatchConfig:
         specialize_lora: Capture graphs without adapters too, beside those with.
         specialize_active_loras: Capture a graph for several counts of adapters (powers of
             two), rather than one for all counts.
+        axes: Further facts that graphs are made for, such as a sequence length.
 
     Numbers may be given as text, as a command line or the environment has them.
 
@@ -76,6 +87,7 @@ class DispatchConfig:
     max_loras: int = 0
     specialize_lora: bool = attrs.field(default=True, validator=_is_flag)
     specialize_active_loras: bool = attrs.field(default=False, validator=_is_flag)
+    axes: tuple[Axis, ...] = attrs.field(default=(), converter=_axes)
 
     def __attrs_post_init__(self) -> None:
         set_ = object.__setattr__  # the class is frozen; these fill derived defaults once
@@ -127,6 +139,23 @@ class DispatchConfig:
     def max_capture_size(self) -> int:
         """Largest capture size, 0 where there is none."""
         return self.capture_sizes[-1] if self.capture_sizes else 0
+
+    @functools.cached_property
+    def variants(self) -> Variants:
+        """The numbers that stand for adapters and axes together."""
+        return Variants(self.axes, self.max_loras)
+
+    def variant(self, loras: int = 0, **values: int) -> int:
+        """Return what takes the place of ``loras`` in a dispatch where there are axes.
+
+        Args:
+            loras: Active adapters.
+            values: The value of each axis, by its name.
+
+        Raises:
+            DescriptorError: An axis is missing or unknown, or a value is none.
+        """
+        return self.variants.of_values(loras, values)
 
     def query_class(self, uniform: int) -> tuple[bool, int, int | None]:
         """Return (uniform, query_len, max_query_len) for a ``uniform`` argument.

@@ -92,7 +92,8 @@ class StepRecorder:
         rows = list(self._rows())
         first_ns = rows[0][0] if rows else 0
         steps = []
-        for number, (at_ns, tokens, reqs, uniform, loras) in enumerate(rows, start=self.num_lost):
+        for number, (at_ns, tokens, reqs, uniform, variant) in enumerate(rows, start=self.num_lost):
+            loras, _ = self._config.variants.facts(variant)
             is_uniform, query_len, longest = self._config.query_class(uniform)
             if is_uniform and not reqs:
                 reqs = tokens // query_len
@@ -116,6 +117,15 @@ class StepRecorder:
             ),
             source="<recorded>",
         )
+
+    def axes(self) -> list[dict[str, int | None]]:
+        """Return the bucket of each axis by name for the steps kept, None for outside.
+
+        A step trace has no columns for them.
+        """
+        names = [axis.name for axis in self._config.axes]
+        facts = self._config.variants.facts
+        return [dict(zip(names, facts(row[4])[1], strict=True)) for row in self._rows()]
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the steps kept as a step trace; return how many.

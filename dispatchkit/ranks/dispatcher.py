@@ -323,6 +323,9 @@ def _check(
     for value, setting, least in ((check_every, "check_every", 0), (epoch_steps, "epoch_steps", 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(setting, value, f"a whole number of at least {least}")
+    if dispatcher.config.axes:
+        names = [axis.name for axis in dispatcher.config.axes]
+        raise ConfigError("axes", names, "none where ranks decide together")
     graphs = dispatcher.graphs
     for key, entry in dispatcher.registry.entries.items():
         if entry.state is KeyState.DECLARED and graphs.is_ready(key):

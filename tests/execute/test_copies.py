@@ -61,8 +61,8 @@ def test_deep_copy_has_state_of_its_own(runner):
     twin = copy.deepcopy(runner)
     twin.capture()
     twin(torch.ones(3, 4))
-    assert twin._step.module.calls == 1
-    assert runner._step.module.calls == 0
+    assert twin._step.modules[0].calls == 1
+    assert runner._step.modules[0].calls == 0
 
 
 def test_attributes_that_are_missing_fail_fast(runner):

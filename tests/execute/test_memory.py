@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 
@@ -391,6 +393,37 @@ def test_survivors_of_an_eviction_are_right(make_runner, wide, keys):
         x = rows_of(number, seed)
         same(runner(x), wide(x))
     assert runner.stats().steps_by_mode["FULL"] == 4
+
+
+def test_nothing_waits_for_a_garbage_collection(make_runner, wide, backend, quiet):
+    """Neither what failed captures reached, nor graphs given up while an error names them."""
+    pools, new_pool = weakref.WeakSet(), backend.new_pool
+
+    def watched_pool():
+        pools.add(pool := new_pool())
+        return pool
+
+    backend.new_pool = watched_pool
+    pieces = [graph_piece(wide), eager_piece(lambda h: h.cumsum(0)), graph_piece(torch.tanh)]
+    settings = {"share_outputs": False, "mode": "PIECEWISE"}
+    roomy = make_runner(pieces, INPUT, **settings)
+    roomy.capture()
+    limit = roomy.num_bytes // 2
+    pools.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        runner = make_runner(pieces, INPUT, max_bytes=limit, **settings)
+        for _ in range(3):
+            report = runner.capture()
+            assert report.num_graphs
+            assert report.skipped
+            kept = [runner.get(key) for key in runner.registry]
+            runner.invalidate()
+            assert sum(pool.num_bytes for pool in pools) == 0
+            assert any(kept)
+    finally:
+        gc.enable()
 
 
 # -- new weights ------------------------------------------------------------------------------

@@ -427,7 +427,7 @@ def test_python_effects_happen_at_capture_not_at_replay(make_runner):
 
 
 class TestStaticInput:
-    @pytest.mark.parametrize("shape", [(None, None), (-1,), (True,), (1.5,), ("rows",)])
+    @pytest.mark.parametrize("shape", [(None, None), (-1,), (True,), (1.5,), ("two rows",)])
     def test_bad_shapes(self, shape):
         with pytest.raises(ConfigError, match="shape"):
             StaticInput(shape, "int64")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from local_ranks import all_good, run_ranks
 from rank_policies import MAX_NUM_TOKENS, Smallest, Wilful, make_dispatcher, random_batch
 
 from dispatchkit import (
+    Axis,
     Batch,
     BatchDescriptor,
     CellUpdate,
@@ -435,6 +437,14 @@ def test_a_lazy_dispatcher_is_refused():
         return RankedDispatcher(Dispatcher(Smallest(), plain.config, lazy=True), ranks)
 
     assert any(isinstance(error, ConfigError) for error in run_ranks(2, run))
+
+
+def test_axes_are_refused_where_ranks_decide_together():
+    def run(ranks):
+        config = attrs.evolve(make_dispatcher().config, axes=[Axis("length", (4,))])
+        return RankedDispatcher(Dispatcher(Smallest(), config), ranks)
+
+    assert any("axes must be none" in str(error) for error in run_ranks(2, run))
 
 
 def test_a_learner_on_another_rank_than_the_first_is_refused_and_stops_all():

@@ -39,7 +39,7 @@ class Piece:
     query_len: int
     max_query_len: int | None
     num_active_loras: int
-    axes: tuple[int, ...]
+    axes: tuple[int | None, ...]
     top: int
 
     @classmethod

@@ -1,0 +1,146 @@
+"""A call under other circumstances than the capture never gets its graph."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit.errors import InputError  # noqa: E402
+
+INPUT = {"x": StaticInput((None, 4), "float32")}
+X = torch.arange(12.0).view(3, 4) / 8
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected)
+
+
+class Layer(torch.nn.Module):
+    """A weight, and something that depends on the training flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight).float() * (2 if self.training else 3)
+
+    def run(self, x):
+        return self(x)
+
+
+def as_module(layer):
+    return layer
+
+
+def as_method(layer):
+    return layer.run
+
+
+def as_closure(layer):
+    def step(x):
+        return layer(x)
+
+    return step
+
+
+def as_pieces(layer):
+    return [graph_piece(lambda x: x * 1), eager_piece(lambda h: h + 0), graph_piece(layer)]
+
+
+forms = pytest.mark.parametrize("form", [as_module, as_method, as_closure, as_pieces])
+
+
+@forms
+def test_switching_to_training_and_back(make_runner, quiet, form):
+    layer = Layer().eval()
+    runner = make_runner(form(layer), INPUT)
+    runner.capture()
+    for flag in (False, True, False):
+        layer.train(flag)
+        with torch.no_grad():
+            same(runner(X), layer(X))
+    assert runner.stats().eager_by_reason == {"training_mode": 1}
+
+
+@forms
+@pytest.mark.parametrize("move", [torch.nn.Module.double, torch.nn.Module.half])
+def test_module_of_another_type_is_not_replayed(make_runner, quiet, form, move):
+    """Its weights are elsewhere from then on; captured again, graphs read those."""
+    layer = Layer()
+    runner = make_runner(form(layer), INPUT)
+    runner.capture()
+    move(layer)
+    with torch.no_grad():
+        same(runner(X), layer(X))
+        assert runner.stats().eager_by_reason == {"moved_module": 1}
+        runner.invalidate()
+        runner.capture()
+        same(runner(X), layer(X))
+    assert runner.stats().steps_by_mode["FULL"] == 1
+
+
+def test_weights_loaded_in_place_are_no_move(make_runner):
+    layer, other = Layer(), Layer()
+    runner = make_runner(layer, INPUT)
+    runner.capture()
+    layer.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        same(runner(X), other(X))
+    assert runner.stats().steps_by_mode["FULL"] == 1
+
+
+@pytest.mark.parametrize(
+    "enter",
+    [
+        torch.no_grad,
+        torch.enable_grad,
+        torch.inference_mode,
+        lambda: torch.set_grad_enabled(False),
+    ],
+)
+def test_gradient_mode_of_the_caller_changes_nothing(make_runner, enter):
+    """Steps carry no gradients, whatever the caller's mode; it is as before afterwards."""
+    layer = Layer()
+    runner = make_runner(layer, INPUT, lazy=True)
+    with enter():
+        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        for _ in range(2):
+            result = runner(X)
+            assert not result.requires_grad
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+    with torch.no_grad():
+        same(runner(X), layer(X))
+    assert runner.stats().steps_by_mode["FULL"] == 3
+
+
+def test_inputs_of_any_strides_are_read_by_value(make_runner):
+    runner = make_runner(lambda x: x * 2, INPUT)
+    runner.capture()
+    base = torch.randn(8, 8)
+    for x in (base.t()[:3, :4], base[::2, ::2][:3], base[:, :1].expand(8, 4)[:5], base[:4, 2:6]):
+        same(runner(x), x * 2)
+    assert runner.stats().steps_by_mode["FULL"] == 4
+
+
+@pytest.mark.parametrize(
+    "x", [X.double(), X.half(), X.to("meta"), X[0], X[:, :3], X.clone().requires_grad_()]
+)
+def test_other_types_places_shapes_and_gradients_never_reach_a_graph(make_runner, x):
+    runner = make_runner(lambda x: x * 2, INPUT)
+    runner.capture()
+    with pytest.raises(InputError, match="'x'"):
+        runner(x)
+    assert runner.stats().steps == 0
+
+
+def test_each_runner_has_graphs_of_its_own_function(make_runner):
+    """Two functions of one source, and one with other values in its closure."""
+    runners = []
+    for factor in (2, 3):
+        runners.append(make_runner(lambda x, factor=factor: x * factor, INPUT))
+        runners[-1].capture()
+    for factor, runner in zip((2, 3), runners, strict=True):
+        same(runner(X), X * factor)
