@@ -18,6 +18,7 @@ from dispatchkit.execute.graphed_forms import Form
 from dispatchkit.execute.inputs import RESERVED_NAMES
 from dispatchkit.execute.reasons import EagerStepWarning
 from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.submit import StepHandle
 from dispatchkit.observe.counters import RunnerStats
 
 #: What ``batch_dims`` is where nothing is declared (None means that nothing is batched).
@@ -116,19 +117,15 @@ class GraphedCalls:
         runner, tensors = found
         return runner(*tensors)
 
-    def submit(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call on one of the lanes, beside others; returns a handle to its result.
+    def submit(self, *args: Any, **kwargs: Any) -> StepHandle:
+        """Queue a call on one of the lanes, beside others, and return at once.
 
         Raises:
-            ConfigError: The call has no graphs to run.
+            InputError: Such a call has no graphs; with the reason.
         """
+        runner, tensors = self._find_or_raise(args, kwargs)
         self._calls += 1
-        found = self._find(args, kwargs)
-        if isinstance(found, str):
-            raise ConfigError("call", found, "one that graphs can run", "Call it directly.")
-        runner, tensors = found
-        submit: Any = getattr(runner, "submit", None)
-        return submit(*tensors)
+        return runner.submit(*tensors)
 
     def capture(self, *args: Any, **kwargs: Any) -> int:
         """Capture all sizes for calls such as this one, ahead of them; returns how many.
@@ -136,10 +133,7 @@ class GraphedCalls:
         Raises:
             InputError: Such a call has no graphs; with the reason.
         """
-        found = self._find(args, kwargs)
-        if isinstance(found, str):
-            raise InputError(found, f"Such a call runs without graphs: {found}.")
-        return found[0].capture().num_graphs
+        return self._find_or_raise(args, kwargs)[0].capture().num_graphs
 
     def invalidate(self) -> None:
         """Give up all graphs, after what they read was replaced."""
@@ -232,6 +226,14 @@ class GraphedCalls:
                     self.target, self.settings, self.grows, args, kwargs, dims, names
                 )
             return form.runner_for(rows), tensors
+
+    def _find_or_raise(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[GraphRunner, Sequence[torch.Tensor]]:
+        found = self._find(args, kwargs)
+        if isinstance(found, str):
+            raise InputError(found, f"Such a call runs without graphs: {found}. Call it directly.")
+        return found
 
     def _derive(
         self,

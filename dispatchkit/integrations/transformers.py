@@ -75,7 +75,9 @@ class GraphDecoder:
         sizes: Batch sizes to capture; derived from ``max_batch_size`` by default.
         lengths: Lengths of the cache to capture for: a step reads the smallest that covers all
             of its sequences. By default powers of two from 128 on, and ``max_length``.
-        forward: What computes a step in the model's place, such as ``torch.compile(model)``.
+        forward: What computes a step in the model's place, such as ``torch.compile(model)``. By
+            default it is warmed up twice, since it is not compiled while its writes are watched,
+            and host synchronisation in its capture is left to the driver to refuse.
         policy: Name of the policy, or an object.
         policy_options: Options of a policy chosen by name.
         backend: ``auto``, a backend's name, or an object.
@@ -118,6 +120,13 @@ class GraphDecoder:
         self.lengths = check_lengths(lengths, max_length)
         self.cache = SlotCache(self._probe.states, max_batch_size, max_length)
         self.device = self._probe.device
+        if forward is not None:
+            settings.setdefault("warmups", 2)
+            if backend == "auto" and self.device.type == "cuda":
+                from dispatchkit.backends.cuda import CudaBackend
+
+                # Watched, a compiled module would run as if it was not.
+                backend = CudaBackend(self.device, refuse_host_syncs=False)
         self._settings = {
             "sizes": sizes,
             "max_num_tokens": max_batch_size,

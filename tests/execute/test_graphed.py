@@ -202,6 +202,17 @@ def test_the_policy_is_passed_on(net):
     assert fast.graphed.runners[0].dispatcher.policy_name == "threshold"
 
 
+def test_calls_are_spread_over_lanes(net):
+    fast = graphed(net, sizes=[4], lanes=2)
+    xs = [torch.randn(3, 4) for _ in range(4)]
+    handles = [fast.graphed.submit(x) for x in xs]
+    for x, handle in zip(xs, handles, strict=True):
+        torch.testing.assert_close(handle.result(), net(x))
+    (runner,) = fast.graphed.runners
+    assert len(runner.lanes) == 2
+    assert fast.graphed.stats().calls == 4
+
+
 # -- plain calls, each with a reason --------------------------------------------------------
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -359,3 +364,30 @@ def test_layers_of_other_shapes_have_memory_of_their_own():
     cache = SlotCache(like, num_slots=3, length=5)
     assert [tuple(block.shape) for block in cache.memory] == [(2, 3, 2, 6, 4), (2, 3, 1, 6, 8)]
     assert cache.num_bytes == 4 * (2 * 3 * 2 * 6 * 4 + 2 * 3 * 6 * 8)
+
+
+# -- the benchmark --------------------------------------------------------------------------
+
+
+def test_the_benchmark_of_decoding_runs_with_tiny_models_on_a_cpu():
+    script = Path(__file__).resolve().parents[2] / "bench" / "decoding.py"
+    small = "--models llama-tiny --batches 2 --steps 2 --rounds 1 --trace-steps 4 --most 4"
+    done = subprocess.run(
+        [sys.executable, str(script), *small.split()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(row["traffic"], row["case"]) for row in rows} == {
+        ("batch 2", "eager"),
+        ("batch 2", "graphs"),
+        ("trace of 4", "eager"),
+        ("trace of 4", "graphs"),
+        ("generate, batch 2", "library dynamic"),
+        ("generate, batch 2", "generate"),
+    }
+    assert all(row["tokens_per_s"] > 0 for row in rows)

@@ -1,0 +1,56 @@
+"""The step loop of a small serving engine: what is left of it when dispatch is a library.
+
+    python examples/engine_loop.py
+
+Requests of different lengths arrive over time and decode together, one token each in a step; a
+cache holds a slot for each. Capture sizes, padding, the dictionary of graphs and the fall-back,
+which engines write anew each time, are the runner's. Without a GPU it runs on the tape.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from dispatchkit import GraphRunner, StaticInput
+from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SLOTS = 16
+
+
+def main() -> None:
+    """Serve forty requests and show what was replayed."""
+    shape = DecoderShape(num_slots=SLOTS, cache_len=16)
+    model, cache = Decoder(shape).to(DEVICE), KVCache(shape, DEVICE)
+    choose = random.Random(0)
+    waiting = [choose.randint(3, 12) for _ in range(40)]  # how many tokens each asks for
+
+    # ---- the engine -------------------------------------------------------------------
+    runner = GraphRunner(
+        lambda tokens, positions, slots: model(tokens, positions, slots, cache).argmax(-1),
+        {name: StaticInput((None,), "int64") for name in ("tokens", "positions", "slots")},
+        max_num_tokens=SLOTS,
+        mode="FULL",
+        scratch=cache.tensors,  # rows without a request write to slot 0, which nobody reads
+    )
+    runner.capture()
+    free, live, tokens = list(range(1, SLOTS + 1)), [], torch.empty(0, dtype=torch.int64)
+    while waiting or live:
+        while waiting and free and choose.random() < 0.5:  # a request arrives
+            live.append([free.pop(), 0, waiting.pop()])  # slot, position, tokens to go
+            tokens = torch.cat((tokens.to(DEVICE), torch.ones(1, dtype=torch.int64, device=DEVICE)))
+        if live:
+            slots, positions, _ = torch.tensor(live, device=DEVICE).T.contiguous()
+            tokens = runner(tokens=tokens, positions=positions, slots=slots)
+        live = [[slot, at + 1, left - 1] for slot, at, left in live]
+        free += [slot for slot, _, left in live if not left]
+        tokens = tokens[[row for row, one in enumerate(live) if one[2]]]
+        live = [one for one in live if one[2]]
+    # -----------------------------------------------------------------------------------
+    print(runner)
+
+
+if __name__ == "__main__":
+    main()

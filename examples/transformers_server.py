@@ -1,0 +1,85 @@
+"""A transformers model behind a server's loop, with the batch sizes of real traffic.
+
+    python examples/transformers_server.py [--steps N] [--trace FILE]
+
+Needs transformers: pip install 'dispatchkit[transformers]'. The model is small and has random
+weights. Each row of the trace is one step with so many requests: where there are more than live
+ones, prompts are admitted; where there are fewer, and where the cache ends, the oldest leave.
+Whoever leaves gives up a slot of the one static cache, the last rows move into the gaps, and every
+step replays a graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dispatchkit.integrations.transformers import GraphDecoder
+from dispatchkit.observe.trace import read_trace
+
+TRACE = (
+    Path(__file__).resolve().parent.parent / "dispatchkit" / "demo" / "data" / "azure_conv_high.csv"
+)
+MOST, LENGTHS = 32, (24, 40)  # requests at a time; lengths of the cache
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def tiny_model() -> Any:
+    """Return a small Llama-like model."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    return LlamaForCausalLM(config).to(DEVICE).eval()
+
+
+def main() -> None:
+    """Serve the first steps of a trace."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    args = parser.parse_args()
+    counts = read_trace(args.trace)[: args.steps].column("num_reqs")
+    wanted = [max(1, count * MOST // max(counts)) for count in counts]
+
+    decoder = GraphDecoder(
+        tiny_model(), max_batch_size=MOST, max_length=LENGTHS[-1], lengths=LENGTHS
+    )
+    random = torch.Generator().manual_seed(0)
+    texts: list[list[int]] = []  # what each live row has said, in the decoder's order
+    finished = 0
+    for count in wanted:
+        full = [row for row, length in enumerate(decoder.row_lengths) if length >= LENGTHS[-1]]
+        oldest = sorted(range(len(texts)), key=lambda row: -len(texts[row]))
+        leaving = {*full, *oldest[: max(0, len(texts) - count)]}
+        texts = [texts[row] for row in decoder.drop(leaving)]
+        finished += len(leaving)
+        if missing := count - decoder.num_rows:
+            prompts = torch.randint(3, 97, (missing, 12), generator=random).to(DEVICE)
+            decoder.admit(prompts)
+            texts += [[token] for token in decoder.tokens[-missing:].tolist()]
+        for text, token in zip(texts, decoder.step().tolist(), strict=True):
+            text.append(token)
+
+    stats = decoder.stats()
+    print(f"{stats.steps} steps, {sum(wanted)} tokens, {finished} requests finished")
+    print(f"{stats.moved} rows moved, {stats.moved_bytes} bytes copied for it")
+    for (length, _), one in stats.graphs.items():
+        print(
+            f"cache read to {length}: {one.steps} steps, {one.captures} graphs captured, "
+            f"{one.steps_by_mode['NONE']} steps eager, padding {one.padding:.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Every program of examples/ that needs one process runs, and says what its text promises."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Return what an example prints."""
+
+    def run_example(name, *args):
+        monkeypatch.setattr(sys, "argv", [name, *args])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_example
+
+
+def test_an_engines_loop_replays_every_step(run):
+    said = run("engine_loop.py")
+    assert re.search(r"^(\d+) steps: 0 NONE, 0 PIECEWISE, \1 FULL", said, flags=re.MULTILINE)
+
+
+def test_an_audio_model_has_an_axis_of_frames(run):
+    said = run("audio_lengths.py")
+    assert "30 steps: 0 NONE, 0 PIECEWISE, 30 FULL" in said
+    assert float(said.split()[-1]) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_server_of_a_transformers_model_follows_a_trace(run):
+    pytest.importorskip("transformers")
+    said = run("transformers_server.py", "--steps", "40")
+    assert "40 steps, " in said
+    moved = re.search(r"^(\d+) rows moved", said, flags=re.MULTILINE)
+    assert int(moved[1]) > 0
+    graphs = re.findall(r"(\d+) graphs captured, (\d+) steps eager", said)
+    assert len(graphs) == 2
+    assert all(int(eager) == 0 for _, eager in graphs)
