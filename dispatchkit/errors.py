@@ -8,7 +8,7 @@ Each class also inherits the built-in exception a caller would expect, so that e
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -187,6 +187,18 @@ class CaptureError(DispatchkitError, RuntimeError):
 
     def __init__(self, message: str, *, key: str = "", reason: str = "error") -> None:
         self.key, self.reason = key, reason
+        super().__init__(message)
+
+
+class SwapError(DispatchkitError, RuntimeError):
+    """A swap was refused while serving; what was in force stays as it was.
+
+    Attributes:
+        failed: Why, by key as text.
+    """
+
+    def __init__(self, message: str, *, failed: Mapping[str, str]) -> None:
+        self.failed = dict(failed)
         super().__init__(message)
 
 

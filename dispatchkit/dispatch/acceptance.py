@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+import attrs
+
 from dispatchkit.dispatch.axes import knows_axes, without_axes
 from dispatchkit.dispatch.cells import batch_of_cell
 from dispatchkit.dispatch.constraints import broken_constraint
@@ -16,6 +18,26 @@ from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.registry import GraphRegistry
 
 _MAX_SIZES_TRIED = 16
+
+
+@attrs.frozen(eq=False)
+class Proposal:
+    """A policy and a configuration that passed their trial and may be installed.
+
+    Attributes:
+        policy: The policy.
+        config: What it decides under.
+        origin: Where it comes from, for messages.
+        keys: What it declares, in order; once for each combination of buckets where it knows
+            nothing of axes.
+        adds_axes: That is so.
+    """
+
+    policy: Policy
+    config: DispatchConfig
+    origin: str
+    keys: tuple[GraphKey, ...]
+    adds_axes: bool = False
 
 
 def accepted_keys(

@@ -23,7 +23,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.dispatch.acceptance import accepted_keys, raised
+from dispatchkit.dispatch.acceptance import Proposal, accepted_keys, raised
 from dispatchkit.dispatch.axes import (
     PlainView,
     answer_with_axes,
@@ -112,9 +112,10 @@ class Dispatcher:
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
         self._warned: set[tuple[str, str]] = set()
+        self._hidden: frozenset[GraphKey] = frozenset()
+        self._declared: frozenset[GraphKey] = frozenset()
         self.num_policy_errors: int = 0
-        keys = accepted_keys(policy, config, origin, self._modes)
-        self._install(policy, config, origin, keys, epoch=0)
+        self._install(self.propose(policy, config, origin), epoch=0)
         self._unsubscribe = self.registry.subscribe(self._on_registry_event)
         if on_swap is not None:
             on_swap(self.policy_name, None, 0)
@@ -162,6 +163,25 @@ class Dispatcher:
         except (LookupError, TypeError, ValueError, OverflowError):
             pass  # an unused row, a batch above the table, or a wrong type: told apart below
         return self._dispatch_cold(num_tokens, num_reqs, uniform, loras, ceiling)
+
+    def dispatch_timed(
+        self,
+        num_tokens: int,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+    ) -> Decision:
+        """Return what ``dispatch`` does, bound anew so that this one step is measured."""
+        decision = self.dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
+        if decision.timed:
+            return decision
+        with self._lock:
+            batch = self.batch(num_tokens, num_reqs, uniform, loras, ceiling)
+            if self._is_lost(decision):  # since, by another thread
+                return decision
+            # As one for this step only, which is measured in any case.
+            return self._bound(attrs.evolve(decision, timed=True, one_shot=True), batch)
 
     def _dispatch_cold(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
@@ -258,12 +278,61 @@ class Dispatcher:
             origin = self._origin if policy is None else origin
             new_policy = self._policy if policy is None else policy
             new_config = self.config if config is None else config
-            keys = accepted_keys(new_policy, new_config, origin, self._modes)
+            proposal = self.propose(new_policy, new_config, origin)
             previous, epoch = self.policy_name, self._table.epoch + 1
-            self._install(new_policy, new_config, origin, keys, epoch=epoch)
+            self._install(proposal, epoch)
         if self._on_swap is not None:
             self._on_swap(policy_name(new_policy), previous, epoch)
         return epoch
+
+    # A swap in three parts, for an executor that captures the new graphs in between.
+
+    def propose(self, policy: Policy, config: DispatchConfig, origin: str = "") -> Proposal:
+        """Return a policy and configuration that may be installed, after a trial.
+
+        Nothing changes here; the policy must be another object than the one in force, which
+        declares and decides in the trial.
+
+        Raises:
+            PolicyError: The policy is refused.
+        """
+        keys = accepted_keys(policy, config, origin, self._modes)
+        adds_axes = bool(config.axes) and not knows_axes(keys)
+        if adds_axes:
+            keys = expanded(keys, config)
+        return Proposal(policy, config, origin, tuple(dict.fromkeys(keys)), adds_axes)
+
+    def reserve(self, proposal: Proposal) -> list[GraphKey]:
+        """Declare a proposal's keys, unseen by the policy in force; return those that are new.
+
+        They can be captured from now on, and are neither chosen nor answered about.
+        """
+        with self._lock:
+            new = [key for key in proposal.keys if key not in self.registry]
+            self._hide(self._hidden.union(new))
+            self.registry.declare(new)
+        return new
+
+    def install(self, proposal: Proposal) -> list[GraphKey]:
+        """Put a proposal in force, at once and with an empty table: a new epoch.
+
+        ``on_swap`` is not told; the caller does that once it holds no lock.
+
+        Returns:
+            The keys that policies before had declared and this one does not. They are in the
+            registry still, unseen; the caller is to forget them.
+        """
+        with self._lock:
+            retired = self._declared.difference(proposal.keys)
+            self._hidden |= retired
+            self._declared -= retired
+            self._install(proposal, self._table.epoch + 1)
+        return [key for key in retired if key in self.registry]
+
+    def show_all(self) -> None:
+        """Hide no key any more: a proposal was given up, or what retired is forgotten."""
+        with self._lock:
+            self._hide(frozenset())
 
     def set_lazy(self, lazy: bool) -> None:
         """Let keys without a graph be dispatched, or no longer; cells are decided anew."""
@@ -292,6 +361,16 @@ class Dispatcher:
     def policy_origin(self) -> str:
         """The distribution and version the policy comes from, if known."""
         return self._origin
+
+    @property
+    def modes(self) -> frozenset[RuntimeMode]:
+        """Runtime modes the executor can do."""
+        return self._modes
+
+    @property
+    def lazy(self) -> bool:
+        """Whether declared keys may be dispatched, to be captured on first use."""
+        return self._lazy
 
     @property
     def epoch(self) -> int:
@@ -347,24 +426,27 @@ class Dispatcher:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _install(
-        self,
-        policy: Policy,
-        config: DispatchConfig,
-        origin: str,
-        keys: list[GraphKey],
-        epoch: int,
-    ) -> None:
-        self._adds_axes = bool(config.axes) and not knows_axes(keys)
-        self.registry.declare(expanded(keys, config) if self._adds_axes else keys)
-        table = Table(config, epoch)
-        self._policy, self._origin, self.config = policy, origin, config
+    def _install(self, proposal: Proposal, epoch: int) -> None:
+        self._adds_axes = proposal.adds_axes
+        self.registry.declare(proposal.keys)
+        table = Table(proposal.config, epoch)
+        self._policy, self._origin = proposal.policy, proposal.origin
+        self.config = proposal.config
+        self._declared = self._declared.union(proposal.keys)
+        self._hidden = self._hidden.difference(proposal.keys)
         self.graphs: GraphView = GraphView(
-            self.registry, config, modes=self._modes, dispatchable=self._is_dispatchable
+            self.registry,
+            self.config,
+            modes=self._modes,
+            dispatchable=self._is_dispatchable,
+            hidden=self._hidden,
         )
         self._table = table
         self._by_reqs = table.by_reqs
         self._rows = table.rows  # last, and at once: readers see the old epoch or the new
+
+    def _hide(self, keys: frozenset[GraphKey]) -> None:
+        self._hidden = self.graphs.hidden = keys
 
     def _is_dispatchable(self, entry: GraphEntry) -> bool:
         return entry.state is KeyState.CAPTURED or (
@@ -465,6 +547,8 @@ class Dispatcher:
     def _on_registry_event(self, event: RegistryEvent) -> None:
         """Empty the cells that name the key or could choose it."""
         with self._lock:
+            if event.key in self._hidden:
+                return
             self._table.invalidate(event.key.mode, event.key.num_tokens)
 
     def _no_graph(self, cell: Cell, num_reqs: int, reason: str) -> NoGraphError:

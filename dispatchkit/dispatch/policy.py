@@ -26,6 +26,8 @@ class GraphView:
 
     Attributes:
         config: The configuration in force.
+        hidden: Keys of the registry that it does not show: those captured ahead for the next
+            policy, and those of the last one that are about to go.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class GraphView:
         *,
         modes: frozenset[RuntimeMode],
         dispatchable: Callable[[GraphEntry], bool],
+        hidden: frozenset[GraphKey] = frozenset(),
     ) -> None:
         self.config = config
+        self.hidden = hidden
         self._registry = registry
         self._modes = modes
         self._dispatchable = dispatchable
@@ -44,7 +48,7 @@ class GraphView:
     def why_not(self, key: GraphKey) -> str | None:
         """Return why a key cannot run now, as a reason to count; None if it can."""
         entry = self._registry.get(key)
-        if entry is None:
+        if entry is None or key in self.hidden:
             return Reason.NO_KEY
         if key.mode not in self._modes:
             return Reason.PIECEWISE_UNSUPPORTED
@@ -63,16 +67,16 @@ class GraphView:
 
         They need not be ready; ask ``is_ready`` or ``why_not``.
         """
-        return self._registry.covering(batch, mode)
+        return (key for key in self._registry.covering(batch, mode) if key not in self.hidden)
 
     def __iter__(self) -> Iterator[GraphKey]:
-        return iter(self._registry)
+        return (key for key in self._registry if key not in self.hidden)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._registry
+        return key in self._registry and key not in self.hidden
 
     def __len__(self) -> int:
-        return len(self._registry)
+        return sum(1 for _ in self)
 
 
 @runtime_checkable

@@ -31,8 +31,11 @@ from dispatchkit.execute.pieces import Piece, eager_piece, graph_piece
 from dispatchkit.execute.ranges import NvtxRanges
 from dispatchkit.execute.reasons import EagerStepWarning
 from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.shadowing import RunnerShadow
 from dispatchkit.execute.submit import LaneCost, LanePolicyWarning, LaneStats, StepHandle
 from dispatchkit.execute.support import ModeDowngradeWarning, declare_support
+from dispatchkit.execute.swap import SwapReport
+from dispatchkit.execute.watch import ConfigWatcher, SwapWarning
 from dispatchkit.execute.wrapper import (
     GraphWrapper,
     WrappedEntry,
@@ -52,6 +55,7 @@ __all__ = [
     "CapturedStep",
     "CheckWarning",
     "ChurnWarning",
+    "ConfigWatcher",
     "EagerStepWarning",
     "ForwardContext",
     "GraphRunner",
@@ -63,9 +67,12 @@ __all__ = [
     "NoForwardContextError",
     "NvtxRanges",
     "Piece",
+    "RunnerShadow",
     "RunnerStats",
     "StaticInput",
     "StepHandle",
+    "SwapReport",
+    "SwapWarning",
     "WrappedEntry",
     "WrapperDevice",
     "WrapperError",

@@ -188,6 +188,27 @@ class Room:
         self._is_churn_told = False
 
     @property
+    def budget(self) -> Budget:
+        """The limits in force."""
+        return self._budget
+
+    def change(self, budget: Budget) -> list[GraphKey]:
+        """Put other limits in force, and give up graphs until they hold.
+
+        Returns:
+            The keys that lost their graph with the whole pool, and may find room in a new one.
+        """
+        self._budget = budget
+        limit = budget.max_graphs
+        while limit is not None and len({id(step) for step in self._live().values()}) > limit:
+            self._evict_one(self._live().values())
+        most = budget.max_bytes
+        while most is not None and self._lane.num_bytes() > most:
+            if not self._give_way():
+                return self.clear_pool()
+        return []
+
+    @property
     def refusal(self) -> str:
         """What a key is told that there is no room for."""
         return f"over_budget: max_graphs is {self._budget.max_graphs}"

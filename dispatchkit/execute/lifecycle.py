@@ -84,6 +84,11 @@ class Lifecycle:
         """Return how many live graphs there are; one that serves several keys counts once."""
         return len({id(step) for step in self.live().values()})
 
+    def may_capture(self, key: GraphKey) -> bool:
+        """Return whether a key has no graph, and neither backend nor switches forbid one."""
+        is_live = self._entry(key).state is KeyState.CAPTURED
+        return not is_live and key.mode in self._modes and self._registry.is_enabled(key)
+
     # -- sessions -----------------------------------------------------------------------
 
     def capture_all(
@@ -279,6 +284,27 @@ class Lifecycle:
             self.evict(key, "replaced")
         self._room.make()
         self._registry.captured(key, step)
+
+    def forget(self, keys: Iterable[GraphKey]) -> None:
+        """Remove keys altogether, with the graphs that no other key names."""
+        gone = [self._entry(key) for key in keys]
+        for entry in gone:
+            self._registry.forget(entry.key)
+            self._seen.pop(entry.key, None)
+        for entry in gone:
+            if entry.state is KeyState.CAPTURED:
+                self._release(entry.graph)
+
+    @property
+    def budget(self) -> Budget:
+        """The limits in force."""
+        return self._room.budget
+
+    def set_budget(self, budget: Budget) -> None:
+        """Put other limits in force; graphs beyond them go, and what can stay is captured anew."""
+        lost = self._room.change(budget)
+        if lost and not self.lazy and not self.is_frozen:
+            self.capture_all(lost)
 
     # -- inside -------------------------------------------------------------------------
 

@@ -83,6 +83,7 @@ class Recording:
     _recorder: StepRecorder | None = None
     _tell: Callable[[Decision], None] | None = None
     _watcher: StepWatcher | None = None
+    _shadow_dispatch: Callable[..., Decision] | None = None
 
     def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
         """Record what each step is dispatched with, in place of an earlier recording.
@@ -130,9 +131,20 @@ class Recording:
             self._watcher = watcher
             self._listen()
 
+    @property
+    def is_shadowed(self) -> bool:
+        """Whether a shadow follows the steps."""
+        return self._shadow_dispatch is not None
+
+    def let_follow(self, dispatch: Callable[..., Decision] | None) -> None:
+        """Decide steps through a shadow's function, which asks the dispatcher; None: no more."""
+        with self._lock:
+            self._shadow_dispatch = dispatch
+            self._listen()
+
     def _listen(self) -> None:
         for number, member in enumerate(self.lanes):
-            decide: Callable[..., Decision] = member.dispatcher.dispatch
+            decide: Callable[..., Decision] = self._shadow_dispatch or member.dispatcher.dispatch
             if self._tell is not None:
                 decide = _telling(decide, self._tell)
             if self._recorder is not None:

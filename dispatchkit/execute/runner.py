@@ -39,15 +39,16 @@ from dispatchkit.execute.reasons import (
 )
 from dispatchkit.execute.recording import Recording
 from dispatchkit.execute.report import ladder
-from dispatchkit.execute.setup import make_backend, make_config, make_policy, with_mode
+from dispatchkit.execute.setup import honoured, make_backend, make_config, make_policy
 from dispatchkit.execute.setup_lanes import add_lanes, check_lanes
+from dispatchkit.execute.shadowing import Shadowing
 from dispatchkit.execute.state import DEFAULT_STATE_LIMIT
 from dispatchkit.execute.submit import Submitting
-from dispatchkit.execute.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.execute.timing import SAMPLE_EVERY, Timings
 from dispatchkit.execute.warmup import Warmups
 from dispatchkit.keys.axes import Axis
 from dispatchkit.keys.batch import Batch
+from dispatchkit.keys.capture_sizes import check_count
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import StepCounters
@@ -64,7 +65,7 @@ def _remake(settings: dict[str, Any]) -> GraphRunner:
     return GraphRunner(**settings)
 
 
-class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
+class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks):
     """Run a step through captured graphs, padded to the nearest size, or eager.
 
     A call gives what the step itself gives on the same inputs. Graphs carry no gradients:
@@ -100,6 +101,8 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
         state_limit_bytes: Most bytes of undeclared state to save around warmups.
         generators: Random generators of the step, beside the default ones.
         warmups: Eager runs before each capture.
+        buffer_rows: Rows that the static inputs have room for at least, where a swap may bring
+            larger sizes than the first; by default those of the largest size.
         share_outputs: Graphs write their outputs to one memory, by a copy inside the graph;
             False saves the copy and spends memory for each graph.
         lazy: Capture a key when a call asks for it.
@@ -165,6 +168,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
         state_limit_bytes: int = DEFAULT_STATE_LIMIT,
         generators: Iterable[torch.Generator] = (),
         warmups: int = 1,
+        buffer_rows: int | None = None,
         share_outputs: bool = True,
         lazy: bool = False,
         capture_after: int = 1,
@@ -199,7 +203,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
             axes=axes,
         )
         check_lanes(lanes, policy=policy, outputs=outputs, check=check)
-        self._made_from = given
+        self._made_from, self._asked = given, asked
         self.strict = strict
         self.owned_outputs: bool = outputs == "owned"
         self.backend: GraphBackend = make_backend(backend, device, plugins)
@@ -210,27 +214,17 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
         self._step = Step(step, self._inputs.names, row_count, [axis.name for axis in asked.axes])
         self._row_count = row_count
         self.asked_mode: CUDAGraphMode = asked.mode
-        supported = mode_for_pieces(
-            self._step.pieces,
-            asked.mode,
-            query_len=max(asked.query_lens),
-            captures=self.backend.capabilities.graphs,
-        )
-        warn_of_downgrade(supported)
-        self.mode_reasons: tuple[str, ...] = supported.reasons
-        resolved = supported.mode
-        if not self._step.can_split:
-            resolved = resolved.without_piecewise()
-        self.config: DispatchConfig = (
-            asked if resolved is asked.mode else with_mode(asked, resolved)
-        )
+        self.mode_reasons: tuple[str, ...]
+        self.config: DispatchConfig
+        self.config, self.mode_reasons = honoured(asked, self._step, self.backend)
         self.guard: Guard = Guard(self._inputs.device.type, self._step.modules)
         self.counters: StepCounters = StepCounters()
         self._lock = threading.RLock()
         self._told: set[str] = set()
+        self._swap_lock = threading.Lock()
 
         chosen, origin, plugins = make_policy(policy, policy_options, self.config, plugins)
-        notices = self._notices = Notices(plugins)
+        self._plugins, self._notices = plugins, Notices(plugins)
         modes = frozenset({RuntimeMode.FULL, *([RuntimeMode.PIECEWISE] * self._step.can_split)})
         self.dispatcher: Dispatcher = Dispatcher(
             chosen,
@@ -240,12 +234,16 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
             strict=strict,
             origin=origin,
             bind=self._bind,
-            on_swap=notices.policy_swapped,
-            on_fault=notices.policy_at_fault,
+            on_swap=self._notices.policy_swapped,
+            on_fault=self._notices.policy_at_fault,
         )
         self.registry: GraphRegistry = self.dispatcher.registry
-        # Room for the largest bucket: that is what is cut, whatever batches may come.
-        num_rows = max((key.num_tokens for key in self.registry), default=1)
+        # Room for the largest bucket, which is what is cut, whatever batches may come; also for
+        # one of a size that only a later policy declares.
+        largest = max((key.num_tokens for key in self.registry), default=1)
+        num_rows = max(largest, self.config.max_capture_size)
+        if buffer_rows is not None:
+            num_rows = max(num_rows, check_count(buffer_rows, "buffer_rows"))
         sizing = self._axes is not None and self._axes.has_dimensions
         self._lane = Lane(
             self.backend,
@@ -291,7 +289,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Fallbacks):
             self.registry,
             modes,
             self.counters,
-            notices.tell,
+            self._notices.tell,
             budget=Budget(max_graphs=max_graphs, max_bytes=max_bytes, eviction=eviction),
             lazy=lazy,
             capture_after=capture_after,

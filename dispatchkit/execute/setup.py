@@ -12,6 +12,8 @@ from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.resolve import AUTO, BUILT_IN_BACKENDS, resolve_backend
 from dispatchkit.dispatch import Policy
 from dispatchkit.errors import ConfigError
+from dispatchkit.execute.pieces import Step
+from dispatchkit.execute.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
 
@@ -48,6 +50,25 @@ def with_mode(config: DispatchConfig, mode: CUDAGraphMode) -> DispatchConfig:
     changed = copy.copy(config)
     object.__setattr__(changed, "mode", mode)
     return changed
+
+
+def honoured(
+    config: DispatchConfig, step: Step, backend: GraphBackend
+) -> tuple[DispatchConfig, tuple[str, ...]]:
+    """Return the configuration with the closest mode that step and backend can do, and why.
+
+    Raises:
+        ConfigError: FULL was asked for mixed batches, and a piece can never be captured.
+    """
+    supported = mode_for_pieces(
+        step.pieces,
+        config.mode,
+        query_len=max(config.query_lens),
+        captures=backend.capabilities.graphs,
+    )
+    warn_of_downgrade(supported)
+    mode = supported.mode if step.can_split else supported.mode.without_piecewise()
+    return config if mode is config.mode else with_mode(config, mode), supported.reasons
 
 
 def make_backend(

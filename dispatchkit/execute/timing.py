@@ -78,7 +78,8 @@ class Timings:
         lane: Lane,
         sample_every: int = SAMPLE_EVERY,
     ) -> None:
-        self._backend, self._tell, self._lane = backend, tell, lane
+        self._backend, self._lane = backend, lane
+        self._listeners: tuple[Callable[[Outcome], None], ...] = (tell,)
         self.sample_every = check_count(sample_every, "sample_every")
         self.due = 0
         self._clock = "device" if backend.capabilities.device_timing else "host"
@@ -87,6 +88,15 @@ class Timings:
         self._fault: PolicyError | None = None
         self._read: dict[tuple[GraphKey | int, bool], deque[float]] = {}
         self._lock = threading.Lock()
+
+    def listen(self, tell: Callable[[Outcome], None]) -> Callable[[], None]:
+        """Tell outcomes to somebody else too; returns what ends that."""
+        self._listeners = (*self._listeners, tell)
+
+        def end() -> None:
+            self._listeners = tuple(one for one in self._listeners if one != tell)
+
+        return end
 
     def begin(self, batch: Batch, decision: Decision) -> Measurement:
         """Mark the start of a step on the current stream.
@@ -159,6 +169,10 @@ class Timings:
                 )
             )
             told += 1
+
+    def _tell(self, outcome: Outcome) -> None:
+        for tell in self._listeners:
+            tell(outcome)
 
     def of(self, decision: Decision, batch: Batch) -> tuple[MeasuredTime, ...]:
         """Return what was measured of steps that ran as decided, idle and queued apart."""

@@ -1,6 +1,6 @@
 """What happened: counters, events, and traces, the record of every step.
 
-Names of traces are loaded on first use.
+Names of traces and shadows are loaded on first use.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dispatchkit.observe.counters import RunnerStats, StepCount, StepCounters
 
 if TYPE_CHECKING:
+    from dispatchkit.observe.shadow import Shadow, ShadowReport
     from dispatchkit.observe.timeline import Timeline
     from dispatchkit.observe.trace import (
         TRACE_COLUMNS,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "CudagraphStats": "trace_counts",
+    "Shadow": "shadow",
+    "ShadowReport": "shadow",
     "TRACE_COLUMNS": "trace",
     "SizeHistogram": "trace_counts",
     "Timeline": "timeline",
@@ -47,6 +50,8 @@ __all__ = [
     "TRACE_COLUMNS",
     "CudagraphStats",
     "RunnerStats",
+    "Shadow",
+    "ShadowReport",
     "SizeHistogram",
     "StepCount",
     "StepCounters",

@@ -1,6 +1,6 @@
 """Recording of steps: a ring of whole numbers, filled by steps and read as a step trace.
 
-A recorded step writes five numbers into memory that is there already; nothing is made, and
+A recorded step writes six numbers into memory that is there already; nothing is made, and
 the ring never grows. Once it is full the oldest steps are overwritten, and counted.
 """
 
@@ -19,9 +19,9 @@ from dispatchkit.observe.trace import StepTrace, TraceStep, write_trace
 __all__ = ["DEFAULT_CAPACITY", "StepRecorder"]
 
 DEFAULT_CAPACITY = 1 << 16
-"""Steps that are kept by default: 2.6 MB."""
+"""Steps that are kept by default: 3.1 MB."""
 
-_FIELDS = 5  # nanoseconds, tokens, requests, query class, adapters
+_FIELDS = 6  # nanoseconds, tokens, requests, query class, adapters, ceiling
 
 
 class StepRecorder:
@@ -50,7 +50,9 @@ class StepRecorder:
         self.capacity = capacity
         self.num_steps: int = 0
 
-    def add(self, num_tokens: int, num_reqs: int, uniform: int, loras: int) -> None:
+    def add(
+        self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int = 2
+    ) -> None:
         """Record a step by what it was dispatched with."""
         ring, at = self._ring, self._at
         ring[at] = perf_counter_ns()
@@ -58,6 +60,7 @@ class StepRecorder:
         ring[at + 2] = num_reqs
         ring[at + 3] = uniform
         ring[at + 4] = loras
+        ring[at + 5] = ceiling
         at += _FIELDS
         self._at = 0 if at == self._end else at
         self.num_steps += 1
@@ -73,7 +76,7 @@ class StepRecorder:
             ceiling: int = 2,
         ) -> Any:
             decision = dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
-            self.add(num_tokens, num_reqs, uniform, loras)
+            self.add(num_tokens, num_reqs, uniform, loras, ceiling)
             return decision
 
         return dispatch_and_record
@@ -92,7 +95,8 @@ class StepRecorder:
         rows = list(self._rows())
         first_ns = rows[0][0] if rows else 0
         steps = []
-        for number, (at_ns, tokens, reqs, uniform, variant) in enumerate(rows, start=self.num_lost):
+        for number, row in enumerate(rows, start=self.num_lost):
+            at_ns, tokens, reqs, uniform, variant, _ = row
             loras, _ = self._config.variants.facts(variant)
             is_uniform, query_len, longest = self._config.query_class(uniform)
             if is_uniform and not reqs:
@@ -127,6 +131,19 @@ class StepRecorder:
         facts = self._config.variants.facts
         return [dict(zip(names, facts(row[4])[1], strict=True)) for row in self._rows()]
 
+    def read_from(self, number: int) -> tuple[list[tuple[int, ...]], int]:
+        """Return what the steps from a number on were dispatched with, and how many are lost.
+
+        Args:
+            number: The first of them, counted from the first ever recorded.
+
+        Returns:
+            Tokens, requests, query class, adapters (or variant) and ceiling of each that is
+            kept; how many from that number on were overwritten.
+        """
+        first = max(number, self.num_lost)
+        return [row[1:] for row in self._rows(first - self.num_lost)], first - number
+
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the steps kept as a step trace; return how many.
 
@@ -135,8 +152,10 @@ class StepRecorder:
         """
         return write_trace(path, self.trace())
 
-    def _rows(self) -> Iterator[tuple[int, ...]]:
+    def _rows(self, first: int = 0) -> Iterator[tuple[int, ...]]:
+        """Yield the steps kept but for so many of the oldest."""
         # Full, the oldest step is the one to be overwritten next.
-        order = self._ring if not self.num_lost else self._ring[self._at :] + self._ring[: self._at]
-        for index in range(min(self.num_steps, self.capacity)):
-            yield tuple(order[index * _FIELDS : (index + 1) * _FIELDS])
+        start = self._at if self.num_lost else 0
+        for index in range(first, min(self.num_steps, self.capacity)):
+            at = (start + index * _FIELDS) % self._end
+            yield tuple(self._ring[at : at + _FIELDS])

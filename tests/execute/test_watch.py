@@ -1,0 +1,119 @@
+"""A watched settings file: what it says is swapped in, and what it cannot say is refused."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit.execute import ConfigWatcher, SwapWarning  # noqa: E402
+
+
+@pytest.fixture
+def runner(make_runner):
+    made = make_runner(lambda tokens: tokens * 2, policy="vllm")
+    made.capture()
+    return made
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return what writes the settings and gives the file; each time it is a new file."""
+    path = tmp_path / "serving.toml"
+
+    def write(text):
+        part = tmp_path / "part"
+        part.write_text(f"[tool.dispatchkit]\n{text}\n")
+        part.replace(path)
+        # Whatever the clock of the file system resolves.
+        write.number += 1
+        os.utime(path, ns=(write.number, write.number))
+        return path
+
+    write.number = 0
+    return write
+
+
+def test_what_the_file_says_is_swapped_in_once(runner, write):
+    watcher = ConfigWatcher(runner, write('policy = "vllm"\ncapture_sizes = [1, 2, 4, 8]'))
+    assert watcher.poll() is None
+    write("capture_sizes = [3, 8]\nmax_graphs = 5")
+    report = watcher.poll()
+    assert [key.num_tokens for key in report.added] == [3]
+    assert runner.config.capture_sizes == (3, 8)
+    assert runner.lifecycle.budget.max_graphs == 5
+    assert watcher.poll() is None
+    assert runner.dispatcher.epoch == 1
+
+
+def test_policy_and_options_come_from_the_file(runner, write):
+    watcher = ConfigWatcher(
+        runner, write('policy = "threshold"\npolicy_options = { max_tokens = 4 }')
+    )
+    watcher.poll()
+    assert runner.dispatcher.policy_name == "threshold"
+    assert runner.dispatcher.dispatch(3).key.num_tokens == 4
+    assert runner.dispatcher.dispatch(7).key is None
+    write('policy = "threshold"\npolicy_options = { max_tokens = 8 }')
+    watcher.poll()
+    assert runner.dispatcher.dispatch(7).key.num_tokens == 8
+    write('policy = "vllm"')
+    assert watcher.poll().previous == "threshold"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("capture_sizes = [1, 2", "TOML"),
+        ("capture_size = [1, 2]", "capture_sizes"),
+        ("capture_sizes = [0]", "capture_sizes"),
+        ('policy = "nobody"', "policy"),
+        ('outputs = "view"', "Only a new runner"),
+        ('backend = "cuda"', "Only a new runner"),
+        ("capture_sizes = [3, 16]\nmax_num_tokens = 16", "buffer_rows"),
+    ],
+)
+def test_a_file_that_cannot_be_followed_is_told_of_once(runner, write, text, why):
+    watcher = ConfigWatcher(runner, write("max_graphs = 9"))
+    watcher.poll()
+    write(text)
+    with pytest.warns(SwapWarning, match="goes on as it was") as told:
+        assert watcher.poll() is None
+    assert why in str(told[0].message)
+    assert why in str(watcher.error)
+    assert watcher.poll() is None  # no second warning, which would be an error here
+    assert runner.dispatcher.epoch == 0
+    assert torch.equal(runner(torch.arange(3)), torch.arange(3) * 2)
+    write("max_graphs = 8")
+    watcher.poll()
+    assert watcher.error is None
+    assert runner.lifecycle.budget.max_graphs == 8
+
+
+def test_a_file_that_is_missing_is_told_of(runner, tmp_path):
+    watcher = ConfigWatcher(runner, tmp_path / "nowhere.toml")
+    with pytest.warns(SwapWarning, match=r"nowhere\.toml"):
+        watcher.poll()
+
+
+def test_it_can_be_given_a_thread(runner, write):
+    watcher = ConfigWatcher(runner, write("capture_sizes = [3, 8]"))
+    stop, swapped = threading.Event(), threading.Event()
+    poll = watcher.poll
+
+    def telling():
+        if poll() is not None:
+            swapped.set()
+
+    watcher.poll = telling
+    thread = threading.Thread(target=watcher.run, args=(stop, 0.001))
+    thread.start()
+    try:
+        assert swapped.wait(timeout=60)
+    finally:
+        stop.set()
+        thread.join(timeout=60)
+    assert runner.config.capture_sizes == (3, 8)

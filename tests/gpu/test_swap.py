@@ -1,0 +1,157 @@
+"""Swaps while serving on a device: right results, flat memory, a shadow's times by events."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit.errors import SwapError  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::dispatchkit.keys.CaptureSizeWarning"),
+]
+
+DEVICE, WIDTH, MOST = "cuda:0", 256, 32
+LADDERS = [(1, 2, 4, 8, 16, 32), (3, 6, 12, 24, 32), (32,), (5, 20, 32)]
+
+
+@pytest.fixture
+def served():
+    """Return a runner of three pieces with a counter as state, the counter, and eager."""
+    torch.manual_seed(0)
+    first, second = (torch.randn(WIDTH, WIDTH, device=DEVICE) / WIDTH**0.5 for _ in range(2))
+    counter = torch.zeros((), dtype=torch.int64, device=DEVICE)
+
+    def begin(x):
+        counter.add_(1)
+        return torch.relu(x @ first)
+
+    def end(hidden):
+        return hidden @ second
+
+    def eager(x):
+        return torch.relu(x @ first).sigmoid() @ second
+
+    runner = GraphRunner(
+        [graph_piece(begin), eager_piece(torch.sigmoid), graph_piece(end)],
+        {"x": StaticInput((None, WIDTH), "float32")},
+        sizes=LADDERS[0],
+        max_num_tokens=MOST,
+        backend="cuda",
+        device=DEVICE,
+        state=[counter],
+    )
+    assert runner.capture().failed == {}
+    return runner, counter, eager
+
+
+def check(runner, eager, rows, seed):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn(rows, WIDTH, device=DEVICE, generator=generator)
+    # TF32 or not, a padded product may sum in another order.
+    torch.testing.assert_close(runner(x), eager(x), rtol=1e-3, atol=1e-3)
+
+
+def test_memory_is_flat_over_ten_thousand_steps_with_swaps(served):
+    """A swap every 50 steps: sizes, policy, mode and limits in turn."""
+    runner, counter, eager = served
+    modes = ["FULL_AND_PIECEWISE", "PIECEWISE", "FULL"]
+    taken = []
+    steps = 0
+    for swap in range(200):
+        runner.swap(
+            sizes=LADDERS[(swap + 1) % len(LADDERS)],
+            mode=modes[swap % len(modes)],
+            policy="vllm" if swap % 3 else None,
+            max_graphs=None if swap % 2 else 24,
+        )
+        for index in range(50):
+            rows = 1 + (7 * index + swap) % MOST
+            if index % 10 == 0:
+                check(runner, eager, rows, index)
+            else:
+                runner(torch.zeros(rows, WIDTH, device=DEVICE))
+            steps += 1
+        if swap % 12 == 11:  # each time round all ladders and modes
+            torch.cuda.synchronize()
+            gc.collect()
+            free, _ = torch.cuda.mem_get_info()
+            taken.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), -free))
+    assert steps == runner.stats().steps == int(counter) == 10_000
+    assert runner.dispatcher.epoch == 200
+    # After two rounds everything that is to be there is; the driver keeps some of its own.
+    settled = taken[2]
+    for found, first, slack in zip(taken[-1], settled, (1 << 20, 4 << 20, 32 << 20), strict=True):
+        assert found <= first + slack, taken
+
+
+def test_swaps_in_one_thread_while_others_serve(served):
+    runner, counter, eager = served
+
+    def serve(index):
+        with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
+            for number in range(300):
+                check(runner, eager, 1 + (number * 5 + index) % MOST, number)
+            torch.cuda.current_stream().synchronize()
+
+    with ThreadPoolExecutor(3) as pool:
+        serving = [pool.submit(serve, index) for index in range(3)]
+        for swap in range(20):
+            runner.swap(sizes=LADDERS[(swap + 1) % len(LADDERS)])
+        for one in serving:
+            one.result(timeout=300)
+    assert int(counter) == runner.stats().steps == 900
+    assert runner.stats().failed_steps == 0
+
+
+def test_a_step_that_cannot_be_captured_at_a_size_leaves_the_old_sizes():
+    def step(x):
+        if x.shape[0] == 6:
+            return x * x.sum().item()  # reads a value back: refused in a capture
+        return x * 2
+
+    runner = GraphRunner(
+        step,
+        {"x": StaticInput((None,), "float32")},
+        sizes=(4, 8),
+        mode="FULL",
+        backend="cuda",
+        device=DEVICE,
+    )
+    runner.capture()
+    free = torch.cuda.memory_reserved()
+    with pytest.raises(SwapError, match="tokens=6"):
+        runner.swap(sizes=(3, 6, 8))
+    assert runner.dispatcher.epoch == 0
+    assert torch.cuda.memory_reserved() <= free + (2 << 20)
+    x = torch.ones(3, device=DEVICE)
+    torch.testing.assert_close(runner(x), x * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EagerStepWarning)
+        runner(torch.ones(7, device=DEVICE))
+
+
+def test_a_shadow_prices_graphs_by_device_time(served):
+    runner, _, _ = served
+    shadow = runner.start_shadow(sizes=(1, 16, 32), sample_every=4)
+    for index in range(600):
+        runner(torch.zeros(1 + index % MOST, WIDTH, device=DEVICE))
+        if index % 100 == 99:
+            shadow.poll()
+    runner.drain(wait=True)
+    shadow.poll()
+    report = shadow.report()
+    assert report.steps == 600
+    assert report.unpriced_steps == 0
+    assert report.active_us > 0
+    assert report.error_us is not None
+    shadow.promote()
+    assert runner.config.capture_sizes == (1, 16, 32)
