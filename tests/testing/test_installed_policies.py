@@ -1,0 +1,42 @@
+"""Every installed policy keeps the contract, on ten seeds."""
+
+from __future__ import annotations
+
+import contextlib
+import unittest
+
+import pytest
+
+from dispatchkit import load_plugins
+from dispatchkit.dispatch import Policy
+from dispatchkit.testing import PolicyTests
+
+PLUGINS = load_plugins()
+SEEDS = range(10)
+#: Needs no seed, starts two processes, and is run by each plugin's own tests.
+LEFT_OUT = "test_trait_stateless_in_another_process"
+
+
+def test_there_are_several() -> None:
+    """The parametrised test below would pass on none."""
+    assert {"vllm", "composite", "threshold", "adaptive"} <= set(PLUGINS.policies)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PLUGINS.policies))
+def test_installed_policy_keeps_the_contract_whatever_the_seed(name: str) -> None:
+    class Tests(PolicyTests):
+        max_examples = 5
+
+        def make_policy(self) -> Policy:
+            return PLUGINS.create_policy(name)
+
+    properties = [each for each in vars(PolicyTests) if each.startswith("test_")]
+    assert LEFT_OUT in properties
+    for seed in SEEDS:
+        tests = Tests()
+        tests.seed = seed
+        for each in properties:
+            if each != LEFT_OUT:
+                with contextlib.suppress(unittest.SkipTest):
+                    getattr(tests, each)()
