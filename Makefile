@@ -15,7 +15,7 @@ SHARED := -n $(WORKERS) --dist loadfile
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow nightly check lint types public-types contracts format wheels docs bench rivals oldest-transformers clean
+.PHONY: help setup demo test test-slow nightly soak check lint types public-types contracts format wheels docs bench rivals oldest-transformers clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -89,6 +89,9 @@ docs: $(READY) ## Build the pages into docs/_build/html (adds Sphinx to the envi
 	@$(VENV_PY) -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
 	$(VENV_PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
+
+soak: $(READY) ## Run everything at once, with faults at random (ARGS="--steps 1000000 --seed 1")
+	$(VENV_PY) scripts/soak.py $(ARGS)
 
 bench: $(READY) ## Run the CPU benchmarks, one JSON line for each result
 	@for script in bench/*.py; do $(VENV_PY) "$$script" || exit 1; done

@@ -55,6 +55,8 @@ def _plain(value: Any) -> Any:
             number = read(text)
         except ValueError:
             continue
+        if isinstance(number, int):  # of any size: isfinite would make a float of it
+            return number
         return number if math.isfinite(number) else text
     return text
 

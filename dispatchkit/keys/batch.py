@@ -27,6 +27,21 @@ def _code(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         )
 
 
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _values(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        value_fits = False  # it would be found where the key is first looked up
+    else:
+        value_fits = isinstance(value, tuple)
+    if not value_fits:
+        raise DescriptorError(attribute.name, value, "a tuple of values that can be hashed")
+
+
 @attrs.frozen(cache_hash=True)
 class BatchDescriptor:
     """The facts of a captured batch that decide what a graph may serve.
@@ -55,7 +70,7 @@ class BatchDescriptor:
     max_query_len: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(_count(1))
     )
-    axes: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    axes: tuple[int, ...] = attrs.field(default=(), converter=_as_tuple, validator=_values)
 
     def __attrs_post_init__(self) -> None:
         if self.num_reqs is not None and self.num_reqs > self.num_tokens:
@@ -164,7 +179,7 @@ class Batch:
     )
     num_active_loras: int = attrs.field(default=0, validator=_count(0))
     allowed: int = attrs.field(default=int(RuntimeMode.FULL), validator=_code)
-    axes: tuple[int | None, ...] = ()
+    axes: tuple[int | None, ...] = attrs.field(default=(), converter=_as_tuple, validator=_values)
 
     @property
     def allowed_modes(self) -> frozenset[RuntimeMode]:
