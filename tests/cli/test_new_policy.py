@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +23,8 @@ from dispatchkit.cli.app import run
 from dispatchkit.cli.new_policy import write_distribution
 
 PYTHON = sys.executable
+#: The sample of the documentation: what the command writes, kept.
+KEPT = Path(__file__).resolve().parents[2] / "examples" / "dispatchkit-smallest"
 
 
 def test_it_writes_a_distribution_and_says_how_to_go_on(
@@ -57,6 +60,13 @@ def test_json_names_what_was_written_and_what_to_type(
         path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()
     }
     assert said["next"][0] == f"cd '{root}'"
+
+
+def test_the_sample_of_the_documentation_is_what_the_command_writes(tmp_path: Path) -> None:
+    root = write_distribution("smallest", tmp_path)
+    for path in root.rglob("*"):
+        if path.is_file():
+            assert (KEPT / path.relative_to(root)).read_text() == path.read_text(), path.name
 
 
 def test_the_policy_is_short_and_nothing_is_left_to_fill_in(tmp_path: Path) -> None:
@@ -119,7 +129,8 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_it_builds_installs_passes_its_own_tests_and_joins_a_composite(tmp_path: Path) -> None:
     """As a user would: another process, an installed wheel, names only."""
     pytest.importorskip("hatchling")
-    root = write_distribution("smallest-of-all", tmp_path)
+    root = tmp_path / KEPT.name
+    shutil.copytree(KEPT, root)
     site = tmp_path / "site"
     pip = [PYTHON, "-m", "pip", "--quiet", "install", "--no-index", "--no-deps"]
     subprocess.run([*pip, "--no-build-isolation", "--target", str(site), str(root)], check=True)
@@ -141,12 +152,12 @@ def test_it_builds_installs_passes_its_own_tests_and_joins_a_composite(tmp_path:
 
     listed = json.loads(call("-m", "dispatchkit", "policies", "--json"))
     rows = listed["policies"] if isinstance(listed, dict) else listed
-    assert "dispatchkit-smallest-of-all" in {row["distribution"] for row in rows}
+    assert "dispatchkit-smallest" in {row["distribution"] for row in rows}
     assert " passed" in call("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
     code = (
         "from dispatchkit import DispatchConfig, Dispatcher, load_plugins\n"
-        "policy = load_plugins().create_policy('composite', members='smallest-of-all:1, vllm')\n"
+        "policy = load_plugins().create_policy('composite', members='smallest:1, vllm')\n"
         "table = Dispatcher(policy, DispatchConfig(capture_sizes=(8, 16)), lazy=True)\n"
         "print(table.dispatch(9).policy)"
     )
-    assert call("-c", code).strip() == "smallest-of-all"
+    assert call("-c", code).strip() == "smallest"

@@ -22,6 +22,22 @@ def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
+def test_kits_of_the_page_on_tests_are_kits_and_its_property_holds() -> None:
+    """Each block is run as it is printed."""
+    pytest.importorskip("torch")
+    from dispatchkit import testing
+
+    names: dict[str, Any] = {}
+    page = PAGE.with_name("test-plugins.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(compile(block, "test-plugins.md", "exec"), names)  # noqa: S102 - the page's own code
+    assert issubclass(names["TestHalfFullRuns"], testing.RunnerTests)
+    assert issubclass(names["TestMyBackend"], testing.BackendTests)
+    names["test_a_batch_fits_its_configuration"]()
+    table = re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
+    assert set(table) == {name for name in testing.__all__ if name.endswith("Tests")}
+
+
 @pytest.fixture
 def made() -> dict[str, Any]:
     """What the first block defines."""

@@ -1,0 +1,49 @@
+"""The policy ``smallest``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dispatchkit import (
+    Batch,
+    BatchDescriptor,
+    Decision,
+    DispatchConfig,
+    GraphKey,
+    GraphView,
+    Reason,
+    RuntimeMode,
+)
+
+
+class SmallestPolicy:
+    """Replay the smallest graph that covers the batch. Make ``decide`` your own rule."""
+
+    name = "smallest"
+    # Promises that the kit tests; take out what your rule does not keep.
+    traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
+
+    def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
+        """Return the keys that may exist: one for each capture size, for any mixture."""
+        if not config.mode.mixed_mode():
+            return []
+        mode = config.mode.mixed_mode().runtime_mode
+        keys = []
+        for size in config.capture_sizes:
+            num_reqs = min(size, config.max_num_seqs) if mode is RuntimeMode.FULL else None
+            facts = BatchDescriptor(size, num_reqs, num_active_loras=config.max_loras)
+            keys.append(GraphKey(mode, facts))
+        return keys
+
+    def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
+        """Return the decision for a batch; None would leave it to other policies."""
+        reason: str = Reason.NO_KEY
+        for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
+            if not batch.allows(mode):
+                continue
+            for key in graphs.covering(batch, mode):  # smallest first
+                why_not = graphs.why_not(key)
+                if why_not is None:
+                    return Decision.replay(key)
+                reason = why_not
+        return Decision.eager(reason)
