@@ -125,7 +125,12 @@ class Decided:
         steps = 0
         with self._lock, self.counters.unchanged():
             while runs := wants(self.dispatcher.graphs):
-                steps += self._sow(runs)
+                try:
+                    steps += self._sow(runs)
+                except ReplayError:
+                    # Its graph is marked as failed, what it changed is put back, and no step of
+                    # the caller's was lost: a capture does not fail for it.
+                    break
         return steps
 
     def _sow(self, runs: Iterable[_SeedRun]) -> int:

@@ -153,3 +153,20 @@ def test_no_runs_in_check_mode(make_runner, policy, keys):
     runner = make_runner(plus_one, policy=asking, check=1)
     runner.capture()
     assert not asking.heard
+
+
+def test_a_launch_that_fails_in_those_runs_does_not_fail_the_capture(
+    make_runner, policy, keys, backend, quiet
+):
+    """The step changes state, so that its replay cannot be run again: nobody's step was lost."""
+    asking = Asking(policy, keys.full(4))
+    count = torch.zeros(1)
+    runner = make_runner(lambda tokens: tokens + count.add_(1).long(), policy=asking, state=[count])
+    backend.replay_fault = "before"
+    report = runner.capture()
+    backend.replay_fault = ""
+    assert not report.failed
+    assert count.item() == 0
+    assert not runner.has(keys.full(4))
+    assert runner(torch.arange(3)).tolist() == [1, 2, 3]
+    assert runner.stats().steps == 1
