@@ -36,11 +36,14 @@ def _is_flag(instance: Any, attribute: attrs.Attribute[bool], value: Any) -> Non
 
 
 def _axes(value: Any) -> tuple[Axis, ...]:
-    axes = (value,) if isinstance(value, Axis) else tuple(value)
+    axes = (value,) if isinstance(value, Axis) else value
+    allowed = "Axis objects with different names"
+    if not isinstance(axes, (tuple, list)):
+        raise ConfigError("axes", value, allowed)
     names = [axis.name for axis in axes if isinstance(axis, Axis)]
     if len(names) < len(axes) or len(set(names)) < len(names):
-        raise ConfigError("axes", value, "Axis objects with different names")
-    return axes
+        raise ConfigError("axes", value, allowed)
+    return tuple(axes)
 
 
 def _mode(value: Any) -> CUDAGraphMode:
