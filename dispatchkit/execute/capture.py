@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from dispatchkit.backends.base import CapturedGraph, GraphBackend
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.budget import Admission
+from dispatchkit.execute.buffers import InputBuffers
 from dispatchkit.execute.captured import (
     CapturedStep,
     EagerPart,
@@ -24,6 +25,7 @@ from dispatchkit.execute.captured import (
     Link,
     PiecewiseStep,
 )
+from dispatchkit.execute.fingerprint import Facts, facts_of
 from dispatchkit.execute.graph_maker import GraphMaker, Place
 from dispatchkit.execute.guard import Guard
 from dispatchkit.execute.lanes import Lane
@@ -52,11 +54,16 @@ class Capturer:
         guard: Guard,
         *,
         share_outputs: bool = True,
+        notes_facts: bool = False,
     ) -> None:
         self._warmups, self._backend, self._guard = warmups, backend, guard
         self._step = warmups.step
-        self._share_outputs = share_outputs
+        self._share_outputs, self._notes_facts = share_outputs, notes_facts
         self._maker = GraphMaker(backend, warmups.device, warmups.generators)
+
+    def facts_now(self, buffers: InputBuffers) -> Facts:
+        """Return the addresses and numbers that a graph of the step would have built in."""
+        return facts_of(self._step.pieces, self._guard.modules, buffers)
 
     def forget(self) -> None:
         """Look anew at what the step reads: it may be something else from now on."""
@@ -211,6 +218,7 @@ class Capturer:
             "graphs": graphs,
             "holds": (*self._warmups.written(), self._step),
             "guard": self._guard.now(),
+            "facts": self.facts_now(lane.buffers_of(key)) if self._notes_facts else None,
             "axis_cuts": self._warmups.axis_cuts(key, lane, outputs),
             "has_effect": draws or any(True for _ in self._warmups.written()),
         }

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.errors import ReplayError
 from dispatchkit.execute.buffers import InputBuffers
+from dispatchkit.execute.fingerprint import Facts
 from dispatchkit.execute.guard import Fingerprint
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.outputs import OutputLayout
@@ -49,6 +50,7 @@ class CapturedStep:
         graphs: Its graphs, to be released.
         holds: Whatever else the graphs read, kept alive.
         guard: What it was made under.
+        facts: Addresses and numbers it has built in; None outside check mode.
         has_effect: A replay changes more than its outputs: state, or random generators.
         axis_cuts: Dimensions of its outputs that follow an axis (see ``execute.axes``).
         own_bytes: Memory of the pool that no other graph can use while this one lives.
@@ -66,6 +68,7 @@ class CapturedStep:
     graphs: tuple[CapturedGraph, ...]
     holds: tuple[Any, ...] = ()
     guard: Fingerprint = (None, (), ())
+    facts: Facts | None = None
     has_effect: bool = False
     axis_cuts: tuple[tuple[int, int, int], ...] = ()
     own_bytes: int = 0

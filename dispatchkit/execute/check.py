@@ -14,7 +14,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit.errors import ConfigError
+from dispatchkit.execute.buffers import InputBuffers
 from dispatchkit.execute.captured import CapturedStep
+from dispatchkit.execute.fingerprint import Facts, changed, moved
 from dispatchkit.execute.state import Snapshot
 
 # A bucket is another shape than the batch, and other kernels may compute it: results differ
@@ -35,18 +37,24 @@ class Checker:
     Args:
         every: Compare each so many replays; 1 is all of them; or ``FIRST``.
         snapshot: Returns a snapshot of all that the step is known to change.
+        facts: Returns the addresses and numbers of the step as they are now.
 
     Raises:
         ConfigError: ``every`` is neither.
     """
 
-    def __init__(self, every: Any, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(
+        self,
+        every: Any,
+        snapshot: Callable[[], Snapshot],
+        facts: Callable[[InputBuffers], Facts],
+    ) -> None:
         self._is_first_alone = every == FIRST
         if self._is_first_alone:
             every = 1
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError("check", every, "0 (off), a whole number of at least 1, or 'first'")
-        self._every, self._snapshot = every, snapshot
+        self._every, self._snapshot, self._facts = every, snapshot, facts
         # Steps compared already: unpadded, padded.
         self._compared: tuple[WeakSet[CapturedStep], ...] = (WeakSet(), WeakSet())
         self._count = 0
@@ -67,17 +75,25 @@ class Checker:
             return False
         return not is_padded or not any(graph.has_random_state for graph in step.graphs)
 
-    def compare(self, replay: Callable[[], Any], eager: Callable[[], Any]) -> tuple[Any, str]:
+    def compare(
+        self, step: CapturedStep, replay: Callable[[], Any], eager: Callable[[], Any]
+    ) -> tuple[Any, str]:
         """Run a step both ways, from the same state.
 
         Args:
+            step: What is replayed. Outputs in the lane's memory are spoilt before: what the
+                graph does not write shows.
             replay: Runs it by its graph and returns results of their own memory.
             eager: Runs it plainly.
 
         Returns:
             Eager's result, and what differed in words (empty if nothing did).
         """
+        step.lane.order()
         before = self._snapshot()
+        for leaf in step.leaves:
+            if isinstance(leaf, torch.Tensor) and leaf in step.lane.outputs:
+                leaf.fill_(_poison(leaf.dtype))
         got = replay()
         before.restore()
         want = eager()
@@ -86,8 +102,16 @@ class Checker:
                 got, want, rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True, check_stride=False
             )
         except (AssertionError, TypeError) as error:
-            return want, str(error).replace("\n", " ").strip()
-        return want, ""
+            difference = str(error).replace("\n", " ").strip()
+            then = step.facts
+            why = "" if then is None else changed(then, self._facts(step.buffers))
+            return want, f"{difference} Since the capture: {why}." if why else difference
+        return want, self._moved(step)
+
+    def _moved(self, step: CapturedStep) -> str:
+        """Say so where a graph gave the right thing from memory that is not read any more."""
+        where = "" if step.facts is None else moved(step.facts, self._facts(step.buffers))
+        return f"The same for now, but since the capture: {where}." if where else ""
 
     def hand_out(self, leaves: Sequence[Any]) -> list[Any]:
         """Return copies of views to give to the caller, spoiling those of the call before.

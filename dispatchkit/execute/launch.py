@@ -376,6 +376,7 @@ class WatchedPlan(GraphPlan):
         self._owns = True
         try:
             result, found = checker.compare(
+                step,
                 lambda: super(WatchedPlan, self).run(tensors, stream),
                 lambda: runner.run_eager(tensors, self.num_tokens),
             )

@@ -282,9 +282,14 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         )
         self._may_write = warm.may_write
         self._snapshot = warm.snapshot
-        self.checker: Checker | None = Checker(check, warm.snapshot) if check else None
+        capturer = Capturer(
+            warm, self.backend, self.guard, share_outputs=share_outputs, notes_facts=bool(check)
+        )
+        self.checker: Checker | None = (
+            Checker(check, warm.snapshot, capturer.facts_now) if check else None
+        )
         self.lifecycle: Lifecycle = Lifecycle(
-            Capturer(warm, self.backend, self.guard, share_outputs=share_outputs),
+            capturer,
             self._lane,
             self.registry,
             modes,

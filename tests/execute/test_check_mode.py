@@ -18,51 +18,176 @@ def same(actual, expected):
     torch.testing.assert_close(actual, expected)
 
 
-class Planted:
+class Planted(torch.nn.Module):
     """A step whose surroundings can be changed under the graph's feet."""
 
     def __init__(self):
-        self.weight = torch.ones(4, 4)
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("shift", torch.zeros(4))
+        self.table = torch.arange(4.0)
         self.factor = 2.0
+        self.negate = False
+        self.inner = torch.nn.Dropout(0.0)
 
-    def __call__(self, x):
-        return (x @ self.weight) * self.factor
+    def forward(self, x, rate):
+        mixed = (x @ self.weight) * self.factor + self.shift + self.table * rate
+        if self.inner.training:
+            mixed = mixed + 1
+        return -mixed if self.negate else mixed
+
+
+def live(runner):
+    return runner.lifecycle.live().values()
 
 
 def replaced_weight(step, runner):
-    step.weight = torch.full((4, 4), 3.0)
+    step.weight = torch.nn.Parameter(torch.full((4, 4), 3.0))
+
+
+def replaced_buffer(step, runner):
+    step.shift = torch.ones(4)
+
+
+def replaced_table(step, runner):
+    step.table = step.table + 1
 
 
 def baked_scalar(step, runner):
     step.factor = 5.0
 
 
+def baked_branch(step, runner):
+    step.negate = True
+
+
+def switched_submodule(step, runner):
+    step.inner.eval()
+
+
+def freed_memory(step, runner):
+    """The old memory is somebody else's by now."""
+    old, step.table = step.table, step.table.clone()
+    old.fill_(1e6)
+
+
 def moved_input(step, runner):
-    for captured in runner.lifecycle.live().values():
+    for captured in live(runner):
         captured.buffers.tensors = [tensor.clone() for tensor in captured.buffers.tensors]
 
 
 def overwritten_output(step, runner):
-    for captured in runner.lifecycle.live().values():
+    for captured in live(runner):
         captured.leaves = tuple(leaf.clone() for leaf in captured.leaves)
 
 
-@pytest.mark.parametrize("plant", [replaced_weight, baked_scalar, moved_input, overwritten_output])
+def rows_in_another_order(step, runner):
+    for captured in live(runner):
+        captured.leaves = tuple(leaf.flip(0) for leaf in captured.leaves)
+
+
+def graph_of_another_key(step, runner):
+    """It writes its own rows, in a memory that the results of this one are not in."""
+    steps = sorted(live(runner), key=lambda one: one.key.num_tokens)
+    steps[2].graphs, steps[2].leaves = (
+        steps[0].graphs,
+        tuple(torch.zeros_like(leaf) for leaf in steps[2].leaves),
+    )
+
+
+PLANTED = {
+    replaced_weight: "weight moved",
+    replaced_buffer: "shift moved",
+    replaced_table: "table moved",
+    baked_scalar: "factor was 2.0 and is 5.0",
+    baked_branch: "negate was False and is True",
+    switched_submodule: "inner.training was True and is False",
+    freed_memory: "table moved",
+    moved_input: "input 'x' moved",
+    overwritten_output: "not close",
+    rows_in_another_order: "not close",
+    graph_of_another_key: "not close",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED)
 def test_planted_corruption_is_found_and_its_key_put_out_of_use(make_runner, keys, quiet, plant):
     """The caller gets eager's result, once; the message says what differed."""
     step = Planted()
+    inputs = {**INPUT, "rate": StaticInput((1,), "float32")}
+    runner = make_runner(step, inputs, check=1)
+    runner.capture()
+    x, rate = torch.arange(12.0).view(3, 4) + 1, torch.ones(1)
+    plant(step, runner)
+    with torch.no_grad():
+        with pytest.warns(CheckWarning, match=PLANTED[plant]):
+            result = runner(x, rate)
+        same(result, step(x, rate))
+        entry = runner.registry.get(keys.full(4))
+        assert entry.state is KeyState.FAILED
+        assert entry.reason.startswith("check: ")
+        assert runner.stats().eager_by_reason == {"check_failed": 1}
+        same(runner(x, rate), step(x, rate))  # eager from now on
+
+
+def test_memory_that_has_moved_is_found_before_results_differ(make_runner, quiet):
+    step, runner = moving_step(make_runner)
+    step.linear.weight.data = step.linear.weight.data.clone()
+    x = torch.ones(3, 4)
+    with pytest.warns(CheckWarning, match="linear.weight moved"):
+        runner(x)
+    assert runner.stats().eager_by_reason == {"check_failed": 1}
+
+
+def moving_step(make_runner):
+    """A module within an object: nothing but check mode looks at where its weights are."""
+
+    class Holder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Parameter(torch.ones(4))
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x * self.first)
+
+    step = Holder()
     runner = make_runner(step, INPUT, check=1)
     runner.capture()
-    x = torch.arange(12.0).view(3, 4) + 1
-    plant(step, runner)
-    with pytest.warns(CheckWarning, match="FULL tokens=4"):
-        result = runner(x)
-    same(result, step(x))
-    entry = runner.registry.get(keys.full(4))
-    assert entry.state is KeyState.FAILED
-    assert entry.reason.startswith("check: ")
-    assert runner.stats().eager_by_reason == {"check_failed": 1}
-    same(runner(x), step(x))  # eager from now on
+    return step, runner
+
+
+def clean_steps(make_runner, number):
+    """Run steps of every size that change state in place, and return the runner's counts."""
+    step = Planted()
+    total = torch.zeros(())
+
+    def counting(x, rate):
+        total.add_(1)
+        return step(x, rate), total + 0
+
+    inputs = {**INPUT, "rate": StaticInput((1,), "float32")}
+    runner = make_runner(counting, inputs, check=1, state=[total])
+    runner.capture()
+    for index in range(number):
+        with torch.no_grad():
+            step.weight.mul_(-1)
+        x = torch.full((1 + index % 8, 4), float(index % 5))
+        got, count = runner(x, torch.full((1,), float(index % 3)))
+        assert count == index + 1
+        assert got.shape == x.shape
+    return runner.stats()
+
+
+def test_clean_steps_pass(make_runner):
+    stats = clean_steps(make_runner, 200)
+    assert stats.steps_by_mode["FULL"] == stats.steps == 200
+
+
+@pytest.mark.slow
+def test_five_thousand_clean_steps_pass(make_runner):
+    stats = clean_steps(make_runner, 5_000)
+    assert stats.steps_by_mode["FULL"] == stats.steps == 5_000
 
 
 def test_stale_tail_is_found(make_runner):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -21,10 +22,8 @@ from hypothesis.stateful import (  # noqa: E402
 )
 
 from dispatchkit import (  # noqa: E402
-    BatchDescriptor,
-    GraphKey,
+    Axis,
     GraphRunner,
-    RuntimeMode,
     StaticInput,
     eager_piece,
     graph_piece,
@@ -39,16 +38,14 @@ INPUTS = {
     "slots": StaticInput((None,), "int64", fill=SINK),
     "values": StaticInput((None, 2), "float32", fill=-3.0),
 }
-KEYS = [
-    GraphKey(mode, BatchDescriptor(size))
-    for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
-    for size in SIZES
-]
+TWIST = Axis("twist", (1, 3), exact=True)  # a host value: 2 has no graph
+NUM_KEYS = 2 * len(SIZES)
 CALLS = strategies.lists(
     strategies.tuples(
         strategies.sampled_from([8, 7, 5, 4, 3, 2, 1, 3, 0]),
         strategies.integers(0, 99),
         strategies.sampled_from([2, 1, 2, 1, 0]),
+        strategies.sampled_from([1, 3, 1, 3, 2]),
     ),
     min_size=3,
     max_size=10,
@@ -63,9 +60,9 @@ class Model:
         self.counter = torch.zeros((), dtype=torch.int64)
         self.weight = torch.tensor([[1.0, 2.0], [-1.0, 0.5]])
 
-    def project(self, slots, values):
+    def project(self, slots, values, twist=1):
         self.counter.add_(1)
-        hidden = values @ self.weight
+        hidden = values @ self.weight * twist
         self.cache.index_copy_(0, slots, hidden)
         return hidden, values.abs()
 
@@ -77,8 +74,8 @@ class Model:
         mixed, size = pair
         return {"mixed": mixed + self.cache[slots], "more": [size * 2, self.counter + 0]}
 
-    def __call__(self, slots, values):
-        return self.finish(self.attend(self.project(slots, values)), slots)
+    def __call__(self, slots, values, twist=1):
+        return self.finish(self.attend(self.project(slots, values, twist)), slots)
 
     def pieces(self):
         return [graph_piece(self.project), eager_piece(self.attend), graph_piece(self.finish)]
@@ -98,8 +95,11 @@ def machine(watched_tape, smallest_policy):
             outputs=strategies.sampled_from(["owned", "view"]),
             share_outputs=strategies.booleans(),
             declare_state=strategies.booleans(),
+            has_axis=strategies.booleans(),
+            in_threads=strategies.booleans(),
         )
-        def build(self, declare_state, **options):
+        def build(self, declare_state, has_axis, in_threads, **options):
+            self.has_axis, self.in_threads = has_axis, in_threads
             self.backend = watched_tape()
             self.mine, self.theirs = Model(), Model()
             self.max_graphs, self.max_bytes = options["max_graphs"], options["max_bytes"]
@@ -112,8 +112,11 @@ def machine(watched_tape, smallest_policy):
                 policy=smallest_policy(),
                 backend=self.backend,
                 state=state,
+                axes=[TWIST] if has_axis else None,
                 **options,
             )
+            self.keys = list(self.runner.registry)
+            assert len(self.keys) == NUM_KEYS * (1 + has_axis)
             self.steps = 0
             self.frozen = False
 
@@ -123,30 +126,40 @@ def machine(watched_tape, smallest_policy):
             calls = data.draw(CALLS)
             if data.draw(strategies.booleans()):
                 self.runner._lane.buffers.poison()
-            for rows, seed, ceiling in calls:
+            for rows, seed, ceiling, twist in calls:
+                more = {"twist": twist} if self.has_axis else {}
                 generator = torch.Generator().manual_seed(seed)
                 slots = torch.randperm(SINK, generator=generator)[:rows]
                 values = torch.randn(rows, 2, generator=generator)
                 try:
-                    got = self.runner(slots, values, ceiling=ceiling)
+                    got = self.result(slots, values, ceiling=ceiling, **more)
                 except ReplayError:
                     # Nothing ran, and nothing may be run again: no step of the model either.
                     assert self.backend.replay_fault == "before"
                     self.backend.replay_fault = ""
                     continue
-                want = self.mine(slots, values)
+                want = self.mine(slots, values, **more)
                 self.steps += 1
                 torch.testing.assert_close(got, want)
                 del got  # a view of it would keep its memory, in the count of bytes too
+
+        def result(self, *args, **kwargs):
+            if not self.in_threads:
+                return self.runner(*args, **kwargs)
+            with ThreadPoolExecutor(1) as pool:  # another thread for each call
+                return pool.submit(self.runner, *args, **kwargs).result()
 
         @rule(data=strategies.data())
         def call(self, data):
             self.burst(data)
 
         @precondition(lambda self: not self.frozen)
-        @rule(data=strategies.data(), keys=strategies.sampled_from([KEYS, KEYS[4:], KEYS[::3]]))
+        @rule(
+            data=strategies.data(),
+            keys=strategies.sampled_from([slice(None), slice(4, None), slice(None, None, 3)]),
+        )
         def capture(self, data, keys):
-            self.runner.capture(keys)
+            self.runner.capture(self.keys[keys])
             self.burst(data)
 
         @precondition(lambda self: not self.frozen)
@@ -158,8 +171,9 @@ def machine(watched_tape, smallest_policy):
                 self.runner.capture_next()
             self.burst(data)
 
-        @rule(data=strategies.data(), key=strategies.sampled_from(KEYS))
-        def evict(self, data, key):
+        @rule(data=strategies.data(), number=strategies.integers(0, 2 * NUM_KEYS - 1))
+        def evict(self, data, number):
+            key = self.keys[number % len(self.keys)]
             if self.runner.has(key):
                 self.runner.evict(key)
                 assert self.runner.registry.get(key).state is KeyState.EVICTED
@@ -194,8 +208,9 @@ def machine(watched_tape, smallest_policy):
             self.burst(data)
             self.runner.set_enabled(True, mode=mode)
 
-        @rule(data=strategies.data(), key=strategies.sampled_from(KEYS))
-        def switch_a_key(self, data, key):
+        @rule(data=strategies.data(), number=strategies.integers(0, 2 * NUM_KEYS - 1))
+        def switch_a_key(self, data, number):
+            key = self.keys[number % len(self.keys)]
             self.runner.set_enabled(not self.runner.registry.is_enabled(key), key=key)
             self.burst(data)
 
