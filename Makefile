@@ -15,10 +15,10 @@ SHARED := -n $(WORKERS) --dist loadfile
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow nightly soak check lint types public-types contracts format wheels docs bench rivals oldest-transformers clean
+.PHONY: help setup demo test test-slow nightly soak check lint types public-types contracts format wheels release-check docs bench rivals oldest-transformers clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-19s %s\n", $$1, $$2 }' Makefile
 
 # An environment belongs to the folder it was made in (editable installs name it): a moved or
 # copied checkout is set up anew.
@@ -85,6 +85,9 @@ wheels: $(READY) ## Build core and every plugin into .wheels/ (needs no network)
 		--no-build-isolation --wheel-dir .wheels . $(addprefix ./,$(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
 	@ls .wheels
 
+release-check: $(READY) ## Build all distributions into dist/, install them elsewhere, run their tests
+	$(VENV_PY) scripts/release.py $(ARGS)
+
 docs: $(READY) ## Build the pages into docs/_build/html (adds Sphinx to the environment)
 	@$(VENV_PY) -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
 	$(VENV_PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
@@ -97,5 +100,5 @@ bench: $(READY) ## Run the CPU benchmarks, one JSON line for each result
 	@for script in bench/*.py; do $(VENV_PY) "$$script" || exit 1; done
 
 clean: ## Remove the environment and everything built
-	rm -rf .venv .wheels docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .wheels dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,7 +28,7 @@ def make_runner():
 """
 PAGES = sorted(
     str(path.relative_to(ROOT))
-    for pattern in ("README.md", "docs/**/*.md", "plugins/*/README.md")
+    for pattern in ("*.md", "docs/**/*.md", "plugins/*/README.md")
     for path in ROOT.glob(pattern)
 )
 

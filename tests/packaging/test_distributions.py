@@ -140,3 +140,15 @@ def test_the_check_of_public_names_finds_a_breach(source: str) -> None:
 def test_the_check_of_public_names_lets_public_ones_pass() -> None:
     """Rooms and the package itself are what plugins are written against."""
     assert breaches("import dispatchkit\nfrom dispatchkit.errors import ConfigError\n") == []
+
+
+def test_all_distributions_have_one_version_and_the_changelog_names_it() -> None:
+    """What a release begins with."""
+    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
+    assert spec is not None
+    assert spec.loader is not None
+    release = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(release)
+    assert set(release.SOURCES) == {"dispatchkit", *(plugin.name for plugin in PLUGINS)}
+    assert release.versions_disagree() == ""
+    assert release.main(["dispatchkit-no"]) == 2

@@ -41,7 +41,7 @@ def test_readme_shows_both_set_up_commands_with_their_plain_twins() -> None:
     assert twins[1].endswith(f"-m pytest {marks[1]}")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/development.md", ".ci/run"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/development.md", ".ci/run"])
 def test_every_make_target_named_exists(page: str) -> None:
     """A command that fails is the first thing a newcomer would meet."""
     text = (ROOT / page).read_text()

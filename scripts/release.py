@@ -1,0 +1,129 @@
+"""Build every distribution, install it where there is no checkout, and run its tests there.
+
+Usage: scripts/release.py [NAME ...]; all distributions by default. What is built stays in
+``dist/``.
+Needs no network: what the distributions depend on comes from the environment that runs this.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DIST = ROOT / "dist"
+SOURCES = {
+    path.parent.name if path.parent != ROOT else "dispatchkit": path.parent
+    for path in [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
+}
+# These look at the checkout itself: its set-up, its sources, its pages.
+OF_THE_CHECKOUT = ("tests/packaging", "tests/cli/test_docs.py")
+
+
+def main(names: list[str]) -> int:
+    """Return 0 if every distribution built, installed and passed."""
+    unknown = sorted(set(names) - set(SOURCES))
+    if unknown:
+        say(f"No distribution {unknown[0]!r}; there are: {', '.join(SOURCES)}.")
+        return 2
+    problem = versions_disagree()
+    if problem:
+        say(problem)
+        return 1
+    shutil.rmtree(DIST, ignore_errors=True)
+    for name, folder in SOURCES.items():
+        say(f"== build {name}")
+        build = [sys.executable, "-m", "hatchling", "build", "-d", str(DIST)]
+        if subprocess.run(build, cwd=folder, check=False).returncode:
+            return 1
+    with tempfile.TemporaryDirectory(prefix="release ") as place:
+        python = install(Path(place))
+        failed = [name for name in names or SOURCES if not passes(name, python, Path(place))]
+    say(f"FAILED: {', '.join(failed)}" if failed else "All built, installed and passed.")
+    return int(bool(failed))
+
+
+def versions_disagree() -> str:
+    """Return what is wrong with the versions; empty if nothing is."""
+    found = {
+        name: tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"]
+        for name, folder in SOURCES.items()
+    }
+    wrong = [
+        f"{name} {version}" for name, version in found.items() if version != found["dispatchkit"]
+    ]
+    if wrong:
+        return f"Versions differ from dispatchkit {found['dispatchkit']}: {', '.join(wrong)}."
+    for name, folder in SOURCES.items():
+        source = folder if name == "dispatchkit" else folder / "src"
+        text = (source / name.replace("-", "_") / "__init__.py").read_text()
+        said = re.search(r'__version__\s*(?::\s*\w+)?\s*=\s*"([^"]+)"', text)
+        if said and said[1] != found[name]:
+            return f"{name} is {found[name]} in pyproject.toml and {said[1]} in __init__.py."
+    if f"## {found['dispatchkit']}" not in (ROOT / "CHANGELOG.md").read_text():
+        return f"CHANGELOG.md has no section {found['dispatchkit']}."
+    return ""
+
+
+def install(place: Path) -> Path:
+    """Make an environment with the wheels and what they need; return its Python."""
+    environment = place / "env"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+    wheels = sorted(map(str, DIST.glob("*.whl")))
+    subprocess.run([*pip, "--no-index", "--no-deps", *wheels], check=True)
+    # Dependencies by path: .pth files in there, those of editable installs, are not read.
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    where = subprocess.run(
+        [str(python), "-P", "-c", "import dispatchkit; print(dispatchkit.__file__)"],
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        check=True,
+    ).stdout.strip()
+    if not Path(where).is_relative_to(site):
+        raise SystemExit(f"The wheel is not what is imported: {where}")
+    return python
+
+
+def passes(name: str, python: Path, place: Path) -> bool:
+    """Run the tests of a distribution in a folder without its sources."""
+    say(f"== test {name}")
+    folder = place / name
+    left_out = shutil.ignore_patterns("__pycache__", ".*", "src", "dist", "docs/_build")
+    folder.mkdir()
+    for part in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / part, folder)
+    tests = "tests"
+    if name == "dispatchkit":
+        for part in ("tests", "docs", "bench", "examples", "README.md", "CHANGELOG.md"):
+            copy = shutil.copy if (ROOT / part).is_file() else shutil.copytree
+            copy(ROOT / part, folder / part)
+    else:
+        tests = f"plugins/{name}"
+        shutil.copytree(SOURCES[name], folder / tests, ignore=left_out)
+    ignored = [f"--ignore={path}" for path in OF_THE_CHECKOUT]
+    done = subprocess.run(
+        [str(python), "-m", "pytest", "-q", "-m", "not slow and not gpu", *ignored, tests],
+        cwd=folder,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        check=False,
+    )
+    return done.returncode == 0
+
+
+def say(text: str) -> None:
+    """Print a line at once, between the lines of the programs that are run."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
