@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_HERE = re.compile(r"^([A-Z_]+=\S+ )*(dispatchkit |python -m dispatchkit)")
 # Set-up and test runs are what runs this test; their targets and requirements are checked in
 # tests/packaging.
-ELSEWHERE = set("make python3 python pip git export cd pytest torchrun apt-get".split())
+ELSEWHERE = set("make python3 python pip git export cd pytest torchrun apt-get printf".split())
 # What a reader has: a trace of the own service, and a module with the own model.
 MODULE = """
 import torch
