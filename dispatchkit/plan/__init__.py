@@ -30,14 +30,8 @@ if TYPE_CHECKING:
         vllm_default_sizes,
         vllm_interactivity_sizes,
     )
-    from dispatchkit.plan.simulation import (
-        Noise,
-        Scenario,
-        Simulation,
-        simulate,
-        simulate_all,
-        trace_config,
-    )
+    from dispatchkit.plan.scenario import Noise, Scenario, trace_config
+    from dispatchkit.plan.simulation import Simulation, simulate, simulate_all
     from dispatchkit.plan.token_budget import TokenBudget
 
 _HOME = {
@@ -51,11 +45,11 @@ _HOME = {
     "Hint": "hints",
     "MemoryForecast": "memory",
     "MemorySample": "memory",
-    "Noise": "simulation",
+    "Noise": "scenario",
     "Plan": "results",
     "PlannedFamily": "results",
     "RivalResult": "results",
-    "Scenario": "simulation",
+    "Scenario": "scenario",
     "Simulation": "simulation",
     "TokenBudget": "token_budget",
     "emit": "emitters",
@@ -68,7 +62,7 @@ _HOME = {
     "save_cost_model": "costs",
     "simulate": "simulation",
     "simulate_all": "simulation",
-    "trace_config": "simulation",
+    "trace_config": "scenario",
     "vllm_default_sizes": "rivals",
     "vllm_interactivity_sizes": "rivals",
 }

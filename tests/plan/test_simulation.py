@@ -23,13 +23,8 @@ from dispatchkit.keys import (  # noqa: E402
 )
 from dispatchkit.observe.trace import StepTrace, TraceStep, read_trace  # noqa: E402
 from dispatchkit.plan.costs import BUILTIN_COST_MODELS, CostModel  # noqa: E402
-from dispatchkit.plan.simulation import (  # noqa: E402
-    Noise,
-    Scenario,
-    simulate,
-    simulate_all,
-    trace_config,
-)
+from dispatchkit.plan.scenario import Noise, Scenario, trace_config  # noqa: E402
+from dispatchkit.plan.simulation import simulate, simulate_all  # noqa: E402
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 MODEL = CostModel(
