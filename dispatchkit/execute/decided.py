@@ -19,6 +19,7 @@ from dispatchkit.execute.sample_inputs import sample_inputs
 from dispatchkit.execute.state import Snapshot, restored
 from dispatchkit.execute.timing import Timings
 from dispatchkit.keys.batch import Batch
+from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.observe.counters import StepCounters
 
 
@@ -42,6 +43,7 @@ class Decided:
     """The part of GraphRunner that runs steps under decisions of somebody else."""
 
     dispatcher: Dispatcher
+    config: DispatchConfig
     backend: GraphBackend
     counters: StepCounters
     timings: Timings
@@ -66,7 +68,7 @@ class Decided:
             What the step returns for these inputs.
 
         Raises:
-            ConfigError: The decision is not one of this runner's dispatcher.
+            ConfigError: The decision is not one of this runner's dispatcher, or there are axes.
             InputError: An input is missing, unknown, of another type, device or shape, or has
                 another number of rows than the decision. Nothing has run.
             ReplayError: The graph was given up, was captured under other facts (autocast,
@@ -75,6 +77,9 @@ class Decided:
         plan = decision.plan
         if plan is None or plan.runner is not self:
             raise ConfigError("decision", decision, "one that this runner's dispatcher gave")
+        if self.config.axes:
+            # A decision does not say which values of them it is for.
+            raise ConfigError("axes", self.config.axes, "none where steps are decided before")
         tensors = self._inputs.bind((), dict(inputs))
         if self._inputs.host:
             tensors = self._inputs.to_arrays(tensors)
@@ -114,13 +119,15 @@ class Decided:
         A policy asks by ``wants_seeding(graphs)``, which returns runs (batch, decision, how
         often) until it knows enough. Each is done twice as often, on rows of nobody: first
         with nothing ahead on the stream, then right behind the one before. Nothing of it is
-        counted, and what the step changes is put back.
+        counted, and what the step changes is put back. With axes nothing is run: what the
+        policy knows of them is the dispatcher's to say.
 
         Returns:
             How many steps were run.
         """
         wants = getattr(self.dispatcher.policy, "wants_seeding", None)
-        if wants is None or self.checker is not None:  # in check mode nothing is measured
+        # In check mode nothing is measured.
+        if wants is None or self.checker is not None or self.config.axes:
             return 0
         steps = 0
         with self._lock, self.counters.unchanged():
@@ -134,10 +141,10 @@ class Decided:
         return steps
 
     def _sow(self, runs: Iterable[_SeedRun]) -> int:
-        config, device = self.dispatcher.config, torch.device(self._inputs.device)
+        device = torch.device(self._inputs.device)
         steps = 0
         for run in runs:
-            ceiling, uniform, loras, num_tokens = cell_of_batch(config, run.batch)
+            ceiling, uniform, loras, num_tokens = cell_of_batch(self.dispatcher.config, run.batch)
             tensors = self._inputs.bind((), sample_inputs(self._inputs.specs, num_tokens, device))
             if self._inputs.host:
                 tensors = self._inputs.to_arrays(tensors)

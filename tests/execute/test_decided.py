@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import Batch, Decision, StaticInput  # noqa: E402
+from dispatchkit import Axis, Batch, Decision, StaticInput  # noqa: E402
 from dispatchkit.errors import ConfigError, InputError, ReplayError  # noqa: E402
 
 
@@ -81,6 +81,18 @@ def test_decisions_of_others_and_other_rows_are_refused(make_runner, keys):
         runner.run_decision(runner.dispatcher.dispatch(2), tokens)
     with pytest.raises(InputError):
         runner.run_decision(runner.dispatcher.dispatch(3), {})
+
+
+def test_a_runner_with_axes_decides_itself(make_runner, policy, keys):
+    asking = Asking(policy, keys.full(4))
+    runner = make_runner(
+        lambda tokens, length: tokens + length, policy=asking, axes=[Axis("length", (16, 32))]
+    )
+    runner.capture()
+    assert not asking.heard
+    decision = runner.dispatcher.dispatch(3)
+    with pytest.raises(ConfigError, match="axes"):
+        runner.run_decision(decision, {"tokens": torch.arange(3), "length": 16})
 
 
 # -- the runs that a policy asks for ----------------------------------------------------------
