@@ -6,6 +6,7 @@ Source for what a graph may hold and do: torch's documentation, "CUDA semantics"
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import weakref
@@ -26,7 +27,7 @@ from dispatchkit.backends.capture_guard import (
 from dispatchkit.backends.cuda_capture import CaptureAttempt
 from dispatchkit.backends.cuda_device import device_index, require_cuda
 from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury, return_idle_memory
-from dispatchkit.backends.cuda_launch import direct_launch
+from dispatchkit.backends.cuda_launch import direct_launch, graph_upload
 from dispatchkit.backends.cuda_memory import growth
 from dispatchkit.backends.cuda_streams import CudaEvent, CudaStream, UseStream, make_current
 from dispatchkit.backends.cuda_watch import CaptureWatch
@@ -153,6 +154,18 @@ class CudaBackend:
     def direct_launch(self) -> Callable[[Any, Any], int] | None:
         """Return the runtime's own launch call for graphs of this device; None without one."""
         return direct_launch(self._index)
+
+    def upload(self, graph: Any, stream: CudaStream) -> bool:
+        """Queue what a graph's first launch would bring to the device; False if it cannot be.
+
+        Raises:
+            ReplayError: The graph was released.
+        """
+        call = graph_upload()
+        handle = getattr(graph, "raw_exec_handle", None)
+        if call is None or not handle:
+            return False
+        return call(ctypes.c_void_p(handle), ctypes.c_void_p(stream.handle)) == 0
 
     def synchronize(self) -> None:
         """Block the host until all work of the device is done."""

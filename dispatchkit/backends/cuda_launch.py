@@ -32,6 +32,18 @@ def _runtime() -> ctypes.CDLL | None:
         return None
 
 
+@lru_cache(maxsize=1)
+def graph_upload() -> Callable[[Any, Any], int] | None:
+    """Return ``upload(graph, stream)``, which returns CUDA's error code, or None without one."""
+    runtime = _runtime()
+    if runtime is None:
+        return None
+    upload = runtime.cudaGraphUpload
+    upload.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    upload.restype = ctypes.c_int
+    return upload
+
+
 @lru_cache(maxsize=64)
 def direct_launch(device_index: int) -> Callable[[Any, Any], int] | None:
     """Return ``launch(graph, stream)``, which returns CUDA's error code, or None without one.

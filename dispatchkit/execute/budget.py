@@ -63,20 +63,21 @@ class Budget:
         max_graphs: Most live graphs; None for no limit.
         max_bytes: Most bytes that the graphs' pool and outputs take; None for no limit.
         eviction: Who goes first: ``lru``, the one not used for longest, or ``benefit``, the
-            one with the fewest replays for its size.
+            one with the fewest replays for its size, or a function of a captured step: the
+            lowest value goes first.
     """
 
     max_graphs: int | None = attrs.field(default=None, validator=_limit(0))
     max_bytes: int | None = attrs.field(default=None, validator=_limit(0))
-    eviction: str = "lru"
+    eviction: str | Callable[[CapturedStep], float] = "lru"
 
     def __attrs_post_init__(self) -> None:
-        if self.eviction not in _SCORES:
+        if not callable(self.eviction) and self.eviction not in _SCORES:
             raise UnknownNameError("eviction", str(self.eviction), _SCORES)
 
     def victim(self, steps: Iterable[CapturedStep]) -> CapturedStep | None:
         """Return which of the live graphs goes first; None if there is none."""
-        score = _SCORES[self.eviction]
+        score = self.eviction if callable(self.eviction) else _SCORES[self.eviction]
         return min(steps, key=lambda step: (score(step), step.last_used), default=None)
 
 

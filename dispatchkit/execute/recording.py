@@ -153,6 +153,20 @@ class Recording:
                 decide = _watched(decide, self._watcher, number)
             member._decide = decide
 
+    def upload(self, key: GraphKey) -> bool:
+        """Bring a key's graphs to the device ahead of their first launch, on their lanes.
+
+        Returns:
+            Whether that was queued; False without a graph, or where the backend cannot.
+        """
+        call = getattr(self.backend, "upload", None)
+        if call is None:
+            return False
+        with self._lock:
+            steps = [one for member in self.lanes if (one := member.lifecycle.live().get(key))]
+            done = [call(graph, step.lane.stream) for step in steps for graph in step.graphs]
+        return bool(done) and all(done)
+
     def launch_path(self, key: GraphKey) -> str:
         """Say how the graph of a key is launched: ``direct``, or by its graph and why.
 

@@ -15,6 +15,7 @@ from dispatchkit.execute.axes import AxisInputs, axis_graph_plan
 from dispatchkit.execute.budget import Budget
 from dispatchkit.execute.buffers import StaticBuffers
 from dispatchkit.execute.capture import Capturer
+from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.check import Checker
 from dispatchkit.execute.controls import Controls
 from dispatchkit.execute.decided import Decided
@@ -109,7 +110,8 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         capture_after: How often a key must be asked for before it is captured lazily.
         max_graphs: Most live graphs.
         max_bytes: Most bytes of graph memory.
-        eviction: ``lru`` or ``benefit``.
+        eviction: Who goes first: ``lru``, ``benefit``, or a function of a captured step; the
+            lowest value goes first.
         strict: A downgrade to eager raises.
         check: Compare each so many replays with eager (slow, for tests and doubts); 0 off.
             ``first``: the first replay of each graph, and its first padded one.
@@ -174,7 +176,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         capture_after: int = 1,
         max_graphs: int | None = None,
         max_bytes: int | None = None,
-        eviction: str = "lru",
+        eviction: str | Callable[[CapturedStep], float] = "lru",
         strict: bool = False,
         check: int | str = 0,
         lanes: int = 1,

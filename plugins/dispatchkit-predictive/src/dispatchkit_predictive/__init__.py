@@ -1,0 +1,20 @@
+"""Which graphs come next: capture them in idle time, upload them, spare them."""
+
+from __future__ import annotations
+
+from dispatchkit_predictive.assistant import Predictive, PredictiveStats
+from dispatchkit_predictive.foresight import Foresight
+from dispatchkit_predictive.predictor import KeyPredictor
+from dispatchkit_predictive.rehearsal import Rehearsal, keys_of_trace, rehearse
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Foresight",
+    "KeyPredictor",
+    "Predictive",
+    "PredictiveStats",
+    "Rehearsal",
+    "keys_of_trace",
+    "rehearse",
+]

@@ -1,0 +1,21 @@
+"""What this distribution registers with dispatchkit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dispatchkit.hookspecs import ObserverSpec, hookimpl
+
+from dispatchkit_predictive.assistant import Predictive
+
+
+@hookimpl
+def dispatchkit_register_observers() -> Sequence[ObserverSpec]:
+    """Register the assistant: an observer, since it also hears of evictions."""
+    return [
+        ObserverSpec(
+            "predictive",
+            Predictive,
+            summary="Captures the graphs that come next in idle time, and spares them",
+        )
+    ]
