@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from dispatchkit.errors import (
     RegistrationError,
 )
 
+from dispatchkit_vllm.facade import policies
 from dispatchkit_vllm.facade.policies import (
     AdaptiveDispatchPolicy,
     CompositeDispatcher,
@@ -242,6 +244,46 @@ def test_names_of_what_is_not_installed_say_so(monkeypatch):
     assert caught.value.policy == "adaptive"
 
 
-def test_names_of_what_is_elsewhere_say_so():
-    with pytest.raises(NotBuiltError, match="multistream"):
+def test_streams_need_the_distribution_that_brings_lane_policies(monkeypatch):
+    monkeypatch.setattr(policies, "load_plugins", lambda: SimpleNamespace(lane_policies={}))
+    with pytest.raises(NotBuiltError, match="Install dispatchkit-multistream"):
         StreamDispatcher(print, 2)
+
+
+def test_a_key_stays_on_its_stream_and_waits_for_the_caller():
+    """On a deferred tape, whose streams run apart: a missing wait gives old values."""
+    torch = pytest.importorskip("torch")
+    tape = pytest.importorskip("dispatchkit.backends.tape")
+    for seed in range(8):
+        backend = tape.TapeBackend(scheduler=seed)
+        seen = []
+        made = StreamDispatcher(seen.append, 3, backend=backend)
+        static = {n: torch.zeros(4) for n in (1, 2, 4, 8)}
+        for n, tensor in static.items():
+            graph = backend.capture(
+                lambda tensor=tensor: tensor.add_(1),
+                stream=made.streams[made._select_stream(create_dispatch_key(n))],
+                pool=backend.new_pool(),
+            )
+            made.register_graph(create_dispatch_key(n), graph)
+        streams = {n: made._select_stream(create_dispatch_key(n)) for n in static}
+        assert len(set(streams.values())) > 1
+        with backend.use_stream(backend.new_stream()):
+            for n, tensor in static.items():
+                tensor.fill_(n)
+                made.dispatch(create_dispatch_key(n))
+                made.dispatch(create_dispatch_key(n))
+                assert made._select_stream(create_dispatch_key(n)) == streams[n]
+            made.wait()
+            results = {n: tensor.clone() for n, tensor in static.items()}
+        made.dispatch(create_dispatch_key(3))
+        backend.synchronize()
+        assert {n: one[0].item() for n, one in results.items()} == {n: n + 2 for n in static}
+        assert (made.stats.num_full, made.stats.num_eager, seen) == (8, 1, [create_dispatch_key(3)])
+
+
+def test_more_streams_than_the_device_gives_are_refused():
+    pytest.importorskip("torch")
+    tape = pytest.importorskip("dispatchkit.backends.tape")
+    with pytest.raises(ConfigError, match="at most 2"):
+        StreamDispatcher(print, 3, backend=tape.TapeBackend(max_streams=2))

@@ -92,13 +92,14 @@ class Foresight:
         if not self.is_on:
             return None
         scores = self.predictor.scores()
-        key = max((one for one in scores if one not in live), key=scores.__getitem__, default=None)
-        if key is None or not scores[key]:
+        others = [key for key in scores if key not in live and scores[key]]
+        if not others:
             return None
-        victim = self._victim(live, key)
-        if victim is not None and self.worth(victim) * self._margin >= scores[key]:
+        best = max(others, key=scores.__getitem__)
+        victim = self._victim(live, best)
+        if victim is not None and self.worth(victim) * self._margin >= scores[best]:
             return None
-        return key, victim
+        return best, victim
 
     def captured(self, key: GraphKey, *, ok: bool) -> None:
         """Note that a key was captured, or could not be."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
+from typing import TypeVar
 
 from dispatchkit import GraphKey
 from dispatchkit.errors import ConfigError
@@ -28,7 +29,8 @@ _PRIOR = 0.01
 # Buckets that another kind of batch is taken to be away from what was seen.
 _OTHER_KIND = 4.0
 
-_Row = dict[Hashable, float]
+T = TypeVar("T", bound=Hashable)
+_Move = tuple[Hashable, int]  # a kind, and buckets from its last key
 
 
 class KeyPredictor:
@@ -58,9 +60,9 @@ class KeyPredictor:
             kind = _kind(key)
             self._place[key] = (kind, len(self._kinds[kind]))
             self._kinds[kind].append(key)
-        self._after: dict[tuple[GraphKey, ...], _Row] = defaultdict(dict)
-        self._moves: dict[Hashable, _Row] = defaultdict(dict)
-        self._often: _Row = {}
+        self._after: dict[tuple[GraphKey, ...], dict[GraphKey, float]] = defaultdict(dict)
+        self._moves: dict[Hashable, dict[_Move, float]] = defaultdict(dict)
+        self._often: dict[GraphKey, float] = {}
         self._recent: list[GraphKey] = []
         self._last_of: dict[Hashable, int] = {}
         self._scores: dict[GraphKey, float] | None = None
@@ -107,7 +109,7 @@ class KeyPredictor:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _count(self, row: _Row, what: Hashable) -> None:
+    def _count(self, row: dict[T, float], what: T) -> None:
         for other in row:
             row[other] *= self._decay
         row[what] = row.get(what, 0.0) + 1.0
@@ -117,19 +119,18 @@ class KeyPredictor:
         scores = {key: self._prior(key, last) for key in self._place}
         total = sum(self._often.values())
         for key, count in self._often.items():
-            scores[key] += count / total  # type: ignore[index]
+            scores[key] += count / total
         weight = 1.0
         for length in range(len(recent), 0, -1):
             row = self._after.get(tuple(recent[-length:]))
             if row:
                 total = sum(row.values())
                 for key, count in row.items():
-                    scores[key] += weight * count / (total + 1.0)  # type: ignore[index]
+                    scores[key] += weight * count / (total + 1.0)
                 weight /= total + 1.0  # what a longer context knows, a shorter need not say
         moves = self._moves.get(self._place[last][0], {})
         total = sum(moves.values()) + 2.0
-        for move, count in moves.items():
-            kind, distance = move  # type: ignore[misc]
+        for (kind, distance), count in moves.items():
             self._add_beside(scores, kind, distance, count / total)
         for kind in self._last_of:
             for distance in range(-_REACH, _REACH + 1):

@@ -2,7 +2,7 @@
 
 Only the names are published, with no behaviour to compare with; what they do here is what
 their documentation says, over dispatchkit's registry. Learning is that of dispatchkit-adaptive,
-where it is installed; several streams are a lane policy, and their name here says so.
+and several streams are a lane policy of dispatchkit-multistream, where they are installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any
 
 import attrs
 
-from dispatchkit import BatchDescriptor, GraphKey, GraphRegistry, RuntimeMode
+from dispatchkit import BatchDescriptor, GraphKey, GraphRegistry, RuntimeMode, load_plugins
+from dispatchkit.backends import resolve_backend
+from dispatchkit.dispatch import LaneStep
 from dispatchkit.errors import ConfigError, DispatchkitError, RegistrationError
 from dispatchkit.keys import check_count
 
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+_LANE_POLICY = "by-key"
 
 
 class NotBuiltError(DispatchkitError, NotImplementedError):
@@ -417,8 +420,89 @@ class CompositeDispatcher:
             return False
 
 
-class StreamDispatcher:
-    """Dispatches to several streams; brought by the policy ``multistream``."""
+@attrs.frozen
+class _Cache:
+    """What the lane policy sees of a stream: which graphs are cached on it."""
 
-    def __init__(self, eager_runner: Callable[[DispatchKey], Any], num_streams: int = 2) -> None:
-        raise NotBuiltError("StreamDispatcher", "multistream")
+    index: int
+    keys: set[GraphKey] = attrs.field(factory=set)
+    num_unfinished: int = 0
+    unfinished_tokens: int = 0
+
+    def holds(self, key: GraphKey) -> bool:
+        """Return whether a graph is cached on the stream."""
+        return key in self.keys
+
+
+class StreamDispatcher(CudagraphDispatcher):
+    """Runs batches on several streams, each key always on the stream that its graph is on.
+
+    The choice is that of the lane policy ``by-key`` of dispatchkit-multistream. A batch waits
+    for what the caller's stream held; the caller waits for it by ``wait`` or ``synchronize``.
+
+    Args:
+        eager_runner: Called with the key of a batch that has no graph.
+        num_streams: Streams of their own that the device is asked for.
+        policy: As in ``CudagraphDispatcher``.
+        max_cached_graphs: As there.
+        backend: Name of the device's backend, or one of ``dispatchkit.backends``.
+
+    Raises:
+        ConfigError: The device gives fewer streams.
+        NotBuiltError: dispatchkit-multistream is not installed.
+    """
+
+    def __init__(
+        self,
+        eager_runner: Callable[[DispatchKey], Any],
+        num_streams: int = 2,
+        policy: DispatchPolicy | None = None,
+        max_cached_graphs: int = 64,
+        backend: Any = "auto",
+    ) -> None:
+        super().__init__(eager_runner, policy, max_cached_graphs)
+        check_count(num_streams, "num_streams")
+        plugins = load_plugins()
+        if _LANE_POLICY not in plugins.lane_policies:
+            raise NotBuiltError("StreamDispatcher", "multistream")
+        self._lane_policy = plugins.create_lane_policy(_LANE_POLICY)
+        self._backend = resolve_backend(backend)
+        self.streams = [self._backend.new_stream() for _ in range(num_streams)]
+        self._arrived = self._backend.new_event()
+        self._caches = tuple(_Cache(index) for index in range(num_streams))
+
+    def _select_stream(self, key: DispatchKey) -> int:
+        """Return the index of the stream that a key's batches run on."""
+        name = key.graph_key(RuntimeMode.FULL)
+        with self._lock:
+            return self._lane_policy.choose(LaneStep(key.num_tokens, name), self._caches)
+
+    def dispatch(self, key: DispatchKey) -> Any:
+        """Run a batch on the stream of its key, behind what the caller's stream holds now."""
+        with self._lock:
+            index = self._select_stream(key)
+            self._caches[index].keys.add(key.graph_key(RuntimeMode.FULL))
+            stream = self.streams[index]
+            self._arrived.record(self._backend.current_stream())
+            stream.wait_event(self._arrived)
+            with self._backend.use_stream(stream):
+                return super().dispatch(key)
+
+    def clear_cache(self) -> None:
+        """Let go of all graphs; keys may be on other streams afterwards."""
+        with self._lock:
+            self.synchronize()
+            super().clear_cache()
+            for cache in self._caches:
+                cache.keys.clear()
+
+    def wait(self) -> None:
+        """Make later work of the current stream wait for all that was dispatched."""
+        current = self._backend.current_stream()
+        for stream in self.streams:
+            current.wait_stream(stream)
+
+    def synchronize(self) -> None:
+        """Block the host until all that was dispatched has run."""
+        for stream in self.streams:
+            stream.synchronize()

@@ -1,0 +1,170 @@
+"""Lanes on a device: concurrent steps equal eager, memory is kept while it is read."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import GraphRunner, StaticInput  # noqa: E402
+from dispatchkit.errors import ConfigError  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda:0"
+WIDTH = 64
+
+
+class InTurn:
+    name = "in-turn"
+
+    def __init__(self):
+        self.turn = 0
+
+    def choose(self, step, lanes):
+        self.turn += 1
+        return self.turn % len(lanes)
+
+
+class Urgent(InTurn):
+    name = "urgent"
+
+    def stream_priorities(self, num_lanes):
+        return [0] * (num_lanes - 1) + [1]
+
+
+def make(step, lanes, **settings):
+    settings.setdefault("lane_policy", InTurn())
+    return GraphRunner(
+        step,
+        {"x": StaticInput((None, WIDTH), "float32")},
+        sizes=(1, 8, 32),
+        max_num_tokens=32,
+        mode="FULL",
+        backend="cuda",
+        lanes=lanes,
+        strict=True,
+        **settings,
+    )
+
+
+def whole_numbers(rows, value):
+    """Small whole numbers: sums of them are exact, whatever kernel adds them up."""
+    return torch.full((rows, WIDTH), float(value), device=DEVICE)
+
+
+def exact(x):
+    for _ in range(10):
+        x = (x + x.roll(1, 1)) % 251.0
+    return x
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 8])
+def test_concurrent_steps_with_fresh_inputs_equal_eager(lanes):
+    """A hundred thousand in all: 40,000 of 2 and of 4 lanes and 20,000 of 8, in four threads."""
+    runner = make(exact, lanes)
+    assert not runner.capture().failed
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    total = 20_000 if lanes == 8 else 40_000
+
+    def work(thread):
+        mine = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            for start in range(thread, total // 4, 16):
+                given = [
+                    whole_numbers(1 + (start + i) % 32, (start * 7 + i) % 251) for i in range(16)
+                ]
+                handles = [runner.submit(x) for x in given]
+                for x, handle in zip(given, handles, strict=True):
+                    mine += (handle.result() != exact(x)).sum()
+        stream.synchronize()
+        return mine
+
+    with ThreadPoolExecutor(4) as pool:
+        for part in [pool.submit(work, thread) for thread in range(4)]:
+            wrong += part.result()
+    assert wrong.item() == 0
+    assert runner.stats().steps >= total - 64
+
+
+def test_inputs_and_results_may_be_let_go_of_at_once():
+    """The allocator must not give their memory away while a lane or a reader still needs it."""
+    runner = make(exact, 4)
+    runner.capture()
+    sums = []
+    for number in range(2000):
+        handle = runner.submit(whole_numbers(32, number % 251))  # nobody else holds the input
+        sums.append(handle.result().sum())  # nor the result
+        whole_numbers(32, 7.0)  # takes the memory, if it is free
+    want = [exact(whole_numbers(32, number % 251)).sum() for number in range(2000)]
+    assert torch.equal(torch.stack(sums), torch.stack(want))
+
+
+def test_steps_that_change_state_do_not_overlap():
+    total = torch.zeros(WIDTH, device=DEVICE)
+
+    def step(x):
+        before = total + 0
+        total.copy_(before + x.sum(0))
+        return x + 1
+
+    runner = make(step, 4, state=[total])
+    runner.capture()
+    for _ in range(1000):
+        runner.submit(whole_numbers(8, 1))
+    torch.cuda.synchronize()
+    assert total[0].item() == 8000
+
+
+def test_random_numbers_are_those_of_the_order_of_submission():
+    def step(x):
+        return x + torch.rand_like(x)
+
+    serial, runner = make(step, 1, lane_policy=None), make(step, 4)
+    results = []
+    for one in (serial, runner):
+        one.capture()
+        torch.cuda.manual_seed(5)
+        handles = [one.submit(whole_numbers(32, 0)) for _ in range(200)]
+        results.append([handle.result() for handle in handles])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_lanes_are_distinct_streams_up_to_the_limit_of_the_device():
+    gc.collect()
+    runner = make(exact, 8)
+    assert len({member._lane.stream.handle for member in runner.lanes}) == 8
+    with pytest.raises(ConfigError, match="lanes must be at most 32"):
+        make(exact, 33)
+
+
+def test_urgent_lanes_have_streams_that_go_first():
+    runner = make(exact, 3, lane_policy=Urgent())
+    assert not runner.capture().failed
+    priorities = [member._lane.stream.raw.priority for member in runner.lanes]
+    assert priorities[:2] == [0, 0]
+    assert priorities[2] < 0
+    x = whole_numbers(8, 3)
+    assert all(torch.equal(runner.submit(x).result(), exact(x)) for _ in range(6))
+
+
+def test_costs_are_told_before_the_capture():
+    runner = make(exact, 4)
+    (cost,) = runner.lane_costs()
+    assert runner.num_bytes == 0
+    runner.capture()
+    assert 0 < runner.num_bytes <= 2 * cost.graph_bytes
+
+
+def test_upload_ahead_of_the_first_launch():
+    runner = make(exact, 2)
+    runner.capture()
+    key = next(iter(runner.registry))
+    assert runner.upload(key)
+    x = whole_numbers(key.num_tokens, 2)
+    assert torch.equal(runner.submit(x).result(), exact(x))
