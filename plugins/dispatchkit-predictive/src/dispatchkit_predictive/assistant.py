@@ -16,7 +16,7 @@ from dispatchkit_predictive.predictor import KeyPredictor
 
 if TYPE_CHECKING:
     from dispatchkit import GraphRunner
-    from dispatchkit.observe.events import EvictEvent
+    from dispatchkit.hookspecs import EvictEvent
 
 
 @attrs.frozen
