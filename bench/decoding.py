@@ -150,11 +150,11 @@ def plain_step(model: Any, args: argparse.Namespace, *, forward: Any = None) -> 
     """Return the step on a cache of its own, and that cache."""
     found = probe(model, args.length)
     memory = SlotCache(found.states, args.most, args.length)
-    step = decode_step(found, memory, args.length, forward or model, wants_logits=False)
+    step = decode_step(found, memory, [args.length], forward or model, wants_logits=False)
 
     def run(tokens: torch.Tensor, positions: torch.Tensor) -> Any:
         with torch.no_grad():
-            return step(tokens, positions)
+            return step(tokens, positions, args.length)
 
     return run, memory
 
@@ -225,10 +225,10 @@ def graphs(model: Any, args: argparse.Namespace, *, is_compiled: bool) -> Case:
         sizes=args.sizes,
         forward=torch.compile(model) if is_compiled else None,
     )
-    runner = decoder.runner(args.length)
+    runner = decoder.runner()
 
     def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = runner(tokens=tokens, positions=positions)[0]
+        result: torch.Tensor = runner(tokens=tokens, positions=positions, length=args.length)[0]
         return result
 
     def stats() -> dict[str, Any]:

@@ -74,11 +74,10 @@ def main() -> None:
     stats = decoder.stats()
     print(f"{stats.steps} steps, {sum(wanted)} tokens, {finished} requests finished")
     print(f"{stats.moved} rows moved, {stats.moved_bytes} bytes copied for it")
-    for (length, _), one in stats.graphs.items():
-        print(
-            f"cache read to {length}: {one.steps} steps, {one.captures} graphs captured, "
-            f"{one.steps_by_mode['NONE']} steps eager, padding {one.padding:.1%}"
-        )
+    graphs = stats.graphs["tokens"]
+    print(f"{graphs.captures} graphs captured, {graphs.steps_by_mode['NONE']} steps eager")
+    for key, hits in graphs.hits.items():
+        print(f"{hits:5} steps by {key}")
 
 
 if __name__ == "__main__":

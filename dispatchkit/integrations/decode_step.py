@@ -18,37 +18,43 @@ SHORTEST = 128
 def decode_step(
     probe: Probe,
     memory: SlotCache,
-    length: int,
+    lengths: Sequence[int],
     forward: Callable[..., Any],
     *,
     wants_logits: bool,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return the step that reads one length of the cache.
+    """Return one step of decoding.
 
-    It takes tokens and positions (B,) and returns the likeliest next tokens (B,), or the logits
-    of them (B, V) in float32, and the positions that these are at (B,).
+    It takes tokens and positions (B,) and how much of the cache it must read. It returns the
+    likeliest next tokens (B,), or the logits of them (B, V) in float32, and the positions that
+    these are at (B,).
 
     Args:
         probe: What was found out about the model.
         memory: The cache.
-        length: Positions that it reads.
+        lengths: Positions that it may read, ascending.
         forward: What computes it: the model, or its compiled form.
         wants_logits: Return logits.
     """
-    cache, place = memory.view(length)
+    views = {length: memory.view(length) for length in lengths}
     sink, last = memory.sink, memory.length - 1
-    ahead = torch.arange(length, device=probe.device)
-    arguments = probe.step_arguments(cache)
+    ahead = torch.arange(memory.length, device=probe.device)
 
-    def step(tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(
+        tokens: torch.Tensor, positions: torch.Tensor, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Without a graph it is the length itself that is given; to find out which outputs follow
+        # it, one beyond all of them may be.
+        length = next((one for one in lengths if one >= length), lengths[-1])
+        cache, place = views[length]
         place.positions = positions
         column = positions.unsqueeze(1)
         output = forward(
             input_ids=tokens.unsqueeze(1),
             # Rows without a sequence are at a position that models have no embedding for.
             position_ids=column.clamp(max=last),
-            attention_mask=probe.mask_of((ahead <= column).view(-1, 1, 1, length)),
-            **arguments,
+            attention_mask=probe.mask_of((ahead[:length] <= column).view(-1, 1, 1, length)),
+            **probe.step_arguments(cache),
         )
         logits = output.logits[:, -1].float()
         # A row that waits to be dropped stays at the position that is never read.

@@ -7,7 +7,8 @@
 with the decoder as its ``custom_generate``. A server's loop uses ``admit``, ``step`` and ``drop``.
 
 Needs transformers 4.57.1 or newer, up to 5.x. Prompts run eager; each further token of a batch
-is one step of a ``GraphRunner``, one runner for each length of the cache that is read.
+is one step of a ``GraphRunner``, whose graphs differ in the batch and in how much of the cache they
+read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from dispatchkit.dispatch import Policy
 from dispatchkit.errors import BackendUnavailableError, ConfigError, DescriptorError, InputError
 from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput
+from dispatchkit.keys import Axis
 
 try:
     from dispatchkit.integrations.decode_step import (
@@ -51,8 +53,7 @@ class DecoderStats:
         dropped: Sequences that gave theirs up.
         moved: Sequences that were moved to another slot, to keep the batch in one piece.
         moved_bytes: Bytes copied for that, on the device.
-        graphs: The runner's counts for each length of the cache that was read, and what its
-            graphs give: ``tokens`` or ``logits``.
+        graphs: The runner's counts, by what its graphs give: ``tokens`` or ``logits``.
     """
 
     steps: int
@@ -60,7 +61,7 @@ class DecoderStats:
     dropped: int
     moved: int
     moved_bytes: int
-    graphs: dict[tuple[int, str], RunnerStats]
+    graphs: dict[str, RunnerStats]
 
 
 class GraphDecoder:
@@ -88,7 +89,6 @@ class GraphDecoder:
         model: The model.
         cache: The memory of all sequences.
         num_rows: Live sequences.
-        order: After a ``drop``, where each remaining row was before it.
 
     Raises:
         ConfigError: The model cannot be cached statically, or a setting cannot be used.
@@ -140,12 +140,11 @@ class GraphDecoder:
             **settings,
         }
         # Tokens and logits are other graphs: whoever chooses tokens does not pay for logits.
-        self._runners: dict[tuple[int, bool], GraphRunner] = {}
+        self._runners: dict[bool, GraphRunner] = {}
         self._lengths: list[int] = []
         self._tokens = self._no_rows()
         self._positions = self._no_rows()
         self._steps = self._admitted = self._dropped = self._moved = self._moved_bytes = 0
-        self.order: list[int] = []
 
     # -- one call -----------------------------------------------------------------------
 
@@ -289,23 +288,22 @@ class GraphDecoder:
             logits: Those of ``logits()``, which sampling uses, rather than of ``step()``.
             progress: Show a progress bar on stderr.
         """
-        return sum(
-            self.runner(length, logits=logits).capture(progress=progress).num_graphs
-            for length in reversed(self.lengths)
-        )
+        return self.runner(logits=logits).capture(progress=progress).num_graphs
 
-    def runner(self, length: int, *, logits: bool = False) -> GraphRunner:
-        """Return the runner of one length of the cache, made at its first use."""
-        found = self._runners.get((length, logits))
+    def runner(self, *, logits: bool = False) -> GraphRunner:
+        """Return the runner of the steps that give tokens, or logits; made at its first use."""
+        found = self._runners.get(logits)
         if found is None:
-            if length not in self.lengths:
-                raise ConfigError("length", length, f"one of {self.lengths}")
-            found = self._runners[length, logits] = GraphRunner(
-                decode_step(self._probe, self.cache, length, self._forward, wants_logits=logits),
+            step = decode_step(
+                self._probe, self.cache, self.lengths, self._forward, wants_logits=logits
+            )
+            found = self._runners[logits] = GraphRunner(
+                step,
                 {
                     "tokens": StaticInput((None,), "int64"),
                     "positions": StaticInput((None,), "int64", fill=self.cache.sink),
                 },
+                axes=[Axis("length", self.lengths)],
                 outputs="view",
                 scratch=self.cache.memory,
                 **self._settings,
@@ -326,8 +324,8 @@ class GraphDecoder:
     def stats(self) -> DecoderStats:
         """Return what has been done so far."""
         graphs = {
-            (length, "logits" if logits else "tokens"): runner.stats()
-            for (length, logits), runner in sorted(self._runners.items())
+            "logits" if logits else "tokens": runner.stats()
+            for logits, runner in self._runners.items()
         }
         return DecoderStats(
             self._steps, self._admitted, self._dropped, self._moved, self._moved_bytes, graphs
@@ -341,11 +339,8 @@ class GraphDecoder:
             if not self._lengths:
                 raise DescriptorError("rows", 0, "at least 1", "admit() prompts first.")
             raise too_short(longest, self.max_length)
-        length = next(one for one in self.lengths if one >= longest)
-        runner = self._runners.get((length, wants_logits)) or self.runner(
-            length, logits=wants_logits
-        )
-        results = runner(tokens=self._tokens, positions=self._positions)
+        runner = self._runners.get(wants_logits) or self.runner(logits=wants_logits)
+        results = runner(tokens=self._tokens, positions=self._positions, length=longest)
         self._lengths = [one + 1 for one in self._lengths]
         self._steps += 1
         return results

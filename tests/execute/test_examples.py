@@ -44,6 +44,6 @@ def test_a_server_of_a_transformers_model_follows_a_trace(run):
     assert "40 steps, " in said
     moved = re.search(r"^(\d+) rows moved", said, flags=re.MULTILINE)
     assert int(moved[1]) > 0
-    graphs = re.findall(r"(\d+) graphs captured, (\d+) steps eager", said)
-    assert len(graphs) == 2
-    assert all(int(eager) == 0 for _, eager in graphs)
+    assert re.search(r"^[2-9] graphs captured, 0 steps eager$", said, flags=re.MULTILINE)
+    assert "axes=24" in said
+    assert "axes=40" in said
