@@ -1,6 +1,7 @@
 """How Sphinx builds the pages; `make docs` runs it."""
 
 from importlib.metadata import version as _version
+from pathlib import Path
 
 project = "dispatchkit"
 author = "The dispatchkit contributors"
@@ -18,3 +19,14 @@ html_theme = "furo"
 html_title = "dispatchkit"
 html_show_copyright = False
 html_show_sphinx = False
+
+
+def _of_the_checkout(app, env, node, contnode):
+    """A link to what lies in the checkout but is no page: here its text alone is left."""
+    page = Path(app.srcdir, node.get("refdoc", "index")).parent
+    return contnode if (page / node.get("reftarget", "")).exists() else None
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("missing-reference", _of_the_checkout)
