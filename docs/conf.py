@@ -1,5 +1,6 @@
 """How Sphinx builds the pages; `make docs` runs it."""
 
+import re
 from importlib.metadata import version as _version
 from pathlib import Path
 
@@ -20,13 +21,22 @@ html_title = "dispatchkit"
 html_show_copyright = False
 html_show_sphinx = False
 
+_LINK_UP = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
 
-def _of_the_checkout(app, env, node, contnode):
-    """A link to what lies in the checkout but is no page: here its text alone is left."""
-    page = Path(app.srcdir, node.get("refdoc", "index")).parent
-    return contnode if (page / node.get("reftarget", "")).exists() else None
+
+def _of_the_checkout(app, docname, source):
+    """Leave the text alone of links to what lies in the checkout and is no page."""
+    docs = Path(app.srcdir).resolve()
+    folder = (docs / docname).parent
+
+    def text_or_link(link):
+        target = (folder / link[2]).resolve()
+        is_elsewhere = target.exists() and not target.is_relative_to(docs)
+        return link[1] if is_elsewhere else link[0]
+
+    source[0] = _LINK_UP.sub(text_or_link, source[0])
 
 
 def setup(app):
     """Called by Sphinx."""
-    app.connect("missing-reference", _of_the_checkout)
+    app.connect("source-read", _of_the_checkout)
