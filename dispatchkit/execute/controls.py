@@ -109,6 +109,13 @@ class Controls:
                     member.strict = strict
                 member.dispatcher.set_lazy(False)
 
+    def unfreeze(self) -> None:
+        """Allow captures again, lazy ones where the runner is lazy: to wake up after a sleep."""
+        with self._lock:
+            for member in self.lanes:
+                member.lifecycle.is_frozen = False
+                member.dispatcher.set_lazy(member.lifecycle.lazy)
+
     def register(
         self,
         key: GraphKey,

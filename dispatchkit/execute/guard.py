@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -12,8 +12,8 @@ FACTS = ("autocast", "training_mode", "moved_module")
 
 #: Autocast type or None; training flag and place of each module.
 Fingerprint = tuple[Any, tuple[bool, ...], tuple[int, ...]]
-#: A module, its training flag, one of its tensors and where that was.
-Watched = tuple[torch.nn.Module, bool, Any, int]
+#: A module, its training flag, what tells where one of its tensors is, and where that was.
+Watched = tuple[torch.nn.Module, bool, Callable[[], int], int]
 
 
 class _Nowhere:
@@ -63,7 +63,8 @@ class Guard:
 
     def watched(self, made_under: Fingerprint) -> tuple[Watched, ...]:
         """Return what a step has to look at: each module as it was in a fingerprint."""
-        return tuple(zip(self.modules, made_under[1], self._samples, made_under[2], strict=True))
+        places = [sample.data_ptr for sample in self._samples]
+        return tuple(zip(self.modules, made_under[1], places, made_under[2], strict=True))
 
 
 def _sample(module: torch.nn.Module) -> Any:

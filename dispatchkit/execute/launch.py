@@ -209,8 +209,8 @@ class GraphPlan:
         self._launch, self._graph, self._padded = self._launch_step, None, ()
 
     def _has_module_changed(self) -> bool:
-        for module, training, sample, place in self._modules:
-            if module.training is not training or sample.data_ptr() != place:
+        for module, training, place_now, place in self._modules:
+            if module.training is not training or place_now() != place:
                 return True
         return False
 

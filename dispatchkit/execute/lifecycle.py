@@ -316,7 +316,9 @@ class Lifecycle:
 
     def _refuse_frozen(self) -> None:
         if self.is_frozen:
-            raise RegistryError("The runner is frozen: nothing is captured after freeze().")
+            raise RegistryError(
+                "The runner is frozen: nothing is captured after freeze(). Call unfreeze() first."
+            )
 
     def _try(self, key: GraphKey, *, evict: bool) -> CaptureError | None:
         """Capture a key; a failure is marked, counted and returned."""

@@ -423,6 +423,28 @@ def test_frozen_runner_captures_nothing(make_runner, keys):
     assert caught.value.nearest == ("FULL tokens=8",)
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_frozen_runner_sleeps_and_wakes_up(make_runner, quiet, lazy, lanes):
+    """All memory is given back and the graphs captured anew; then it is frozen again."""
+    runner = make_runner(double, lazy=lazy, lanes=lanes)
+    runner.capture()
+    runner.freeze()
+    before = runner.num_bytes
+    for _ in range(2):
+        runner.invalidate("sleep")
+        assert runner.num_bytes == 0
+        with pytest.raises(RegistryError, match="unfreeze"):
+            runner.capture()
+        same(runner(torch.arange(3)), torch.arange(3) * 2)
+        runner.unfreeze()
+        assert runner.capture().num_graphs == 4 * lanes
+        runner.freeze()
+        assert runner.num_bytes == before
+        same(runner(torch.arange(3)), torch.arange(3) * 2)
+    assert runner.stats().eager_by_reason == {"stale": 2}
+
+
 # -- nesting ----------------------------------------------------------------------------------
 
 

@@ -287,7 +287,7 @@ def test_runner_and_eager_model_agree(backend, policy):
     # Shrinking takes minutes here; the nightly run has them.
     phases = tuple(Phase) if nightly else (Phase.explicit, Phase.reuse, Phase.generate)
     bounds = settings(
-        max_examples=500 if nightly else 12, stateful_step_count=20, deadline=None, phases=phases
+        max_examples=500 if nightly else 10, stateful_step_count=20, deadline=None, phases=phases
     )
     with warnings.catch_warnings():
         for kind in (EagerStepWarning, ChurnWarning):
