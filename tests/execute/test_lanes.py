@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import Axis, GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, InputError, PolicyError, ReplayError  # noqa: E402
 from dispatchkit.execute import LanePolicyWarning, StepHandle  # noqa: E402
@@ -554,3 +554,19 @@ def test_lazy_capture_waits_for_the_other_lanes(make_lanes):
                 runner.submit(torch.ones(rows, 8))
         runner.backend.synchronize()
         assert total[0].item() == 30, f"seed {seed}"
+
+
+def test_axes_go_with_lanes(make_lanes):
+    """Calls of several lengths side by side, each cut back to its own."""
+    runner = make_lanes(
+        lambda x: torch.tanh(x * 2),
+        {"x": StaticInput((None, "length", 8), "float32")},
+        axes=[Axis("length", (4, 16))],
+        seed=2,
+    )
+    assert not runner.capture().failed
+    given = [torch.randn(1 + i % 4, 1 + 2 * i % 16, 8) for i in range(8)]
+    handles = [runner.submit(x, length=x.shape[1]) for x in given]
+    for x, handle in zip(given, handles, strict=True):
+        torch.testing.assert_close(handle.result(), torch.tanh(x * 2))
+    assert runner.stats().steps_by_mode["NONE"] == 0
