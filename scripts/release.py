@@ -44,8 +44,10 @@ def main(names: list[str]) -> int:
         if subprocess.run(build, cwd=folder, check=False).returncode:
             return 1
     with tempfile.TemporaryDirectory(prefix="release ") as place:
+        # Beside the build, so that what is tested is of the same moment as the tests.
+        tests = {name: copy_tests(name, Path(place)) for name in names or SOURCES}
         python = install(Path(place))
-        failed = [name for name in names or SOURCES if not passes(name, python, Path(place))]
+        failed = [name for name, folder in tests.items() if not passes(name, python, folder)]
     say(f"FAILED: {', '.join(failed)}" if failed else "All built, installed and passed.")
     return int(bool(failed))
 
@@ -94,22 +96,26 @@ def install(place: Path) -> Path:
     return python
 
 
-def passes(name: str, python: Path, place: Path) -> bool:
-    """Run the tests of a distribution in a folder without its sources."""
-    say(f"== test {name}")
+def copy_tests(name: str, place: Path) -> Path:
+    """Copy the tests of a distribution into a folder without its sources; return the folder."""
     folder = place / name
     left_out = shutil.ignore_patterns("__pycache__", ".*", "src", "dist", "docs/_build")
     folder.mkdir()
     for part in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / part, folder)
-    tests = "tests"
     if name == "dispatchkit":
         for part in ("tests", "docs", "bench", "examples", "README.md", "CHANGELOG.md"):
             copy = shutil.copy if (ROOT / part).is_file() else shutil.copytree
             copy(ROOT / part, folder / part)
     else:
-        tests = f"plugins/{name}"
-        shutil.copytree(SOURCES[name], folder / tests, ignore=left_out)
+        shutil.copytree(SOURCES[name], folder / "plugins" / name, ignore=left_out)
+    return folder
+
+
+def passes(name: str, python: Path, folder: Path) -> bool:
+    """Run the tests of a distribution that were copied."""
+    say(f"== test {name}")
+    tests = "tests" if name == "dispatchkit" else f"plugins/{name}"
     ignored = [f"--ignore={path}" for path in OF_THE_CHECKOUT]
     done = subprocess.run(
         [str(python), "-m", "pytest", "-q", "-m", "not slow and not gpu", *ignored, tests],

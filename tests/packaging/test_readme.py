@@ -58,3 +58,13 @@ def test_every_relative_link_of_the_readme_leads_somewhere() -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)", README) if "://" not in link]
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_page_for_operators_explains_every_reason() -> None:
+    """Whoever sees a reason in a counter finds what it means and what to do."""
+    from dispatchkit import Reason
+
+    page = (ROOT / "docs" / "how-to" / "operate.md").read_text(encoding="utf-8")
+    rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    explained = set(re.findall(r"`([a-z_]+)`", rows))
+    assert {str(reason) for reason in Reason} - explained == {"hit"}
