@@ -454,7 +454,7 @@ def test_save_needs_a_path() -> None:
 def test_a_runner_measures_what_the_policy_asks_for() -> None:
     """Seed runs and steady steps come back as samples; results are those of eager."""
     torch = pytest.importorskip("torch")
-    from dispatchkit import CellUpdate, GraphRunner, StaticInput
+    from dispatchkit import GraphRunner, StaticInput
 
     weight = torch.randn(8, 8)
     runner = GraphRunner(
@@ -468,11 +468,8 @@ def test_a_runner_measures_what_the_policy_asks_for() -> None:
     runner.capture()
     policy: Any = runner.dispatcher.policy
     rows = torch.randn(8, 8)
-    for run in policy.wants_seeding(runner.dispatcher.graphs):
-        for _ in range(run.runs):
-            runner.dispatcher.update(CellUpdate(run.batch, run.decision, one_shot=True))
-            runner(rows[: run.batch.num_tokens])
-            runner.drain(wait=True)
+    # The capture has given it its runs; there is nothing new.
+    assert policy.wants_seeding(runner.dispatcher.graphs) == []
     for _ in range(20):
         assert torch.allclose(runner(rows[:3]), rows[:3] @ weight)
     runner.drain(wait=True)

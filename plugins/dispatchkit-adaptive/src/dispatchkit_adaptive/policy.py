@@ -150,6 +150,7 @@ class AdaptivePolicy:
         self._eager_news: deque[tuple[Arm, float, float, float]] = deque(maxlen=8)
         self._outcomes = 0
         self._seed_rounds = 0
+        self._seeded: set[tuple[Batch, GraphKey | None]] = set()
         self._step = 0
         self.state_path = None if state is None else Path(state)
         if self.state_path is not None and self.state_path.exists():
@@ -164,6 +165,7 @@ class AdaptivePolicy:
         """Return the keys of the base policy."""
         self._buckets.clear()
         self._of_cell.clear()
+        self._seeded.clear()
         return self.base.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
@@ -293,17 +295,19 @@ class AdaptivePolicy:
         more of those that are too close to tell apart.
         """
         self._seed_rounds += 1
+        times = _SEED_RUNS * 2 ** (self._seed_rounds - 1)
         places = self._seed_places(graphs)
         if self._seed_rounds == 1:
-            return [SeedRun(batch, how, _SEED_RUNS) for batch, how in places]
-        if self._seed_rounds > _SEED_ROUNDS:
+            # After a further capture only what is new.
+            places = [(batch, how) for batch, how in places if (batch, how.key) not in self._seeded]
+            self._seeded.update((batch, how.key) for batch, how in places)
+        elif self._seed_rounds > _SEED_ROUNDS:
+            places = []
+        else:
+            places = [(batch, how) for batch, how in places if self._is_close_call(batch)]
+        if not places:
             self._seed_rounds = 0
-            return []
-        return [
-            SeedRun(batch, how, _SEED_RUNS * 2 ** (self._seed_rounds - 1))
-            for batch, how in places
-            if self._is_close_call(batch)
-        ]
+        return [SeedRun(batch, how, times) for batch, how in places]
 
     def _seed_places(self, graphs: GraphView) -> list[tuple[Batch, Decision]]:
         places: dict[tuple[Batch, GraphKey | None], Decision] = {}
