@@ -53,10 +53,7 @@ from dispatchkit.integrations.transformers import GraphDecoder
 BENCH = "decoding"
 IS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if IS_GPU else "cpu")
-TRACE = (
-    Path(__file__).resolve().parent.parent
-    / f"tests/data/traces/step_azure_conv_{'high' if IS_GPU else 'low'}.csv.gz"
-)
+TRACE = Path(__file__).resolve().parent.parent / "tests/data/traces/step_azure_conv_low.csv.gz"
 COMPILED = ("default", "reduce-overhead", "graphs, compiled", "library static")
 
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -62,6 +62,13 @@ def model(request):
 
 
 @pytest.fixture
+def one_model():
+    """The Llama-like one, where the kind of model is no matter."""
+    torch.manual_seed(0)
+    return llama().eval()
+
+
+@pytest.fixture
 def prompts():
     """Five prompts of 7, 7, 4, 7 and 2 tokens, padded on the left."""
     ids = torch.randint(3, 97, (5, 7), generator=torch.Generator().manual_seed(1))
@@ -138,28 +145,30 @@ def test_finished_rows_are_compacted_and_change_nothing(model, prompts, do_sampl
     assert len(sizes_used) > 1, "finished rows should lead to smaller graphs"
 
 
-def test_scores_and_logits_are_those_of_generate(model, prompts):
-    decoder = decoder_of(model)
+def test_scores_and_logits_are_those_of_generate(one_model, prompts):
+    decoder = decoder_of(one_model)
     wants = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    want, got = both(model, decoder, prompts, max_new_tokens=9, do_sample=False, **wants)
+    want, got = both(one_model, decoder, prompts, max_new_tokens=9, do_sample=False, **wants)
     assert torch.equal(want.sequences, got.sequences)
     for name in ("scores", "logits"):
         torch.testing.assert_close(getattr(want, name), getattr(got, name), rtol=1e-4, atol=1e-4)
 
 
-def test_the_decoder_is_a_custom_generate_of_the_library(model, prompts):
-    decoder = decoder_of(model)
-    want = model.generate(**prompts, max_new_tokens=6, do_sample=False, pad_token_id=PAD)
-    got = model.generate(
+def test_the_decoder_is_a_custom_generate_of_the_library(one_model, prompts):
+    decoder = decoder_of(one_model)
+    want = one_model.generate(**prompts, max_new_tokens=6, do_sample=False, pad_token_id=PAD)
+    got = one_model.generate(
         **prompts, max_new_tokens=6, do_sample=False, pad_token_id=PAD, custom_generate=decoder
     )
     assert torch.equal(want, got)
     assert decoder.stats().steps == 5
 
 
-def test_a_compiled_forward_takes_the_models_place(model, prompts):
-    decoder = decoder_of(model, forward=torch.compile(model, backend="aot_eager"), sizes=[8])
-    want, got = both(model, decoder, prompts, max_new_tokens=5, do_sample=False)
+def test_a_compiled_forward_takes_the_models_place(one_model, prompts):
+    decoder = decoder_of(
+        one_model, forward=torch.compile(one_model, backend="aot_eager"), sizes=[8]
+    )
+    want, got = both(one_model, decoder, prompts, max_new_tokens=5, do_sample=False)
     assert torch.equal(want, got)
 
 
@@ -199,9 +208,9 @@ def test_sequences_that_come_and_go_get_what_they_would_get_alone(model):
     assert stats.moved > 0
 
 
-def test_rows_without_a_sequence_leave_live_slots_as_they_are(model):
+def test_rows_without_a_sequence_leave_live_slots_as_they_are(one_model):
     """A graph of four rows with one live one writes nothing into the other slots."""
-    decoder = decoder_of(model, max_batch_size=4, sizes=[4])
+    decoder = decoder_of(one_model, max_batch_size=4, sizes=[4])
     decoder.admit(torch.tensor([[5, 6, 7]]))
     before = [block.clone() for block in decoder.cache.memory]
     decoder.step()
@@ -213,23 +222,23 @@ def test_rows_without_a_sequence_leave_live_slots_as_they_are(model):
         assert not readable.any()
 
 
-def test_capture_ahead_leaves_nothing_to_capture_later(model, prompts):
-    decoder = decoder_of(model, sizes=[1, 2, 4, 8], lazy=False)
+def test_capture_ahead_leaves_nothing_to_capture_later(one_model, prompts):
+    decoder = decoder_of(one_model, sizes=[1, 2, 4, 8], lazy=False)
     assert decoder.capture() == 4 * len(LENGTHS)
-    want, got = both(model, decoder, prompts, max_new_tokens=30, do_sample=False)
+    want, got = both(one_model, decoder, prompts, max_new_tokens=30, do_sample=False)
     assert torch.equal(want, got)
     assert sum(one.captures for one in decoder.stats().graphs.values()) == 4 * len(LENGTHS)
 
 
-def test_weights_changed_in_place_are_seen(model, prompts):
-    decoder = decoder_of(model)
-    before, _ = both(model, decoder, prompts, max_new_tokens=12, do_sample=False)
-    other = copy.deepcopy(model)
+def test_weights_changed_in_place_are_seen(one_model, prompts):
+    decoder = decoder_of(one_model)
+    before, _ = both(one_model, decoder, prompts, max_new_tokens=12, do_sample=False)
+    other = copy.deepcopy(one_model)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)))
-    model.load_state_dict(other.state_dict())
-    want, got = both(model, decoder, prompts, max_new_tokens=12, do_sample=False)
+    one_model.load_state_dict(other.state_dict())
+    want, got = both(one_model, decoder, prompts, max_new_tokens=12, do_sample=False)
     assert torch.equal(want, got)
     assert not torch.equal(before, got)
 
@@ -237,31 +246,31 @@ def test_weights_changed_in_place_are_seen(model, prompts):
 # -- what cannot be -------------------------------------------------------------------------
 
 
-def test_a_cache_too_short_is_said_before_anything_runs(model, prompts):
-    decoder = decoder_of(model, max_length=20, lengths=[20])
+def test_a_cache_too_short_is_said_before_anything_runs(one_model, prompts):
+    decoder = decoder_of(one_model, max_length=20, lengths=[20])
     with pytest.raises(DescriptorError, match=r"at most max_length \(20\).*larger max_length"):
         decoder.generate(**prompts, max_new_tokens=15, do_sample=False, pad_token_id=PAD)
     assert decoder.stats().admitted == 0
     assert decoder.generate(**prompts, max_new_tokens=14, do_sample=False).shape == (5, 21)
 
 
-def test_a_row_at_the_end_of_the_cache_is_an_error(model):
-    decoder = decoder_of(model, max_length=16, lengths=[16])
+def test_a_row_at_the_end_of_the_cache_is_an_error(one_model):
+    decoder = decoder_of(one_model, max_length=16, lengths=[16])
     decoder.admit(torch.full((1, 15), 5))
     decoder.step()
     with pytest.raises(DescriptorError, match="sequence length must be at most max_length"):
         decoder.step()
 
 
-def test_a_batch_above_the_limit_is_an_error(model, prompts):
-    decoder = decoder_of(model, max_batch_size=4)
+def test_a_batch_above_the_limit_is_an_error(one_model, prompts):
+    decoder = decoder_of(one_model, max_batch_size=4)
     with pytest.raises(DescriptorError, match=r"max_batch_size \(4\), got 5.*bytes for each"):
         decoder.generate(**prompts, max_new_tokens=5, pad_token_id=PAD)
 
 
-def test_a_step_without_rows_is_an_error(model):
+def test_a_step_without_rows_is_an_error(one_model):
     with pytest.raises(DescriptorError, match=r"admit\(\) prompts first"):
-        decoder_of(model).step()
+        decoder_of(one_model).step()
 
 
 def encoder_decoder():
@@ -308,9 +317,9 @@ def test_a_model_that_cannot_be_cached_statically_is_refused(make, message):
         GraphDecoder(make(), max_batch_size=2, max_length=16)
 
 
-def test_more_positions_than_the_model_has_are_refused(model):
+def test_more_positions_than_the_model_has_are_refused(one_model):
     with pytest.raises(ConfigError, match="max_length must be at most 128"):
-        GraphDecoder(model, max_batch_size=2, max_length=129)
+        GraphDecoder(one_model, max_batch_size=2, max_length=129)
 
 
 @pytest.mark.parametrize(
@@ -321,31 +330,31 @@ def test_more_positions_than_the_model_has_are_refused(model):
         ({"streamer": object()}, "streamer"),
     ],
 )
-def test_what_a_step_does_not_give_is_refused(model, prompts, asked, message):
+def test_what_a_step_does_not_give_is_refused(one_model, prompts, asked, message):
     with pytest.raises(ConfigError, match=message):
-        decoder_of(model).generate(**prompts, max_new_tokens=3, pad_token_id=PAD, **asked)
+        decoder_of(one_model).generate(**prompts, max_new_tokens=3, pad_token_id=PAD, **asked)
 
 
-def test_padding_on_the_right_is_refused(model):
+def test_padding_on_the_right_is_refused(one_model):
     ids = torch.tensor([[5, 6, 0], [5, 6, 7]])
     with pytest.raises(InputError, match="zeros on the left"):
-        decoder_of(model).admit(ids, (ids != 0).long())
+        decoder_of(one_model).admit(ids, (ids != 0).long())
 
 
-def test_a_model_that_was_moved_or_set_to_training_is_refused(model):
-    decoder = decoder_of(model)
-    model.train()
+def test_a_model_that_was_moved_or_set_to_training_is_refused(one_model):
+    decoder = decoder_of(one_model)
+    one_model.train()
     with pytest.raises(ConfigError, match="in evaluation mode"):
         decoder.admit(torch.tensor([[5]]))
-    model.eval().double()
+    one_model.eval().double()
     with pytest.raises(ConfigError, match="float64 on cpu"):
         decoder.admit(torch.tensor([[5]]))
 
 
 @pytest.mark.parametrize("lengths", [[], [8], [0, 64], ["64"]])
-def test_lengths_must_end_with_the_longest(model, lengths):
+def test_lengths_must_end_with_the_longest(one_model, lengths):
     with pytest.raises(ConfigError, match="lengths"):
-        decoder_of(model, lengths=lengths)
+        decoder_of(one_model, lengths=lengths)
 
 
 # -- the cache by itself --------------------------------------------------------------------
