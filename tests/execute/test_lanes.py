@@ -95,7 +95,7 @@ def test_submitted_steps_give_the_serial_results(make_lanes, step):
     serial = make_lanes(step, lanes=1, mode="FULL" if step is network else "PIECEWISE")
     serial.capture()
     want = [serial(x * 2) for x in given]
-    for seed in SEEDS:
+    for seed in SEEDS[:2]:
         runner = make_lanes(step, seed=seed, mode=str(serial.config.mode))
         assert not runner.capture().failed
         assert right(runner, given, want), f"seed {seed}"
@@ -164,7 +164,7 @@ def submit_in_threads(runner, given, number):
     return [result for _, result in sorted(pair for part in parts for pair in part)]
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     lanes=st.integers(2, 8),
     threads=st.integers(1, 8),

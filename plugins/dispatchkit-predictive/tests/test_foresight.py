@@ -116,7 +116,9 @@ def test_budget_holds_at_every_moment() -> None:
         assert len(live) <= 3
 
 
-@pytest.mark.parametrize("name", ["step_azure_code_high", "step_mooncake_low"])
+@pytest.mark.parametrize(
+    "name", ["step_mooncake_low", pytest.param("step_azure_code_high", marks=pytest.mark.slow)]
+)
 def test_real_traces_run_eager_a_third_as_often_for_want_of_a_graph(name: str) -> None:
     keys, declared = keys_of_trace(read_trace(TRACES / f"{name}.csv.gz"))
     found = rehearse(keys, declared, max_graphs=64)
