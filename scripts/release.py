@@ -99,15 +99,14 @@ def install(place: Path) -> Path:
 def copy_tests(name: str, place: Path) -> Path:
     """Copy the tests of a distribution into a folder without its sources; return the folder."""
     folder = place / name
-    left_out = shutil.ignore_patterns("__pycache__", ".*", "src", "dist", "docs/_build")
     folder.mkdir()
-    for part in ("conftest.py", "pyproject.toml"):
+    # Tests read traces and pages too; sources are what must not be there.
+    left_out = shutil.ignore_patterns("__pycache__", ".*", "src", "dist", "_build")
+    for part in ("conftest.py", "pyproject.toml", "README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / part, folder)
-    if name == "dispatchkit":
-        for part in ("tests", "docs", "bench", "examples", "README.md", "CHANGELOG.md"):
-            copy = shutil.copy if (ROOT / part).is_file() else shutil.copytree
-            copy(ROOT / part, folder / part)
-    else:
+    for part in ("tests", "docs", "bench", "examples"):
+        shutil.copytree(ROOT / part, folder / part, ignore=left_out)
+    if name != "dispatchkit":
         shutil.copytree(SOURCES[name], folder / "plugins" / name, ignore=left_out)
     return folder
 
