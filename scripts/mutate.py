@@ -21,7 +21,7 @@ import importlib.abc
 import importlib.util
 import json
 import os
-import signal
+import resource
 import sys
 import time
 import traceback
@@ -185,7 +185,8 @@ def survives(
             with open(os.devnull, "w") as nothing:  # noqa: PTH123 - a descriptor is wanted
                 os.dup2(nothing.fileno(), 1)
                 os.dup2(nothing.fileno(), 2)
-        signal.alarm(SECONDS)
+        # Of the processor, not of the clock: a busy machine kills no mutant.
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         code = 1
         try:
             sys.meta_path.insert(0, _Finder(module, path, tree))

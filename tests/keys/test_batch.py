@@ -142,6 +142,7 @@ def test_relaxed_form_serves_any_mixture():
     assert own.relaxed() == BatchDescriptor(8, num_active_loras=3)
     assert own.relaxed().relaxed() == own.relaxed()
     assert own.has_lora
+    assert BatchDescriptor(8, num_active_loras=1).has_lora
     assert not BatchDescriptor(8).has_lora
 
 
@@ -234,3 +235,12 @@ def test_batch_allows_what_its_code_says(code):
 def test_ceiling_is_the_runtime_mode_itself():
     """Cascade attention says "at most PIECEWISE" without a table of codes."""
     assert Batch(8, allowed=int(PIECEWISE)).allowed_modes == {RuntimeMode.NONE, PIECEWISE}
+
+
+@pytest.mark.parametrize("axes", [0, "ab", {1}, ([1],), ({},), None])
+def test_axes_that_cannot_be_part_of_a_key_are_refused(axes):
+    """Else the first look-up would raise what says nothing about axes."""
+    for kind in (Batch, BatchDescriptor):
+        with pytest.raises(DescriptorError, match="axes"):
+            kind(8, axes=axes)
+    assert BatchDescriptor(8, axes=[2, 3]).axes == (2, 3)

@@ -174,6 +174,8 @@ def test_tensor_parallel_filter():
     options = {"max_num_seqs": 8, "tensor_parallel_size": 4, "sequence_parallel": True}
     assert derive("0.13", **options).sizes == (4, 8, 16)
     assert derive("newest", **options).sizes == (1, 2, 4, 8, 16)
+    alone = {"max_num_seqs": 8, "sequence_parallel": True}
+    assert derive("0.13", **alone).sizes == (1, 2, 4, 8, 16)  # one rank unless more are stated
 
 
 def test_maximum_and_list_must_agree():
@@ -244,7 +246,9 @@ def test_which_modes_round():
     assert rounds_for_query_len(CUDAGraphMode.FULL_DECODE_ONLY, 3, "0.13")
     assert not rounds_for_query_len(CUDAGraphMode.FULL_DECODE_ONLY, 3, "0.11")
     assert not rounds_for_query_len(CUDAGraphMode.FULL_DECODE_ONLY, 1)
-    assert not rounds_for_query_len(CUDAGraphMode.PIECEWISE, 3)
+    assert rounds_for_query_len(CUDAGraphMode.PIECEWISE, 3) is False
+    assert rounds_for_query_len(CUDAGraphMode.PIECEWISE, 3, "0.13") is False
+    assert rounds_for_query_len(CUDAGraphMode.FULL, 1) is False
 
 
 # -- padding ------------------------------------------------------------------------------

@@ -1,0 +1,26 @@
+"""What the words of an error about a cell say."""
+
+from __future__ import annotations
+
+import pytest
+
+from dispatchkit.dispatch.cells import cell_of_batch, names_of
+from dispatchkit.errors import DescriptorError
+from dispatchkit.keys import Batch, DispatchConfig, RuntimeMode
+
+
+def test_modes_are_named_in_order():
+    assert names_of({RuntimeMode.PIECEWISE, RuntimeMode.FULL}) == "FULL, PIECEWISE"
+    assert names_of([RuntimeMode.NONE]) == "NONE"
+
+
+def test_empty_batch_has_no_cell():
+    with pytest.raises(DescriptorError, match="An empty batch is always eager"):
+        cell_of_batch(DispatchConfig(capture_sizes=(1, 8)), Batch(0))
+
+
+def test_query_length_that_is_not_configured_has_no_cell():
+    config = DispatchConfig(capture_sizes=(1, 8), query_lens=(1, 2))
+    with pytest.raises(DescriptorError, match="one of query_lens 1, 2"):
+        cell_of_batch(config, Batch(6, uniform=True, query_len=3))
+    assert cell_of_batch(config, Batch(6, uniform=True, query_len=2)) == (2, 2, 0, 6)
