@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
 import importlib.abc
 import importlib.util
 import json
@@ -25,7 +26,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,17 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 }
 
 
-def mutants(tree: ast.Module) -> Iterator[tuple[int, str, ast.Module]]:
-    """Yield every mutant of a module as (line, what was changed, tree)."""
+def mutants(tree: ast.Module) -> Iterator[tuple[int, str, Callable[[], ast.Module]]]:
+    """Yield every mutant of a module as (line, what was changed, function that makes it)."""
+
+    def make(index: int, number: int) -> ast.Module:
+        twin = copy.deepcopy(tree)
+        _changes(_places(twin)[index])[number][1]()
+        return ast.fix_missing_locations(twin)
+
     for index, node in enumerate(_places(tree)):
         for number, (what, _) in enumerate(_changes(node)):
-            twin = copy.deepcopy(tree)
-            _changes(_places(twin)[index])[number][1]()
-            yield getattr(node, "lineno", 0), what, ast.fix_missing_locations(twin)
+            yield getattr(node, "lineno", 0), what, functools.partial(make, index, number)
 
 
 def _places(tree: ast.Module) -> list[ast.AST]:
@@ -274,7 +279,7 @@ def main() -> None:
             relative = path.relative_to(ROOT)
             module = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
             seen: dict[str, int] = {}
-            for line, what, tree in mutants(ast.parse(path.read_text(encoding="utf-8"))):
+            for line, what, make in mutants(ast.parse(path.read_text(encoding="utf-8"))):
                 number += 1
                 if chosen.only not in str(relative) or (number - chosen.start) % chosen.every:
                     continue
@@ -286,7 +291,7 @@ def main() -> None:
                     continue
                 if before is not None and not (chosen.again and before["result"] == "survived"):
                     continue
-                start = time.monotonic()
+                start, tree = time.monotonic(), make()
                 result = survives(module, path, tree, (OWN.get(path.stem, DISPATCHER),))
                 if result == "survived":
                     result = survives(module, path, tree, ALL)
