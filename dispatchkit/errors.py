@@ -198,7 +198,7 @@ class SwapError(DispatchkitError, RuntimeError):
     """
 
     def __init__(self, message: str, *, failed: Mapping[str, str]) -> None:
-        self.failed = dict(failed)
+        self.failed: dict[str, str] = dict(failed)
         super().__init__(message)
 
 

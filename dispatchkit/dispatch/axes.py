@@ -44,7 +44,7 @@ class PlainView(GraphView):
     """
 
     def __init__(self, view: GraphView, axes: AxisBuckets) -> None:
-        self.config = view.config
+        self.config: DispatchConfig = view.config
         self._view, self._axes = view, axes
 
     def why_not(self, key: GraphKey) -> str | None:

@@ -66,7 +66,7 @@ class AxisInputs:
     ) -> None:
         self._specs, self._axes, self._variants = dict(specs), config.axes, config.variants
         self._device = device
-        self.names = tuple(axis.name for axis in config.axes)
+        self.names: tuple[str, ...] = tuple(axis.name for axis in config.axes)
         for name in self.names:
             if name in RESERVED_NAMES or name in self._specs:
                 raise ConfigError("axes", name, "a name that nothing else of a call has")
@@ -79,7 +79,7 @@ class AxisInputs:
         # Only axes that are a dimension of something make a difference to the inputs.
         self._sizing = tuple(i for i, name in enumerate(self.names) if name in used)
         self._kept: dict[tuple[int, ...], InputSet] = {}
-        self.smallest = self.at(tuple(axis.buckets[0] for axis in self._axes))
+        self.smallest: InputSet = self.at(tuple(axis.buckets[0] for axis in self._axes))
 
     @property
     def has_dimensions(self) -> bool:

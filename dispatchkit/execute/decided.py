@@ -48,7 +48,7 @@ class Decided:
     counters: StepCounters
     timings: Timings
     checker: Checker | None
-    is_exact = False
+    is_exact: bool = False
     _snapshot: Callable[[], Snapshot]
     _inputs: InputSet
     _lock: threading.RLock

@@ -82,6 +82,9 @@ class GraphedCalls:
         grows: Sizes are not declared: the ladder of a form grows with its largest batch.
     """
 
+    target: Callable[..., Any]
+    settings: dict[str, Any]
+
     def __init__(
         self,
         target: Callable[..., Any],
@@ -91,8 +94,10 @@ class GraphedCalls:
         if not callable(target):
             raise ConfigError("module_or_function", target, "a module or a function")
         self.target, self.settings = target, settings
-        self.module = target if isinstance(target, torch.nn.Module) else None
-        self.grows = not ({"sizes", "max_num_tokens", "config"} & settings.keys())
+        self.module: torch.nn.Module | None = (
+            target if isinstance(target, torch.nn.Module) else None
+        )
+        self.grows: bool = not ({"sizes", "max_num_tokens", "config"} & settings.keys())
         self.batch_dims = batch_dims
         self._forms: dict[Any, Form] = {}
         self._dims: dict[Any, list[int | None]] = {}

@@ -57,12 +57,12 @@ class Form:
         self._constants = [None if isinstance(one, torch.Tensor) else one for one in leaves]
         self._places = [at for at, one in enumerate(leaves) if isinstance(one, torch.Tensor)]
         self._names = names
-        self.inputs = {}
+        self.inputs: dict[str, Any] = {}
         for name, at, dim in zip(names, self._places, dims, strict=True):
             shape = [size if axis != dim else None for axis, size in enumerate(leaves[at].shape)]
             self.inputs[name] = StaticInput(tuple(shape), leaves[at].dtype)
-        self.device = leaves[self._places[0]].device
-        self.top = 0
+        self.device: Any = leaves[self._places[0]].device
+        self.top: int = 0
         self.runner: GraphRunner | None = None
         self.outgrown: dict[str, RunnerStats] = {}
 

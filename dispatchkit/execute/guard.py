@@ -42,7 +42,7 @@ class Guard:
 
     def __init__(self, device_type: str, modules: Iterable[torch.nn.Module]) -> None:
         self._device_type = device_type
-        self.modules = tuple(modules)
+        self.modules: tuple[torch.nn.Module, ...] = tuple(modules)
         self._samples = tuple(_sample(module) for module in self.modules)
 
     def add(self, module: torch.nn.Module) -> None:

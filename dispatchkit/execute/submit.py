@@ -70,7 +70,7 @@ class StepHandle:
     ) -> None:
         self._result, self._done, self._stream = result, done, stream
         self._is_device = is_device
-        self.lane = lane
+        self.lane: int = lane
 
     def is_done(self) -> bool:
         """Return whether the step has run; never blocks."""
@@ -171,6 +171,9 @@ class Traffic:
         arrived: Marks on the caller's stream what the lane waits for.
     """
 
+    total_steps: int
+    total_tokens: int
+
     def __init__(self, index: int, registry: GraphRegistry, arrived: Event) -> None:
         self.index = index
         self.arrived = arrived
@@ -241,7 +244,7 @@ class Submitting:
     _traffic: tuple[Traffic, ...] = ()
     _caller: tuple[int, Stream] | None = None
     _is_lane_fault_told = False
-    lane_faults = 0
+    lane_faults: int = 0
 
     @property
     def lanes(self) -> tuple[GraphRunner, ...]:

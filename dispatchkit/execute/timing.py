@@ -80,8 +80,8 @@ class Timings:
     ) -> None:
         self._backend, self._lane = backend, lane
         self._listeners: tuple[Callable[[Outcome], None], ...] = (tell,)
-        self.sample_every = check_count(sample_every, "sample_every")
-        self.due = 0
+        self.sample_every: int = check_count(sample_every, "sample_every")
+        self.due: int = 0
         self._clock = "device" if backend.capabilities.device_timing else "host"
         self._pending: deque[Measurement] = deque(maxlen=MAX_PENDING)
         self._spare: list[tuple[Event, Event]] = []
@@ -204,9 +204,11 @@ class Timer:
         is_always_due: It measures every step: the decision holds for one only.
     """
 
+    timings: Timings
+
     def __init__(self, timings: Timings, decision: Decision, batch: Batch) -> None:
         self.timings, self._decision, self._batch = timings, decision, batch
-        self.is_always_due = decision.one_shot
+        self.is_always_due: bool = decision.one_shot
 
     def is_due(self, tick: int) -> bool:
         """Return whether the step after so many is to be measured."""

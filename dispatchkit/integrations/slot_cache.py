@@ -27,7 +27,7 @@ class Place:
     """
 
     def __init__(self) -> None:
-        self.positions = torch.empty(0, dtype=torch.int64)
+        self.positions: torch.Tensor = torch.empty(0, dtype=torch.int64)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not type-checked
@@ -39,6 +39,13 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not ty
         place: Where the step writes.
         length: Positions that the step reads.
     """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    place: Place
+    length: int
+    device: torch.device
+    dtype: torch.dtype
 
     is_compileable = True
     is_sliding = False
@@ -110,6 +117,10 @@ class SlotCache:
         sink: The position that is never read.
     """
 
+    num_slots: int
+    length: int
+    sink: int
+
     def __init__(
         self, like: Sequence[tuple[torch.Tensor, torch.Tensor]], num_slots: int, length: int
     ) -> None:
@@ -127,7 +138,9 @@ class SlotCache:
                 block = torch.zeros(shape, dtype=dtype, device=device)
                 self.memory.append(block)
                 placed |= dict(zip(members, block.unbind(0), strict=True))
-        self.layers = [(placed[2 * index], placed[2 * index + 1]) for index in range(len(like))]
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [
+            (placed[2 * index], placed[2 * index + 1]) for index in range(len(like))
+        ]
 
     @property
     def num_bytes(self) -> int:

@@ -34,11 +34,11 @@ try:
     from dispatchkit.integrations.generation import generate, left_paddings
     from dispatchkit.integrations.slot_cache import SlotCache, plan_moves
     from dispatchkit.integrations.static_models import Probe, probe
-except ImportError as error:
+except ImportError as _error:
     raise BackendUnavailableError(
         "GraphDecoder needs transformers from 4.57.1 on, below 6, and what is installed here "
-        f"does not do: {error}. Run: pip install 'dispatchkit[transformers]'."
-    ) from error
+        f"does not do: {_error}. Run: pip install 'dispatchkit[transformers]'."
+    ) from _error
 
 __all__ = ["DecoderStats", "GraphDecoder"]
 
@@ -96,6 +96,9 @@ class GraphDecoder:
     Thread safety: one thread at a time.
     """
 
+    max_batch_size: int
+    max_length: int
+
     def __init__(
         self,
         model: Any,
@@ -117,9 +120,9 @@ class GraphDecoder:
         self._probe: Probe = probe(model, max_length)
         self._forward = model if forward is None else forward
         self.max_batch_size, self.max_length = max_batch_size, max_length
-        self.lengths = check_lengths(lengths, max_length)
-        self.cache = SlotCache(self._probe.states, max_batch_size, max_length)
-        self.device = self._probe.device
+        self.lengths: tuple[int, ...] = check_lengths(lengths, max_length)
+        self.cache: SlotCache = SlotCache(self._probe.states, max_batch_size, max_length)
+        self.device: torch.device = self._probe.device
         if forward is not None:
             settings.setdefault("warmups", 2)
             if backend == "auto" and self.device.type == "cuda":

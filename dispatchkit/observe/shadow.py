@@ -147,6 +147,11 @@ class Shadow:
     Thread safety: ``observe`` may be called from any thread; all else from one at a time.
     """
 
+    lost: int
+    steps: int
+    refused: int
+    faults: int
+
     def __init__(
         self,
         active: Dispatcher,
@@ -157,7 +162,7 @@ class Shadow:
         times: StepTimes | None = None,
     ) -> None:
         self._active, self._times = active, times
-        self.candidate = Dispatcher(
+        self.candidate: Dispatcher = Dispatcher(
             policy,
             active.config if config is None else config,
             modes=active.modes,

@@ -89,6 +89,16 @@ class Tally:
 class LaneRun:
     """One lane's steps through one dispatcher."""
 
+    dispatcher: Dispatcher
+    model: CostModel
+    scenario: Scenario
+    measured: int
+    evictions: int
+    captures: int
+    live_bytes: float
+    peak_bytes: float
+    capture_us: float
+
     def __init__(
         self, dispatcher: Dispatcher, model: CostModel, scenario: Scenario, chance: random.Random
     ) -> None:

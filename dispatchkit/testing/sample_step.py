@@ -18,8 +18,8 @@ class SampleStep:
 
     def __init__(self, device: str) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.table = torch.randn(16, 4, generator=generator).to(device)
-        self.weight = torch.randn(4, 4, generator=generator).to(device)
+        self.table: torch.Tensor = torch.randn(16, 4, generator=generator).to(device)
+        self.weight: torch.Tensor = torch.randn(4, 4, generator=generator).to(device)
 
     def pieces(self) -> list[Any]:
         """Return it as pieces, for PIECEWISE; in FULL they are one graph."""
