@@ -144,6 +144,8 @@ class Decided:
         device = torch.device(self._inputs.device)
         steps = 0
         for run in runs:
+            if run.decision.key is not None and self.get(run.decision.key) is None:
+                continue  # a runner that captures lazily: nothing is captured for this
             ceiling, uniform, loras, num_tokens = cell_of_batch(self.dispatcher.config, run.batch)
             tensors = self._inputs.bind((), sample_inputs(self._inputs.specs, num_tokens, device))
             if self._inputs.host:

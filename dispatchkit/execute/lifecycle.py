@@ -199,6 +199,8 @@ class Lifecycle:
             Why the step runs eager; empty when the table must be asked again.
         """
         self._seen[key] += 1
+        if self._entry(key).state is KeyState.CAPTURED:
+            return ""  # the plan is older than the graph
         if self.is_frozen:
             return Reason.NOT_CAPTURED
         if self._seen[key] < self._capture_after:

@@ -182,3 +182,24 @@ def test_a_launch_that_fails_in_those_runs_does_not_fail_the_capture(
     assert not runner.has(keys.full(4))
     assert runner(torch.arange(3)).tolist() == [1, 2, 3]
     assert runner.stats().steps == 1
+
+
+def test_those_runs_capture_nothing_themselves(make_runner, policy, keys):
+    """A lazy runner has graphs for what was called, and keeps to its budget."""
+    asking = Asking(policy, keys.full(4))
+    runner = make_runner(plus_one, policy=asking, lazy=True)
+    runner.capture([keys.full(8)])
+    assert [one.decision.key for one in asking.heard] == [None] * 6
+    assert not runner.has(keys.full(4))
+    assert runner.stats().captures == 1
+
+
+def test_an_old_plan_of_a_lazy_key_does_not_capture_it_again(make_runner, keys):
+    """The first graph would stay with nobody: neither a key names it nor is it released."""
+    runner = make_runner(plus_one, lazy=True)
+    plan = runner.dispatcher.dispatch(3).plan
+    runner(torch.arange(3))
+    graph = runner.get(keys.full(4))
+    plan.run([torch.arange(3)], runner.backend.current_stream_handle())
+    assert runner.get(keys.full(4)) is graph
+    assert runner.stats().captures == 1
