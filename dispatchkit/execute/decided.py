@@ -15,6 +15,7 @@ from dispatchkit.errors import ConfigError, InputError, ReplayError
 from dispatchkit.execute.check import Checker
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.launch import AGAIN
+from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.execute.sample_inputs import sample_inputs
 from dispatchkit.execute.state import Snapshot, restored
 from dispatchkit.execute.timing import Timings
@@ -48,6 +49,7 @@ class Decided:
     counters: StepCounters
     timings: Timings
     checker: Checker | None
+    lifecycle: Lifecycle
     is_exact: bool = False
     _snapshot: Callable[[], Snapshot]
     _inputs: InputSet
@@ -144,7 +146,7 @@ class Decided:
         device = torch.device(self._inputs.device)
         steps = 0
         for run in runs:
-            if run.decision.key is not None and self.get(run.decision.key) is None:
+            if run.decision.key is not None and run.decision.key not in self.lifecycle.live():
                 continue  # a runner that captures lazily: nothing is captured for this
             ceiling, uniform, loras, num_tokens = cell_of_batch(self.dispatcher.config, run.batch)
             tensors = self._inputs.bind((), sample_inputs(self._inputs.specs, num_tokens, device))
