@@ -214,8 +214,10 @@ class Swapping(SwapRequests):
         if change.proposal is not None:
             self.timings.clear()  # news of the old policy's steps are not the new one's
             removed = sorted(self.dispatcher.install(change.proposal), key=largest_first)
-            self._asked, self.asked_mode = change.asked, change.asked.mode
-            self.config, self.mode_reasons = change.proposal.config, change.mode_reasons
+            self._asked = change.asked
+            self.asked_mode: CUDAGraphMode = change.asked.mode
+            self.config: DispatchConfig = change.proposal.config
+            self.mode_reasons: tuple[str, ...] = change.mode_reasons
             self._lane.forget_plans()
             self.lifecycle.forget(removed)
             self.dispatcher.show_all()

@@ -79,7 +79,7 @@ class Prices:
             if middle not in self._ladders[RuntimeMode.NONE]:
                 self._estimates["eager", middle] = _median_and_error(values)
                 self._ladders[RuntimeMode.NONE][middle] = ("eager", middle)
-        self.is_measured = bool(self._estimates)
+        self.is_measured: bool = bool(self._estimates)
         if times is not None:
             ratios = [
                 statistics.median(values) / model
