@@ -3,6 +3,7 @@
 A call of the runner is launched on the caller's own stream, so that it is ordered with the
 caller's work before and after it, for nothing. Only when the caller's stream changes
 between two steps is the new stream made to wait for the old one: the buffers are shared.
+Steps that run eager use no buffers; they are ordered likewise where they change state.
 The lane's own stream serves warmup, capture and ``submit``.
 """
 
@@ -170,9 +171,13 @@ class Lane:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let no other lane have work in flight: a capture saves and restores what they share."""
+        """Let no other lane have work in flight, and the current stream wait for this one's.
+
+        For whoever saves and restores state: what steps in flight change would be lost.
+        """
         for peer in self.peers:
             peer.settle()
+        self.order()
         try:
             yield
         finally:
