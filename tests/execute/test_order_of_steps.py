@@ -158,3 +158,18 @@ class TestOrder:
                     one.backend.capture(partial(one.runner, GRAPH), stream=stream, pool=pool)
                     one.runner.submit(GRAPH)
             assert one.counted() == 6 * 8, f"seed {seed}"
+
+    def test_step_that_raises_halfway_is_waited_for_by_other_lanes(self, make_runner):
+        for seed in range(6):
+            one = Counting(make_runner, seed, lanes=2, mode="PIECEWISE")
+            one.runner.capture()
+            one.runner.submit(GRAPH)
+            one.backend.synchronize()
+            with one.on_a_stream():
+                one.is_refusing = True
+                with pytest.raises(ValueError, match="not now"):
+                    one.runner(GRAPH)
+                one.is_refusing = False
+            with one.on_a_stream():
+                one.runner.submit(GRAPH)
+            assert one.counted() == 3 * 8, f"seed {seed}"
