@@ -113,6 +113,7 @@ class Lane:
         self.buffers: InputBuffers = InputBuffers(inputs, num_rows, backend=backend)
         self._inputs_at = inputs_at
         self._by_axes: dict[Any, InputBuffers] = {}
+        self._by_shapes: dict[Any, InputBuffers] = {_shapes(inputs): self.buffers}
         self.outputs: SharedMemory = SharedMemory(inputs.device)
         self.between: SharedMemory = SharedMemory(inputs.device)
         self.row_count: torch.Tensor | None = None
@@ -133,13 +134,23 @@ class Lane:
             return self.buffers
         found = self._by_axes.get(axes)
         if found is None:
-            found = InputBuffers(self._inputs_at(axes), self.buffers.num_rows, backend=self.backend)
+            inputs = self._inputs_at(axes)
+            # An axis that is no dimension of an input makes no difference to the memory.
+            found = self._by_shapes.get(_shapes(inputs))
+            if found is None:
+                found = InputBuffers(inputs, self.buffers.num_rows, backend=self.backend)
+                self._by_shapes[_shapes(inputs)] = found
             self._by_axes[axes] = found
         return found
 
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of its static inputs on the device."""
+        return sum(buffers.num_bytes for buffers in self._by_shapes.values())
+
     def owns(self, buffers: InputBuffers) -> bool:
         """Return whether buffers are the lane's own."""
-        return buffers is self.buffers or buffers in self._by_axes.values()
+        return buffers is self.buffers or buffers in self._by_shapes.values()
 
     def order(self) -> None:
         """Make the current stream wait for the lane's earlier steps, if it is another one."""
@@ -213,3 +224,7 @@ class Lane:
         self.pool = self.backend.new_pool()
         self.outputs.clear()
         self.between.clear()
+
+
+def _shapes(inputs: InputSet) -> tuple[Any, ...]:
+    return tuple(spec.shape for spec in inputs)
