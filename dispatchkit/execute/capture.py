@@ -139,7 +139,6 @@ class Capturer:
             torch.no_grad(),
             restored(self._warmups.snapshot()) as snapshot,
         ):
-            lane.order()
             lane.buffers_of(key).reset()
             lane.set_rows(key.num_tokens)
             yield snapshot

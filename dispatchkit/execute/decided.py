@@ -14,6 +14,7 @@ from dispatchkit.dispatch.cells import cell_of_batch
 from dispatchkit.errors import ConfigError, InputError, ReplayError
 from dispatchkit.execute.check import Checker
 from dispatchkit.execute.inputs import InputSet
+from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.launch import AGAIN
 from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.execute.sample_inputs import sample_inputs
@@ -53,6 +54,7 @@ class Decided:
     is_exact: bool = False
     _snapshot: Callable[[], Snapshot]
     _inputs: InputSet
+    _lane: Lane
     _lock: threading.RLock
 
     def run_decision(self, decision: Decision, inputs: Mapping[str, Any]) -> Any:
@@ -154,7 +156,7 @@ class Decided:
                 tensors = self._inputs.to_arrays(tensors)
             self.dispatcher.update(CellUpdate(run.batch, run.decision, one_shot=True))
             plan = self.dispatcher.dispatch(num_tokens, 0, uniform, loras, ceiling).plan
-            with restored(self._snapshot()):
+            with self._lane.alone(), restored(self._snapshot()):
                 for _ in range(run.runs):
                     self.backend.synchronize()
                     for _ in ("idle", "queued"):

@@ -44,7 +44,10 @@ class Fallbacks:
     _inputs: InputSet
     _lane: Lane
     _step: Step
+    _writes: Callable[[], bool]
     _may_write: Callable[[], bool]
+    _is_capturing: Callable[[], bool]
+    _current_stream_handle: Callable[[], int]
     _row_count: str | None
     _told: set[str]
     refuse_if_exact: Callable[[str, object], None]
@@ -71,9 +74,17 @@ class Fallbacks:
             given[self._row_count] = torch.full(
                 (), num_tokens, dtype=torch.int64, device=self._inputs.device
             )
-        chain = self._lane.chain
+        lane, handle = self._lane, self._current_stream_handle()
+        chain = lane.chain
         with torch.no_grad():
-            if chain is None or chain.disjoint_state or not self._may_write():
+            if chain is None and (handle == lane.handle or not self._writes()):
+                return self._step(given)
+            # Inside a capture nothing outside can be waited for, and whoever captures orders it.
+            if not self._may_write() or (handle and self._is_capturing()):
+                return self._step(given)
+            if handle != lane.handle:
+                lane.switch(handle)  # replays change the same state, and a capture restores it
+            if chain is None or chain.disjoint_state:
                 return self._step(given)
             stream = self.backend.current_stream()
             chain.before(stream)

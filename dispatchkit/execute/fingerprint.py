@@ -83,7 +83,9 @@ def _words(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _place(tensor: torch.Tensor) -> _Place:
-    return _Place(tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+    # Sparse ones have no one place; that they are replaced shows by shape and type alone.
+    address = tensor.data_ptr() if tensor.layout is torch.strided else 0
+    return _Place(address, tuple(tensor.shape), tensor.dtype)
 
 
 def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

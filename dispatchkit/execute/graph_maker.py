@@ -115,8 +115,10 @@ class GraphMaker:
             graph.holds.extend(known.holds)
             return graph, known.draws
         if self._backend.capabilities.unwatched_captures and not graph.host_tensors:
-            own = {home.untyped_storage()._cdata for home in homes if home is not None}
-            holds = tuple(one for one in graph.holds if one._cdata not in own)
+            # The lane's memory is the lane's to give up: kept here it would outlive its graphs.
+            holds = tuple(
+                one for one in graph.holds if not (lane.outputs.owns(one) or lane.between.owns(one))
+            )
             self._watched[name] = _Watched(holds, graph.has_random_state)
         return graph, graph.has_random_state
 

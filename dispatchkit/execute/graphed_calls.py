@@ -182,7 +182,8 @@ class GraphedCalls:
             nesting = repr(spec)
             tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
             constants = tuple(
-                (at, type(one), one)
+                # Digit by digit: zeros of both signs are equal, and nan is not even itself.
+                (at, type(one), one.hex() if isinstance(one, float) else one)
                 for at, one in enumerate(leaves)
                 if not isinstance(one, torch.Tensor)
             )

@@ -70,6 +70,7 @@ class Guard:
 def _sample(module: torch.nn.Module) -> Any:
     """Return a tensor that every move and change of type of a module moves."""
     tensors = [*module.parameters(), *module.buffers()]
+    tensors = [one for one in tensors if one.layout is torch.strided]  # others have no one place
     floating = [one for one in tensors if one.is_floating_point()]
     found = floating or tensors
     return found[0] if found else _NOWHERE

@@ -3,6 +3,7 @@
 A call of the runner is launched on the caller's own stream, so that it is ordered with the
 caller's work before and after it, for nothing. Only when the caller's stream changes
 between two steps is the new stream made to wait for the old one: the buffers are shared.
+Steps that run eager use no buffers; they are ordered likewise where they change state.
 The lane's own stream serves warmup, capture and ``submit``.
 """
 
@@ -112,6 +113,7 @@ class Lane:
         self.buffers: InputBuffers = InputBuffers(inputs, num_rows, backend=backend)
         self._inputs_at = inputs_at
         self._by_axes: dict[Any, InputBuffers] = {}
+        self._by_shapes: dict[Any, InputBuffers] = {_shapes(inputs): self.buffers}
         self.outputs: SharedMemory = SharedMemory(inputs.device)
         self.between: SharedMemory = SharedMemory(inputs.device)
         self.row_count: torch.Tensor | None = None
@@ -132,13 +134,23 @@ class Lane:
             return self.buffers
         found = self._by_axes.get(axes)
         if found is None:
-            found = InputBuffers(self._inputs_at(axes), self.buffers.num_rows, backend=self.backend)
+            inputs = self._inputs_at(axes)
+            # An axis that is no dimension of an input makes no difference to the memory.
+            found = self._by_shapes.get(_shapes(inputs))
+            if found is None:
+                found = InputBuffers(inputs, self.buffers.num_rows, backend=self.backend)
+                self._by_shapes[_shapes(inputs)] = found
             self._by_axes[axes] = found
         return found
 
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of its static inputs on the device."""
+        return sum(buffers.num_bytes for buffers in self._by_shapes.values())
+
     def owns(self, buffers: InputBuffers) -> bool:
         """Return whether buffers are the lane's own."""
-        return buffers is self.buffers or buffers in self._by_axes.values()
+        return buffers is self.buffers or buffers in self._by_shapes.values()
 
     def order(self) -> None:
         """Make the current stream wait for the lane's earlier steps, if it is another one."""
@@ -170,9 +182,13 @@ class Lane:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let no other lane have work in flight: a capture saves and restores what they share."""
+        """Let no other lane have work in flight, and the current stream wait for this one's.
+
+        For whoever saves and restores state: what steps in flight change would be lost.
+        """
         for peer in self.peers:
             peer.settle()
+        self.order()
         try:
             yield
         finally:
@@ -208,3 +224,7 @@ class Lane:
         self.pool = self.backend.new_pool()
         self.outputs.clear()
         self.between.clear()
+
+
+def _shapes(inputs: InputSet) -> tuple[Any, ...]:
+    return tuple(spec.shape for spec in inputs)

@@ -241,9 +241,10 @@ class GraphPlan:
             if lane.last_stream is None:
                 return launch(graph, stream)
             chain.before(lane.last_stream)
-            code = launch(graph, stream)
-            chain.after(lane.last_stream)
-            return code
+            try:
+                return launch(graph, stream)
+            finally:  # what raised may have queued a part
+                chain.after(lane.last_stream)
 
         return in_turn, own
 

@@ -226,8 +226,12 @@ class SharedMemory:
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lies in memory handed out now."""
-        storage = tensor.untyped_storage()._cdata
-        return any(block.untyped_storage()._cdata == storage for block in self._blocks.values())
+        return self.owns(tensor.untyped_storage())
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether a storage is memory handed out now."""
+        identity = storage._cdata
+        return any(block.untyped_storage()._cdata == identity for block in self._blocks.values())
 
     def clear(self) -> None:
         """Let go of all memory; tensors taken from it keep theirs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +12,7 @@ from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.errors import RegistryError
 from dispatchkit.execute.direct import launch_path
+from dispatchkit.execute.launch import AGAIN
 from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
@@ -45,14 +47,19 @@ class StepWatcher(Protocol):
 class _WatchedPlan:
     """A plan between the two calls of a watcher."""
 
-    def __init__(self, decision: Decision, watcher: StepWatcher, lane: int) -> None:
+    def __init__(
+        self, decision: Decision, watcher: StepWatcher, lane: int, again: Callable[[], Decision]
+    ) -> None:
         self._decision, self._watcher, self._lane = decision, watcher, lane
+        self._again = again
 
     def run(self, tensors: Any, stream: int) -> Any:
         self._watcher.enter(self._decision, self._lane)
         failed = True
         try:
             result = self._decision.plan.run(tensors, stream)
+            while result is AGAIN:  # what runs then is the same step
+                result = self._again().plan.run(tensors, stream)
             failed = False
             return result
         finally:
@@ -60,13 +67,17 @@ class _WatchedPlan:
 
 
 def _watched(
-    dispatch: Callable[..., Decision], watcher: StepWatcher, lane: int
+    dispatch: Callable[..., Decision],
+    watcher: StepWatcher,
+    lane: int,
+    anew: Callable[..., Decision],
 ) -> Callable[..., Any]:
     def dispatch_and_watch(
         num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
     ) -> Any:
         decision = dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
-        return SimpleNamespace(plan=_WatchedPlan(decision, watcher, lane))
+        again = partial(anew, num_tokens, num_reqs, uniform, loras, ceiling)
+        return SimpleNamespace(plan=_WatchedPlan(decision, watcher, lane, again))
 
     return dispatch_and_watch
 
@@ -150,7 +161,7 @@ class Recording:
             if self._recorder is not None:
                 decide = self._recorder.listening_to(decide)
             if self._watcher is not None:
-                decide = _watched(decide, self._watcher, number)
+                decide = _watched(decide, self._watcher, number, member.dispatcher.dispatch)
             member._decide = decide
 
     def upload(self, key: GraphKey) -> bool:

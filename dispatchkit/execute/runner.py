@@ -282,7 +282,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
             warmups=warmups,
             generators=generators,
         )
-        self._may_write = warm.may_write
+        self._writes, self._may_write = warm.writes, warm.may_write
         self._snapshot = warm.snapshot
         capturer = Capturer(
             warm, self.backend, self.guard, share_outputs=share_outputs, notes_facts=bool(check)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICY = "vllm"
 _OWN_DISTRIBUTION = "dispatchkit"
+# Settings of a runner that a configuration holds all together.
+OF_CONFIG = ("axes", "sizes", "max_num_tokens", "max_num_seqs", "query_len", "mode")
 
 
 def make_config(config: DispatchConfig | None, **settings: Any) -> DispatchConfig:

@@ -14,7 +14,7 @@ from dispatchkit.dispatch import (
 )
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.lanes import Chain
-from dispatchkit.execute.setup import make_policy
+from dispatchkit.execute.setup import OF_CONFIG, make_policy
 from dispatchkit.keys.config import DispatchConfig
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
 
 DEFAULT_LANE_POLICY = "round-robin"
-# Settings that a configuration holds all together.
-_OF_CONFIG = ("axes", "sizes", "max_num_tokens", "max_num_seqs", "query_len", "mode")
 
 
 def check_lanes(lanes: Any, *, policy: Any, outputs: str, check: Any) -> None:
@@ -84,7 +82,7 @@ def add_lanes(
     priorities = lane_priorities(policy, number, **facts)
     settings = {
         **given,
-        **dict.fromkeys(_OF_CONFIG),
+        **dict.fromkeys(OF_CONFIG),
         "config": config,
         "backend": first.backend,
         "device": None,

@@ -38,8 +38,9 @@ class RunnerShadow:
         self._recorder = StepRecorder(runner.config, capacity)
         self._read = 0
         self._is_on = True
+        self._dispatch = self._recorder.listening_to(shadow.sampling(sample_every))
         self._stop_listening = runner.timings.listen(shadow.observe)
-        runner.let_follow(self._recorder.listening_to(shadow.sampling(sample_every)))
+        runner.let_follow(self._dispatch)
 
     def poll(self) -> int:
         """Follow the steps that were run since the last time; return how many.
@@ -74,7 +75,15 @@ class RunnerShadow:
         Raises:
             SwapError: As in ``swap``.
         """
-        report = self._runner.swap(**self._change, **options)
+        # A swap to other query classes is refused while steps are followed.
+        if self._is_on:
+            self._runner.let_follow(None)
+        try:
+            report = self._runner.swap(**self._change, **options)
+        except BaseException:
+            if self._is_on:
+                self._runner.let_follow(self._dispatch)
+            raise
         self.discard()
         return report
 

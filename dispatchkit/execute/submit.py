@@ -314,7 +314,7 @@ class Submitting:
                     num_tokens=traffic.total_tokens,
                     num_unfinished=traffic.num_unfinished,
                     num_graphs=member.lifecycle.num_graphs(),
-                    num_bytes=member._lane.num_bytes() + member._lane.buffers.num_bytes,
+                    num_bytes=member._lane.num_bytes() + member._lane.static_bytes,
                 )
                 for member, traffic in zip(self.lanes, self._ready_traffic(), strict=True)
             )

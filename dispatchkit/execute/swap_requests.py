@@ -18,7 +18,7 @@ from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.execute.notices import Notices
 from dispatchkit.execute.pieces import Step
-from dispatchkit.execute.setup import honoured, make_policy
+from dispatchkit.execute.setup import OF_CONFIG, honoured, make_policy
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
@@ -151,7 +151,7 @@ class SwapRequests:
         is_same = asked == self._asked and policy is None and options is None
         made_from = {
             **self._made_from,
-            **dict.fromkeys(("sizes", "max_num_tokens", "max_num_seqs", "query_len", "mode")),
+            **dict.fromkeys(OF_CONFIG),
             **attrs.asdict(budget),
             "config": asked,
         }

@@ -134,7 +134,10 @@ class Timings:
     def fail(self, measurement: Measurement) -> None:
         """Tell that a step did not run as decided, or not to its end."""
         batch, decision, step = measurement.batch, measurement.decision, measurement.step
-        self._tell(Outcome(batch, decision, clock=self._clock, completed=False, step=step))
+        try:
+            self._tell(Outcome(batch, decision, clock=self._clock, completed=False, step=step))
+        except PolicyError as fault:
+            self._fault = fault  # the step has a result, or an error, of its own
 
     def drain(self, *, wait: bool = False) -> int:
         """Tell the outcomes of measured steps that are done, oldest first.
@@ -189,9 +192,10 @@ class Timings:
         )
 
     def clear(self) -> None:
-        """Let go of all measurements unread."""
+        """Let go of all measurements unread, and of a fault that no step was told of yet."""
         with self._lock:
             self._pending.clear()
+        self._fault = None
 
     def _new_event(self) -> Event:
         return self._backend.new_event(timing=True)

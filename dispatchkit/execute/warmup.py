@@ -118,9 +118,13 @@ class Warmups:
         yield from self._state
         yield from self._written
 
+    def writes(self) -> bool:
+        """Return whether the step is known to change state."""
+        return any(True for _ in self.written())
+
     def may_write(self) -> bool:
         """Return whether the step changes state, or has not been watched yet."""
-        return not self._peaks or any(True for _ in self.written())
+        return not self._peaks or self.writes()
 
     def is_state(self, leaf: torch.Tensor) -> bool:
         """Return whether a tensor is part of what the step changes."""

@@ -277,6 +277,21 @@ def test_recording_knows_the_buckets_of_its_steps(make_runner, quiet):
     assert recorder.axes() == [{"length": 4}, {"length": 16}, {"length": None}]
 
 
+def test_axes_that_are_no_dimension_take_no_memory_of_their_own(make_runner):
+    axes = [Axis("length", (4, 16)), Axis("kind", (0, 1, 2), exact=True)]
+    inputs = {"x": StaticInput((None, "length"), "float32")}
+    runner = make_runner(lambda x, kind: x * (kind + 1), inputs, axes=axes)
+    assert not runner.capture().failed
+    x = torch.randn(3, 4)
+    for kind in (2, 0, 1):
+        for length in (3, 4, 9):
+            x = torch.randn(3, length)
+            assert torch.equal(runner(x, length=length, kind=kind), x * (kind + 1))
+    assert runner.stats().steps_by_mode["NONE"] == 0
+    (lane,) = runner.lane_stats()
+    assert lane.num_bytes - runner.num_bytes == 8 * (4 + 16) * 4
+
+
 def test_lanes_serve_axes(make_runner):
     runner = make_runner(encode, INPUTS, axes=[LENGTHS], lanes=2)
     runner.capture()

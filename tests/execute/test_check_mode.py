@@ -157,6 +157,23 @@ def moving_step(make_runner):
     return step, runner
 
 
+@pytest.mark.parametrize("check", [0, 1])
+def test_sparse_weights_are_in_no_one_place(make_runner, check):
+    class Sparse(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask = torch.nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x * self.weight
+
+    runner = make_runner(Sparse(), INPUT, check=check)
+    assert not runner.capture().failed
+    same(runner(torch.ones(3, 4)), torch.ones(3, 4))
+    assert runner.stats().steps_by_mode["FULL"] == 1
+
+
 def clean_steps(make_runner, number):
     """Run steps of every size that change state in place, and return the runner's counts."""
     step = Planted()

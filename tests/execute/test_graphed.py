@@ -122,6 +122,14 @@ def test_other_values_types_and_shapes_get_graphs_of_their_own():
     assert len(step.graphed.runners) == 5
 
 
+def test_numbers_of_one_form_are_the_same_bit_by_bit():
+    divide = graphed(lambda x, by: x / by, backend="tape")
+    x = torch.ones(2)
+    for by in (0.0, -0.0, float("nan"), float("nan"), float("-inf")):
+        torch.testing.assert_close(divide(x, by), x / by, equal_nan=True)
+    assert len(divide.graphed.runners) == 4
+
+
 def test_a_tensor_that_does_not_follow_the_batch_is_none_of_it():
     """By chance the table has as many rows as the first batch."""
     table = torch.randn(4, 4)

@@ -6,9 +6,13 @@ import gc
 import random
 import weakref
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.errors import RegistryError  # noqa: E402
@@ -280,6 +284,71 @@ def test_budget_of_bytes_of_pieces(make_runner, metered, quiet):
         drive(runner, whole, 40, random.Random(3), limit)
         assert metered.most_bytes <= limit
         assert runner.stats().steps_by_mode["PIECEWISE"] > 0
+
+
+class Holding:
+    """A graph that keeps what its operations were given alive until it is released."""
+
+    def __init__(self, graph, holds):
+        self._graph, self.holds, self.host_tensors = graph, holds, []
+
+    def __getattr__(self, name):
+        return getattr(self._graph, name)
+
+    def release(self):
+        self.holds.clear()
+        self._graph.release()
+
+
+@pytest.fixture
+def holding(backend):
+    """A tape whose graphs hold what they read, and which captures unwatched too."""
+
+    class Watch(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.given = {}
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    storage = leaf.untyped_storage()
+                    self.given[storage._cdata] = storage
+            return func(*args, **(kwargs or {}))
+
+    class HoldingTape(type(backend)):
+        @property
+        def capabilities(self):
+            return attrs.evolve(super().capabilities, unwatched_captures=True)
+
+        def capture(self, run, *, watched=True, **settings):
+            watch = Watch()
+
+            def watched_run():
+                with watch:
+                    return run()
+
+            graph = super().capture(watched_run if watched else run, **settings)
+            return Holding(graph, list(watch.given.values()))
+
+    return HoldingTape()
+
+
+def test_memory_between_pieces_goes_with_the_graphs(make_runner, holding, quiet):
+    pieces = [
+        graph_piece(lambda x: x * 2),
+        eager_piece(lambda x: x.cumsum(0)),
+        graph_piece(lambda x: x + 1),
+    ]
+    runner = make_runner(pieces, INPUT, mode="PIECEWISE", backend=holding)
+    runner.capture()
+    assert runner.num_bytes > 0
+    runner.swap(max_bytes=0)
+    assert runner.num_bytes == 0
+    runner.swap(max_bytes=None)
+    runner.capture()
+    x = rows_of(3)
+    same(runner(x), (x * 2).cumsum(0) + 1)
 
 
 class Unrehearsed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -69,6 +70,22 @@ def test_a_promotion_that_fails_leaves_both(runner, backend):
     serve(runner)
     assert shadow.poll() == 3
     assert runner.config.capture_sizes == (1, 2, 4, 8)
+
+
+def test_a_candidate_with_other_query_lengths_is_promoted(runner, backend):
+    config = attrs.evolve(runner.config, query_lens=(2,), capture_sizes=(6, 8))
+    shadow = runner.start_shadow(config=config)
+    serve(runner)
+    backend.capture_fault = ValueError("planted")
+    with pytest.raises(SwapError, match="planted"):
+        shadow.promote()
+    backend.capture_fault = None
+    serve(runner)
+    assert shadow.poll() == 6
+    shadow.promote()
+    assert runner.config.query_lens == (2,)
+    assert not runner.is_shadowed
+    serve(runner)
 
 
 def test_a_discarded_shadow_leaves_nothing_behind(runner):

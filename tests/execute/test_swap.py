@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings, strategies  # noqa: E402
 
 from dispatchkit import (  # noqa: E402
+    Axis,
     DispatchConfig,
     GraphRunner,
     StaticInput,
@@ -192,6 +193,16 @@ def test_a_copy_of_the_runner_is_made_as_it_stands_after_the_swap(runner, policy
     assert other.config.capture_sizes == (3, 6)
     assert other.lifecycle.budget.max_graphs == 5
     assert other.dispatcher.policy is policy
+
+
+def test_a_copy_after_a_swap_has_the_axes(make_runner):
+    inputs = {"x": StaticInput((None, "length"), "float32")}
+    runner = make_runner(lambda x: x * 2, inputs, axes=[Axis("length", (4, 16))])
+    runner.capture()
+    runner.swap(sizes=(3, 8))
+    copied = copy.copy(runner)
+    assert copied.config == runner.config
+    assert copied(torch.ones(2, 3), length=3, ceiling=0).shape == (2, 3)
 
 
 def test_disabled_keys_are_not_waited_for(make_runner, quiet):

@@ -221,6 +221,29 @@ def test_what_a_policy_answers_wrongly_is_raised_before_the_next_measured_step(
         runner(torch.arange(3))
 
 
+def test_step_raises_its_own_error_whatever_the_policy_makes_of_it(make_runner, learning):
+    """A strict policy's fault waits for the next measured step, or goes with the policy."""
+
+    def step(tokens):
+        if tokens.sum() < 0:
+            raise KeyError("the step's own")
+        return tokens + 1
+
+    def observe(outcome):
+        return () if outcome.completed else [None]
+
+    runner = make_runner(step, policy=learning, sample_every=1, strict=True)
+    learning.observe = observe
+    with pytest.raises(KeyError, match="the step's own"):
+        runner(torch.full((3,), -1), ceiling=0)
+    with pytest.raises(PolicyError, match="observe"):
+        runner(torch.arange(3), ceiling=0)
+    with pytest.raises(KeyError, match="the step's own"):
+        runner(torch.full((3,), -1), ceiling=0)
+    runner.timings.clear()  # as a swap does
+    assert runner(torch.arange(3), ceiling=0).tolist() == [1, 2, 3]
+
+
 def test_steps_are_not_measured_in_check_mode(make_runner, learning):
     runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1, check=2)
     runner.capture()

@@ -130,6 +130,20 @@ def test_a_watcher_hears_every_step_between_enter_and_leave(make_runner, quiet):
     assert len(log.told) == 4
 
 
+def test_step_that_captures_is_watched_to_its_end(make_runner):
+    """The launch behind a lazy capture is within, and the step is one."""
+    runner = make_runner(lambda tokens: tokens + 1, lazy=True)
+    log = Log()
+    runner.watch_steps(log)
+    recorder = runner.start_recording()
+    steps = []
+    log.leave = lambda *, failed: steps.append(runner.stats().steps)
+    for _ in range(2):
+        assert torch.equal(runner(torch.arange(3)), torch.arange(3) + 1)
+    assert steps == [1, 2]
+    assert recorder.num_steps == 2
+
+
 def test_watching_and_recording_go_together(make_runner):
     runner = make_runner(lambda tokens: tokens + 1)
     runner.capture()

@@ -1,0 +1,175 @@
+"""Steps that change state run one after another, whoever runs them on whatever stream.
+
+On a deferred tape: a wait that is missing between two streams loses what one of them added.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import (  # noqa: E402
+    Batch,
+    Decision,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
+from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+
+SEEDS = range(3)
+ROWS = {"x": StaticInput((None, 2), "float32")}
+GRAPH, EAGER = torch.ones(8, 2), torch.ones(9, 2)  # eager: above the largest size
+
+
+class InTurn:
+    """Each lane in its turn."""
+
+    name = "in-turn"
+
+    def __init__(self):
+        self.steps = 0
+
+    def choose(self, step, lanes):
+        self.steps += 1
+        return (self.steps - 1) % len(lanes)
+
+
+class Counting:
+    """A runner whose step counts rows, by a read and a later write."""
+
+    def __init__(self, make_runner, seed, *, lanes=1, **settings):
+        self.total = torch.zeros(2)
+        self.is_refusing = False
+        settings.setdefault("mode", "FULL")
+        step = self.count
+        if settings["mode"] == "PIECEWISE":
+            step = [graph_piece(self.count), eager_piece(self.between), graph_piece(torch.neg)]
+        self.backend = TapeBackend(scheduler=seed)
+        self.runner = make_runner(
+            step,
+            ROWS,
+            sizes=(4, 8),
+            max_num_tokens=16,
+            state=[self.total],
+            backend=self.backend,
+            lanes=lanes,
+            lane_policy=InTurn() if lanes > 1 else None,
+            **settings,
+        )
+
+    def count(self, x):
+        before = self.total + 0
+        self.total.copy_(before + x.sum(0))
+        return x * 2
+
+    def between(self, x):
+        if self.is_refusing:
+            raise ValueError("not now")
+        return x + 1
+
+    def on_a_stream(self):
+        return self.backend.use_stream(self.backend.new_stream())
+
+    def counted(self):
+        self.backend.synchronize()
+        return int(self.total[0])
+
+
+@pytest.mark.filterwarnings("ignore:capture_sizes ends", "ignore:Steps run eager")
+class TestOrder:
+    def test_capture_keeps_what_submitted_steps_change(self, make_runner):
+        for seed in SEEDS:
+            one = Counting(make_runner, seed)
+            one.runner.capture()
+            one.runner.evict(next(key for key in one.runner.registry if key.num_tokens == 4))
+            for _ in range(4):
+                one.runner.submit(GRAPH)
+            one.runner.capture()
+            assert one.counted() == 4 * 8, f"seed {seed}"
+
+    def test_lazy_capture_on_another_stream_keeps_what_steps_change(self, make_runner):
+        for seed in SEEDS:
+            one = Counting(make_runner, seed, lazy=True)
+            with one.on_a_stream():
+                for _ in range(3):
+                    one.runner(GRAPH)
+            with one.on_a_stream():
+                one.runner(GRAPH[:4])
+            assert one.counted() == 3 * 8 + 4, f"seed {seed}"
+
+    @pytest.mark.parametrize("given", [(EAGER, GRAPH), (GRAPH, EAGER)], ids=["eager", "replay"])
+    def test_submits_and_calls_of_one_lane(self, make_runner, given):
+        """Submitted first eager, then by a graph; the call is the other."""
+        submitted, called = given
+        for seed in SEEDS:
+            one = Counting(make_runner, seed)
+            one.runner.capture()
+            with one.on_a_stream():
+                for _ in range(3):
+                    one.runner.submit(submitted)
+                    one.runner(called)
+            assert one.counted() == 3 * (8 + 9), f"seed {seed}"
+
+    @pytest.mark.parametrize("disjoint_state", [False, True])
+    def test_lazy_capture_of_a_lane_keeps_what_eager_calls_change(
+        self, make_runner, disjoint_state
+    ):
+        for seed in SEEDS:
+            one = Counting(make_runner, seed, lanes=2, lazy=True, disjoint_state=disjoint_state)
+            with one.on_a_stream():
+                for _ in range(3):
+                    one.runner(EAGER)
+            with one.on_a_stream():
+                one.runner.submit(GRAPH)
+                one.backend.synchronize()
+                one.runner.submit(GRAPH)
+            assert one.counted() == 3 * 9 + 2 * 8, f"seed {seed}"
+
+    def test_runs_for_a_learning_policy_keep_what_steps_change(self, make_runner, policy):
+        class Asking(type(policy)):
+            asked = False
+
+            def wants_seeding(self, graphs):
+                self.asked = not self.asked
+                run = SimpleNamespace(batch=Batch(9), decision=Decision.eager("seed"), runs=1)
+                return [run] if self.asked else []
+
+        for seed in SEEDS:
+            one = Counting(make_runner, seed, policy=Asking())
+            one.runner.capture()
+            for _ in range(4):
+                one.runner.submit(GRAPH)
+            assert one.runner.seed() == 2
+            assert one.counted() == 4 * 8, f"seed {seed}"
+
+    def test_call_inside_a_capture_leaves_the_order_of_the_lanes(self, make_runner):
+        for seed in SEEDS:
+            one = Counting(make_runner, seed, lanes=2)
+            one.runner.capture()
+            stream, pool = one.backend.new_stream(), one.backend.new_pool()
+            with one.on_a_stream():
+                for _ in range(3):
+                    one.runner.submit(GRAPH)
+                    one.backend.capture(partial(one.runner, GRAPH), stream=stream, pool=pool)
+                    one.runner.submit(GRAPH)
+            assert one.counted() == 6 * 8, f"seed {seed}"
+
+    def test_step_that_raises_halfway_is_waited_for_by_other_lanes(self, make_runner):
+        for seed in range(6):
+            one = Counting(make_runner, seed, lanes=2, mode="PIECEWISE")
+            one.runner.capture()
+            one.runner.submit(GRAPH)
+            one.backend.synchronize()
+            with one.on_a_stream():
+                one.is_refusing = True
+                with pytest.raises(ValueError, match="not now"):
+                    one.runner(GRAPH)
+                one.is_refusing = False
+            with one.on_a_stream():
+                one.runner.submit(GRAPH)
+            assert one.counted() == 3 * 8, f"seed {seed}"
