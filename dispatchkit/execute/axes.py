@@ -9,7 +9,8 @@ its signature is given the bucket there, and the value itself when it runs eager
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import attrs
 import torch
@@ -18,16 +19,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dispatchkit.errors import CaptureError, ConfigError, InputError
 from dispatchkit.execute.host_arrays import host_array, numpy_module
 from dispatchkit.execute.inputs import MAX_KEPT_SIZES, RESERVED_NAMES, InputSet, StaticInput
-from dispatchkit.execute.launch import AGAIN, GraphPlan, TimedPlan, WatchedPlan
+from dispatchkit.execute.launch import AGAIN, GraphPlan, TimedPlan, WatchedPlan, graph_plan
 from dispatchkit.keys.axes import Axis
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
-
-if TYPE_CHECKING:
-    from dispatchkit.execute.captured import CapturedStep
-    from dispatchkit.execute.runner import GraphRunner
-    from dispatchkit.execute.timing import Timer
-    from dispatchkit.observe.counters import StepCount
 
 #: An output (its index), its dimension, and the axis (its index) that the dimension follows.
 AxisCut = tuple[int, int, int]
@@ -300,16 +295,7 @@ class TimedAxisPlan(AxisPlan, TimedPlan):
     """The same for a step that is measured: cutting is no part of the time."""
 
 
-def axis_graph_plan(
-    runner: GraphRunner,
-    step: CapturedStep,
-    num_tokens: int,
-    count: StepCount,
-    timer: Timer | None,
-) -> GraphPlan:
-    """Return the plan of a step of a runner with axes."""
-    if runner.checker is not None:
-        return WatchedAxisPlan(runner, step, num_tokens, count, runner.checker)
-    if timer is not None:
-        return TimedAxisPlan(runner, step, num_tokens, count, timer)
-    return AxisPlan(runner, step, num_tokens, count)
+#: The plan of a step of a runner with axes.
+axis_graph_plan: Callable[..., GraphPlan] = partial(
+    graph_plan, plain=AxisPlan, timed=TimedAxisPlan, watched=WatchedAxisPlan
+)

@@ -410,13 +410,17 @@ def graph_plan(
     num_tokens: int,
     count: StepCount,
     timer: Timer | None,
+    *,
+    plain: type[GraphPlan] = GraphPlan,
+    timed: type[TimedPlan] = TimedPlan,
+    watched: type[WatchedPlan] = WatchedPlan,
 ) -> GraphPlan:
     """Return the plan of a step: measured or compared only where somebody asks for that."""
     if runner.checker is not None:
-        return WatchedPlan(runner, step, num_tokens, count, runner.checker)
+        return watched(runner, step, num_tokens, count, runner.checker)
     if timer is not None:
-        return TimedPlan(runner, step, num_tokens, count, timer)
-    return GraphPlan(runner, step, num_tokens, count)
+        return timed(runner, step, num_tokens, count, timer)
+    return plain(runner, step, num_tokens, count)
 
 
 def timer_for(runner: GraphRunner, decision: Decision, batch: Any) -> Timer | None:
