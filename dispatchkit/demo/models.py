@@ -6,6 +6,7 @@ own is written like these.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache
 from dispatchkit.demo.replay import CUDA_SHAPE, TAPE_SHAPE, resolve_device
 from dispatchkit.execute import GraphRunner, StaticInput
-from dispatchkit.keys import DispatchConfig
+from dispatchkit.keys import CaptureSizeWarning, DispatchConfig
 
 __all__ = ["decoder", "mlp"]
 
@@ -45,11 +46,8 @@ def decoder(
     shape = shape or (CUDA_SHAPE if is_gpu else TAPE_SHAPE)
     cache = KVCache(shape, place)
     sizes = tuple(sizes or (SIZES if is_gpu else _TAPE_SIZES))
-    config = DispatchConfig(
-        capture_sizes=sizes,
-        max_num_tokens=max_num_tokens or (2048 if is_gpu else max(sizes)),
-        max_num_seqs=shape.num_slots,
-    )
+    limit = max_num_tokens or (2048 if is_gpu else max(sizes))
+    config = _config(capture_sizes=sizes, max_num_tokens=limit, max_num_seqs=shape.num_slots)
     return GraphRunner(
         Decoder(shape, device=place).pieces(cache),
         inputs={
@@ -99,11 +97,8 @@ def mlp(
         return hidden
 
     sizes = tuple(sizes or (SIZES if is_gpu else _TAPE_SIZES))
-    config = DispatchConfig(
-        capture_sizes=sizes,
-        max_num_tokens=max_num_tokens or (2048 if is_gpu else max(sizes)),
-        mode="FULL",
-    )
+    limit = max_num_tokens or (2048 if is_gpu else max(sizes))
+    config = _config(capture_sizes=sizes, max_num_tokens=limit, mode="FULL")
     return GraphRunner(
         step,
         inputs={"hidden": StaticInput((None, width), dtype)},
@@ -112,6 +107,13 @@ def mlp(
         device=str(place),
         **settings,
     )
+
+
+def _config(**fields: Any) -> DispatchConfig:
+    with warnings.catch_warnings():
+        # Steps above the sizes are there on purpose: eager is measured, too.
+        warnings.simplefilter("ignore", CaptureSizeWarning)
+        return DispatchConfig(**fields)
 
 
 def _place(device: str) -> tuple[torch.device, bool, str]:

@@ -378,6 +378,7 @@ class WatchedPlan(GraphPlan):
         try:
             result, found = checker.compare(
                 step,
+                self.num_tokens,
                 lambda: super(WatchedPlan, self).run(tensors, stream),
                 lambda: runner.run_eager(tensors, self.num_tokens),
             )

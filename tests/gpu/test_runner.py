@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -253,6 +254,7 @@ def test_twenty_failing_captures_leave_memory_flat():
             assert len(runner.capture().failed) == 1, kind[0]
             assert not torch.cuda.is_current_stream_capturing()
             del runner
+            gc.collect()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             reserved.append(torch.cuda.memory_reserved())
@@ -307,7 +309,7 @@ def test_timed_steps_give_device_times():
 
     policy = Timed()
     model = Decoder()
-    runner = runner_of(model, mode="FULL", state=[model.cache], policy=policy)
+    runner = runner_of(model, mode="FULL", state=[model.cache], policy=policy, sample_every=1)
     runner.capture()
     for number in range(5):
         runner(**batch(8, number))
