@@ -29,13 +29,18 @@ from dispatchkit.backends.cuda_device import device_index, require_cuda
 from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury, return_idle_memory
 from dispatchkit.backends.cuda_launch import direct_launch, graph_upload
 from dispatchkit.backends.cuda_memory import growth
-from dispatchkit.backends.cuda_streams import CudaEvent, CudaStream, UseStream, make_current
+from dispatchkit.backends.cuda_streams import (
+    MAX_STREAMS,
+    CudaEvent,
+    CudaStream,
+    UseStream,
+    make_current,
+    return_when_unused,
+    unused_streams,
+)
 from dispatchkit.backends.cuda_watch import CaptureWatch
 from dispatchkit.backends.warmup import run_warmup
 from dispatchkit.errors import CaptureError, ConfigError
-
-# torch hands out streams of one priority from a ring of 32; a 33rd is the first one again.
-MAX_STREAMS = 32
 
 CAPTURE_ERROR_MODES = ("thread_local", "global", "relaxed")
 
@@ -130,11 +135,11 @@ class CudaBackend:
             ConfigError: All of the device's streams are alive already.
         """
         with self._streams_guard:
-            for _ in range(2 * MAX_STREAMS):  # others take from the ring, too
-                # CUDA counts the other way.
-                stream = CudaStream(torch.cuda.Stream(device=self._index, priority=-priority))
+            for raw in unused_streams(self._index, priority):
+                stream = CudaStream(raw)
                 if stream.handle not in self._streams:
                     self._streams[stream.handle] = stream
+                    return_when_unused(stream, priority)
                     return stream
         raise ConfigError(
             "number of streams",

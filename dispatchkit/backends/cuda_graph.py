@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dispatchkit.backends.capture_guard import is_any_capturing
-from dispatchkit.backends.cuda_memory import CAN_SNAPSHOT_ONE, Segment
+from dispatchkit.backends.cuda_memory import Segment, segments_of
 from dispatchkit.errors import ReplayError
 
 _logger = logging.getLogger(__name__)
@@ -111,12 +111,10 @@ class CudaPool:
         """Return the segments of the device that torch reserves for this pool."""
         with self.guard:
             handles = {tuple(self._handle), *map(tuple, self._earlier)}
-            # Asked for a pool that it does not have, torch's snapshot crashes (2.11): only
-            # one in use is there for certain.
-            is_one = CAN_SNAPSHOT_ONE and self._uses > 0 and not self._earlier
+            is_one = self._uses > 0 and not self._earlier
             found = [
                 segment
-                for segment in torch.cuda.memory_snapshot(*([self._handle] if is_one else []))
+                for segment in segments_of(self._handle if is_one else None)
                 if segment["device"] == device_index
                 and tuple(segment["segment_pool_id"]) in handles
             ]

@@ -10,18 +10,49 @@ what that copy grows by is what the pool would.
 
 from __future__ import annotations
 
-import inspect
+import ctypes
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-# Of the whole process it takes the longer, the more tensors are alive.
-CAN_SNAPSHOT_ONE = "mempool_id" in inspect.signature(torch.cuda.memory_snapshot).parameters
 # Requests up to here come from small segments, which are twice as large.
 _SMALL = 1 << 20
 
 Segment = Mapping[str, Any]  # as in torch.cuda.memory_snapshot()
+
+
+def segments_of(handle: Iterable[int] | None) -> list[Segment]:
+    """Return the segments that torch reserves for one pool, or for all of the process.
+
+    Of the whole process it takes the longer, the more tensors are alive.
+
+    torch (2.11 to 2.13) drops references that it does not own: one to each part of what it is
+    asked with (pytorch/pytorch#196366). Soon somebody's number is destroyed while it is still
+    in use. What was dropped is put back here; where torch drops nothing, nothing is added.
+
+    Args:
+        handle: Torch's handle of the pool; None: of all.
+    """
+    # Numbers of this call alone, beside the shared small ones: their counts are exact.
+    asked = (*(int(str(part)) for part in handle or (0, 0)), False)
+    spare = [*asked]  # so that none is gone before what was dropped is put back
+    before = _references(asked)
+    found: list[Segment] = torch.cuda.memory_snapshot(asked[:2], include_traces=asked[2])
+    _put_back(asked, before)
+    del spare
+    return found
+
+
+def _references(parts: tuple[int, ...]) -> list[int]:
+    return [sys.getrefcount(part) for part in parts]
+
+
+def _put_back(parts: tuple[int, ...], before: list[int]) -> None:
+    for part, had, has in zip(parts, before, _references(parts), strict=True):
+        if had - has == 1:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
 
 
 def growth(
@@ -41,14 +72,14 @@ def growth(
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool, device_index):
         used = _copies_of(ours, device_index)
-        is_copy = not ours or _is_copy(pool.snapshot(), ours)
+        is_copy = not ours or _is_copy(segments_of(pool.id), ours)
         if is_copy:
             run()
     if not is_copy:
         # An allocator of other habits than known here: what an empty pool would grow by.
         del used, pool
         return growth(run, (), device_index, stream)
-    before, after = _total(ours, device_index), _total(pool.snapshot(), device_index)
+    before, after = _total(ours, device_index), _total(segments_of(pool.id), device_index)
     del used
     return after - before
 

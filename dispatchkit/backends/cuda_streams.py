@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from dispatchkit.backends.capture_guard import refuse_in_capture
 from dispatchkit.errors import ConfigError, ReplayError
+
+# torch hands out streams of one priority from a ring of 32; a 33rd is the first one again.
+MAX_STREAMS = 32
+
+# Streams that were let go of, by device and priority, then by handle. They are taken first:
+# torch keeps memory of libraries for each stream that ever used them (for cuBLAS 32 MiB on
+# Hopper).
+_idle: defaultdict[tuple[int, int], dict[int, torch.cuda.Stream]] = defaultdict(dict)
+
+
+def unused_streams(device_index: int, priority: int) -> Iterator[torch.cuda.Stream]:
+    """Yield streams that nobody holds any more, then those of torch's ring, twice around.
+
+    Args:
+        device_index: The device.
+        priority: 0 is usual, more goes before less.
+    """
+    idle = _idle[device_index, priority]
+    for _ in range(len(idle)):
+        try:
+            yield idle.popitem()[1]
+        except KeyError:  # another thread took the last one
+            break
+    for _ in range(2 * MAX_STREAMS):  # others take from the ring, too
+        # CUDA counts the other way.
+        yield torch.cuda.Stream(device=device_index, priority=-priority)
+
+
+def return_when_unused(stream: CudaStream, priority: int) -> None:
+    """Have a stream taken again by the next who asks, once nobody holds it any more."""
+    idle = _idle[stream.raw.device_index, priority]
+    weakref.finalize(stream, idle.__setitem__, stream.handle, stream.raw).atexit = False
 
 
 class CudaStream:

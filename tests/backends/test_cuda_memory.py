@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -122,9 +124,8 @@ class PlayedCuda:
         class MemPool:
             def __init__(self):
                 self.allocator = make_allocator()
-
-            def snapshot(self):
-                return snapshot_of(self.allocator)
+                cuda.pools.append(self.allocator)
+                self.id = (0, 1000 + len(cuda.pools))
 
         self.MemPool = MemPool
         self.pools = []
@@ -133,11 +134,14 @@ class PlayedCuda:
         def use_mem_pool(pool, device_index):
             assert cuda.current is None, "torch would go on with the outer pool"
             cuda.current = pool.allocator
-            self.pools.append(pool.allocator)
             yield
             cuda.current = None
 
         self.use_mem_pool = use_mem_pool
+
+    def memory_snapshot(self, mempool_id, include_traces):
+        assert not include_traces
+        return snapshot_of(self.pools[mempool_id[1] - 1001])
 
 
 def snapshot_of(allocator, stream=7):
@@ -200,3 +204,31 @@ def test_segments_of_another_stream_do_not_serve():
     program = [(True, 33 * MIB, 0)]
     assert rehearse(PlayedCuda(), program, snapshot_of(pool)) == 0
     assert rehearse(PlayedCuda(), program, snapshot_of(pool, stream=8)) == 34 * MIB
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_asking_torch_for_segments_keeps_the_count_of_references(monkeypatch, drops):
+    """Torch drops a reference to each part of what it is asked; one that does not is left alone."""
+
+    def drop(part):
+        if drops:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(part))
+
+    def memory_snapshot(mempool_id, include_traces):
+        drop(mempool_id[0])
+        drop(mempool_id[1])
+        drop(include_traces)
+        return [{"total_size": 5}]  # holding no part of the handle
+
+    monkeypatch.setattr(cuda_memory.torch.cuda, "memory_snapshot", memory_snapshot)
+    false = sys.getrefcount(False)
+    for number in range(1000, 1200):
+        assert cuda_memory.segments_of((0, number)) == [{"total_size": 5}]
+    assert abs(sys.getrefcount(False) - false) < 100  # of 200; others use it, too
+    parts = (int("12345"), int("54321"))
+    spare = [*parts]
+    before = cuda_memory._references(parts)
+    drop(parts[1])
+    cuda_memory._put_back(parts, before)
+    assert cuda_memory._references(parts) == before
+    assert spare == [12345, 54321]
