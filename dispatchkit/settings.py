@@ -25,7 +25,7 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
-from dispatchkit.keys import CUDAGraphMode, DispatchConfig
+from dispatchkit.keys import Axis, CUDAGraphMode, DispatchConfig
 from dispatchkit.keys.capture_sizes import CaptureSizeWarning, check_capture_sizes, check_count
 
 __all__ = ["SETTINGS", "Setting", "Settings", "Sourced", "load_settings"]
@@ -38,6 +38,11 @@ _FLAGS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
+
+_AXES_ALLOWED = (
+    "a table of buckets by name, with {buckets = [...], exact = true} for an exact axis; as text "
+    "`length=16,64; kind=1,3 exact`"
+)
 
 Check = Callable[[Any, str], Any]
 
@@ -135,6 +140,40 @@ def _options(value: Any, name: str) -> dict[str, Any]:
     return dict(value)
 
 
+def _axes(value: Any, name: str) -> tuple[Axis, ...]:
+    if isinstance(value, str):
+        value = _axes_of_text(value, name)
+    if isinstance(value, Axis):
+        value = (value,)
+    if isinstance(value, Mapping):
+        value = tuple(_axis(one, given, name) for one, given in value.items())
+    return DispatchConfig(capture_sizes=(1,), axes=value).axes
+
+
+def _axes_of_text(text: str, name: str) -> dict[str, Any]:
+    """Return what ``length=16,64; kind=1,3 exact`` says."""
+    found: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, text.split(";"))):
+        axis, equals, buckets = map(str.strip, part.partition("="))
+        if not equals or axis in found:
+            raise ConfigError(name, text, _AXES_ALLOWED)
+        bare = buckets.removesuffix(" exact")
+        found[axis] = {"buckets": bare, "exact": bare != buckets}
+    return found
+
+
+def _axis(name: Any, given: Any, setting: str) -> Axis:
+    table = given if isinstance(given, Mapping) else {"buckets": given}
+    if not {"buckets"} <= set(table) <= {"buckets", "exact"}:
+        raise ConfigError(setting, {name: given}, _AXES_ALLOWED)
+    try:
+        buckets = _plain(table["buckets"])
+        exact = _flag(table.get("exact", False), "exact")
+        return Axis(name, buckets if isinstance(buckets, int) else _parts(buckets), exact)
+    except ConfigError as error:
+        raise ConfigError(setting, {name: given}, _AXES_ALLOWED, str(error)) from None
+
+
 # -- the schema ---------------------------------------------------------------------------
 
 
@@ -205,6 +244,7 @@ SETTINGS: Mapping[str, Setting] = _schema(
         _flag,
         default=False,
     ),
+    Setting("axes", "Further facts that graphs are made for, with their buckets.", _axes, ()),
     Setting(
         "backend",
         "Where graphs are captured: auto, cuda, cuda:1, tape, or a plugin's.",
@@ -395,14 +435,23 @@ def plain(value: Any) -> Any:
     """Return a value as JSON has it."""
     if isinstance(value, CUDAGraphMode):
         return str(value)
+    if isinstance(value, tuple) and value and isinstance(value[0], Axis):
+        return {
+            axis.name: {"buckets": list(axis.buckets), "exact": True}
+            if axis.exact
+            else list(axis.buckets)
+            for axis in value
+        }
     return list(value) if isinstance(value, tuple) else value
 
 
 def shown(value: Any) -> str:
     """Return a value as it is written in ``pyproject.toml``."""
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(map(shown, value)) + "]"
     value = plain(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(map(shown, value)) + "]"
+    if isinstance(value, dict) and value:
+        return "{" + ", ".join(f"{name} = {shown(one)}" for name, one in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False, default=str)
 
 

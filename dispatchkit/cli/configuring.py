@@ -6,6 +6,7 @@ import typer
 from rich.text import Text
 
 from dispatchkit.cli.options import (
+    AxesOption,
     BackendOption,
     CostModelOption,
     MaxLorasOption,
@@ -34,6 +35,7 @@ def show_config(
     max_num_seqs: MaxNumSeqsOption = None,
     query_lens: QueryLensOption = None,
     max_loras: MaxLorasOption = None,
+    axes: AxesOption = None,
     device: BackendOption = None,
     cost_model: CostModelOption = None,
     as_json: JsonOption = False,
@@ -54,6 +56,7 @@ def show_config(
             "max_num_seqs": max_num_seqs,
             "query_lens": query_lens,
             "max_loras": max_loras,
+            "axes": axes,
             "backend": device,
             "cost_model": cost_model,
         }

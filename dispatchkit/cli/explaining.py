@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dispatchkit.cli.options import (
+    AxesOption,
     CostModelOption,
     MaxLorasOption,
     MaxNumSeqsOption,
@@ -25,6 +27,7 @@ from dispatchkit.cli.options import (
 )
 from dispatchkit.cli.output import (
     JsonOption,
+    complain,
     console,
     load_installed_plugins,
     mention_problems,
@@ -35,7 +38,7 @@ from dispatchkit.cli.output import (
 )
 from dispatchkit.dispatch import Dispatcher, Explanation, explain
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys import CaptureSizeWarning, RuntimeMode
+from dispatchkit.keys import CaptureSizeWarning, RuntimeMode, check_count
 
 if TYPE_CHECKING:
     from dispatchkit.keys import DispatchConfig
@@ -66,6 +69,15 @@ def explain_batch(
         ),
     ] = False,
     loras: Annotated[int, typer.Option("--loras", metavar="N", help="Adapters in use.")] = 0,
+    values: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--value",
+            metavar="AXIS=N",
+            help="Value of an axis of --axes; give one for each.",
+            show_default=False,
+        ),
+    ] = None,
     ceiling: Annotated[
         str,
         typer.Option(
@@ -85,6 +97,7 @@ def explain_batch(
     max_num_seqs: MaxNumSeqsOption = None,
     query_lens: QueryLensOption = None,
     max_loras: MaxLorasOption = None,
+    axes: AxesOption = None,
     cost_model: CostModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -113,6 +126,7 @@ def explain_batch(
             "max_num_seqs": max_num_seqs,
             "query_lens": query_lens,
             "max_loras": max_loras,
+            "axes": axes,
             "cost_model": cost_model,
         }
     )
@@ -120,7 +134,8 @@ def explain_batch(
 
     model = load_cost_model(settings["cost_model"])
     if trace is not None:
-        facts = {"--num-reqs": num_reqs, "--uniform": uniform, "--loras": loras}
+        facts: dict[str, Any] = {"--num-reqs": num_reqs, "--uniform": uniform}
+        facts |= {"--loras": loras, "--value": values}
         for flag, value in facts.items():
             if value:
                 raise ConfigError(flag, value, "left out beside --trace, which has its own")
@@ -132,13 +147,30 @@ def explain_batch(
         else:
             show_account(account, console(), None if show_all else MAX_SHOWN)
         return
-    dispatcher = dispatcher_of(settings, settings.dispatch_config(max_loras=loras))
-    answer = explain(dispatcher, num_tokens or 0, num_reqs, int(uniform), loras, int(highest))
+    config = settings.dispatch_config(max_loras=loras)
+    variant = _variant(config, loras, values or ())
+    dispatcher = dispatcher_of(settings, config)
+    answer = explain(dispatcher, num_tokens or 0, num_reqs, int(uniform), variant, int(highest))
     answer = attrs.evolve(answer, cost=model.cost_of(answer.decision, answer.batch.num_tokens))
     if as_json:
         print_json(explanation_as_dict(answer))
     else:
         show(answer, console())
+
+
+def _variant(config: DispatchConfig, loras: int, values: Sequence[str]) -> int:
+    """Return what ``dispatch`` takes for the adapters and the values of axes as they are given."""
+    given: dict[str, int] = {}
+    for pair in values:
+        name, equals, text = (part.strip() for part in pair.partition("="))
+        if not equals or name in given or not (text.isascii() and text.isdecimal()):
+            raise ConfigError("--value", pair, "AXIS=N, a whole number once for each axis")
+        given[name] = check_count(int(text[:20]), name, minimum=0)
+    if not given and not config.axes:
+        return loras
+    if given and not config.axes:
+        raise ConfigError("--value", list(values), "left out where --axes declares none")
+    return config.variant(loras, **given)
 
 
 def dispatcher_of(settings: Settings, config: DispatchConfig) -> Dispatcher:
@@ -157,7 +189,9 @@ def account_of(trace: Path, settings: Settings, model: CostModel) -> Account:
     from dispatchkit.report import account_for
 
     rows = read_trace(trace)
-    dispatcher = dispatcher_of(settings, config_for(rows, settings))
+    config = config_for(rows, settings)
+    note_unused_axes(rows, config)
+    dispatcher = dispatcher_of(settings, config)
     with progress() as tell:
         return account_for(rows, dispatcher, model, tell=tell)
 
@@ -177,6 +211,13 @@ def config_for(rows: StepTrace, settings: Settings) -> DispatchConfig:
     )
 
 
+def note_unused_axes(rows: StepTrace, config: DispatchConfig) -> None:
+    """Say so where a trace has values of axes that the settings do not declare."""
+    unused = [name for name in rows.axes if name not in [axis.name for axis in config.axes]]
+    if unused:
+        complain(f"Note: {rows.source} has values of {', '.join(unused)}, not declared by --axes.")
+
+
 # -- one batch ----------------------------------------------------------------------------
 
 
@@ -189,6 +230,7 @@ def show(answer: Explanation, out: Console) -> None:
     facts.append(f"uniform decode of {batch.query_len}" if batch.uniform else "mixed")
     if batch.num_active_loras:
         facts.append(f"{batch.num_active_loras} adapters")
+    facts += answer.axes_in_words
     allowed = ", ".join(mode.name for mode in sorted(batch.allowed_modes))
     out.print(Text(f"Batch    {', '.join(facts)}; allowed: {allowed}"))
     out.print(Text(f"Runs as  {decision}", style="bold"))
@@ -223,6 +265,7 @@ def explanation_as_dict(answer: Explanation) -> dict[str, Any]:
             "uniform": batch.uniform,
             "query_len": batch.query_len,
             "num_active_loras": batch.num_active_loras,
+            "axes": dict(answer.axes),
             "allowed_modes": [mode.name for mode in sorted(batch.allowed_modes)],
         },
         "decision": {
@@ -291,7 +334,11 @@ def show_account(account: Account, out: Console, limit: int | None) -> None:
 
 def _decision_cells(account: Account, one: AccountedDecision) -> list[str]:
     answer = account.explain(one)
-    runs_as = "eager" if one.bucket is None else f"{one.decision.mode} {one.bucket}"
+    runs_as = "eager"
+    if one.decision.key is not None:
+        axes = one.decision.key.descriptor.axes
+        at = f" at {','.join(map(str, axes))}" if axes else ""
+        runs_as = f"{one.decision.mode} {one.bucket}{at}"
     return [
         str(one.num_tokens),
         f"{one.steps:,}",

@@ -19,6 +19,7 @@ from dispatchkit.settings import SETTINGS, Settings, load_settings, shown
 
 __all__ = [
     "COMMON",
+    "AxesOption",
     "BackendOption",
     "CostModelOption",
     "MaxLorasOption",
@@ -114,6 +115,7 @@ QueryLensOption = Annotated[
     str | None, setting_option("query_lens", "--query-len", "--query-lens", metavar="A,B,...")
 ]
 MaxLorasOption = Annotated[str | None, setting_option("max_loras", "--max-loras", metavar="N")]
+AxesOption = Annotated[str | None, setting_option("axes", "--axes", metavar="NAME=A,B;...")]
 BackendOption = Annotated[
     str | None, setting_option("backend", "--device", "--backend", metavar="DEVICE")
 ]

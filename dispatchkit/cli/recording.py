@@ -6,6 +6,7 @@ import runpy
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,7 +57,7 @@ def record(
         raise ConfigError("script", target, "a Python file that exists, or -m MODULE")
     code, stopped = 0, False
     with TraceWriter(output) as writer:
-        with recording(writer), _arguments(target, rest), _stdout_is_stderr():
+        with recording(writer) as left_out, _arguments(target, rest), _stdout_is_stderr():
             try:
                 if as_module:
                     runpy.run_module(target, run_name="__main__", alter_sys=True)
@@ -77,6 +78,11 @@ def record(
         print_json({"output": str(output), "steps": steps, "exit_code": code, "stopped": stopped})
     else:
         console().print(Text(f"{steps:,} steps written to {output}."))
+    if left_out:
+        complain(
+            f"Note: {sum(left_out.values()):,} steps of runners with other axes than the first "
+            f"({', '.join(left_out)}) are left out: a trace has one set of columns."
+        )
     if stopped:
         complain("Stopped.")
         raise typer.Exit(130)
@@ -86,14 +92,19 @@ def record(
 
 
 @contextmanager
-def recording(writer: TraceWriter) -> Iterator[None]:
+def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
     """Write down every batch that any dispatcher of this process is asked about.
 
     Args:
         writer: Open; it gets the steps in the order they are decided.
+
+    Yields:
+        How many steps were left out because their axes are not those of the first step.
     """
     decide = Dispatcher.dispatch
     lock = threading.Lock()
+    left_out: Counter[str] = Counter()
+    first: list[tuple[str, ...]] = []
     start = time.monotonic()
 
     def dispatch(
@@ -106,22 +117,30 @@ def recording(writer: TraceWriter) -> Iterator[None]:
     ) -> Decision:
         decision = decide(self, num_tokens, num_reqs, uniform, loras, ceiling)
         is_uniform, query_len, most = self.config.query_class(int(uniform))
+        variants = self.config.variants
+        names = tuple(axis.name for axis in self.config.axes)
         step = TraceStep(
             num_tokens=int(num_tokens),
             num_reqs=int(num_reqs) or _fewest(int(num_tokens), query_len),
             max_query_len=most or int(num_tokens),
             uniform_decode=is_uniform,
-            num_active_loras=int(loras),
+            num_active_loras=variants.facts(int(loras))[0],
             t_s=time.monotonic() - start,
+            axes=dict(zip(names, variants.values(loras), strict=True)),
         )
         with lock:
-            writer.write(step)
+            if not first:
+                first.append(names)
+            if names == first[0]:
+                writer.write(step)
+            else:
+                left_out[" and ".join(names) or "none"] += 1
         return decision
 
     patched: Any = Dispatcher
     patched.dispatch = dispatch
     try:
-        yield
+        yield left_out
     finally:
         patched.dispatch = decide
 

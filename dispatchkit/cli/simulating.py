@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dispatchkit.cli.explaining import config_for
+from dispatchkit.cli.explaining import config_for, note_unused_axes
 from dispatchkit.cli.options import (
+    AxesOption,
     CostModelOption,
     ModeOption,
     SizesOption,
@@ -46,6 +47,7 @@ def simulate(
     ] = None,
     sizes: SizesOption = None,
     mode: ModeOption = None,
+    axes: AxesOption = None,
     max_graphs: Annotated[
         str | None, typer.Option("--max-graphs", metavar="N", help="Most live graphs on a lane.")
     ] = None,
@@ -79,6 +81,7 @@ def simulate(
     given = {
         "capture_sizes": sizes,
         "mode": mode,
+        "axes": axes,
         "max_graphs": max_graphs,
         "max_bytes": max_bytes,
         "eviction": eviction,
@@ -92,6 +95,7 @@ def simulate(
 
     rows = read_trace(trace)
     config = config_for(rows, settings)
+    note_unused_axes(rows, config)
     plugins = load_installed_plugins(settings)
     mention_problems(plugins)
     names = list(dict.fromkeys(policy or [policy_name(settings, plugins, config)]))

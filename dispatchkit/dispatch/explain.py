@@ -89,6 +89,7 @@ class Explanation:
         fault: What the policy did wrong, where it did; nothing is counted for it here.
         cost: What the step costs, where a cost model was given.
         times: What a runner measured of such steps; None where nobody measures.
+        axes: The bucket of each axis by name; None for a value outside all of its buckets.
     """
 
     batch: Batch
@@ -99,6 +100,15 @@ class Explanation:
     fault: str = ""
     cost: StepCost | None = None
     times: tuple[MeasuredTime, ...] | None = None
+    axes: Mapping[str, int | None] = attrs.field(factory=dict, hash=False)
+
+    @property
+    def axes_in_words(self) -> list[str]:
+        """What the batch has for each axis."""
+        return [
+            f"{name} in {'no bucket' if bucket is None else f'bucket {bucket}'}"
+            for name, bucket in self.axes.items()
+        ]
 
     @property
     def because(self) -> str:
@@ -134,7 +144,7 @@ class Explanation:
             facts.append(f"uniform decode of {self.batch.query_len} per request")
         if self.batch.num_active_loras:
             facts.append(f"{self.batch.num_active_loras} adapters")
-        facts += [f"axis of {bucket or 'no bucket'}" for bucket in self.batch.axes]
+        facts += self.axes_in_words
         names = ", ".join(mode.name for mode in sorted(self.batch.allowed_modes))
         lines = [
             f"{', '.join(facts)}; allowed: {names}",
@@ -204,6 +214,10 @@ def explain(
         tuple(candidates),
         largest,
         "" if fault is None else str(fault),
+        axes={
+            axis.name: bucket
+            for axis, bucket in zip(dispatcher.config.axes, batch.axes, strict=True)
+        },
     )
 
 

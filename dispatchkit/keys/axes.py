@@ -75,6 +75,16 @@ class Axis:
         return 0 if self.exact and self.buckets[found] != value else found + 1
 
 
+class Variant(int):
+    """The number of a variant, with the values that it was made of.
+
+    Attributes:
+        values: The value of each axis, in their order.
+    """
+
+    values: tuple[int, ...] = ()
+
+
 class Variants:
     """The numbers that stand for adapters and buckets together.
 
@@ -97,7 +107,7 @@ class Variants:
         self._strides = tuple(strides)
         self.count = stride
 
-    def of_values(self, loras: int, values: Mapping[str, int]) -> int:
+    def of_values(self, loras: int, values: Mapping[str, int]) -> Variant:
         """Return the variant of so many adapters and a value for each axis.
 
         Raises:
@@ -109,7 +119,9 @@ class Variants:
         self._check(loras)
         for axis, stride in zip(self.axes, self._strides, strict=True):
             loras += stride * axis.index(values[axis.name])
-        return loras
+        made = Variant(loras)
+        made.values = tuple(values[axis.name] for axis in self.axes)
+        return made
 
     def of_buckets(self, loras: int, buckets: AxisBuckets) -> int:
         """Return the variant of so many adapters and a bucket of each axis.
@@ -144,6 +156,20 @@ class Variants:
             rest, index = divmod(rest, len(axis.buckets) + 1)
             buckets.append(axis.buckets[index - 1] if index else None)
         return loras, tuple(buckets)
+
+    def values(self, variant: int) -> tuple[int, ...]:
+        """Return the value of each axis, or ones that mean the same where they are not known.
+
+        Of a plain number these are the buckets, and the number above the last bucket for a
+        value outside.
+        """
+        if isinstance(variant, Variant):
+            return variant.values
+        _, buckets = self.facts(variant)
+        return tuple(
+            axis.buckets[-1] + 1 if bucket is None else bucket
+            for axis, bucket in zip(self.axes, buckets, strict=True)
+        )
 
     def combinations(self) -> list[tuple[int, ...]]:
         """Return the buckets that graphs are made for: each of an axis with each of the others."""

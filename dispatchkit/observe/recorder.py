@@ -1,7 +1,8 @@
 """Recording of steps: a ring of whole numbers, filled by steps and read as a step trace.
 
-A recorded step writes six numbers into memory that is there already; nothing is made, and
-the ring never grows. Once it is full the oldest steps are overwritten, and counted.
+A recorded step writes six numbers, and one for each axis, into memory that is there already;
+nothing is made, and the ring never grows. Once it is full the oldest steps are overwritten, and
+counted.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from typing import Any
 
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys.config import DispatchConfig
-from dispatchkit.observe.trace import StepTrace, TraceStep, write_trace
+from dispatchkit.observe.trace import MAX_COUNT, StepTrace, TraceStep, write_trace
 
 __all__ = ["DEFAULT_CAPACITY", "StepRecorder"]
 
 DEFAULT_CAPACITY = 1 << 16
 """Steps that are kept by default: 3.1 MB."""
 
-_FIELDS = 6  # nanoseconds, tokens, requests, query class, adapters, ceiling
+# Nanoseconds, tokens, requests, query class, adapters (or variant), ceiling; then the axes.
+_FIELDS = 6
 
 
 class StepRecorder:
     """The last steps of a runner.
 
     Args:
-        config: What the query classes of the steps mean.
+        config: What the query classes and axes of the steps mean.
         capacity: Steps to keep.
 
     Attributes:
@@ -44,8 +46,10 @@ class StepRecorder:
         if type(capacity) is not int or capacity < 1:
             raise ConfigError("capacity", capacity, "a whole number of at least 1")
         self._config = config
-        self._ring = array("q", bytes(8 * _FIELDS * capacity))
-        self._end = _FIELDS * capacity
+        self._has_axes = bool(config.axes)
+        self._width = _FIELDS + len(config.axes)
+        self._ring = array("q", bytes(8 * self._width * capacity))
+        self._end = self._width * capacity
         self._at = 0
         self.capacity = capacity
         self.num_steps: int = 0
@@ -53,7 +57,11 @@ class StepRecorder:
     def add(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int = 2
     ) -> None:
-        """Record a step by what it was dispatched with."""
+        """Record a step by what it was dispatched with.
+
+        The values of axes are those that ``DispatchConfig.variant`` was given for ``loras``;
+        of a plain number, the buckets.
+        """
         ring, at = self._ring, self._at
         ring[at] = perf_counter_ns()
         ring[at + 1] = num_tokens
@@ -61,7 +69,11 @@ class StepRecorder:
         ring[at + 3] = uniform
         ring[at + 4] = loras
         ring[at + 5] = ceiling
-        at += _FIELDS
+        if self._has_axes:
+            # A value above the largest that a trace holds lies outside all the same.
+            for index, value in enumerate(self._config.variants.values(loras), at + _FIELDS):
+                ring[index] = min(value, MAX_COUNT)
+        at += self._width
         self._at = 0 if at == self._end else at
         self.num_steps += 1
 
@@ -93,17 +105,19 @@ class StepRecorder:
         give them, the longest query where a batch was mixed.
         """
         rows = list(self._rows())
+        names = [axis.name for axis in self._config.axes]
         first_ns = rows[0][0] if rows else 0
         steps = []
         for number, row in enumerate(rows, start=self.num_lost):
-            at_ns, tokens, reqs, uniform, variant, _ = row
+            at_ns, tokens, reqs, uniform, variant, _, *values = row
             loras, _ = self._config.variants.facts(variant)
             is_uniform, query_len, longest = self._config.query_class(uniform)
             if is_uniform and not reqs:
                 reqs = tokens // query_len
             if is_uniform and reqs * query_len != tokens:
                 is_uniform, longest = False, None  # not the batch it was said to be
-            steps.append((number, at_ns, tokens, reqs, longest, is_uniform, loras))
+            axes = dict(zip(names, values, strict=True))
+            steps.append((number, at_ns, tokens, reqs, longest, is_uniform, loras, axes))
         knows_reqs = all(step[3] for step in steps)
         knows_longest = all(step[4] is not None for step in steps)
         return StepTrace.from_steps(
@@ -116,8 +130,9 @@ class StepRecorder:
                     max_query_len=longest if knows_longest else None,
                     uniform_decode=is_uniform,
                     num_active_loras=loras,
+                    axes=axes,
                 )
-                for number, at_ns, tokens, reqs, longest, is_uniform, loras in steps
+                for number, at_ns, tokens, reqs, longest, is_uniform, loras, axes in steps
             ),
             source="<recorded>",
         )
@@ -125,7 +140,7 @@ class StepRecorder:
     def axes(self) -> list[dict[str, int | None]]:
         """Return the bucket of each axis by name for the steps kept, None for outside.
 
-        A step trace has no columns for them.
+        The values themselves are in the trace.
         """
         names = [axis.name for axis in self._config.axes]
         facts = self._config.variants.facts
@@ -142,7 +157,7 @@ class StepRecorder:
             kept; how many from that number on were overwritten.
         """
         first = max(number, self.num_lost)
-        return [row[1:] for row in self._rows(first - self.num_lost)], first - number
+        return [row[1:_FIELDS] for row in self._rows(first - self.num_lost)], first - number
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the steps kept as a step trace; return how many.
@@ -157,5 +172,5 @@ class StepRecorder:
         # Full, the oldest step is the one to be overwritten next.
         start = self._at if self.num_lost else 0
         for index in range(first, min(self.num_steps, self.capacity)):
-            at = (start + index * _FIELDS) % self._end
-            yield tuple(self._ring[at : at + _FIELDS])
+            at = (start + index * self._width) % self._end
+            yield tuple(self._ring[at : at + self._width])

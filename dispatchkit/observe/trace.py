@@ -7,7 +7,8 @@ One row per step, in the order the steps ran::
 
 ``num_tokens`` is counted before any padding. A file is CSV or JSON lines, plain or gzip; which
 of them is told by its content. Only ``num_tokens`` must be there: a column that a recorder
-could not know is left out, and what needs it says so.
+could not know is left out, and what needs it says so. Where graphs are made for further facts
+of a batch, each of these axes has a column of its own, such as ``axis.length``.
 
 Nothing here needs numpy: columns are arrays of the standard library, which numpy reads without
 a copy (``numpy.frombuffer``).
@@ -23,15 +24,18 @@ from typing import IO, Any, ClassVar, Literal, overload
 
 from dispatchkit.errors import ConfigError, TraceError, nearest_names
 from dispatchkit.observe.trace_columns import (
+    AXIS_PREFIX,
     MAX_COUNT,
     REQUIRED_COLUMN,
     TRACE_COLUMNS,
     ColumnBuilder,
     TraceStep,
+    axis_names,
     check_header,
     check_value,
     cross_faults,
     csv_cells,
+    ordered_columns,
 )
 from dispatchkit.observe.trace_files import (
     DEFAULT_MAX_BYTES,
@@ -41,6 +45,7 @@ from dispatchkit.observe.trace_files import (
 )
 
 __all__ = [
+    "AXIS_PREFIX",
     "MAX_COUNT",
     "TRACE_COLUMNS",
     "StepTrace",
@@ -100,12 +105,19 @@ class StepTrace(Sequence[TraceStep]):
             for name in TRACE_COLUMNS
             if any(getattr(row, name) is not None for row in rows)
         }
+        for axis in dict.fromkeys(name for row in rows for name in row.axes):
+            columns[AXIS_PREFIX + axis] = [row.axes.get(axis) for row in rows]
         return cls(columns or {REQUIRED_COLUMN: []}, source=source)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the columns there are."""
         return tuple(self._columns)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes there are; the column of each is ``axis.NAME``."""
+        return axis_names(self._columns)
 
     def column(self, name: str) -> array[Any]:
         """Return one column: ``array('q')`` of whole numbers, ``array('d')`` for ``t_s``.
@@ -138,7 +150,8 @@ class StepTrace(Sequence[TraceStep]):
         row = {name: values[index] for name, values in self._columns.items()}
         if "uniform_decode" in row:
             row["uniform_decode"] = bool(row["uniform_decode"])
-        return TraceStep(**row)
+        axes = {axis: row.pop(AXIS_PREFIX + axis) for axis in self.axes}
+        return TraceStep(**row, axes=axes)
 
     def __iter__(self) -> Iterator[TraceStep]:
         for index in range(len(self)):
@@ -222,18 +235,18 @@ class TraceWriter:
     Args:
         path: File to write; ``.jsonl`` in the name gives JSON lines, anything else CSV, and
             ``.gz`` at its end packs either.
-        columns: Columns to write; all by default.
+        columns: Columns to write; by default all, and those of the axes of the first step.
 
     Raises:
         TraceError: The file cannot be written.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], columns: Sequence[str] = TRACE_COLUMNS
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], columns: Sequence[str] | None = None) -> None:
         self.path: str = trace_name(path)
-        self._header = tuple(column for column in TRACE_COLUMNS if column in columns)
+        self._takes_axes = columns is None
+        columns = TRACE_COLUMNS if columns is None else columns
         check_header(self.path, None, tuple(columns), strict=True)
+        self._header = ordered_columns(columns)
         self.format: Literal["csv", "jsonl"] = (
             "jsonl" if self.path.removesuffix(".gz").endswith(".jsonl") else "csv"
         )
@@ -243,11 +256,11 @@ class TraceWriter:
 
     def __enter__(self) -> TraceWriter:
         self._out = self._file.__enter__()
-        if self.format == "csv":
-            self._out.write(",".join(self._header) + "\n")
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
+        if self._out is not None and not self.num_steps and not any(error):
+            self._begin(self._out, ())
         self._out = None
         return self._file.__exit__(*error)
 
@@ -260,18 +273,38 @@ class TraceWriter:
         """
         if self._out is None:
             raise ConfigError("TraceWriter", "closed", "open", "Use it in a `with` statement.")
-        row: dict[str, Any] = {column: getattr(step, column) for column in self._header}
+        header = self._header
+        if self._takes_axes and not self.num_steps:
+            header = (*header, *(AXIS_PREFIX + axis for axis in step.axes))
+            check_header(self.path, None, header, strict=True)
+        row = {
+            column: getattr(step, column)
+            if column in TRACE_COLUMNS
+            else step.axes.get(column.removeprefix(AXIS_PREFIX))
+            for column in header
+        }
         if "step" in row and row["step"] is None:
             row["step"] = self.num_steps
         for column, value in row.items():
             row[column] = check_value(self.path, None, column, value)
         for problem in cross_faults(row):
             raise TraceError(self.path, None, problem)
+        if self._takes_axes and len(header) - len(TRACE_COLUMNS) != len(step.axes):
+            differ = ", ".join(sorted(step.axes))
+            raise TraceError(self.path, None, f"a step has axes that the first had not: {differ}.")
+        if not self.num_steps:
+            self._begin(self._out, header)
         if self.format == "jsonl":
             self._out.write(json.dumps(row, separators=(",", ":")) + "\n")
         else:
             self._out.write(",".join(map(repr, row.values())) + "\n")
         self.num_steps += 1
+
+    def _begin(self, out: IO[str], header: tuple[str, ...]) -> None:
+        """Write the first line; which axes there are is known by then."""
+        self._header = header or self._header
+        if self.format == "csv":
+            out.write(",".join(self._header) + "\n")
 
 
 def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep]) -> int:
@@ -289,11 +322,10 @@ def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep]) -> int
     """
     iterator = iter(steps)
     first = next(iterator, None)
-    columns = (
-        TRACE_COLUMNS
-        if first is None
-        else tuple(c for c in TRACE_COLUMNS if c == "step" or getattr(first, c) is not None)
-    )
+    columns: Sequence[str] | None = None
+    if first is not None:
+        known = [c for c in TRACE_COLUMNS if c == "step" or getattr(first, c) is not None]
+        columns = (*known, *(AXIS_PREFIX + axis for axis in first.axes))
     with TraceWriter(path, columns) as writer:
         if first is not None:
             writer.write(first)

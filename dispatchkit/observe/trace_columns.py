@@ -12,8 +12,9 @@ import difflib
 import json
 import math
 import operator
+import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -21,15 +22,18 @@ import attrs
 from dispatchkit.errors import TraceError
 
 __all__ = [
+    "AXIS_PREFIX",
     "MAX_COUNT",
     "REQUIRED_COLUMN",
     "TRACE_COLUMNS",
     "ColumnBuilder",
     "TraceStep",
+    "axis_names",
     "check_header",
     "check_value",
     "cross_faults",
     "csv_cells",
+    "ordered_columns",
 ]
 
 TRACE_COLUMNS = (
@@ -43,12 +47,16 @@ TRACE_COLUMNS = (
 )
 """Columns of a step trace, in the order they are written."""
 
+AXIS_PREFIX = "axis."
+"""Begins the column of an axis: ``axis.length`` holds the values of the axis ``length``."""
+
 MAX_COUNT = 2**31 - 1
 """Largest number accepted in a whole-number column; more is a damaged file."""
 
 REQUIRED_COLUMN = "num_tokens"
 _JSON_TYPES: Mapping[str, set[type]] = {"t_s": {int, float}, "uniform_decode": {int, bool}}
 _COUNT_COMMAS = operator.methodcaller("count", ",")
+_LIKE_AN_AXIS = re.compile(r"ax[ei]s\W|ax[ei]s_", re.IGNORECASE)
 
 
 @attrs.frozen
@@ -64,6 +72,7 @@ class TraceStep:
         num_active_loras: Different adapters in the step, the base model not counted.
         step: Number of the step.
         t_s: Start of the step in seconds, from any origin; None when not recorded.
+        axes: The value of each axis by name, before any padding.
     """
 
     num_tokens: int
@@ -73,6 +82,22 @@ class TraceStep:
     num_active_loras: int = 0
     step: int | None = None
     t_s: float | None = None
+    axes: Mapping[str, int] = attrs.field(factory=dict, hash=False)
+
+
+def axis_names(columns: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the axes among some columns, in order."""
+    return tuple(
+        column.removeprefix(AXIS_PREFIX)
+        for column in columns
+        if column.startswith(AXIS_PREFIX) and column.removeprefix(AXIS_PREFIX).isidentifier()
+    )
+
+
+def ordered_columns(columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns that mean something: those every trace may have, then the axes."""
+    axes = (AXIS_PREFIX + name for name in axis_names(columns))
+    return (*(column for column in TRACE_COLUMNS if column in columns), *axes)
 
 
 def csv_cells(line: str) -> list[str]:
@@ -85,11 +110,19 @@ def check_header(
 ) -> tuple[str, ...]:
     """Return the columns of a header that mean nothing here, or raise."""
     missing = [column for column in TRACE_COLUMNS if column not in header]
-    unknown = tuple(column for column in header if column not in TRACE_COLUMNS)
+    known = ordered_columns(header)
+    unknown = tuple(column for column in header if column not in known)
     doubled = sorted({column for column in header if header.count(column) > 1})
     if doubled:
         raise TraceError(name, line, f"column {doubled[0]!r} is there twice.")
     for column in unknown:
+        if _LIKE_AN_AXIS.match(column):
+            raise TraceError(
+                name,
+                line,
+                f"unknown column {column!r}. The column of an axis is {AXIS_PREFIX}NAME, such as "
+                f"{AXIS_PREFIX}length.",
+            )
         # A column that is nearly one of ours while that one is missing is a misspelling;
         # reading on would plan without it.
         near = difflib.get_close_matches(column, missing, n=1, cutoff=0.7)
@@ -120,11 +153,8 @@ class ColumnBuilder:
 
     def __init__(self, name: str, header: tuple[str, ...]) -> None:
         self.name, self.header = name, header
-        self.known: tuple[str, ...] = tuple(column for column in header if column in TRACE_COLUMNS)
         self.columns: dict[str, array[Any]] = {
-            column: array("d" if column == "t_s" else "q")
-            for column in TRACE_COLUMNS
-            if column in self.known
+            column: array("d" if column == "t_s" else "q") for column in ordered_columns(header)
         }
         self._index = {column: header.index(column) for column in self.columns}
 

@@ -12,6 +12,7 @@ from dispatchkit.dispatch import Decision, Dispatcher, Outcome
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import DispatchConfig, GraphKey, RuntimeMode
 from dispatchkit.observe.trace import StepTrace
+from dispatchkit.observe.trace_arguments import trace_variants
 from dispatchkit.plan.costs import CostModel
 from dispatchkit.plan.optimal import IntArray
 from dispatchkit.plan.scenario import Scenario
@@ -26,7 +27,10 @@ _MAX_DENSE_CELLS = 1 << 24
 
 @attrs.frozen(eq=False)
 class Steps:
-    """The arguments of each step's ``dispatch``, as arrays (steps,)."""
+    """The arguments of each step's ``dispatch``, as arrays (steps,).
+
+    With axes ``loras`` are variants.
+    """
 
     num_tokens: IntArray
     num_reqs: IntArray
@@ -42,6 +46,7 @@ class Steps:
 
         Raises:
             ConfigError: One is larger than the configuration allows.
+            TraceError: An axis of the configuration has no column.
         """
         names = trace.columns
 
@@ -66,7 +71,7 @@ class Steps:
             tokens[some],
             np.minimum(column("num_reqs"), config.max_num_seqs)[some],
             query[some],
-            np.minimum(column("num_active_loras"), config.max_loras)[some],
+            np.array(trace_variants(trace, config), dtype=np.int64)[some],
         )
 
     def every(self, first: int, stride: int) -> Steps:

@@ -194,6 +194,11 @@ def _hedge_choice(
 def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
     warnings = []
     usable, total = int(demand[1:].sum()), fit.num_steps
+    if fit.axes:
+        warnings.append(
+            f"The steps have values of {', '.join(fit.axes)}: each size is a graph for each "
+            "combination of buckets, and the budget counts sizes."
+        )
     if usable < MIN_STEPS:
         warnings.append(
             f"Too short: {usable} steps of at most {max_size} tokens to plan on, fewer than "

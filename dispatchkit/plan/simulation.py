@@ -255,5 +255,7 @@ def _notes(
             "Lanes get the steps in turn; how far they slow each other down is not modelled: "
             "the truth lies between busiest_lane_s and time_s."
         )
+    if config.axes:
+        yield f"{model.name} knows tokens alone: padding along an axis costs nothing here."
     if not config.capture_sizes:
         yield "There are no capture sizes: every step runs eager."

@@ -28,6 +28,7 @@ class Workload:
         num_active_loras: Active adapters.
         ordered: Entries are single steps in the order they ran.
         source: Where they came from, for messages.
+        axes: Names of the axes that the steps have values of; sizes are planned without them.
 
     Shapes: all arrays (entries,).
     """
@@ -38,6 +39,7 @@ class Workload:
     num_active_loras: IntArray
     ordered: bool
     source: str
+    axes: tuple[str, ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -113,6 +115,7 @@ def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
             else np.zeros(size, dtype=np.int64),
             ordered=True,
             source=data.source,
+            axes=data.axes,
         )
     else:
         kinds = sorted(

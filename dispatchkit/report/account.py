@@ -16,6 +16,7 @@ from dispatchkit.dispatch import Decision, Dispatcher, Explanation, Outcome, Ste
 from dispatchkit.errors import ConfigError, TraceError
 from dispatchkit.keys import DispatchConfig, RuntimeMode
 from dispatchkit.observe.trace import StepTrace
+from dispatchkit.observe.trace_arguments import trace_variants
 from dispatchkit.plan.costs import CostModel
 
 __all__ = ["Account", "AccountBin", "AccountedDecision", "account_for"]
@@ -34,7 +35,7 @@ class AccountedDecision:
         num_tokens: Tokens of the batch.
         num_reqs: Requests of the first such batch; 0 where the trace has none.
         uniform: Its ``uniform`` argument; 0 is mixed.
-        loras: Adapters.
+        loras: Adapters; with axes the variant.
         decision: What was decided.
         steps: How often.
         cost: What one step costs.
@@ -191,6 +192,7 @@ def account_for(
     Raises:
         TraceError: No step has tokens.
         ConfigError: A step is larger than the configuration allows.
+        TraceError: An axis of the configuration has no column.
     """
     config = dispatcher.config
     rows = list(_arguments(trace, config))
@@ -280,7 +282,7 @@ def _arguments(trace: StepTrace, config: DispatchConfig) -> Iterable[tuple[int, 
         column("num_reqs"),
         column("uniform_decode"),
         lengths,
-        column("num_active_loras"),
+        trace_variants(trace, config),
         strict=True,
     ):
         if tokens:
@@ -288,5 +290,5 @@ def _arguments(trace: StepTrace, config: DispatchConfig) -> Iterable[tuple[int, 
                 tokens,
                 min(reqs, config.max_num_seqs),
                 number.get(length, 0) if uniform else 0,
-                min(loras, config.max_loras),
+                loras,
             )

@@ -166,3 +166,34 @@ def test_no_command_line_ends_in_a_traceback(args: list[str]) -> None:
         assert err.getvalue() != ""
     elif "--" not in args:
         assert json.loads(out.getvalue())["batch"]["num_tokens"] >= 0
+
+
+AXES = ["--axes", "length=16,64; kind=1,3 exact"]
+
+
+def test_values_of_axes_pick_the_graph(run: Any) -> None:
+    """Their buckets are part of batch, key and reason."""
+    answer = explain(run, "3", "--sizes", "4,8", *AXES, "--value", "length=20", "--value", "kind=3")
+    assert answer["batch"]["axes"] == {"length": 64, "kind": 3}
+    assert answer["decision"]["key"].endswith("tokens=4 axes=64,3")
+    answer = explain(run, "3", "--sizes", "4,8", *AXES, "--value", "length=20", "--value", "kind=2")
+    assert answer["batch"]["axes"] == {"length": 64, "kind": None}
+    assert answer["decision"]["reason"] == "outside_axis"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--value", "length=20"], "length"),
+        (["--value", "length=20", "--value", "kind"], "AXIS=N"),
+        (["--value", "length=20", "--value", "kind=-1"], "AXIS=N"),
+        (["--value", "length=20", "--value", "kind=1", "--value", "kind=1"], "AXIS=N"),
+        (["--value", "length=20", "--value", "depth=1"], "depth"),
+    ],
+)
+def test_values_that_fit_no_axis_are_refused(run: Any, args: list[str], says: str) -> None:
+    """In a line, with code 2."""
+    done = run("explain", "3", *AXES, *args)
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+    assert run("explain", "3", "--value", "length=20").code == 2

@@ -117,3 +117,44 @@ def test_bad_input_is_code_2(
     assert (done.code, done.out) == (2, "")
     assert says in done.err
     assert not (tmp_path / "trace.csv").exists()
+
+
+AXES_SCRIPT = """
+from dispatchkit import Axis, Dispatcher, DispatchConfig, load_plugins
+policy = load_plugins().create_policy("vllm")
+config = DispatchConfig(max_num_tokens=8, axes=[Axis("length", (16, 64))], max_loras=1)
+dispatcher = Dispatcher(policy, config, lazy=True)
+dispatcher.dispatch(3, 3, 1, config.variant(1, length=40))
+Dispatcher(policy, DispatchConfig(max_num_tokens=8), lazy=True).dispatch(5)
+dispatcher.dispatch(7, 2, 0, config.variant(0, length=99))
+"""
+
+
+def test_values_of_axes_are_recorded_and_simulated(run: Any, tmp_path: Path) -> None:
+    """And steps of a runner with other axes are told, since they have no place there."""
+    path, script = tmp_path / "trace.csv", tmp_path / "serve.py"
+    script.write_text(AXES_SCRIPT)
+    done = run("record", str(path), str(script))
+    assert done.code == 0, done.err
+    assert "1 steps of runners with other axes than the first (none)" in done.err
+    lines = [line.split(",") for line in path.read_text().splitlines()]
+    assert [line[-2:] for line in lines] == [
+        ["num_active_loras", "axis.length"],
+        ["1", "40"],
+        ["0", "99"],
+    ]
+    options = ["--axes", "length=16,64", "--json"]
+    found = json.loads(run("simulate", str(path), *options).out)
+    assert found["misses"] == {"outside_axis": 1}
+    done = run("explain", "--trace", str(path), *options)
+    assert [one["batch"]["axes"] for one in json.loads(done.out)["decisions"]] == [
+        {"length": None},
+        {"length": 64},
+    ]
+    done = run("simulate", str(path), "--json")
+    assert "has values of length, not declared" in done.err
+    done = run("simulate", str(path), "--axes", "width=16")
+    assert done.code == 2
+    assert "'axis.width'" in done.err
+    done = run("plan", str(path), "--graphs", "2", "--max-size", "8", "--json")
+    assert any("values of length" in one for one in json.loads(done.out)["warnings"])

@@ -71,7 +71,7 @@ def test_axis_is_part_of_key_reason_and_report(make_runner):
     assert "axes=16" in str(runner)
     found = runner.explain(3, length=5)
     assert found.decision.key.descriptor.axes == (16,)
-    assert "axis of 16" in str(found)
+    assert "length in bucket 16" in str(found)
 
 
 def test_value_outside_all_buckets_runs_eager_with_a_reason(make_runner):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys import DispatchConfig
+from dispatchkit.keys import Axis, DispatchConfig
 from dispatchkit.observe.recorder import StepRecorder
 from dispatchkit.observe.trace import read_trace
 
@@ -88,3 +88,33 @@ def test_a_saved_trace_reads_back(tmp_path):
 def test_impossible_capacities_are_refused(capacity):
     with pytest.raises(ConfigError, match="capacity"):
         StepRecorder(CONFIG, capacity=capacity)
+
+
+def test_values_of_axes_are_columns_of_their_own():
+    """The value itself where it is known, else one that means the same bucket."""
+    axes = [Axis("length", (4, 16)), Axis("kind", (0, 7), exact=True)]
+    config = DispatchConfig(capture_sizes=[1, 2, 4, 8], max_loras=2, axes=axes)
+    recorder = StepRecorder(config, capacity=3)
+    recorder.add(1, 1, 0, config.variant(length=1, kind=0))  # overwritten by the fourth
+    recorder.add(3, 3, 0, config.variant(2, length=9, kind=7))
+    recorder.add(5, 1, 0, int(config.variant(length=3, kind=0)))
+    recorder.add(8, 1, 0, int(config.variant(1, length=99, kind=5)))
+    trace = recorder.trace()
+    assert trace.axes == ("length", "kind")
+    assert [dict(step.axes) for step in trace] == [
+        {"length": 9, "kind": 7},
+        {"length": 4, "kind": 0},
+        {"length": 17, "kind": 8},
+    ]
+    assert list(trace.column("num_active_loras")) == [2, 0, 1]
+    assert recorder.axes()[2] == {"length": None, "kind": None}
+    facts, lost = recorder.read_from(0)
+    assert lost == 1
+    assert facts[0] == (3, 3, 0, config.variant(2, length=9, kind=7), 2)
+
+
+def test_values_beyond_what_a_trace_holds_stay_outside():
+    config = DispatchConfig(capture_sizes=[1], axes=[Axis("length", (4,))])
+    recorder = StepRecorder(config)
+    recorder.add(1, 1, 0, config.variant(length=10**30))
+    assert recorder.trace()[0].axes["length"] == 2**31 - 1

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -292,3 +293,69 @@ def test_a_million_steps_are_read(tmp_path):
     trace = read_trace(path)
     assert len(trace) == 1_000_000
     assert sum(trace.column("num_tokens")) == 2000 * sum(range(1, 501))
+
+
+AXES_HEADER = HEADER + ",axis.length,axis.kind"
+AXES_ROWS = ["0,0.0,4,4,1,1,0,40,3", "1,0.5,9,2,8,0,1,7,0"]
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.jsonl"])
+def test_axes_are_columns_that_come_back(tmp_path, name):
+    """Of a file as it is written by hand, and of one that is written here."""
+    path = tmp_path / "by_hand.csv"
+    path.write_text("\n".join([AXES_HEADER, *AXES_ROWS]) + "\n")
+    trace = read_trace(path)
+    assert trace.axes == ("length", "kind")
+    assert trace.ignored_columns == ()
+    assert trace[0].axes == {"length": 40, "kind": 3}
+    assert list(trace.column("axis.length")) == [40, 7]
+    assert trace[1:].axes == trace.axes
+    write_trace(tmp_path / name, trace)
+    assert read_trace(tmp_path / name) == trace
+    with TraceWriter(tmp_path / name) as writer:
+        for step in trace:
+            writer.write(step)
+    assert read_trace(tmp_path / name) == trace
+    assert StepTrace.from_steps(trace) == trace
+    assert read_trace(path, max_bytes=1 << 20).halves()[0].axes == trace.axes
+
+
+def test_traces_without_axes_are_as_ever(tmp_path):
+    with TraceWriter(tmp_path / "t.csv"):
+        pass
+    assert (tmp_path / "t.csv").read_text() == HEADER + "\n"
+    step = TraceStep(3)
+    assert step.axes == {}
+    assert hash(step) == hash(TraceStep(3))
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "says"),
+    [
+        ("num_tokens,axis_length", "3,4", "axis.NAME"),
+        ("num_tokens,axes.length", "3,4", "axis.NAME"),
+        ("num_tokens,axis.two words", "3,4", "axis.NAME"),
+        ("num_tokens,axis.length,axis.length", "3,4,4", "twice"),
+        ("num_tokens,axis.length", "3,x", "axis.length must be a whole number"),
+        ("num_tokens,axis.length", "3,-1", "axis.length must be 0 to"),
+        ("num_tokens,axis.length", "3", "1 columns"),
+    ],
+)
+def test_faults_of_axis_columns_are_named(tmp_path, header, row, says):
+    path = tmp_path / "t.csv"
+    path.write_text(f"{header}\n{row}\n")
+    with pytest.raises(TraceError, match=says):
+        read_trace(path)
+
+
+def test_steps_with_other_axes_than_the_first_are_refused(tmp_path):
+    first, more = TraceStep(3, 3, 1, True, axes={"a": 1}, t_s=0.0), {"a": 1, "b": 2}
+    with TraceWriter(tmp_path / "t.csv") as out:
+        out.write(first)
+        for axes in ({}, {"b": 1}):
+            with pytest.raises(TraceError, match=r"axis\.a"):
+                out.write(attrs.evolve(first, axes=axes))
+        with pytest.raises(TraceError, match="axes that the first had not: a, b"):
+            out.write(attrs.evolve(first, axes=more))
+    with pytest.raises(TraceError, match=r"axis\.b"):
+        StepTrace.from_steps([first, attrs.evolve(first, axes=more)])

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatchkit.errors import ConfigError, DispatchkitError, UnknownNameError
-from dispatchkit.keys import CUDAGraphMode, DispatchConfig
+from dispatchkit.keys import Axis, CUDAGraphMode, DispatchConfig
 from dispatchkit.settings import SETTINGS, Settings, load_settings, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "DISPATCHKIT_"
+LENGTH, KIND = Axis("length", (16, 64)), Axis("kind", (1, 3), exact=True)
 
 
 def from_python(folder: Path, name: str, value: Any) -> Settings:
@@ -53,6 +54,7 @@ VALUES: list[tuple[str, Any, Any]] = [
     ("lazy", False, False),
     ("eviction", "benefit", "benefit"),
     ("cost_model", "mlp-h100", "mlp-h100"),
+    ("axes", "length=16,64; kind=3,1 exact", (LENGTH, KIND)),
     ("plugins", ["vllm", "adaptive"], ("vllm", "adaptive")),
 ]
 
@@ -66,6 +68,24 @@ def test_a_value_means_the_same_in_every_place(
     settings = place(tmp_path, name, value)
     assert settings[name] == meant
     assert settings.sourced(name).place != "default"
+
+
+def test_axes_are_a_table_of_buckets_in_the_file(tmp_path: Path) -> None:
+    """Native as a table, a plain value or as it is shown; part of what a runner is made of."""
+    path = tmp_path / "pyproject.toml"
+    table = "length = [64, 16]\nkind = {buckets = [1, 3], exact = true}\n"
+    path.write_text(f"[tool.dispatchkit.axes]\n{table}")
+    settings = load_settings(environ={}, start=tmp_path, capture_sizes=[1, 2])
+    assert settings.dispatch_config().axes == (LENGTH, KIND)
+    assert settings.runner_options()["config"].axes == (LENGTH, KIND)
+    said = shown(settings["axes"])
+    assert said == "{length = [16, 64], kind = {buckets = [1, 3], exact = true}}"
+    path.write_text(f"[tool.dispatchkit]\naxes = {said}\n")
+    assert load_settings(environ={}, start=tmp_path)["axes"] == (LENGTH, KIND)
+    mixed = {"length": "16,64", "kind": {"buckets": [3, 1], "exact": "yes"}}
+    for given_ in ([LENGTH, KIND], mixed):
+        assert load_settings(environ={}, axes=given_)["axes"] == (LENGTH, KIND)
+    assert load_settings(environ={}, axes={"rows": 7})["axes"] == (Axis("rows", (7,)),)
 
 
 MISTAKES: list[tuple[str, Any]] = [
@@ -86,6 +106,11 @@ MISTAKES: list[tuple[str, Any]] = [
     ("outputs", "own"),
     ("warmups", -1),
     ("policy_options", "[1"),
+    ("axes", "length"),
+    ("axes", "length=16; length=64"),
+    ("axes", "two words=1"),
+    ("axes", "length=16,x"),
+    ("axes", "length="),
 ]
 
 
