@@ -76,9 +76,11 @@ def find_scripts(checkout: Path | None) -> dict[str, Path]:
     """
     root = checkout or Path(__file__).resolve().parents[2]
     folder = root / "bench"
-    scripts = {
-        path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")
-    }
+    found: list[Path] = []
+    # Beside an installed package lie those of others, of which one may be called bench.
+    if checkout is not None or (root / "pyproject.toml").is_file():
+        found = sorted(folder.glob("*.py"))
+    scripts = {path.stem: path for path in found if not path.stem.startswith("_")}
     if not scripts:
         raise BackendUnavailableError(
             f"There are no benchmarks in {folder}: they are scripts of a checkout, and not part of "

@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 
+import dispatchkit
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(dispatchkit.__file__).resolve().parent
+
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
@@ -55,6 +60,22 @@ def test_bad_input_says_what_is_needed(run: Any, checkout: Path, tmp_path: Path)
 
 
 def test_those_of_this_checkout_are_found(run: Any) -> None:
-    """Without being told where they are."""
-    names = {row["benchmark"] for row in json.loads(run("bench", "--list", "--json").out)}
-    assert "decision" in names
+    """Without being told where they are, where the package runs from the checkout."""
+    where = [] if PACKAGE.parent == ROOT else ["--checkout", str(ROOT)]
+    done = run("bench", "--list", "--json", *where)
+    assert "decision" in {row["benchmark"] for row in json.loads(done.out)}
+
+
+def test_an_installed_package_has_none(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it run what another package beside it calls bench."""
+    from dispatchkit.cli import benching
+
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "foreign.py").write_text("raise SystemExit(7)\n")
+    file = tmp_path / "dispatchkit" / "cli" / "benching.py"
+    monkeypatch.setattr(benching, "__file__", str(file))
+    done = run("bench", "--json")
+    assert (done.code, done.out) == (2, "")
+    assert "--checkout FOLDER" in done.err

@@ -91,7 +91,7 @@ def test_a_wrong_result_is_exit_code_1(
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--policy", "vlm"], "'vllm'"),
+        (["--policy", "vlm", "--device", "tape"], "'vllm'"),
         (["--device", "gpu"], "auto, cpu, cuda, tape"),
         (["--steps", "-1"], "at least 1"),
         (["--steps", "0"], "at least 1"),

@@ -17,6 +17,8 @@ from dispatchkit.execute.graph_memory import forecast_graph_memory  # noqa: E402
 from dispatchkit.plan.costs import load_cost_model, save_cost_model  # noqa: E402
 
 INPUTS = {"rows": StaticInput((None, 4), "float32")}
+# Named, since a GPU would be taken where there is one.
+ON_TAPE = {"mode": "FULL", "backend": "tape", "samples": 1}
 
 
 class ClockEvent:
@@ -121,9 +123,7 @@ def test_whole_graphs_and_pieces_are_told_apart(tape):
 
 
 def test_the_tape_says_that_it_is_no_device(tmp_path):
-    model = calibrate(
-        lambda rows: rows * 2, inputs=INPUTS, sizes=[1, 2], mode="FULL", samples=1, name="mine"
-    )
+    model = calibrate(lambda rows: rows * 2, inputs=INPUTS, sizes=[1, 2], name="mine", **ON_TAPE)
     assert model.clock == "host"
     assert "of no device" in model.source
     assert "tape" in model.source
@@ -138,7 +138,7 @@ def test_a_runner_keeps_its_graphs_counters_and_state():
         cache.add_(1)
         return rows + cache[0]
 
-    runner = GraphRunner(step, INPUTS, sizes=[1, 2, 4], mode="FULL", state=[cache])
+    runner = GraphRunner(step, INPUTS, sizes=[1, 2, 4], mode="FULL", backend="tape", state=[cache])
     runner.capture()
     runner(torch.zeros(2, 4))
     before, graphs = runner.stats(), runner.lifecycle.live()
@@ -161,7 +161,7 @@ def test_undeclared_state_and_generators_are_put_back():
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    calibrate(step, inputs=INPUTS, sizes=[1, 2], mode="FULL", samples=1)
+    calibrate(step, inputs=INPUTS, sizes=[1, 2], **ON_TAPE)
     assert hidden.tolist() == [0.0] * 4
     assert torch.equal(torch.rand(3), expected)
 
@@ -213,7 +213,7 @@ def test_fractions_are_random_and_whole_numbers_are_fill():
         "values": StaticInput((None,), "float32"),
         "slots": StaticInput((None,), "int64", fill=9),
     }
-    calibrate(step, inputs=inputs, sizes=[4], eager_sizes=[4], mode="FULL", samples=1)
+    calibrate(step, inputs=inputs, sizes=[4], eager_sizes=[4], **ON_TAPE)
     values, slots = seen[-1]
     assert len(set(values.tolist())) == 4
     assert slots.tolist() == [9] * 4
@@ -225,7 +225,7 @@ def test_a_size_that_cannot_be_captured_is_left_out_and_named():
             rows.sum().item()
         return rows * 2
 
-    model = calibrate(step, inputs=INPUTS, sizes=[1, 2, 4], mode="FULL", samples=1)
+    model = calibrate(step, inputs=INPUTS, sizes=[1, 2, 4], **ON_TAPE)
     assert [size for size, _ in model.graph_us.points] == [1, 4]
     assert 2 in [size for size, _ in model.eager_us.points]
     assert "Not captured: 1 keys (FULL tokens=2" in model.source
@@ -236,9 +236,9 @@ def test_a_step_that_cannot_be_captured_is_refused_with_the_reason():
         return rows * rows.sum().item()
 
     with pytest.raises(CaptureError, match="No size of the step could be captured"):
-        calibrate(step, inputs=INPUTS, sizes=[1, 2], mode="FULL", samples=1)
+        calibrate(step, inputs=INPUTS, sizes=[1, 2], **ON_TAPE)
     with pytest.raises(CaptureError, match="so that its memory is not known"):
-        forecast_graph_memory(step, inputs=INPUTS, sizes=[1, 2], mode="FULL")
+        forecast_graph_memory(step, inputs=INPUTS, sizes=[1, 2], mode="FULL", backend="tape")
 
 
 def test_settings_that_cannot_be_used(tape, step):
@@ -284,6 +284,7 @@ def test_a_forecast_holds_what_all_graphs_take(share_outputs):
         INPUTS,
         sizes=sizes,
         mode="FULL",
+        backend="tape",
         share_outputs=share_outputs,
     )
     forecast = forecast_graph_memory(runner, samples=6)
@@ -303,7 +304,8 @@ def test_a_model_is_found_by_name_in_a_folder(tmp_path):
         "    @staticmethod\n"
         "    def runner():\n"
         "        inputs = {'rows': StaticInput((None, 4), 'float32')}\n"
-        "        return GraphRunner(lambda rows: rows * 2, inputs, sizes=[1, 2], mode='FULL')\n"
+        "        asked = {'sizes': [1, 2], 'mode': 'FULL', 'backend': 'tape'}\n"
+        "        return GraphRunner(lambda rows: rows * 2, inputs, **asked)\n"
     )
     before = list(sys.path)
     try:

@@ -145,7 +145,7 @@ def test_selection_that_cannot_be_used_builds_no_runner(policy, answer, error):
 def test_options_need_a_name(policy):
     for given in (policy, None):
         with pytest.raises(ConfigError, match="policy_options"):
-            GraphRunner(lambda tokens: tokens, INPUTS, policy=given, policy_options={"x": 1})
+            runner_with(None, given, policy_options={"x": 1}, backend="tape")
 
 
 # -- events of the policy ---------------------------------------------------------------------

@@ -88,8 +88,13 @@ def _fresh_dynamo():
 
 
 def make_decoder():
+    """Return a decoder of doubles.
+
+    Other numbers of rows are computed by other kernels, and what they round differently adds up
+    in the memory: in doubles that stays far below what is allowed.
+    """
     torch.manual_seed(3)
-    return Decoder().requires_grad_(False)
+    return Decoder().double().requires_grad_(False)
 
 
 def make_batch(rows):
@@ -255,7 +260,6 @@ def test_pieces_may_be_compiled_by_another_backend(compiler):
 
 @pytest.mark.slow
 @pytest.mark.skipif(" " in torch.__file__, reason="inductor cannot link in a path with a space")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as inductor loads
 def test_pieces_may_be_compiled_by_inductor():
     """Its kernels cannot be put on the tape, so that here they run eager; values agree."""
     model = make_decoder()

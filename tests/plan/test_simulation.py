@@ -198,6 +198,7 @@ def test_a_runner_does_what_was_simulated(capture_after):
         lambda rows: rows * 2,
         {"rows": StaticInput((None,), "float32")},
         config=config,
+        backend="tape",
         lazy=True,
         **limits,
     )
