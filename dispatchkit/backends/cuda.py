@@ -39,6 +39,7 @@ from dispatchkit.backends.cuda_streams import (
     unused_streams,
 )
 from dispatchkit.backends.cuda_watch import CaptureWatch
+from dispatchkit.backends.cuda_workspace import hold_workspace
 from dispatchkit.backends.warmup import run_warmup
 from dispatchkit.errors import CaptureError, ConfigError
 
@@ -200,7 +201,12 @@ class CudaBackend:
         Returns:
             What the last run returned. The caller's stream waits for the warm-up.
         """
-        result = run_warmup(self, run, stream, iterations)
+
+        def held() -> Any:
+            hold_workspace(stream.raw)
+            return run()
+
+        result = run_warmup(self, held, stream, iterations)
         caller = torch.cuda.current_stream(self._index)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
@@ -254,6 +260,7 @@ class CudaBackend:
                         "a stream of new_stream(), since a device captures no other",
                     )
                 self._refuse_foreign_capture()
+                hold_workspace(stream.raw)
                 return self._capture(run, stream.raw, pool, own_generators, handled, watched)
         finally:
             bury()
@@ -349,6 +356,7 @@ class CudaBackend:
         present = pool.segments(self._index)
 
         def in_copy() -> int:
+            hold_workspace(stream.raw)
             return growth(run, present, self._index, stream.handle)
 
         grown: int = run_warmup(self, in_copy, stream, 1)

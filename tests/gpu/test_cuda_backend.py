@@ -91,6 +91,45 @@ class TestCudaUnwatched(BackendTests):
         assert drawing.has_random_state
 
 
+# -- memory of libraries ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_replays_write_into_no_memory_that_torch_gave_to_others_meanwhile(dtype):
+    """torch.compile's reduce-overhead gives back the workspaces that graphs still write to."""
+    rig = new_rig()
+    torch = rig.torch
+    for rows, width, columns in ((8, 16384, 64), (16, 8192, 256), (64, 4096, 4096)):
+        made = {"device": "cuda", "dtype": getattr(torch, dtype)}
+        x, weight = torch.randn(rows, width, **made), torch.randn(width, columns, **made)
+        graph = rig.warm_capture(lambda x=x, weight=weight: x @ weight)
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        with rig.backend.use_stream(rig.stream):
+            others = [
+                torch.full((4 << 20,), 7, dtype=torch.uint8, device="cuda") for _ in range(40)
+            ]
+        torch.cuda.synchronize()
+        torch.testing.assert_close(rig.replayed(graph), x @ weight, rtol=1e-2, atol=1)
+        torch.cuda.synchronize()
+        assert all(bool((one == 7).all()) for one in others)
+
+
+def test_workspaces_given_back_again_and_again_take_no_more_memory():
+    rig = new_rig()
+    torch = rig.torch
+    x = rig.randn(64, 64)
+    levels = []
+    for _ in range(6):
+        rig.warm_capture(lambda: x @ x).release()
+        torch._C._cuda_clearCublasWorkspaces()
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        levels.append(torch.cuda.memory_reserved())
+    assert len(set(levels[1:])) == 1, levels
+
+
 # -- failures -------------------------------------------------------------------------------
 
 

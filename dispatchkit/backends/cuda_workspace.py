@@ -1,0 +1,40 @@
+"""Memory that cuBLAS works in, kept where no tensor of anybody else comes to lie.
+
+torch gives each pair of a cuBLAS handle (one for each thread) and a stream a workspace from its
+allocator (aten/src/ATen/cuda/CublasHandlePool.cpp), and a graph goes on writing to the one that
+was there at capture. All of them may be given back at any time: ``torch.compile`` in mode
+``reduce-overhead`` does so around each of its own captures (torch/_inductor/cudagraph_trees.py,
+``clear_cublas_manager``). From then on a replay would overwrite whatever tensors lie there by
+then. So the workspaces of streams that are captured come from a pool for each stream that
+serves nothing else and stays for good: one given back is free in there, and the next of that
+stream takes its place.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+_guard = threading.Lock()
+_pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
+
+
+def hold_workspace(stream: torch.cuda.Stream) -> None:
+    """Have this thread's workspace for a stream come from the stream's own pool.
+
+    To be called before anything else uses cuBLAS on the stream, a capture included: torch may
+    have given the last one back meanwhile. A few microseconds, but for the first call of a
+    process, which loads cuBLAS. Within a ``torch.cuda.use_mem_pool`` of the caller, the memory
+    comes from there.
+
+    Args:
+        stream: The stream, which is the current one.
+    """
+    place = stream.device_index, stream.cuda_stream
+    with _guard:
+        pool = _pools.get(place)
+        if pool is None:
+            pool = _pools[place] = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool, stream.device_index):
+        torch.cuda.current_blas_handle()  # asking for it makes the workspace
