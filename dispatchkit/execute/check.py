@@ -1,7 +1,7 @@
 """Check mode: replays compared with eager, and views of earlier results spoilt.
 
-A checked step runs twice, from the same state and the same random numbers; what stays, of
-results and state, is eager's. A graph that gave something else is not used again.
+A checked step runs twice, from the same state and the same random numbers; results and state
+are compared, and what stays of both is eager's. A graph that gave something else is not used again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.buffers import InputBuffers
 from dispatchkit.execute.captured import CapturedStep
+from dispatchkit.execute.check_state import State, StateCheck
 from dispatchkit.execute.fingerprint import Facts, changed, moved
 from dispatchkit.execute.state import Snapshot
 
@@ -37,6 +38,7 @@ class Checker:
     Args:
         every: Compare each so many replays; 1 is all of them; or ``FIRST``.
         snapshot: Returns a snapshot of all that the step is known to change.
+        state: Returns what that is, to be compared.
         facts: Returns the addresses and numbers of the step as they are now.
 
     Raises:
@@ -47,6 +49,7 @@ class Checker:
         self,
         every: Any,
         snapshot: Callable[[], Snapshot],
+        state: Callable[[], State],
         facts: Callable[[InputBuffers], Facts],
     ) -> None:
         self._is_first_alone = every == FIRST
@@ -55,6 +58,7 @@ class Checker:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError("check", every, "0 (off), a whole number of at least 1, or 'first'")
         self._every, self._snapshot, self._facts = every, snapshot, facts
+        self._state = StateCheck(state, RELATIVE, ABSOLUTE)
         # Steps compared already: unpadded, padded.
         self._compared: tuple[WeakSet[CapturedStep], ...] = (WeakSet(), WeakSet())
         self._count = 0
@@ -99,16 +103,20 @@ class Checker:
                 leaf.fill_(_poison(leaf.dtype))
         got = replay()
         # Asked after the replay: of graphs nobody watched it is the first one that tells.
-        if num_tokens != step.key.num_tokens and any(one.has_random_state for one in step.graphs):
+        is_padded = num_tokens != step.key.num_tokens
+        if is_padded and any(one.has_random_state for one in step.graphs):
             return got, ""
+        replayed = self._state.now()
         before.restore()
         want = eager()
+        difference = self._state.difference(before, replayed, is_padded=is_padded)
         try:
             torch.testing.assert_close(
                 got, want, rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True, check_stride=False
             )
         except (AssertionError, TypeError) as error:
-            difference = str(error).replace("\n", " ").strip()
+            difference = f"{str(error).strip()} {difference}".replace("\n", " ").strip()
+        if difference:
             then = step.facts
             why = "" if then is None else changed(then, self._facts(step.buffers))
             return want, f"{difference} Since the capture: {why}." if why else difference

@@ -288,7 +288,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
             warm, self.backend, self.guard, share_outputs=share_outputs, notes_facts=bool(check)
         )
         self.checker: Checker | None = (
-            Checker(check, warm.snapshot, capturer.facts_now) if check else None
+            Checker(check, warm.snapshot, warm.state, capturer.facts_now) if check else None
         )
         self.lifecycle: Lifecycle = Lifecycle(
             capturer,

@@ -33,6 +33,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return identity
 
 
+def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """Return all of a storage as elements of a type, without a copy."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+
+
 class Known:
     """Storages by identity, kept alive so that an identity is never somebody else's.
 
@@ -42,12 +47,14 @@ class Known:
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
         for tensor in tensors:
             self.add(tensor)
 
     def add(self, tensor: torch.Tensor) -> None:
         """Hold a tensor's storage."""
         self._storages[storage_of(tensor)] = tensor.untyped_storage()
+        self._dtypes.setdefault(storage_of(tensor), tensor.dtype)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) in self._storages
@@ -57,6 +64,11 @@ class Known:
 
     def __len__(self) -> int:
         return len(self._storages)
+
+    def typed(self) -> Iterator[tuple[torch.UntypedStorage, torch.dtype]]:
+        """Yield each storage with the type of the first tensor in it."""
+        for identity, storage in self._storages.items():
+            yield storage, self._dtypes[identity]
 
 
 class Snapshot:
@@ -81,6 +93,10 @@ class Snapshot:
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) in self._saved
+
+    def saved(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+        """Return what a storage held, as elements of a type."""
+        return typed(self._saved[storage._cdata][1], dtype)
 
     def restore(self) -> None:
         """Put everything back, on the current stream."""

@@ -141,6 +141,16 @@ class Warmups:
             snapshot.save(storage)
         return snapshot
 
+    def state(self) -> dict[str, tuple[torch.UntypedStorage, torch.dtype]]:
+        """Return the storages that the step is known to change, by name, scratch left out."""
+        scratch = {storage._cdata for storage in self._scratch}
+        return {
+            f"{what} {number}": (storage, dtype)
+            for what, known in (("state", self._state), ("undeclared state", self._written))
+            for number, (storage, dtype) in enumerate(known.typed())
+            if storage._cdata not in scratch
+        }
+
     def views(self, key: GraphKey, lane: Lane, num_rows: int) -> dict[str, Any]:
         """Return the static inputs of a key at a number of rows, and its buckets, by name."""
         tensors, axes = lane.buffers_of(key).views(num_rows), key.descriptor.axes

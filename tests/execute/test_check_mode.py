@@ -37,6 +37,20 @@ class Planted(torch.nn.Module):
         return -mixed if self.negate else mixed
 
 
+class Counting(Planted):
+    """What it changes is seen in its state alone, and not in what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.totals = torch.zeros(2, 4, dtype=torch.float64)
+        self.steps = torch.zeros((), dtype=torch.int64)
+
+    def forward(self, x, rate):
+        self.steps.add_(3 if self.negate else 1)
+        self.totals[1].add_(x.sum(0) * self.factor + self.table)
+        return x * rate
+
+
 def live(runner):
     return runner.lifecycle.live().values()
 
@@ -282,3 +296,119 @@ def test_late_use_of_a_view_shows(make_runner):
 def test_bad_setting(make_runner, value):
     with pytest.raises(ConfigError, match="check"):
         make_runner(lambda x: x, INPUT, check=value)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        (baked_scalar, "4 of 8 elements of .*state .* factor was 2.0 and is 5.0"),
+        (baked_branch, "1 of 1 elements of .*state .*: 4 by the replay, 6 by eager"),
+        (freed_memory, "4 of 8 elements of .*state .* table moved"),
+    ],
+)
+def test_state_that_a_replay_changes_otherwise_is_found(make_runner, quiet, declared, plant, says):
+    """The results are right, and only what the step changes is not; what stays is eager's."""
+    step, twin = Counting(), Counting()
+    state = [step.totals, step.steps] if declared else []
+    runner = make_runner(
+        step, {**INPUT, "rate": StaticInput((1,), "float32")}, check=1, state=state
+    )
+    runner.capture()
+    x, rate = torch.arange(12.0).view(3, 4) + 1, torch.ones(1)
+    for rows in (3, 4, 1):  # padded or not, nothing differs yet
+        same(runner(x[:rows], rate), twin(x[:rows], rate))
+    plant(step, runner)
+    if plant is not freed_memory:
+        plant(twin, runner)
+    with pytest.warns(CheckWarning, match=says):
+        same(runner(x, rate), twin(x, rate))
+    same((step.totals, step.steps), (twin.totals, twin.steps))
+    assert runner.stats().eager_by_reason == {"check_failed": 1}
+
+
+def test_state_that_was_replaced_is_found(make_runner, quiet):
+    """A graph goes on in the old memory, and eager in the new."""
+    step = Counting()
+    runner = make_runner(
+        step, {**INPUT, "rate": StaticInput((1,), "float32")}, check=1, state=[step.steps]
+    )
+    runner.capture()
+    runner(torch.ones(3, 4), torch.ones(1))
+    step.steps = step.steps.clone()
+    with pytest.warns(CheckWarning, match=r"1 of 1 elements of state 0 .* steps moved"):
+        runner(torch.ones(3, 4), torch.ones(1))
+    assert step.steps == 2
+
+
+def writing(make_runner, fill, **more):
+    """A cache written by slot; rows of fill write to one, too."""
+    cache = torch.zeros(17, 4)
+
+    def write(x, slots):
+        cache.index_copy_(0, slots, x)
+        return x + 1
+
+    inputs = {**INPUT, "slots": StaticInput((None,), "int64", fill=fill)}
+    runner = make_runner(write, inputs, check=1, state=[cache], **more)
+    runner.capture()
+    return runner, cache
+
+
+def test_rows_of_fill_may_write_to_a_sink(make_runner):
+    """No row of a batch uses it, so that eager leaves it alone: nothing to be told."""
+    runner, cache = writing(make_runner, fill=16)
+    for number in range(40):
+        rows = 1 + number % 8
+        slots = torch.arange(number, number + rows) % 16
+        runner(torch.full((rows, 4), 1.0 + number), slots)
+    assert runner.stats().eager_by_reason == {}
+    assert not cache[16].any()  # what stays is eager's
+
+
+def test_rows_of_fill_that_write_where_batches_do_are_found(make_runner, quiet):
+    """Slot 0 is a row's own: padding overwrites it."""
+    runner, cache = writing(make_runner, fill=0)
+    runner(torch.ones(4, 4), torch.arange(4))
+    with pytest.warns(CheckWarning, match=r"4 of 68 .*Rows of fill changed what rows .* use"):
+        runner(torch.full((3, 4), 2.0), torch.arange(4, 7))
+    assert cache[0].tolist() == [1.0] * 4
+
+
+def test_scratch_is_not_compared(make_runner):
+    noise = torch.zeros(8, 4)
+
+    def step(x):
+        noise[: x.shape[0]] = x
+        return x + 1
+
+    runner = make_runner(step, INPUT, check=1, scratch=[noise])
+    runner.capture()
+    for rows in (8, 3, 5, 3):
+        runner(torch.full((rows, 4), float(rows)))
+    assert runner.stats().eager_by_reason == {}
+
+
+def test_state_of_every_type_is_compared(make_runner, quiet):
+    """Also types that torch compares not, and NaN, which equals itself here."""
+    types = [torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.bool, torch.uint8]
+    state = [torch.zeros(3, dtype=one) for one in types]
+    state.append(torch.full((3,), float("nan")))
+    odd = [False]
+
+    def step(x):
+        for tensor in state:
+            tensor.copy_(torch.ones(3).to(tensor.dtype))
+        state[-1].fill_(float("nan"))
+        if odd[0]:
+            state[0].copy_(torch.zeros(3).to(torch.float8_e4m3fn))
+        return x + 1
+
+    runner = make_runner(step, INPUT, check=1, state=state)
+    runner.capture()
+    for rows in (8, 3):
+        runner(torch.ones(rows, 4))
+    assert runner.stats().eager_by_reason == {}
+    odd[0] = True
+    with pytest.warns(CheckWarning, match="3 of 3 elements of state 0"):
+        runner(torch.ones(8, 4))

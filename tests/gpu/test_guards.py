@@ -204,6 +204,38 @@ def test_planted_corruption_is_found(plant, quiet):
     assert runner.stats().eager_by_reason == {"check_failed": 1}
 
 
+def test_state_that_a_replay_changes_otherwise_is_found(quiet):
+    """The results are right; what the step writes is not, by a number or by rows of fill."""
+    total, cache = torch.zeros((), device=DEVICE), torch.zeros(17, WIDTH, device=DEVICE)
+    factor = [1]
+
+    def step(x, slots):
+        total.add_(factor[0])
+        cache.index_copy_(0, slots, x)
+        return x * 2
+
+    for fill in (16, 0):
+        inputs = {
+            "x": StaticInput((None, WIDTH), "float32"),
+            "slots": StaticInput((None,), "int64", fill=fill),
+        }
+        runner = runner_of(step, inputs, check=1, state=[total, cache])
+        runner.capture()
+        slots = torch.arange(16, device=DEVICE)
+        for rows in (16, 3, 5, 1):
+            x = rows_of(rows, rows)
+            if fill == 0 and rows == 3:
+                with pytest.warns(CheckWarning, match="Rows of fill"):
+                    same(runner(x, slots[1 : 1 + rows]), x * 2)
+                break
+            same(runner(x, slots[:rows]), x * 2)
+        else:
+            assert runner.stats().eager_by_reason == {}
+            factor[0] = 2
+            with pytest.warns(CheckWarning, match="state 0"):
+                runner(rows_of(16), slots)
+
+
 def test_hundred_thousand_clean_steps_pass():
     """Weights change in place, state is stepped once for each call."""
     step = Planted().to(DEVICE)
