@@ -45,6 +45,7 @@ try:
 except ImportError:
     raise SystemExit("Needs transformers: pip install 'dispatchkit[transformers]'") from None
 
+from dispatchkit.backends.cuda_workspace import hold_workspace
 from dispatchkit.integrations.decode_step import decode_step
 from dispatchkit.integrations.slot_cache import SlotCache
 from dispatchkit.integrations.static_models import probe
@@ -169,14 +170,17 @@ def raw_graphs(model: Any, args: argparse.Namespace) -> Case:
     graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
     pool = None
     # As many as here, the largest first.
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        # `reduce-overhead` in this process would have them write into the memory of others.
+        hold_workspace(side)
     for size in sorted(args.sizes, reverse=True):
-        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             step(tokens[:size], positions[:size])
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=side):
             result = step(tokens[:size], positions[:size])[0]
         pool = graph.pool()
         graphs[size] = (graph, result)
