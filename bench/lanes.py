@@ -1,6 +1,6 @@
 """Steps on lanes beside the same graphs on streams by hand, and beside one after another.
 
-    python bench/lanes.py [ROUNDS] [--lanes 2 4 8]
+    python bench/lanes.py [ROUNDS] [--lanes 2 4 8] [--steps N]
 
 On a GPU, time of a round from its first launch to the end of its device work, per step. All cases
 take turns in one process:
@@ -8,7 +8,8 @@ take turns in one process:
 - ``serial``: graphs of one stream, by hand; ``raw streams``: a graph for each stream, by hand;
 - ``raw streams, copies``: the same with what a step needs beside its graph, by hand: the input
   copied in and the result cloned;
-- ``runner, serial`` and ``runner, lanes``: the runner's calls, and ``submit`` in turn.
+- ``runner, serial`` and ``runner, lanes``: the runner's calls, and ``submit`` in turn; results are
+  the caller's own, or views (``lanes, view``).
 
 ``small`` graphs leave most of the device idle; ``filling`` graphs leave none of it. Without a GPU
 the tape is measured: what ``submit`` costs the host beside a call, on the same graph.
@@ -32,8 +33,9 @@ from dispatchkit import GraphRunner, StaticInput
 BENCH = "lanes"
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if HAS_GPU else "cpu")
-#: Name of a kind of graph: rows, width and layers of its network, steps on each lane in a round.
-KINDS = {"small": (16, 512, 100, 16), "filling": (8192, 8192, 4, 4)}
+#: Name of a kind of graph: rows, width and layers of its network, how many steps of the small one
+#: take as long as one of it.
+KINDS = {"small": (16, 512, 100, 1), "filling": (8192, 8192, 4, 4)}
 
 
 class Network:
@@ -55,7 +57,9 @@ class Network:
         return x
 
 
-def runner_of(network: Network, rows: int, width: int, lanes: int) -> GraphRunner:
+def runner_of(
+    network: Network, rows: int, width: int, lanes: int, outputs: str = "owned"
+) -> GraphRunner:
     runner = GraphRunner(
         network,
         {"x": StaticInput((None, width), network.dtype)},
@@ -64,6 +68,7 @@ def runner_of(network: Network, rows: int, width: int, lanes: int) -> GraphRunne
         mode="FULL",
         backend="cuda" if HAS_GPU else "tape",
         lanes=lanes,
+        outputs=outputs,
         strict=True,
     )
     failed = runner.capture().failed
@@ -86,12 +91,13 @@ class ByHand:
             self.out = network(self.x)
 
 
-def measure_kind(kind: str, lanes: int, rounds: int) -> None:
-    rows, width, layers, per_lane = KINDS[kind]
-    network, steps = Network(width, layers), per_lane * lanes
+def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int) -> None:
+    rows, width, layers, weight = KINDS[kind]
+    network, steps = Network(width, layers), per_lane // weight * lanes
     given = torch.randn(rows, width, device=DEVICE).to(network.dtype)
     hands = [ByHand(network, rows, width) for _ in range(lanes)]
     many, one = runner_of(network, rows, width, lanes), runner_of(network, rows, width, 1)
+    viewing = runner_of(network, rows, width, lanes, "view")
     want = one(given)
     if not torch.equal(many.submit(given).result(), want):
         raise SystemExit("A lane gave something else than a call.")
@@ -130,14 +136,20 @@ def measure_kind(kind: str, lanes: int, rounds: int) -> None:
         torch.cuda.synchronize()
         del kept
 
+    def views() -> None:
+        kept = [viewing.submit(given) for _ in range(steps)]
+        torch.cuda.synchronize()
+        del kept
+
     report(
-        f"{kind}, {lanes} lanes",
+        f"{kind}, {lanes} lanes, {per_lane // weight} steps each",
         {
             "serial": serial,
             "raw streams": raw,
             "raw streams, copies": raw_copies,
             "runner, serial": calls,
             "runner, lanes": submits,
+            "runner, lanes, view": views,
         },
         steps,
         rounds,
@@ -146,6 +158,7 @@ def measure_kind(kind: str, lanes: int, rounds: int) -> None:
             "raw streams, copies": "serial",
             "runner, serial": "serial",
             "runner, lanes": "serial" if kind == "filling" else "raw streams",
+            "runner, lanes, view": "serial" if kind == "filling" else "raw streams",
         },
     )
 
@@ -194,13 +207,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rounds", nargs="?", type=int, default=50)
     parser.add_argument("--lanes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--steps", type=int, default=16, help="of small graphs on each lane")
     args = parser.parse_args()
     if not HAS_GPU:
         measure_host(args.rounds)
         return
     for kind in KINDS:
         for lanes in args.lanes:
-            measure_kind(kind, lanes, args.rounds if kind == "small" else max(5, args.rounds // 5))
+            rounds = args.rounds if kind == "small" else max(5, args.rounds // 5)
+            measure_kind(kind, lanes, rounds, args.steps)
 
 
 if __name__ == "__main__":
