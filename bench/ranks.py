@@ -81,7 +81,9 @@ def main() -> None:
     """Start ranks, or be one."""
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        subprocess.run([*command, "--nproc-per-node", "2", __file__], check=True)
+        # Without the address torchrun asks a name server for this host's.
+        command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", __file__]
+        subprocess.run(command, check=True)
         return
     import torch
     import torch.distributed as dist

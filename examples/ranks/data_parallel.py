@@ -3,7 +3,7 @@
 One host:       torchrun --standalone --nproc-per-node 2 examples/ranks/data_parallel.py
 Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-backend c10d \
                     --rdzv-endpoint HOST_OF_THE_FIRST:29400 examples/ranks/data_parallel.py
-(the same command on both). Without GPUs it runs on the CPU, with simulated graphs.
+(the same command on both). Without a GPU for each rank it runs on the CPU, with simulated graphs.
 
 The model adds up its hidden rows over all ranks, as an expert layer that all ranks share would: a
 collective that needs the same number of rows everywhere. Some ranks are idle in some steps; they
@@ -32,7 +32,7 @@ def main() -> None:
     learn = parser.parse_args().learn
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

@@ -3,7 +3,7 @@
 One host:       torchrun --standalone --nproc-per-node 2 examples/ranks/tensor_parallel.py
 Two hosts:      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id serve --rdzv-backend c10d \
                     --rdzv-endpoint HOST_OF_THE_FIRST:29400 examples/ranks/tensor_parallel.py
-(the same command on both). Without GPUs it runs on the CPU, with simulated graphs.
+(the same command on both). Without a GPU for each rank it runs on the CPU, with simulated graphs.
 
 Every rank is given the same batches, as one scheduler hands them out, and the policy does not
 learn. What decides is compared once, at the start; in a step nothing is exchanged but every so
@@ -27,7 +27,7 @@ WIDTH, HIDDEN, SIZES, STEPS = 64, 256, (1, 2, 4, 8, 16), 50
 def main() -> None:
     """Compare the ranks' result with that of the whole layer."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rank_policies import AlwaysFull, Smallest, Wilful, make_dispatcher, random_batch
@@ -19,6 +20,7 @@ from tensor_parallel import NUM_SEQS, Decoder, over_ranks, traffic
 from dispatchkit import GraphRunner, Outcome, StaticInput
 from dispatchkit.errors import RankError
 from dispatchkit.ranks import LeaderPolicy, RankAgreement, RankedDispatcher, RankedRunner
+from dispatchkit.ranks.wire import Wire
 
 # Far above what a start takes on a busy machine, NCCL's included.
 START = 60.0
@@ -84,6 +86,18 @@ def schedule(rank, size, *, seed, num_steps, rule="alone", device="cpu"):
                 facts = dispatcher.batch(*agreed[:5])
                 dispatcher.observe(Outcome(facts, decision, elapsed_us=1.0 + rank))
     return {"decisions": found, "epoch": ranked.epoch}
+
+
+def meet(rank, size, *, device):
+    """Bring rows together without an agreement; one rank alone can do so too."""
+    place = torch.device(device)
+    store = dist.PrefixStore("meet", dist.group.WORLD.get_group_store())
+    wire = Wire(store, rank, size, place, 3, START)
+    rows = [wire.merge([rank + 1, -rank, each], START) for each in range(3)]
+    table = np.arange(4, dtype=np.uint8)[None] * (rank + 1)
+    found = wire.merge_bytes(table, START).tolist()
+    wire.close()
+    return {"rows": rows, "bytes": found}
 
 
 def alike(rank, size, *, odd_rank, what):

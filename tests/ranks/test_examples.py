@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from launched import torchrun
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
-STANDALONE = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 def run(*arguments):
     pytest.importorskip("torch")
     pytest.importorskip("dispatchkit_vllm")
-    done = subprocess.run(
-        [*STANDALONE, "--nproc-per-node", "2", *arguments],
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(re.findall(r"rank (\d): steps (\{.*?\})", done.stdout)), done.stdout
+    told = torchrun(*arguments)
+    return dict(re.findall(r"rank (\d): steps (\{.*?\})", told)), told
 
 
 def test_the_data_parallel_example_runs():
