@@ -23,7 +23,9 @@ The verb of a hook's name tells how it is called:
   no promised order. What raises is an error that names the plugin.
 - ``dispatchkit_on_<event>``: every plugin is told; what is returned is ignored. One frozen
   argument, ``event``, whose fields may grow. What raises is logged with the plugin's name, the
-  others are told all the same, and after three faults in a row it is not called any more.
+  others are told all the same, and after three faults in a row it is not called any more. A
+  runner may be in the middle of a step or a capture then, and lets no other thread in: a hook
+  may ask that runner things, and must not wait for another thread that calls it.
 
 No hook is called per step: a step reads a table. A hook takes the arguments listed or fewer,
 by name, without defaults. Old-style wrappers (``hookwrapper=True``) are refused everywhere;

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -75,8 +76,9 @@ class Dispatcher(Epochs):
             ``Decision.plan``. The executor prepares there what a step needs.
         on_swap: Told when a policy or configuration is in force: its name, the name of the
             policy before (None for the first) and the epoch. No lock is held.
-        on_fault: Told of a fault of the policy before it is raised or warned of, with the
-            tokens of the batch (None where there is none) and the epoch. A step waits.
+        on_fault: Told of a fault of the policy, with the tokens of the batch (None where there
+            is none) and the epoch, before the call that met it returns or raises. A step
+            waits; no lock of the dispatcher is held.
 
     Raises:
         PolicyError: The policy raises, declares what are not keys, or answers a probe
@@ -111,6 +113,8 @@ class Dispatcher(Epochs):
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
         self._warned: set[tuple[str, str]] = set()
+        self._untold: deque[tuple[PolicyError, int | None, int]] = deque()
+        self._since = 0
         self._hidden: frozenset[GraphKey] = frozenset()
         self._declared: frozenset[GraphKey] = frozenset()
         self.num_policy_errors: int = 0
@@ -185,43 +189,59 @@ class Dispatcher(Epochs):
     def _dispatch_cold(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
     ) -> Decision:
-        with self._lock:
-            # Under the lock, so that limits and table are of one epoch.
-            cell = cell_of_call(self.config, num_tokens, num_reqs, uniform, loras, ceiling)
-            table = self._table
-            decision = table.take_one_shot(cell, num_reqs)
-            if decision is None:
-                decision = table.get(cell)
-                if decision is EMPTY:
-                    decision = self._fill(table, cell)
-                if num_reqs > decision.max_num_reqs:
-                    decision = self._decide_by_reqs(table, cell, int(num_reqs))
-            if decision.key is None and RuntimeMode.NONE not in ALLOWED_MODES[cell[0]]:
-                raise self._no_graph(cell, num_reqs, decision.reason)
-            return decision
+        try:
+            with self._lock:
+                # Under the lock, so that limits and table are of one epoch.
+                cell = cell_of_call(self.config, num_tokens, num_reqs, uniform, loras, ceiling)
+                table = self._table
+                decision = table.take_one_shot(cell, num_reqs)
+                if decision is None:
+                    decision = table.get(cell)
+                    if decision is EMPTY:
+                        decision = self._fill(table, cell)
+                    if num_reqs > decision.max_num_reqs:
+                        decision = self._decide_by_reqs(table, cell, int(num_reqs))
+                if decision.key is None and RuntimeMode.NONE not in ALLOWED_MODES[cell[0]]:
+                    raise self._no_graph(cell, num_reqs, decision.reason)
+                return decision
+        finally:
+            self._tell_faults()
 
     # -- learning -----------------------------------------------------------------------
 
     def observe(self, outcome: Outcome) -> None:
-        """Give an outcome to the policy and put the changes it answers into the table."""
+        """Give an outcome to the policy and put the changes it answers into the table.
+
+        What came of a decision of an earlier policy is nothing to this one.
+        """
+        if getattr(self._policy, "observe", None) is None:
+            return
+        try:
+            with self._lock:
+                if 0 < outcome.decision.revision < self._since:
+                    return
+                self._learn(outcome)
+        finally:
+            self._tell_faults()
+
+    def _learn(self, outcome: Outcome) -> None:
         learn = getattr(self._policy, "observe", None)
-        if learn is None:
+        if learn is None:  # there was a swap just now
             return
         axes = outcome.batch.axes
-        with self._lock:
-            if self._adds_axes:
-                outcome = outcome_without_axes(outcome)
-            try:
-                for update in learn(outcome) or ():
-                    if not isinstance(update, CellUpdate):
-                        raise self._fault("observe", f"answered {update!r}; only CellUpdates.")
-                    self.update(update_with_axes(update, axes) if self._adds_axes else update)
-            except PolicyError as error:
-                self._blame(error)
-            except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
-                fault = self._fault("observe", raised(error))
-                fault.__cause__ = error
-                self._blame(fault)
+        if self._adds_axes:
+            outcome = outcome_without_axes(outcome)
+        try:
+            for update in learn(outcome) or ():
+                if not isinstance(update, CellUpdate):
+                    raise self._fault("observe", f"answered {update!r}; only CellUpdates.")
+                self.update(update_with_axes(update, axes) if self._adds_axes else update)
+        except PolicyError as error:
+            self._blame(error)
+        except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
+            fault = self._fault("observe", raised(error))
+            fault.__cause__ = error
+            self._blame(fault)
 
     def update(self, update: CellUpdate) -> None:
         """Change one cell: a new steady decision, a one-shot one, or ask again.
@@ -320,8 +340,11 @@ class Dispatcher(Epochs):
 
     def decide(self, batch: Batch) -> Decision:
         """Ask the policy anew for a batch, within the constraints, without the table."""
-        with self._lock:
-            return self._decide(batch)
+        try:
+            with self._lock:
+                return self._decide(batch)
+        finally:
+            self._tell_faults()
 
     def foresee(self, batch: Batch) -> tuple[Decision, PolicyError | None]:
         """Return what the next step of a batch would get, and the policy's fault if it has one.
@@ -410,10 +433,10 @@ class Dispatcher(Epochs):
         return PolicyError(self.policy_name, hook, problem, origin=self._origin, value=value)
 
     def _blame(self, error: PolicyError, num_tokens: int | None = None) -> None:
-        """Count and tell a policy's fault; raise it in strict mode, else warn once per method."""
+        """Count a policy's fault; raise it in strict mode, else warn once per method."""
         self.num_policy_errors += 1
         if self._on_fault is not None:
-            self._on_fault(error, num_tokens, self._table.epoch)
+            self._untold.append((error, num_tokens, self._table.epoch))
         if self._strict:
             raise error
         if (error.policy, error.hook) not in self._warned:
@@ -422,6 +445,15 @@ class Dispatcher(Epochs):
             if error.hook == "observe":
                 message = f"{error} The table keeps what it had learnt before."
             warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def _tell_faults(self) -> None:
+        """Tell of faults without the lock: who hears of one may wait for other threads."""
+        while self._untold and self._on_fault is not None:
+            try:
+                fault = self._untold.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            self._on_fault(*fault)
 
     def _bound(self, decision: Decision, batch: Batch) -> Decision:
         """Bind an answer to the cell of a batch; the executor prepares its plan."""

@@ -6,6 +6,7 @@ install, show all. What is captured ahead, or about to go, is hidden from the po
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -32,6 +33,8 @@ class Epochs:
     _origin: str
     _adds_axes: bool
     _hidden: frozenset[GraphKey]
+    _revisions: itertools.count[int]
+    _since: int
     _declared: frozenset[GraphKey]
     _table: Table
     _is_dispatchable: Callable[[GraphEntry], bool]
@@ -110,6 +113,8 @@ class Epochs:
     # -- inside -------------------------------------------------------------------------
 
     def _install(self, proposal: Proposal, epoch: int) -> None:
+        if epoch and proposal.policy is not self._policy:
+            self._since = next(self._revisions)  # decisions made earlier were another policy's
         self._adds_axes = proposal.adds_axes
         self.registry.declare(proposal.keys)
         table = Table(proposal.config, epoch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from dispatchkit.dispatch.decision import CellUpdate, Decision, Outcome, Reason
 from dispatchkit.keys.batch import Batch, GraphKey
@@ -44,6 +44,10 @@ class GraphView:
         self._registry = registry
         self._modes = modes
         self._dispatchable = dispatchable
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphView:
+        """Copy a policy that keeps it, not the graphs that it shows."""
+        return self
 
     def why_not(self, key: GraphKey) -> str | None:
         """Return why a key cannot run now, as a reason to count; None if it can."""

@@ -67,8 +67,9 @@ class Controls:
         A policy that learns is then given the timed runs it asks for, see ``seed``.
 
         Args:
-            keys: Which; all declared ones by default. Each lane captures those that have a
-                home on it by its lane policy.
+            keys: Which; all declared ones by default, but for those that failed so often that
+                they are left alone. Such a key is tried again when it is named. Each lane
+                captures those that have a home on it by its lane policy.
             progress: Show a progress bar on stderr, or call this with (done, total, key).
         """
         chosen = self._keys_of_lanes(None if keys is None else tuple(keys))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dispatchkit.backends.base import GraphBackend
-from dispatchkit.errors import NoGraphError, ReplayError
+from dispatchkit.errors import InputError, NoGraphError, ReplayError
 from dispatchkit.execute.axes import AxisInputs
 from dispatchkit.execute.captured import CapturedStep, LaunchError
 from dispatchkit.execute.check import CheckWarning
@@ -20,6 +20,7 @@ from dispatchkit.execute.pieces import Step
 from dispatchkit.execute.reasons import (
     CHECK_FAILED,
     DOWNGRADES,
+    INSIDE_CAPTURE,
     REPLAY_FAILED,
     EagerStepWarning,
 )
@@ -110,6 +111,23 @@ class Fallbacks:
         count.steps += 1
         count.tokens += num_tokens
         return result
+
+    def run_inside_capture(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
+        """Run the step plainly inside a capture that the caller began, which records it.
+
+        Raises:
+            InputError: There are host inputs: their values would be those of the capture in
+                every replay of the caller's graph.
+        """
+        if self._inputs.host:
+            name = self._inputs.names[self._inputs.host[0]]
+            raise InputError(
+                name,
+                f"Host input {name!r} was given inside a capture that is not the runner's own: "
+                "every replay of that graph would use the value of now. Declare it without "
+                "host=True and give a tensor of the device, or call the runner outside.",
+            )
+        return self.run_eager_for(INSIDE_CAPTURE, tensors, num_tokens, None)
 
     def tell_eager(self, reason: str, num_tokens: int, missed: GraphKey | None) -> None:
         """Warn once of a downgrade; in a strict runner refuse it.

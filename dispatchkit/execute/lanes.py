@@ -143,6 +143,19 @@ class Lane:
             self._by_axes[axes] = found
         return found
 
+    def static_bytes_of(self, keys: Iterable[GraphKey]) -> int:
+        """Return what its static inputs take on the device once some keys have graphs."""
+        wanted = {_shapes(self.buffers.inputs): self.buffers.inputs}
+        for key in keys:
+            if self._inputs_at is not None and key.descriptor.axes:
+                inputs = self._inputs_at(key.descriptor.axes)
+                wanted[_shapes(inputs)] = inputs
+        return sum(
+            spec.sized(self.buffers.num_rows).numel() * spec.dtype.itemsize
+            for inputs in wanted.values()
+            for spec in inputs
+        )
+
     @property
     def static_bytes(self) -> int:
         """Bytes of its static inputs on the device."""

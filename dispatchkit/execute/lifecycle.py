@@ -99,7 +99,8 @@ class Lifecycle:
         """Capture the keys that have no graph, largest first; failures are contained.
 
         Args:
-            keys: Which; all declared ones by default.
+            keys: Which, those left alone after failures too; by default all declared ones
+                that may be tried.
             progress: Told (done, total, the next key) before each capture and at the end.
 
         Raises:
@@ -116,7 +117,7 @@ class Lifecycle:
                 continue
             if not self._registry.is_enabled(key):
                 skipped[key] = Reason.DISABLED
-            elif entry.state is KeyState.FAILED and not self._retries.may_try(entry):
+            elif keys is None and entry.state is KeyState.FAILED and self._retries.is_over(entry):
                 skipped[key] = f"failed {entry.attempts} times: {entry.reason}"
             else:
                 wanted.append(key)

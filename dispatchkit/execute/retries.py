@@ -24,9 +24,14 @@ class Retries:
         self._since_failure[key] = 0
 
     @staticmethod
-    def may_try(entry: GraphEntry) -> bool:
+    def is_over(entry: GraphEntry) -> bool:
+        """Return whether a key failed so often that nobody tries it again unasked."""
+        return entry.attempts >= MAX_ATTEMPTS
+
+    @classmethod
+    def may_try(cls, entry: GraphEntry) -> bool:
         """Return whether a failed key may be tried again some time."""
-        return entry.state is KeyState.FAILED and entry.attempts < MAX_ATTEMPTS
+        return entry.state is KeyState.FAILED and not cls.is_over(entry)
 
     def is_due(self, entry: GraphEntry) -> bool:
         """Count a step that would have used a failed key; return whether to try it now."""

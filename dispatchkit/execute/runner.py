@@ -35,9 +35,6 @@ from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.execute.notices import Notices
 from dispatchkit.execute.outputs import DERIVED
 from dispatchkit.execute.pieces import Step
-from dispatchkit.execute.reasons import (
-    INSIDE_CAPTURE,
-)
 from dispatchkit.execute.recording import Recording
 from dispatchkit.execute.report import ladder
 from dispatchkit.execute.setup import honoured, make_backend, make_config, make_policy
@@ -343,7 +340,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         stream = self._current_stream_handle()
         # The default stream, handle 0, is never captured.
         if stream and self._is_capturing():
-            return self.run_eager_for(INSIDE_CAPTURE, tensors, num_tokens, None)
+            return self.run_inside_capture(tensors, num_tokens)
         self._acquire()  # half the price of a with statement
         try:
             plan = self._decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
@@ -376,7 +373,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         """
         stream = self._current_stream_handle()
         if stream and self._is_capturing():
-            return self.run_eager_for(INSIDE_CAPTURE, None, num_tokens, None)
+            return self.run_inside_capture(None, num_tokens)
         self._acquire()
         try:
             plan = self._decide(num_tokens, num_reqs, uniform, loras, ceiling).plan

@@ -144,7 +144,7 @@ class LaneCost:
             has its home.
         num_graphs: Graphs on all lanes.
         graph_bytes: Their pools and outputs.
-        static_bytes: Static inputs of all lanes.
+        static_bytes: Static inputs of all lanes, those at every bucket of the axes too.
     """
 
     way: str
@@ -326,8 +326,7 @@ class Submitting:
         rehearse; smaller ones reuse its memory.
         """
         with self._lock:
-            keys, static = tuple(self.registry), self._lane.buffers.num_bytes
-            number = len(self.lanes)
+            keys, number = tuple(self.registry), len(self.lanes)
             every = [keys] * number
             ways = [("every lane", every)]
             if getattr(self._lane_policy, "homes", None) is not None:
@@ -343,7 +342,7 @@ class Submitting:
                     way,
                     num_graphs=sum(map(len, lanes)),
                     graph_bytes=sum(needs[one] for one in lanes),
-                    static_bytes=static * number,
+                    static_bytes=sum(map(self._lane.static_bytes_of, lanes)),
                 )
                 for way, lanes in ways
             )

@@ -154,10 +154,13 @@ class Timings:
                 if not self._pending:
                     return told
                 head = self._pending[0]
-                if wait:
-                    head.end.synchronize()
-                elif not head.end.query():
-                    return told
+            if wait:
+                head.end.synchronize()  # without the lock, which the steps need that run meanwhile
+            elif not head.end.query():
+                return told
+            with self._lock:
+                if not self._pending or self._pending[0] is not head:
+                    continue  # another thread told it, or it was let go of
                 self._pending.popleft()
             elapsed = head.start.elapsed_us(head.end)
             latest = self._read.setdefault(

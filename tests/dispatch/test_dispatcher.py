@@ -1222,6 +1222,59 @@ def test_explanation_counts_no_fault_and_warns_of_none():
     assert told_faults == []
 
 
+@pytest.mark.parametrize("call", ["dispatch", "decide", "observe"])
+def test_whoever_hears_of_a_fault_may_wait_for_another_thread(call):
+    """No lock is held then: the other thread may switch a key, which needs the registry's."""
+    heard = []
+
+    def on_fault(error, num_tokens, epoch):
+        switch = dispatcher.registry.set_enabled
+        facts = {"target": switch, "args": (False,), "kwargs": {"key": mixed(8)}, "daemon": True}
+        other = threading.Thread(**facts)
+        other.start()
+        other.join(timeout=20)
+        heard.append((error.hook, num_tokens, epoch, other.is_alive()))
+
+    policy = Faulty(ZeroDivisionError("by zero"))
+    policy.observe = lambda outcome: 1 / 0
+    dispatcher = make(policy, on_fault=on_fault)
+    policy.bad = True
+    with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+        if call == "dispatch":
+            dispatcher.dispatch(5)
+        elif call == "decide":
+            dispatcher.decide(dispatcher.batch(5))
+        else:
+            dispatcher.observe(Outcome(dispatcher.batch(5), Decision.replay(mixed(8)), 1.0))
+    told = ("observe", None) if call == "observe" else ("decide", 5)
+    assert heard == [(*told, 0, False)]
+
+
+def test_what_came_of_an_earlier_policys_decision_is_nothing_to_this_one():
+    """A step may be measured under one policy, and read while another takes its place."""
+
+    class Learning(SmallestPolicy):
+        def __init__(self):
+            super().__init__()
+            self.heard = []
+
+        def observe(self, outcome):
+            self.heard.append(outcome.elapsed_us)
+
+    old, new = Learning(), Learning()
+    dispatcher = make(old)
+    before = dispatcher.dispatch(5)
+    dispatcher.swap(new)
+    dispatcher.observe(Outcome(dispatcher.batch(5), before, 1.0))
+    dispatcher.observe(Outcome(dispatcher.batch(5), dispatcher.dispatch(5), 2.0))
+    assert (old.heard, new.heard) == ([], [2.0])
+    # A new table of the same policy forgets nothing.
+    before = dispatcher.dispatch(5)
+    dispatcher.swap()
+    dispatcher.observe(Outcome(dispatcher.batch(5), before, 3.0))
+    assert new.heard == [2.0, 3.0]
+
+
 def test_explanation_is_what_the_next_step_gets():
     """The table is served, not what the policy would say anew; nothing is taken from it."""
     dispatcher = make()

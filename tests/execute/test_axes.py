@@ -292,6 +292,15 @@ def test_axes_that_are_no_dimension_take_no_memory_of_their_own(make_runner):
     assert lane.num_bytes - runner.num_bytes == 8 * (4 + 16) * 4
 
 
+def test_costs_of_lanes_count_static_inputs_at_every_bucket(make_runner):
+    """As they are after the capture, when each bucket has buffers of its own."""
+    runner = make_runner(encode, INPUTS, axes=[LENGTHS], lanes=2)
+    (every,) = runner.lane_costs()
+    runner.capture()
+    assert every.static_bytes == sum(lane._lane.static_bytes for lane in runner.lanes)
+    assert every.static_bytes > 2 * runner._lane.buffers.num_bytes
+
+
 def test_lanes_serve_axes(make_runner):
     runner = make_runner(encode, INPUTS, axes=[LENGTHS], lanes=2)
     runner.capture()

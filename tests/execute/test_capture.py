@@ -266,6 +266,19 @@ def test_failed_key_is_left_alone_after_bounded_tries(make_runner, backend, quie
     assert all("planted" in why for why in report.skipped.values())
 
 
+def test_failed_key_that_is_named_is_tried_however_often(make_runner, backend, keys, quiet):
+    """Whoever has mended the cause gets the graph back without a new runner."""
+    backend.capture_fault = CaptureError("planted", reason="planted")
+    runner = make_runner(double)
+    for _ in range(MAX_ATTEMPTS):
+        runner.capture()
+    backend.capture_fault = None
+    assert runner.capture().num_graphs == 0
+    assert runner.capture([keys.full(8)]).num_graphs == 1
+    same(runner(torch.arange(8)), torch.arange(8) * 2)
+    assert runner.stats().steps_by_mode == {"FULL": 1}
+
+
 def test_lazy_retries_are_spaced_and_bounded(make_runner, backend, quiet):
     """Not at every step: after 64 steps, then four times as many."""
     backend.capture_fault = CaptureError("planted", reason="planted")

@@ -16,7 +16,7 @@ from dispatchkit import (  # noqa: E402
     graph_piece,
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
-from dispatchkit.errors import InputError  # noqa: E402
+from dispatchkit.errors import CaptureError, InputError  # noqa: E402
 from dispatchkit.execute.staging import Staging  # noqa: E402
 
 HOST = {
@@ -78,6 +78,18 @@ def test_arrays_cpu_tensors_and_lists_give_the_same(make_runner, quiet, form, ce
         want = expected(tokens, scale, BUCKETS[rows] if ceiling else rows)
         same(got[:3], want[:3])
         torch.testing.assert_close(got[3], want[3])
+
+
+def test_host_inputs_inside_somebody_elses_capture_are_refused(make_runner, backend):
+    """Every replay of that graph would silently use the values of the capture."""
+    runner = make_runner(step, HOST)
+    runner.capture()
+    runner(*call(3))
+    for run in (lambda: runner(*call(3)), lambda: runner.step(3)):
+        with pytest.raises(CaptureError, match="'tokens' was given inside a capture") as caught:
+            backend.capture(run, stream=backend.new_stream(), pool=backend.new_pool())
+        assert isinstance(caught.value.__cause__, InputError)
+    same(runner(*call(3))[0], torch.tensor(call(3)[0]) * 2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "bool", "float16", "uint8"])

@@ -338,6 +338,23 @@ def test_a_policy_that_cannot_be_copied_must_be_given_anew(make_runner, policy):
     assert served_by(runner, 3) == 3
 
 
+def test_a_policy_may_keep_the_view_of_the_graphs_and_still_be_copied(make_runner, policy):
+    """The registry behind it is not copied along, which could not be."""
+
+    class Keeping(Remembering):
+        def decide(self, batch, graphs):
+            self.graphs = graphs
+            return super().decide(batch, graphs)
+
+    runner = make_runner(double, policy=Keeping(policy))
+    runner.capture()
+    assert served_by(runner, 3) == 4
+    before = runner.dispatcher.policy
+    runner.swap(sizes=(3, 6))
+    assert runner.dispatcher.policy is not before
+    assert served_by(runner, 3) == 3
+
+
 def test_a_frozen_runner_swaps_among_the_graphs_it_has(runner, policy, quiet):
     runner.freeze()
     refused(runner, RegistryError, "frozen", sizes=(3, 6))

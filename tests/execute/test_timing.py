@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import attrs
 import pytest
 
@@ -121,6 +123,31 @@ def test_unread_measurements_are_bounded(make_runner, learning):
     assert len(runner.timings._pending) <= MAX_PENDING
     runner.timings.clear()
     assert runner.drain(wait=True) == 0
+
+
+def test_waiting_for_measured_steps_holds_up_no_other_step(make_runner, learning, monkeypatch):
+    """Another thread runs a whole timed step while one waits for the device."""
+    from dispatchkit.backends.tape_streams import TapeEvent
+
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
+    runner.capture()
+    monkeypatch.setattr(TapeEvent, "query", lambda event: False)
+    runner(torch.arange(3))
+    wait, waited = TapeEvent.synchronize, []
+
+    def run_a_step_meanwhile(event):
+        if not waited:
+            other = threading.Thread(target=runner, args=(torch.arange(3),), daemon=True)
+            waited.append(other)
+            other.start()
+            other.join(timeout=20)
+        wait(event)
+
+    monkeypatch.setattr(TapeEvent, "synchronize", run_a_step_meanwhile)
+    runner.drain(wait=True)
+    assert not waited[0].is_alive()
+    runner.drain(wait=True)
+    assert sorted(outcome.step for outcome in learning.heard) == [1, 2]  # each told once
 
 
 def test_an_explanation_tells_what_such_steps_took(make_runner, learning):

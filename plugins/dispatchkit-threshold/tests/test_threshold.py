@@ -48,6 +48,11 @@ def test_batches_outside_the_limits_run_eager_with_the_reason() -> None:
     }
 
 
+def test_a_batch_that_may_use_no_graph_is_told_so() -> None:
+    """Not that there is no key: there is one, which this step was not allowed."""
+    assert dispatcher(ThresholdPolicy()).dispatch(8, ceiling=0).reason == "ceiling"
+
+
 def test_sizes_that_no_batch_could_get_are_not_declared() -> None:
     config = DispatchConfig(capture_sizes=SIZES, mode="PIECEWISE")
     assert [key.num_tokens for key in ThresholdPolicy(9, 20).declare(config)] == [16, 32]

@@ -83,7 +83,7 @@ class ThresholdPolicy:
                 if why is None:
                     return Decision.replay(key)
                 obstacle = obstacle or why
-        return Decision.eager(obstacle or _why_no_key(batch, graphs.config))
+        return Decision.eager(obstacle or _why_no_key(batch, graphs))
 
     def __repr__(self) -> str:
         return (
@@ -114,10 +114,14 @@ def _keys(config: DispatchConfig) -> Iterator[GraphKey]:
                     yield GraphKey(RuntimeMode.FULL, facts)
 
 
-def _why_no_key(batch: Batch, config: DispatchConfig) -> str:
+def _why_no_key(batch: Batch, graphs: GraphView) -> str:
+    config = graphs.config
     mode = config.mode.decode_mode() if batch.uniform else config.mode.mixed_mode()
     if mode is CUDAGraphMode.NONE:
         return Reason.MODE_NONE
+    for other in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
+        if not batch.allows(other) and any(graphs.covering(batch, other)):
+            return Reason.CEILING
     return Reason.ABOVE_LARGEST if batch.num_tokens > config.max_capture_size else Reason.NO_KEY
 
 

@@ -1,0 +1,308 @@
+"""What the soak is made of: planted faults, devices that have them, a model, a comparison."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import types
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dispatchkit.backends.tape import TapeBackend
+from dispatchkit.backends.tape_streams import TapeEvent
+from dispatchkit.dispatch import Decision
+from dispatchkit.hookspecs import PolicySpec, hookimpl
+from dispatchkit.plugins import PluginSet, load_plugins
+
+#: Rows of the model's cache that steps use; one more is written by rows without a token.
+SINK = 64
+# What the driver says of an error that it does not know.
+_UNKNOWN_ERROR = 999
+# What steps on the tape are said to take: as on a device, and the same in every run.
+_GRAPH_US, _EAGER_US = 30.0, 150.0
+
+
+class SoakError(AssertionError):
+    """Something that must hold did not."""
+
+
+class PlannedError(RuntimeError):
+    """A fault that was planted."""
+
+
+class Faults:
+    """Which fault comes next: each is armed for one use, and counted when it has been used.
+
+    Attributes:
+        at_operation: Operations of a capture that go well before the next one fails.
+        with_error: What that one raises.
+        done: How often each happened.
+    """
+
+    def __init__(self) -> None:
+        self.at_operation = -1
+        self.with_error: Exception = PlannedError()
+        self.done: collections.Counter[str] = collections.Counter()
+        self._armed: set[str] = set()
+        self._lock = threading.Lock()
+
+    def arm(self, what: str) -> None:
+        """Let the next launch, policy or observer fail."""
+        with self._lock:
+            self._armed.add(what)
+
+    def arm_capture(self, at_operation: int, *, out_of_memory: bool) -> None:
+        """Let the next capture fail after so many operations."""
+        error = torch.OutOfMemoryError if out_of_memory else PlannedError
+        self.at_operation, self.with_error = at_operation, error("planted in a capture")
+
+    def disarm(self) -> None:
+        """Let nothing fail any more."""
+        with self._lock:
+            self._armed.clear()
+        self.at_operation = -1
+
+    def takes(self, what: str) -> bool:
+        """Return whether a fault is due now; counted if so."""
+        if what not in self._armed:
+            return False
+        with self._lock:
+            is_due = what in self._armed
+            self._armed.discard(what)
+            self.done[what] += is_due
+        return is_due
+
+    def operation(self, backend: Any) -> None:
+        """Called by the step between operations; may fail in a capture."""
+        if self.at_operation < 0 or not backend.is_capturing():
+            return
+        self.at_operation -= 1
+        if self.at_operation < 0:
+            memory = isinstance(self.with_error, torch.OutOfMemoryError)
+            self.done["capture out of memory" if memory else "capture failed"] += 1
+            raise self.with_error
+
+
+class FaultyGraph:
+    """A graph whose launch may be refused."""
+
+    def __init__(self, graph: Any, backend: Any) -> None:
+        self.graph, self.backend, self.is_released = graph, backend, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.graph, name)
+
+    def replay(self) -> None:
+        """Launch once, unless refused."""
+        if self.backend.faults.takes("launch refused"):
+            raise PlannedError("planted at a launch")
+        self.backend.launches += 1
+        self.graph.replay()
+
+    def release(self) -> None:
+        """Let go of it, and count it no longer."""
+        self.backend.num_live -= not self.is_released
+        self.is_released = True
+        self.graph.release()
+
+
+class PacedEvent(TapeEvent):
+    """Tells times that a device might take; those of the tape favour eager, and vary."""
+
+    def __init__(self, backend: FaultyTape, *, timing: bool) -> None:
+        super().__init__(backend.current_stream, timing=timing)
+        self.backend, self.launches = backend, 0
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the end of the work queued so far."""
+        super().record(stream)
+        self.launches = self.backend.launches
+
+    def elapsed_us(self, end: Any) -> float:
+        """Return what the graphs launched in between are said to take, or eager."""
+        super().elapsed_us(end)  # refuses what may not be asked for
+        return (end.launches - self.launches) * _GRAPH_US or _EAGER_US
+
+
+class FaultyTape(TapeBackend):
+    """The tape; a launch may be refused. Counts the graphs that are alive."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self.faults, self.num_live, self.launches = faults, 0, 0
+
+    def new_event(self, *, timing: bool = False) -> TapeEvent:
+        """Return an event whose times are planned."""
+        return PacedEvent(self, timing=timing)
+
+    def capture(self, run: Any, **options: Any) -> Any:
+        """Capture a graph that is counted."""
+        graph = super().capture(run, **options)
+        self.num_live += 1
+        return FaultyGraph(graph, self)
+
+
+def faulty_device(device: str, faults: Faults) -> Any:
+    """Return the backend of a device, ``cpu`` or a CUDA one, whose launches may be refused."""
+    if device == "cpu":
+        return FaultyTape(faults)
+    from dispatchkit.backends.cuda import CudaBackend
+
+    class FaultyCuda(CudaBackend):
+        """A CUDA device; also of launches past torch some are refused."""
+
+        def __init__(self) -> None:
+            super().__init__(device)
+            self.faults, self.num_live, self.launches = faults, 0, 0
+
+        def capture(self, run: Any, **options: Any) -> Any:
+            """Capture a graph that is counted."""
+            graph = super().capture(run, **options)
+            self.num_live += 1
+            return FaultyGraph(graph, self)
+
+        def direct_launch(self) -> Any:
+            """Return a call that launches, or gives an error code."""
+            launch = super().direct_launch()
+            if launch is None:
+                return None
+
+            def launch_unless_refused(graph: Any, stream: Any) -> int:
+                if faults.takes("launch refused"):
+                    faults.done["direct launch refused"] += 1
+                    return _UNKNOWN_ERROR
+                return launch(graph, stream)
+
+            return launch_unless_refused
+
+    return FaultyCuda()
+
+
+class Model:
+    """A step with a cache, a counter, a weight, a look across rows and several outputs."""
+
+    def __init__(self, device: str, faults: Faults | None = None, backend: Any = None) -> None:
+        self.faults, self.backend = faults, backend
+        self.cache = torch.zeros(SINK + 1, 2, device=device)
+        self.counter = torch.zeros((), dtype=torch.int64, device=device)
+        self.weight = torch.tensor([[0.6, 0.8], [-0.8, 0.6]], device=device)
+
+    def trip(self) -> None:
+        """Between two operations."""
+        if self.faults is not None:
+            self.faults.operation(self.backend)
+
+    def project(self, slots: torch.Tensor, values: torch.Tensor) -> Any:
+        """Write the cache."""
+        self.trip()
+        self.counter.add_(1)
+        self.trip()
+        hidden = values @ self.weight
+        self.trip()
+        self.cache.index_copy_(0, slots, hidden)
+        self.trip()
+        return hidden, values.abs()
+
+    def attend(self, pair: Any) -> Any:
+        """Look across rows."""
+        return pair[0].cumsum(0), pair[1]
+
+    def finish(self, pair: Any, slots: torch.Tensor) -> Any:
+        """Read the cache."""
+        self.trip()
+        mixed = pair[0] + self.cache[slots]
+        self.trip()
+        return {"mixed": mixed, "more": [pair[1] * 2, self.counter + 0]}
+
+    def __call__(self, slots: torch.Tensor, values: torch.Tensor) -> Any:
+        """Run it plainly."""
+        return self.finish(self.attend(self.project(slots, values)), slots)
+
+    def state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a user sees of it."""
+        return self.cache[:SINK], self.counter
+
+
+class Verdict:
+    """Compares on the device, which is not waited for before somebody asks.
+
+    Args:
+        device: Where the tensors are.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._first = torch.full((), -1, dtype=torch.int64, device=device)
+
+    def compare(self, got: Any, want: Any, number: int) -> None:
+        """Compare two results; the smallest number of one that differs is kept.
+
+        Raises:
+            SoakError: They differ in shape or type.
+        """
+        ours, theirs = tree_leaves(got), tree_leaves(want)
+        forms = [[(one.shape, one.dtype) for one in leaves] for leaves in (ours, theirs)]
+        if forms[0] != forms[1]:
+            raise SoakError(f"step {number} gave {forms[0]}, eager {forms[1]}")
+        first, second = (
+            torch.cat([leaf.reshape(-1).to(torch.float64) for leaf in leaves])
+            for leaves in (ours, theirs)
+        )
+        # In this form a nan is a difference.
+        is_wrong = ~((first - second).abs() <= 1e-5 + 1e-5 * second.abs()).all()
+        self._first = torch.where(is_wrong & (self._first < 0), number, self._first)
+
+    def ask(self, what: str) -> None:
+        """Wait for the device.
+
+        Raises:
+            SoakError: Something differed.
+        """
+        first = int(self._first)
+        if first >= 0:
+            raise SoakError(f"{what} {first} gave another result than eager.")
+
+
+def plugins_with_faults(faults: Faults) -> PluginSet:
+    """The installed plugins, and one with a policy and observers that raise now and then."""
+
+    class Moody:
+        name = "moody"
+        traits = frozenset[str]()
+
+        def declare(self, config: Any) -> list[Any]:
+            """It has no graphs of its own."""
+            return []
+
+        def decide(self, batch: Any, graphs: Any) -> Decision | None:
+            """Leave every batch to others, or raise."""
+            if faults.takes("policy raised"):
+                raise PlannedError("planted in a policy")
+            return None
+
+        def observe(self, outcome: Any) -> None:
+            """Learn nothing, or raise."""
+            if faults.takes("learning raised"):
+                raise PlannedError("planted in what a policy learns")
+
+    module: Any = types.ModuleType("soak_plugin")
+
+    @hookimpl
+    def dispatchkit_register_policies() -> list[PolicySpec]:
+        return [PolicySpec("moody", Moody)]
+
+    def raise_if_due(event: Any) -> None:
+        if faults.takes("observer raised"):
+            raise PlannedError("planted in an observer")
+
+    module.dispatchkit_register_policies = dispatchkit_register_policies
+    for hook in ("evict", "capture", "capture_failed", "policy_error", "policy_swapped"):
+        name = f"dispatchkit_on_{hook}"
+
+        def observer(event: Any) -> None:
+            raise_if_due(event)
+
+        observer.__name__ = name
+        setattr(module, name, hookimpl(observer))
+    return load_plugins(extra=[("soak", module)])
