@@ -1239,13 +1239,10 @@ def test_whoever_hears_of_a_fault_may_wait_for_another_thread(call):
     policy.observe = lambda outcome: 1 / 0
     dispatcher = make(policy, on_fault=on_fault)
     policy.bad = True
+    outcome = Outcome(dispatcher.batch(5), Decision.replay(mixed(8)), 1.0)
+    given = {"dispatch": 5, "decide": dispatcher.batch(5), "observe": outcome}
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
-        if call == "dispatch":
-            dispatcher.dispatch(5)
-        elif call == "decide":
-            dispatcher.decide(dispatcher.batch(5))
-        else:
-            dispatcher.observe(Outcome(dispatcher.batch(5), Decision.replay(mixed(8)), 1.0))
+        getattr(dispatcher, call)(given[call])
     told = ("observe", None) if call == "observe" else ("decide", 5)
     assert heard == [(*told, 0, False)]
 
