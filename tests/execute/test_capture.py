@@ -276,7 +276,7 @@ def test_failed_key_that_is_named_is_tried_however_often(make_runner, backend, k
     assert runner.capture().num_graphs == 0
     assert runner.capture([keys.full(8)]).num_graphs == 1
     same(runner(torch.arange(8)), torch.arange(8) * 2)
-    assert runner.stats().steps_by_mode == {"FULL": 1}
+    assert runner.stats().steps_by_mode["FULL"] == 1
 
 
 def test_lazy_retries_are_spaced_and_bounded(make_runner, backend, quiet):
