@@ -13,10 +13,11 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
@@ -25,6 +26,9 @@ from dispatchkit.execute.context import forward_context_is_available, get_forwar
 from dispatchkit.execute.wrapper_device import BackendDevice, WrapperDevice
 from dispatchkit.keys import RuntimeMode
 from dispatchkit.keys.modes import CUDAGraphMode, ModeError
+
+if TYPE_CHECKING:
+    from dispatchkit.execute.guard import Guard
 
 __all__ = [
     "BackendDevice",
@@ -81,6 +85,8 @@ class WrapperRules:
         replays_after_capture: The call that captures replays too. A capture computes
             nothing, so that without it the call's result holds no values.
         unwraps_all: Of wrappers around wrappers, unwrapping gives the innermost callable.
+        guards_module: A module that was moved, or switched between training and evaluation,
+            since the capture is captured anew. vLLM replays all the same.
     """
 
     passes_without_context: bool = True
@@ -89,6 +95,7 @@ class WrapperRules:
     names_stream: bool = True
     replays_after_capture: bool = True
     unwraps_all: bool = True
+    guards_module: bool = True
 
 
 @attrs.define
@@ -100,12 +107,14 @@ class WrappedEntry:
         cudagraph: The captured graph; None before.
         output: What a replay returns.
         input_addresses: Addresses of the positional tensor arguments at capture.
+        made_under: Training flag and place of the module at capture, where that is guarded.
     """
 
     batch_descriptor: Any
     cudagraph: Any = None
     output: Any = None
     input_addresses: list[int] | None = None
+    made_under: Any = None
 
 
 # -- permission and counting ---------------------------------------------------------------
@@ -173,7 +182,8 @@ class GraphWrapper:
 
     _all: ClassVar[weakref.WeakSet[GraphWrapper]] = weakref.WeakSet()
     _own: ClassVar[frozenset[str]] = frozenset(
-        {"runnable", "runtime_mode", "device", "options", "rules", "entries", "_pool", "_debugging"}
+        {"runnable", "runtime_mode", "device", "options", "rules", "entries"}
+        | {"_pool", "_debugging", "_guard"}
     )
 
     def __init__(
@@ -198,6 +208,7 @@ class GraphWrapper:
         self.rules: WrapperRules = WrapperRules() if rules is None else rules
         self.entries: dict[Any, WrappedEntry] = {}
         self._pool = self.device.global_pool()
+        self._guard = self._make_guard()
         self._debugging = os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG"
         GraphWrapper._all.add(self)
 
@@ -230,6 +241,10 @@ class GraphWrapper:
         entry = self.entries.get(descriptor)
         if entry is None:
             entry = self.entries[descriptor] = WrappedEntry(descriptor)
+        if self._guard is not None and entry.made_under != self._guard.now():
+            if entry.cudagraph is not None:
+                self.device.release(entry.cudagraph)
+                entry = self.entries[descriptor] = WrappedEntry(descriptor)
         if entry.cudagraph is None:
             return self._capture(entry, args, kwargs)
         if self._debugging:
@@ -238,6 +253,16 @@ class GraphWrapper:
             self.device.sync_offload()
         self.device.replay(entry.cudagraph)
         return entry.output
+
+    def _make_guard(self) -> Guard | None:
+        inner = self.unwrap()
+        torch = sys.modules.get("torch")  # without it there is no module
+        if not self.rules.guards_module or torch is None or not isinstance(inner, torch.nn.Module):
+            return None
+        from dispatchkit.execute.guard import Guard
+
+        place = next(iter((*inner.parameters(), *inner.buffers())), None)
+        return Guard("cpu" if place is None else place.device.type, [inner])
 
     def _context_is_available(self) -> bool:
         return forward_context_is_available()
@@ -271,6 +296,7 @@ class GraphWrapper:
             output = device.capture(graph, run, pool=self._pool, stream=stream)
         entry.output = device.weak_ref(output)
         entry.cudagraph = graph
+        entry.made_under = None if self._guard is None else self._guard.now()
         capture_counter.add()
         if rules.replays_after_capture:
             device.replay(graph)
@@ -343,11 +369,12 @@ class GraphWrapper:
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs belong to this process and to these buffers: a copy starts without.
-        return {**self.__dict__, "entries": {}, "_pool": None}
+        return {**self.__dict__, "entries": {}, "_pool": None, "_guard": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.__dict__["_pool"] = self.device.global_pool()
+        self.__dict__["_guard"] = self._make_guard()
         GraphWrapper._all.add(self)
 
     def __repr__(self) -> str:

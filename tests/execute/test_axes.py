@@ -92,7 +92,10 @@ def test_value_outside_all_buckets_runs_eager_with_a_reason(make_runner):
 
 
 def test_host_value_that_steers_the_step_is_a_bound_or_a_value(make_runner, quiet):
-    """The step is given the bucket in a graph, and the value itself when it runs eager."""
+    """A host value that picks the algorithm is declared; outside of it the graph is not used.
+
+    The step is given the bucket in a graph, and the value itself when it runs eager.
+    """
     seen = []
 
     def step(x, longest, kind):

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import GraphRunner, StaticInput, graphed  # noqa: E402
 
 
 class Counting(torch.nn.Module):
@@ -23,6 +23,17 @@ class Counting(torch.nn.Module):
 
     def forward(self, x):
         self.calls.add_(1)
+        return x * self.scale
+
+
+class Scaled(torch.nn.Module):
+    """A module that calls with gradients off may run through graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+
+    def forward(self, x):
         return x * self.scale
 
 
@@ -46,6 +57,7 @@ def runner():
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])  # noqa: S301
 def test_copies_start_without_graphs_and_with_own_buffers(runner, how):
+    """However the copy is made; both then run."""
     twin = how(runner)
     assert twin.lifecycle.num_graphs() == 0
     assert runner.lifecycle.num_graphs() == 2
@@ -58,6 +70,7 @@ def test_copies_start_without_graphs_and_with_own_buffers(runner, how):
 
 
 def test_deep_copy_has_state_of_its_own(runner):
+    """Steps of the copy leave the state of the first alone."""
     twin = copy.deepcopy(runner)
     twin.capture()
     twin(torch.ones(3, 4))
@@ -66,6 +79,7 @@ def test_deep_copy_has_state_of_its_own(runner):
 
 
 def test_attributes_that_are_missing_fail_fast(runner):
+    """Also of a runner that is created without initialisation."""
     with pytest.raises(AttributeError, match="no_such"):
         _ = runner.no_such
     empty = GraphRunner.__new__(GraphRunner)
@@ -78,9 +92,20 @@ def result_elsewhere(runner):
     return runner(torch.ones(3, 4)).tolist(), runner.lifecycle.num_graphs()
 
 
+def graphed_elsewhere(fast):
+    before = fast.graphed.stats().calls
+    with torch.no_grad():
+        result = fast(torch.ones(3, 4))
+    return before, fast.graphed.stats().calls, result.tolist()
+
+
 @pytest.mark.slow
 def test_runner_sent_to_a_spawned_process(runner):
+    """It captures there; nothing of a graph is sent."""
+    fast = graphed(Scaled(), sizes=[4])
+    fast(torch.ones(3, 4))
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         result, graphs = pool.apply(result_elsewhere, (runner,))
+        assert pool.apply(graphed_elsewhere, (fast,)) == (0, 1, [[2.0] * 4] * 3)
     assert result == [[2.0] * 4] * 3
     assert graphs == 2

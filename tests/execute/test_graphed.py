@@ -302,6 +302,7 @@ def test_it_is_the_module_in_all_but_its_calls(net):
 
 
 def test_it_may_be_part_of_another_module(net):
+    """Its names in saved state are the plain module's own."""
     whole = nn.Sequential(graphed(net), nn.ReLU())
     assert list(whole.state_dict()) == [f"0.{name}" for name in net.state_dict()]
     whole.train()
@@ -312,6 +313,7 @@ def test_it_may_be_part_of_another_module(net):
 
 
 def test_switching_the_mode_never_replays_a_graph_made_before(net):
+    """Training and evaluation, through the graphed module or the plain one."""
     fast = graphed(net, sizes=[4])
     x = torch.randn(4, 4)
     want = fast(x)
@@ -325,6 +327,7 @@ def test_switching_the_mode_never_replays_a_graph_made_before(net):
 
 @pytest.mark.parametrize("through", ["graphed", "plain"])
 def test_moving_or_converting_never_replays_a_graph_made_before(net, through):
+    """Moved through either; graphs made before read the weights where they were."""
     fast = graphed(net, sizes=[4])
     x = torch.randn(4, 4)
     fast(x)
@@ -357,6 +360,7 @@ def test_hooks_of_the_module_run(net):
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_has_weights_and_graphs_of_its_own(net, how):
+    """Copies and objects sent elsewhere start without graphs and with their own buffers."""
     fast = graphed(net, sizes=[4])
     x = torch.randn(3, 4)
     want = fast(x)
@@ -372,6 +376,7 @@ def test_a_copy_has_weights_and_graphs_of_its_own(net, how):
 
 
 def test_a_copy_that_is_not_filled_in_yet_does_not_recurse(net):
+    """Creating without initialisation fails fast on any attribute."""
     blank = object.__new__(type(graphed(net)))
     with pytest.raises(AttributeError):
         blank.linear  # noqa: B018

@@ -55,6 +55,7 @@ forms = pytest.mark.parametrize("form", [as_module, as_method, as_closure, as_pi
 
 @forms
 def test_switching_to_training_and_back(make_runner, quiet, form):
+    """A graph made under the other flag is not replayed; back again, it is."""
     layer = Layer().eval()
     runner = make_runner(form(layer), INPUT)
     runner.capture()

@@ -84,6 +84,11 @@ class Model:
         return self.cache[:SINK], self.counter, self.weight
 
 
+def _count_of(pair):
+    """Return which step a result is of, by the counter in it."""
+    return int(pair[1]["more"][1])
+
+
 def machine(watched_tape, smallest_policy):
     class RunnerMachine(RuleBasedStateMachine):
         @initialize(
@@ -97,9 +102,11 @@ def machine(watched_tape, smallest_policy):
             declare_state=strategies.booleans(),
             has_axis=strategies.booleans(),
             in_threads=strategies.booleans(),
+            check=strategies.sampled_from([0, 0, 1, 3]),
         )
         def build(self, declare_state, has_axis, in_threads, **options):
             self.has_axis, self.in_threads = has_axis, in_threads
+            self.owned = options["outputs"] == "owned"
             self.backend = watched_tape()
             self.mine, self.theirs = Model(), Model()
             self.max_graphs, self.max_bytes = options["max_graphs"], options["max_bytes"]
@@ -151,6 +158,26 @@ def machine(watched_tape, smallest_policy):
 
         @rule(data=strategies.data())
         def call(self, data):
+            self.burst(data)
+
+        @rule(data=strategies.data(), rows=strategies.lists(strategies.integers(1, 4), max_size=4))
+        def call_from_threads_at_once(self, data, rows):
+            """Steps that write to different slots; which comes first is told by its count."""
+            generator = torch.Generator().manual_seed(sum(rows))
+            slots = torch.randperm(SINK, generator=generator).split([*rows, SINK - sum(rows)])
+            calls = [(one, torch.randn(len(one), 2, generator=generator)) for one in slots[:-1]]
+            more = {"twist": data.draw(strategies.integers(1, 3))} if self.has_axis else {}
+            with ThreadPoolExecutor(max(1, len(calls))) as pool:
+                futures = [pool.submit(self.runner, *call, **more) for call in calls]
+                results = [(call, one.result()) for call, one in zip(calls, futures, strict=True)]
+            if self.owned:  # a view is good until the next call, whoever makes it
+                results.sort(key=_count_of)
+            for call, got in results:
+                want = self.mine(*call, **more)
+                if self.owned:
+                    torch.testing.assert_close(got, want)
+            self.steps += len(calls)
+            got, results, futures = None, [], []  # they would keep memory, in the count of bytes
             self.burst(data)
 
         @precondition(lambda self: not self.frozen)

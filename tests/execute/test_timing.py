@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit import CellUpdate, Decision, GraphRunner, StaticInput  # noqa: E402
+from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, PolicyError  # noqa: E402
 
 
@@ -40,6 +41,7 @@ def learning(policy):
 
 
 def test_timed_steps_are_told_when_drained(make_runner, learning):
+    """Read later; a time of the host is labelled so."""
     runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
     runner.capture()
     for rows in (3, 5, 3):
@@ -74,7 +76,10 @@ def test_a_step_that_failed_teaches_no_time(make_runner, learning, backend, quie
 
 
 def test_a_call_that_captured_is_no_sample_of_the_capture(make_runner, learning, backend):
-    """What is measured is the launch alone, on the stream it ran on."""
+    """A call that warmed up or captured is no sample of that: the launch alone is measured.
+
+    On the stream it ran on.
+    """
     runner = make_runner(lambda tokens: tokens + 1, policy=learning, lazy=True, sample_every=1)
     captures = []
     plain = backend.capture
@@ -88,8 +93,6 @@ def test_a_call_that_captured_is_no_sample_of_the_capture(make_runner, learning,
 
 def test_queued_samples_are_told_apart(make_runner, learning, policy):
     """Work ahead on the stream: the time is of another kind."""
-    from dispatchkit.backends.tape import TapeBackend
-
     backend = TapeBackend(scheduler=4)
     runner = GraphRunner(
         lambda tokens: tokens + 1,
@@ -111,6 +114,26 @@ def test_queued_samples_are_told_apart(make_runner, learning, policy):
     runner.drain(wait=True)
     assert [outcome.queued for outcome in learning.heard] == [not one for one in idle]
     assert set(idle) == {True, False}
+
+
+def test_a_time_that_is_not_ready_is_no_error_and_is_waited_for_by_nobody(make_runner, learning):
+    """Steps go on; the time is read by a later drain, once the device has come to it."""
+    backend = TapeBackend(scheduler=4)
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, sample_every=1, backend=backend
+    )
+    runner.capture()
+    stream = backend.new_stream()
+    with backend.use_stream(stream):
+        ready = [runner.drain() for _ in range(20) if runner(torch.arange(3)) is not None]
+        assert 0 in ready
+        assert not stream.query()
+        told = len(learning.heard)
+        assert told < 20
+    backend.synchronize()
+    assert runner.drain() > 0
+    assert len(learning.heard) == 20
+    assert all(outcome.elapsed_us >= 0 for outcome in learning.heard)
 
 
 def test_unread_measurements_are_bounded(make_runner, learning):

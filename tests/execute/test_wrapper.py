@@ -17,6 +17,7 @@ from dispatchkit.execute import (  # noqa: E402
     GraphWrapper,
     WrapperError,
     WrapperOptions,
+    WrapperRules,
     capture_counter,
     capturing_is_enabled,
     set_capturing_enabled,
@@ -38,6 +39,13 @@ class Doubler(torch.nn.Module):
         self.num_runs += 1
         y = x * self.weight
         return y if shift is None else y + shift
+
+
+class Switching(Doubler):
+    """Computes another thing in training."""
+
+    def forward(self, x):
+        return super().forward(x) + int(self.training)
 
 
 class Broken:
@@ -227,6 +235,7 @@ def test_mode_none_and_a_wrong_device_are_refused():
 
 
 def test_attributes_reach_through_both_ways(device):
+    """Setting acts where reading looks; saved state has the plain module's names."""
     inner = Doubler()
     wrapper = GraphWrapper(inner, "FULL", device)
     assert wrapper.limit == 7
@@ -239,7 +248,41 @@ def test_attributes_reach_through_both_ways(device):
     assert GraphWrapper(wrapper, "PIECEWISE", device).unwrap() is inner
 
 
+@pytest.mark.parametrize("through", ["wrapper", "module"])
+def test_a_switched_or_moved_module_is_not_replayed(device, through):
+    """Graphs made before are let go of, and the next call captures anew."""
+    inner = Switching()
+    wrapper = GraphWrapper(inner, "FULL", device)
+    asked = wrapper if through == "wrapper" else inner
+    x = torch.ones(2)
+    assert run(wrapper, "FULL", "key", x).tolist() == [3.0, 3.0]
+    asked.eval()
+    assert run(wrapper, "FULL", "key", x).tolist() == [2.0, 2.0]
+    asked.double()
+    assert run(wrapper, "FULL", "key", x).dtype is torch.float64
+    assert len(wrapper.entries) == 1
+    before = inner.num_runs
+    run(wrapper, "FULL", "key", x)
+    assert inner.num_runs == before
+    twin = copy.deepcopy(wrapper)
+    run(twin, "FULL", "key", x)
+    twin.train()
+    assert run(twin, "FULL", "key", x).tolist() == [3.0, 3.0]
+    assert run(wrapper, "FULL", "key", x).tolist() == [2.0, 2.0]
+
+
+def test_rules_of_a_release_may_replay_whatever_was_switched(device):
+    """As vLLM does, whose modules are never switched."""
+    inner = Switching()
+    wrapper = GraphWrapper(inner, "FULL", device, rules=WrapperRules(guards_module=False))
+    x = torch.ones(2)
+    run(wrapper, "FULL", "key", x)
+    inner.eval()
+    assert run(wrapper, "FULL", "key", x).tolist() == [3.0, 3.0]
+
+
 def test_a_missing_attribute_is_told_from_one_that_breaks_inside(device):
+    """A short message for one; an error inside a real attribute stays what it is."""
     wrapper = GraphWrapper(Doubler(), "FULL", device)
     with pytest.raises(AttributeError, match="neither GraphWrapper nor the Doubler"):
         _ = wrapper.nowhere
@@ -249,6 +292,7 @@ def test_a_missing_attribute_is_told_from_one_that_breaks_inside(device):
 
 
 def test_half_built_objects_do_not_recurse():
+    """As copying and unpickling make them."""
     bare = GraphWrapper.__new__(GraphWrapper)
     for name in ("runnable", "entries", "anything", "__setstate__x"):
         with pytest.raises(AttributeError):
@@ -261,6 +305,7 @@ def test_half_built_objects_do_not_recurse():
     ids=["copy", "deepcopy", "pickle"],
 )
 def test_copies_start_without_graphs(device, duplicate):
+    """However the copy is made, and it captures its own."""
     wrapper = GraphWrapper(Doubler(), "FULL", device)
     x = torch.ones(2)
     run(wrapper, "FULL", "key", x)

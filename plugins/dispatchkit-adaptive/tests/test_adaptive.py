@@ -120,6 +120,7 @@ def test_it_learns_while_serving_without_seeding() -> None:
 
 
 def test_a_slow_graph_that_mends_is_found_again() -> None:
+    """A mode that was slow is tried again now and then."""
     device = Device(serve(adaptive()), 1.5, 900.0)
     device.seed()
     for _ in range(200):
@@ -166,6 +167,7 @@ def test_the_winner_follows_the_state_of_the_queue() -> None:
 
 
 def test_host_times_are_not_compared_with_device_times() -> None:
+    """A host time is labelled so, and kept apart."""
     policy = adaptive()
     table = serve(policy)
     table.dispatch(500)

@@ -23,8 +23,9 @@ OLD_RULES = WrapperRules(
     names_stream=False,
     replays_after_capture=False,
     unwraps_all=False,
+    guards_module=False,
 )
-NEW_RULES = WrapperRules(replays_after_capture=False)
+NEW_RULES = WrapperRules(replays_after_capture=False, guards_module=False)
 
 _device: list[Any] = []
 

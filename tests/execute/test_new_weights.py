@@ -1,0 +1,150 @@
+"""Weights in new storage: one call gives up what reads the old, with replays in flight too.
+
+On a deferred tape, where queued replays run when the scheduler lets them: memory that is let
+go of too early, or overwritten, shows in their results.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import StaticInput  # noqa: E402
+from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+from dispatchkit.execute.lanes import Lane  # noqa: E402
+from dispatchkit.registry import KeyState  # noqa: E402
+
+SEEDS = range(3)
+ROWS = {"x": StaticInput((None, 4), "float32")}
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected)
+
+
+class Layers:
+    """Two layers, whose weights are put in place of the old ones, or read in by halves."""
+
+    def __init__(self):
+        self.weights = [torch.randn(4, 4), torch.randn(4, 4)]
+
+    def __call__(self, x):
+        return torch.tanh(x @ self.weights[0]) @ self.weights[1]
+
+    def replace(self, numbers=(0, 1)):
+        """Put new weights in; what the old ones held is somebody else's from now on."""
+        for number in numbers:
+            old, self.weights[number] = self.weights[number], torch.randn(4, 4)
+            old.fill_(float("nan"))
+
+
+class InTurn:
+    name = "in-turn"
+
+    def __init__(self):
+        self.steps = 0
+
+    def choose(self, step, lanes):
+        self.steps += 1
+        return (self.steps - 1) % len(lanes)
+
+
+def in_flight(make_runner, seed, lanes):
+    """Return a runner, its step, results that are not there yet, and what they must be."""
+    layers, backend = Layers(), TapeBackend(scheduler=seed)
+    settings = {"lanes": lanes, "lane_policy": InTurn()} if lanes > 1 else {}
+    runner = make_runner(layers, ROWS, sizes=(2, 8), backend=backend, **settings)
+    runner.capture()
+    given = [torch.randn(1 + number % 8, 4) for number in range(8)]
+    want = [layers(x) for x in given]
+    with backend.use_stream(backend.new_stream()):
+        if lanes > 1:
+            results = [runner.submit(x).result() for x in given]
+        else:
+            results = [runner(x) for x in given]
+    return runner, layers, results, want
+
+
+def all_right(runner, results, want):
+    runner.backend.synchronize()
+    return all(torch.allclose(got, one) for got, one in zip(results, want, strict=True))
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_invalidation_while_replays_are_in_flight(make_runner, quiet, lanes):
+    """Queued replays finish with what they read; the memory is anybody's only afterwards."""
+    for seed in SEEDS:
+        runner, layers, results, want = in_flight(make_runner, seed, lanes)
+        assert runner.invalidate("reload") == 2 * lanes
+        layers.replace()
+        assert all_right(runner, results, want), f"seed {seed}"
+        assert {entry.state for entry in runner.registry.entries.values()} == {KeyState.STALE}
+        x = torch.randn(3, 4)
+        same(runner(x), layers(x))
+        assert runner.capture().failed == {}
+        same(runner(x), layers(x))
+        assert runner.stats().eager_by_reason == {"stale": 1}
+
+
+def test_missing_wait_before_the_release_shows(make_runner, quiet, monkeypatch):
+    """The test above would fail if an invalidation did not wait for what is in flight."""
+    monkeypatch.setattr(Lane, "settle", lambda self: None)
+    wrong = 0
+    for seed in SEEDS:
+        runner, layers, results, want = in_flight(make_runner, seed, 1)
+        runner.invalidate("reload")
+        layers.replace()
+        wrong += not all_right(runner, results, want)
+    assert wrong
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_reload_that_failed_half_way_leaves_a_runner_that_works(make_runner, quiet, lanes, lazy):
+    """One layer is new, one is old, and replays were in flight: the next step has just these."""
+    for seed in SEEDS:
+        runner, layers, results, want = in_flight(make_runner, seed, lanes)
+        for member in runner.lanes:
+            member.lifecycle.lazy = lazy
+            member.dispatcher.set_lazy(lazy)
+
+        def reload(runner=runner, layers=layers):
+            try:
+                runner.invalidate("reload")
+                layers.replace([0])
+                raise OSError("the file ends here")
+            finally:
+                runner.invalidate("reload")
+
+        with pytest.raises(OSError, match="ends here"):
+            reload()
+        assert all_right(runner, results, want), f"seed {seed}"
+        x = torch.randn(3, 4)
+        same(runner(x), layers(x))
+        assert runner.capture().failed == {}
+        same(runner(x), layers(x))
+        layers.replace([1])  # the reload that goes through
+        runner.invalidate("reload")
+        runner.capture()
+        same(runner(x), layers(x))
+        assert runner.stats().eager_by_reason == ({} if lazy else {"stale": 1})
+
+
+def test_capture_that_fails_after_an_invalidation_leaves_eager(make_runner, quiet):
+    """A weight of a wrong shape: its keys fail by name, and steps run again once it is mended."""
+    layers = Layers()
+    runner = make_runner(layers, ROWS, sizes=(2, 8))
+    runner.capture()
+    runner.invalidate("reload")
+    whole, layers.weights[1] = layers.weights[1], torch.randn(3, 4)
+    assert len(runner.capture().failed) == 2
+    with pytest.raises(RuntimeError, match="shape"):
+        runner(torch.randn(3, 4))
+    layers.weights[1] = whole
+    x = torch.randn(3, 4)
+    same(runner(x), layers(x))
+    assert runner.invalidate("reload") == 0
+    assert runner.capture().failed == {}
+    same(runner(x), layers(x))
+    assert runner.stats().steps_by_mode["FULL"] == 1
