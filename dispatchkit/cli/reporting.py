@@ -34,6 +34,10 @@ def report(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")
     ] = Path("report.html"),
+    figure: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Write this figure alone, as SVG, such as `waste`."),
+    ] = None,
     policy: PolicyOption = None,
     sizes: SizesOption = None,
     mode: ModeOption = None,
@@ -63,14 +67,14 @@ def report(
         largest = account.config.max_capture_size
         curve = waste_plan(read_trace(source), largest) if largest else "There are no sizes."
         made = report_of_account(account, plan=curve)
-    write_report(made, output)
+    write_report(made, output, figure=figure)
     if as_json:
         tiles = {tile.name: tile.value for tile in made.tiles}
         print_json(
             {
                 "output": str(output),
                 "title": made.title,
-                "figures": [figure.name for figure in made.figures],
+                "figures": [one.name for one in made.figures],
                 "tiles": tiles,
             }
         )

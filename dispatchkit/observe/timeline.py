@@ -118,7 +118,9 @@ class Timeline:
         """Return the timeline in Chrome's trace format; times are microseconds."""
         with self._lock:
             spans = sorted(self._spans, key=lambda one: one["ts"])
-        rows = {name: number for number, name in enumerate(sorted({one["tid"] for one in spans}))}
+        names = sorted({one["tid"] for one in spans})
+        # From 1: viewers take a row with the number of its process for the main thread.
+        rows = {name: number for number, name in enumerate(names, start=1)}
         about = [_metadata("process_name", 0, "dispatchkit")]
         about += [_metadata("thread_name", number, name) for name, number in rows.items()]
         return {

@@ -45,7 +45,7 @@ def waste_figure(
     if isinstance(plan, str):
         return Missing("waste", title, plan)
     curve, rivals = plan
-    names = {"vllm-default": "vLLM default", "vllm-76": "vLLM's 76 sizes"}
+    names = {"vllm-default": "vLLM default", "vllm-interactivity": "vLLM interactivity"}
     marks = [
         Line(
             f"{names.get(name, name)} ({graphs})",

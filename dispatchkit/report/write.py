@@ -14,6 +14,7 @@ from dispatchkit.report.from_account import report_of_account
 from dispatchkit.report.from_simulations import report_of_simulations
 from dispatchkit.report.live import LiveStatistics, report_of_statistics
 from dispatchkit.report.page import Report, render
+from dispatchkit.report.picture import figure_of, render_figure
 
 if TYPE_CHECKING:
     from dispatchkit.plan import Simulation
@@ -45,10 +46,22 @@ def as_report(source: Report | Account | LiveStatistics | Sequence[Simulation]) 
 def write_report(
     source: Report | Account | LiveStatistics | Sequence[Simulation],
     path: str | os.PathLike[str],
+    *,
+    figure: str | None = None,
 ) -> None:
-    """Write a report as one HTML file, whole or not at all.
+    """Write a report as one HTML file, whole or not at all; or one figure of it, as SVG.
+
+    Args:
+        source: What to report of.
+        path: The file to write.
+        figure: Name of the figure to write alone, such as ``"waste"``.
 
     Raises:
-        ConfigError: The file cannot be written, or the source is nothing to report of.
+        ConfigError: The file cannot be written, the source is nothing to report of, or there is
+            no such figure in the report.
     """
-    write_whole(path, render(as_report(source), version=__version__))
+    report = as_report(source)
+    if figure is None:
+        write_whole(path, render(report, version=__version__))
+    else:
+        write_whole(path, render_figure(figure_of(report, figure)))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -26,6 +28,37 @@ def test_a_trace_becomes_a_page(run: Any, tmp_path: Path) -> None:
     assert page.startswith("<!doctype html>")
     assert "vLLM default" in page
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_one_figure_is_written_alone(run: Any, tmp_path: Path) -> None:
+    """As an SVG document that loads nothing; a figure that there is not is refused."""
+    path = tmp_path / "waste.svg"
+    done = run("report", TRACE, "--figure", "waste", "-o", str(path))
+    assert done.code == 0, done.err
+    picture = ET.fromstring(path.read_text(encoding="utf-8"))
+    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+    texts = [one.text for one in picture.iter() if one.tag.endswith("}text")]
+    assert texts[:2] == ["Waste against number of graphs", "best sizes for this traffic"]
+    assert "prefers-color-scheme:dark" in path.read_text(encoding="utf-8")
+    named = {value for one in picture.iter() for name, value in one.items() if "href" in name}
+    assert named == set()
+    path.unlink()
+    refused = run("report", TRACE, "--figure", "wast", "-o", str(path))
+    assert refused.code == 2
+    assert "padding, tokens, modes, waste" in refused.err
+    assert not path.exists()
+
+
+def test_the_picture_of_the_pages_is_what_its_command_draws(run: Any, tmp_path: Path) -> None:
+    """So that it shows what the planner does, and not what it did once."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "how-to" / "plan.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^\$ dispatchkit (report .*--figure.*)$", page, flags=re.MULTILINE)
+    words = [word.replace("tests/data", str(root / "tests" / "data")) for word in line.split()]
+    words[words.index("-o") + 1] = str(tmp_path / "waste.svg")
+    assert run(*words).code == 0
+    drawn = (tmp_path / "waste.svg").read_text(encoding="utf-8")
+    assert drawn == (root / "docs" / "waste.svg").read_text(encoding="utf-8")
 
 
 def test_simulations_become_a_page(run: Any, tmp_path: Path) -> None:

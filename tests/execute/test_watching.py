@@ -47,8 +47,10 @@ def test_a_timeline_is_what_chrome_and_perfetto_open(make_runner, quiet, tmp_pat
     assert timeline.save(tmp_path / "steps.json") == 5
     data = json.loads((tmp_path / "steps.json").read_text())
     assert set(data) == {"displayTimeUnit", "otherData", "traceEvents"}
-    rows = {one["tid"]: one["args"]["name"] for one in data["traceEvents"] if one["ph"] == "M"}
-    assert sorted(rows.values()) == ["lane 0"]
+    about = [one for one in data["traceEvents"] if one["ph"] == "M"]
+    rows = {one["tid"]: one["args"]["name"] for one in about if one["name"] == "thread_name"}
+    assert list(rows.values()) == ["lane 0"]
+    assert not set(rows) & {one["pid"] for one in about}  # that would be a process's main thread
     found = spans(data)
     for one in found:
         assert set(one) == {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}

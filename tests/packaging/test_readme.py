@@ -60,6 +60,17 @@ def test_every_relative_link_of_the_readme_leads_somewhere() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_every_figure_of_the_readmes_tables_is_one_of_the_measurements() -> None:
+    """Figures are written down once, with their command; here they are only shown."""
+    measured = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
+    rows = [line for line in README.splitlines() if line.startswith("| ")]
+    cells = [cell.strip() for row in rows for cell in row.strip("|").split("|")[1:]]
+    figures = [cell for cell in cells if re.fullmatch(r"[\d.,]+×?", cell)]
+    assert len(figures) > 10
+    there = {cell.strip() for line in measured.splitlines() for cell in line.split("|")}
+    assert [figure for figure in figures if figure not in there] == []
+
+
 def test_the_page_for_operators_explains_every_reason() -> None:
     """Whoever sees a reason in a counter finds what it means and what to do."""
     from dispatchkit import Reason
