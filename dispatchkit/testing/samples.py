@@ -123,6 +123,8 @@ def sample_answers_elsewhere(policy: Policy, hash_seed: int) -> list[str]:
         sent = pickle.dumps(policy)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"it cannot be pickled ({error})") from error
+    if type(policy).__module__ == "__main__":  # importing a script would run it once more
+        raise TypeError("its class is in the script that runs; move it to a module")
     home = sys.modules[type(policy).__module__]
     source = inspect.getsourcefile(home) or ""
     done = subprocess.run(

@@ -211,6 +211,15 @@ def test_policy_of_a_local_class_is_not_tried_in_another_process():
     assert "cannot be pickled" in found.message
 
 
+def test_policy_of_a_script_is_not_tried_in_another_process(monkeypatch):
+    """Typed into a script or a terminal, as a first try is: its rule is not at fault for that."""
+    scripted = type("Scripted", (SmallestPolicy,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Scripted", scripted, raising=False)
+    found = find(scripted, "trait stateless in another process")
+    assert found.holds is None
+    assert "move it to a module" in found.message
+
+
 def test_kit_for_policies_loads_no_torch():
     """Whoever writes a rule needs no torch to test it."""
     code = (
