@@ -20,6 +20,9 @@ html_theme = "furo"
 html_title = "dispatchkit"
 html_show_copyright = False
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+pygments_dark_style = "github-dark"
 
 _LINK_UP = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)]*)?\)")
 
