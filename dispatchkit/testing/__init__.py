@@ -8,8 +8,9 @@ A policy is certified by three lines::
         def make_policy(self):
             return SmallestPolicy()
 
-or, without pytest, by ``print(run_policy_conformance(SmallestPolicy))``. ``BackendTests`` do the
-same for backends, ``RunnerTests`` for a policy, backend or step at work in a GraphRunner.
+or, without pytest, by ``print(run_policy_conformance(SmallestPolicy))``. ``LanePolicyTests`` and
+``run_lane_policy_conformance`` do the same for lane policies, ``BackendTests`` for backends,
+``RunnerTests`` for a policy, backend or step at work in a GraphRunner.
 
 Names are loaded on first use: a kit for one kind of plugin loads nothing of another's.
 """
@@ -22,7 +23,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dispatchkit.testing.backend_tests import BackendTests
     from dispatchkit.testing.cases import Case
-    from dispatchkit.testing.conformance import Finding, Verdict, run_policy_conformance
+    from dispatchkit.testing.conformance import (
+        Finding,
+        Verdict,
+        run_lane_policy_conformance,
+        run_policy_conformance,
+    )
     from dispatchkit.testing.lane_policy_tests import LanePolicyTests, SampleLane
     from dispatchkit.testing.machine import DispatcherMachine
     from dispatchkit.testing.policy_tests import PolicyTests
@@ -59,6 +65,7 @@ _HOME = {
     "make_batch": "samples",
     "registries": "strategies",
     "sample_batch": "strategies",
+    "run_lane_policy_conformance": "conformance",
     "run_policy_conformance": "conformance",
 }
 
@@ -81,6 +88,7 @@ __all__ = [
     "graph_view",
     "make_batch",
     "registries",
+    "run_lane_policy_conformance",
     "run_policy_conformance",
     "sample_batch",
 ]

@@ -1,4 +1,4 @@
-"""The whole kit for one policy, in one call and without pytest."""
+"""The whole kit for one policy or lane policy, in one call and without pytest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
-from dispatchkit.dispatch import TRAITS, Policy, policy_name, policy_traits
+from dispatchkit.dispatch import (
+    LANE_TRAITS,
+    TRAITS,
+    LanePolicy,
+    Policy,
+    lane_policy_traits,
+    policy_name,
+    policy_traits,
+)
 from dispatchkit.keys import DispatchConfig
+from dispatchkit.testing.lane_policy_tests import LanePolicyTests
 from dispatchkit.testing.policy_tests import PolicyTests
 
 _HOLDS, _FAILS, _SKIPPED = "holds", "FAILS", "not tested"
@@ -47,6 +56,7 @@ class Verdict:
         claimed: Traits that the policy claims.
         unknown: What it claims that is no trait.
         seed: Of the random cases.
+        kind: "policy" or "lane policy".
     """
 
     policy: str
@@ -54,6 +64,7 @@ class Verdict:
     claimed: tuple[str, ...]
     unknown: tuple[str, ...]
     seed: int
+    kind: str = "policy"
 
     @property
     def passed(self) -> bool:
@@ -68,16 +79,20 @@ class Verdict:
     @property
     def not_claimed(self) -> tuple[str, ...]:
         """Traits that the policy does not claim."""
-        return tuple(sorted(TRAITS - set(self.claimed)))
+        return tuple(sorted(self._traits - set(self.claimed)))
 
     def raise_if_failed(self) -> None:
         """Raise AssertionError with the whole text unless it passed."""
         if not self.passed:
             raise AssertionError(str(self))
 
+    @property
+    def _traits(self) -> frozenset[str]:
+        return LANE_TRAITS if self.kind == "lane policy" else TRAITS
+
     def __str__(self) -> str:
         outcome = "keeps the contract" if self.passed else "breaks the contract"
-        lines = [f"Policy {self.policy!r} {outcome} (seed {self.seed})."]
+        lines = [f"{self.kind.capitalize()} {self.policy!r} {outcome} (seed {self.seed})."]
         for each in self.findings:
             if each.trait and each.holds is None and each.trait not in self.claimed:
                 continue  # named once, below
@@ -90,7 +105,7 @@ class Verdict:
         lines.append(f"  claimed: {', '.join(self.claimed) or 'no trait'}")
         lines.append(f"  not claimed, not tested: {', '.join(self.not_claimed) or 'no trait'}")
         if self.unknown:
-            known = ", ".join(sorted(TRAITS))
+            known = ", ".join(sorted(self._traits))
             lines.append(f"  claimed, but no trait: {', '.join(self.unknown)} (traits: {known})")
         return "\n".join(lines)
 
@@ -114,11 +129,11 @@ def run_policy_conformance(
     Returns:
         The verdict. It does not raise for a faulty policy: see ``raise_if_failed``.
     """
-    make = _factory(policy)
+    make = _factory(policy, "decide")
 
     class Tests(PolicyTests):
         def make_policy(self) -> Policy:
-            return make()
+            return make()  # type: ignore[no-any-return]
 
         def configs(self) -> st.SearchStrategy[DispatchConfig]:
             return super().configs() if configs is None else configs
@@ -126,33 +141,84 @@ def run_policy_conformance(
     tests = Tests()
     tests.seed, tests.max_examples = seed, max_examples
     first = make()
-    claimed = policy_traits(first)
-    names = [name for name in vars(PolicyTests) if name.startswith("test_")]
+    return _verdict(tests, PolicyTests, policy_name(first), policy_traits(first), "policy")
+
+
+def run_lane_policy_conformance(
+    policy: LanePolicy | Callable[[], LanePolicy],
+    *,
+    seed: int = 0,
+    max_examples: int = LanePolicyTests.max_examples,
+) -> Verdict:
+    """Check a lane policy against the core set and the traits it claims.
+
+    Args:
+        policy: A lane policy without history, or what makes one (its class, a function). Of an
+            instance, deep copies are tested; itself it stays as it is.
+        seed: Of the random schedules; the same seed gives the same verdict.
+        max_examples: Schedules per property.
+
+    Returns:
+        The verdict. It does not raise for a faulty lane policy: see ``raise_if_failed``.
+    """
+    make = _factory(policy, "choose")
+
+    class Tests(LanePolicyTests):
+        def make_lane_policy(self) -> LanePolicy:
+            return make()  # type: ignore[no-any-return]
+
+    tests = Tests()
+    tests.seed, tests.max_examples = seed, max_examples
+    first = make()
+    claimed = lane_policy_traits(first)
+    return _verdict(tests, LanePolicyTests, policy_name(first), claimed, "lane policy")
+
+
+#: What each kind is asked by, what it is called, and what tests it.
+_KINDS = (
+    ("decide", "a policy", "run_policy_conformance"),
+    ("choose", "a lane policy", "run_lane_policy_conformance"),
+)
+
+
+def _factory(policy: Any, asked: str) -> Callable[[], Any]:
+    """Return what makes fresh policies of the kind that has the method ``asked``."""
+    if not inspect.isclass(policy) and any(hasattr(policy, method) for method, *_ in _KINDS):
+        first, make = policy, lambda: copy.deepcopy(policy)
+    elif callable(policy):
+        first, make = policy(), policy
+    else:
+        first, make = policy, None
+    if make is not None and hasattr(first, asked):
+        return make
+    wanted = next(kind for method, kind, _ in _KINDS if method == asked)
+    hints = [
+        f" It is {kind}: {by} tests it." for method, kind, by in _KINDS if hasattr(first, method)
+    ]
+    raise TypeError(f"policy must be {wanted} or make one, got {first!r}.{''.join(hints)}")
+
+
+def _verdict(
+    tests: PolicyTests | LanePolicyTests, kit: type, name: str, claimed: frozenset[str], kind: str
+) -> Verdict:
+    known = LANE_TRAITS if kind == "lane policy" else TRAITS
     return Verdict(
-        policy=policy_name(first),
-        findings=tuple(_find(tests, name) for name in names),
-        claimed=tuple(sorted(claimed & TRAITS)),
-        unknown=tuple(sorted(claimed - TRAITS)),
-        seed=seed,
+        policy=name,
+        findings=tuple(_find(tests, each) for each in vars(kit) if each.startswith("test_")),
+        claimed=tuple(sorted(claimed & known)),
+        unknown=tuple(sorted(claimed - known)),
+        seed=tests.seed,
+        kind=kind,
     )
 
 
-def _factory(policy: Any) -> Callable[[], Policy]:
-    is_instance = not inspect.isclass(policy) and hasattr(policy, "decide")
-    if is_instance:
-        return lambda: copy.deepcopy(policy)
-    if callable(policy):
-        return policy  # type: ignore[no-any-return]
-    raise TypeError(f"policy must be a policy or make one, got {policy!r}.")
-
-
-def _find(tests: PolicyTests, name: str) -> Finding:
+def _find(tests: PolicyTests | LanePolicyTests, name: str) -> Finding:
     test = getattr(tests, name)
     trait = ""
     words = name.removeprefix("test_")
     if words.startswith("trait_"):
         words = words.removeprefix("trait_")
-        trait = next(each for each in sorted(TRAITS) if words.startswith(each))
+        trait = next(each for each in TRAITS | LANE_TRAITS if words.startswith(each))
         words = f"trait {trait}{words.removeprefix(trait).replace('_', ' ')}"
     else:
         words = words.replace("_", " ")

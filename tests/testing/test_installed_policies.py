@@ -1,4 +1,4 @@
-"""Every installed policy keeps the contract, on ten seeds."""
+"""Every installed policy and lane policy keeps the contract, on ten seeds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from dispatchkit import load_plugins
 from dispatchkit.dispatch import Policy
-from dispatchkit.testing import PolicyTests
+from dispatchkit.testing import PolicyTests, run_lane_policy_conformance
 
 PLUGINS = load_plugins()
 SEEDS = range(10)
@@ -20,6 +20,7 @@ LEFT_OUT = "test_trait_stateless_in_another_process"
 def test_there_are_several() -> None:
     """The parametrised test below would pass on none."""
     assert {"vllm", "composite", "threshold", "adaptive"} <= set(PLUGINS.policies)
+    assert {"round-robin", "least-loaded", "by-key", "priority"} <= set(PLUGINS.lane_policies)
 
 
 @pytest.mark.slow
@@ -42,3 +43,11 @@ def test_installed_policy_keeps_the_contract_whatever_the_seed(name: str) -> Non
             if each != LEFT_OUT:
                 with contextlib.suppress(unittest.SkipTest):
                     getattr(tests, each)()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PLUGINS.lane_policies))
+def test_installed_lane_policy_keeps_the_contract_whatever_the_seed(name: str) -> None:
+    for seed in SEEDS:
+        policy = PLUGINS.create_lane_policy(name)
+        run_lane_policy_conformance(policy, seed=seed, max_examples=3).raise_if_failed()

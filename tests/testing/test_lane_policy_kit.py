@@ -7,7 +7,12 @@ import re
 import pytest
 from faulty_lane_policies import PLANTED, InTurn
 
-from dispatchkit.testing import LanePolicyTests
+from dispatchkit.dispatch import LANE_TRAITS
+from dispatchkit.testing import (
+    LanePolicyTests,
+    run_lane_policy_conformance,
+    run_policy_conformance,
+)
 
 
 class TestInTurn(LanePolicyTests):
@@ -36,3 +41,51 @@ def test_every_property_has_a_planted_fault_and_says_why():
     assert set(tests) == {"test_" + finding.replace(" ", "_") for _, finding, _ in PLANTED}
     for name, test in tests.items():
         assert len(test.__doc__.split()) > 15, name
+
+
+@pytest.mark.parametrize("policy", [InTurn, InTurn()], ids=["class", "instance"])
+def test_verdict_of_a_correct_policy_names_what_holds_and_what_is_claimed(policy):
+    verdict = run_lane_policy_conformance(policy, max_examples=5)
+    verdict.raise_if_failed()
+    assert {*verdict.claimed} == {*InTurn.traits}
+    assert {*verdict.not_claimed} == LANE_TRAITS - {*InTurn.traits}
+    lines = str(verdict).splitlines()
+    assert lines[0] == "Lane policy 'in-turn' keeps the contract (seed 0)."
+    assert "  holds       every step gets a lane" in lines
+    assert f"  not claimed, not tested: {', '.join(verdict.not_claimed)}" in lines
+
+
+def test_verdict_of_a_faulty_policy_says_what_breaks_and_why_it_matters():
+    policy, finding, message = PLANTED[0]
+    verdict = run_lane_policy_conformance(policy)
+    assert not verdict.passed
+    assert finding in {each.name for each in verdict.failures}
+    with pytest.raises(AssertionError, match=message) as caught:
+        verdict.raise_if_failed()
+    assert "breaks the contract" in str(caught.value)
+    assert f"FAILS       {finding}" in str(caught.value)
+    assert "why: " in str(caught.value)
+
+
+def test_verdict_names_a_claim_that_is_no_trait_of_lane_policies():
+    class Claims(InTurn):
+        traits = frozenset({"monotone"})
+
+    verdict = run_lane_policy_conformance(Claims, max_examples=2)
+    assert verdict.unknown == ("monotone",)
+    assert not verdict.passed
+    assert "claimed, but no trait: monotone (traits: balances, spreads, sticky)" in str(verdict)
+
+
+def test_tested_instance_is_left_as_it_was():
+    policy = InTurn()
+    before = dict(vars(policy))
+    run_lane_policy_conformance(policy, max_examples=2)
+    assert vars(policy) == before
+
+
+def test_verdicts_on_the_other_kind_are_refused_with_the_call_that_is_right():
+    with pytest.raises(TypeError, match="It is a lane policy: run_lane_policy_conformance tests"):
+        run_policy_conformance(InTurn)
+    with pytest.raises(TypeError, match="must be a lane policy or make one, got 7"):
+        run_lane_policy_conformance(7)

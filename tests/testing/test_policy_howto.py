@@ -29,8 +29,11 @@ def test_kits_of_the_page_on_tests_are_kits_and_its_property_holds() -> None:
 
     names: dict[str, Any] = {}
     page = PAGE.with_name("test-plugins.md").read_text(encoding="utf-8")
-    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
-        exec(compile(block, "test-plugins.md", "exec"), names)  # noqa: S102 - the page's own code
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+            exec(compile(block, "test-plugins.md", "exec"), names)  # noqa: S102 - its own code
+    printed = re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL)
+    assert out.getvalue() == "".join(printed)
     assert issubclass(names["TestHalfFullRuns"], testing.RunnerTests)
     assert issubclass(names["TestMyBackend"], testing.BackendTests)
     names["test_a_batch_fits_its_configuration"]()
