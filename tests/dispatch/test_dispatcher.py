@@ -189,6 +189,22 @@ def test_policy_is_asked_once_per_cell():
     assert dispatcher.num_filled_cells == 2
 
 
+def test_filled_cell_is_served_by_the_table_alone(monkeypatch):
+    """The cold path takes a lock, and costs many times as much."""
+    dispatcher = make(query_lens=(1, 2), max_loras=1)
+    calls = [
+        (num_tokens, num_reqs, uniform, loras, ceiling)
+        for num_tokens in (0, 8)
+        for num_reqs in ((0, 1) if num_tokens else (0,))
+        for uniform in (0, 1, 2)
+        for loras in (0, 1)
+        for ceiling in (0, 1, 2)
+    ]
+    first = [dispatcher.dispatch(*call) for call in calls]
+    monkeypatch.delattr(Dispatcher, "_dispatch_cold")
+    assert all(dispatcher.dispatch(*call) is one for call, one in zip(calls, first, strict=True))
+
+
 def test_batch_of_a_policy_says_nothing_that_is_not_known():
     dispatcher = make(query_lens=(2,), max_loras=1)
     dispatcher.dispatch(8, 4, 1, 1, 1)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dispatchkit.errors import ConfigError, DescriptorError, UnknownNameError
 from dispatchkit.keys.capture_sizes import (
     SIZE_RULES,
+    CaptureSizes,
     CaptureSizeWarning,
     check_capture_sizes,
     check_count,
@@ -124,6 +125,15 @@ def test_default_holds_whole_requests_of_a_full_decode_batch(max_num_seqs, query
     assert query_len in sizes
 
 
+def test_default_for_a_query_length_has_all_whole_requests_that_fit():
+    assert default_capture_sizes(7, query_len=3) == (1, 2, 3, 4, 6, 7)
+    assert default_capture_sizes(100, max_num_seqs=3, query_len=5) == (
+        *(1, 2, 4, 5, 8, 10, 15),
+        *range(16, 97, 8),
+        100,
+    )
+
+
 @pytest.mark.parametrize("bad", [0, -3, 1.5, True])
 def test_default_refuses_a_bad_maximum(bad):
     with pytest.raises(ConfigError, match="max_capture_size"):
@@ -161,6 +171,24 @@ def test_newest_ceiling_and_small_steps():
 
 def test_newest_adds_sizes_of_whole_decode_batches():
     assert derive(max_num_seqs=3, query_len=3).sizes == (1, 2, 3, 4, 6, 8, 9, 16)
+
+
+def test_no_decode_batch_above_the_maximum_is_a_size():
+    assert derive(max_num_seqs=200, query_len=4).max_size == 512
+    assert derive(max_num_seqs=3, query_len=3, user_max_size=8).sizes == (1, 2, 4, 8)
+    assert derive(max_num_seqs=600).sizes == derive(max_num_seqs=512).sizes
+
+
+def test_small_maximum_keeps_the_small_sizes_up_to_it():
+    assert derive("0.13", user_max_size=2).sizes == (1, 2)
+    assert derive("0.11", max_num_seqs=1).sizes == (4, 2, 1)
+
+
+def test_what_is_over_the_token_limit_goes_but_for_lists_in_the_oldest():
+    lists = {"user_sizes": [8, 100, 200], "max_num_batched_tokens": 100}
+    assert derive("0.11", **lists).sizes == (200, 100, 8)
+    assert derive("0.13", **lists).sizes == derive(**lists).sizes == (8, 100)
+    assert derive("0.11", max_num_batched_tokens=20).sizes == (16, 8, 4, 2, 1)
 
 
 def test_graphs_off_means_no_sizes():
@@ -218,6 +246,14 @@ def test_rounded_sizes_hold_whole_requests_and_stay_below_the_maximum(sizes, que
 
 def test_rounding_can_shrink_the_maximum():
     assert round_sizes_for_query_len([1, 2, 4, 8], 3) == round_sizes_for_query_len([6, 3], 3)
+
+
+def test_rounding_at_the_edges():
+    assert round_sizes_for_query_len([], 3) == CaptureSizes((), 0)
+    assert round_sizes_for_query_len([5, 8], 4, max_size=4).sizes == (4,), "one request fits"
+    assert round_sizes_for_query_len([4, 8], 4, max_size=8).sizes == (4, 8)
+    with pytest.raises(ConfigError, match=r"Raise the maximum \(3\) to at least 4"):
+        round_sizes_for_query_len([5, 8], 4, max_size=3)
 
 
 def test_query_length_one_rounds_nothing():

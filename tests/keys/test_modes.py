@@ -176,6 +176,15 @@ def test_a_mode_changes_exactly_when_a_reason_is_given(mode, support, query_len,
     assert resolution.rounds_sizes == (query_len > 1 and resolution.mode.decode_mode() is M.FULL)
 
 
+def test_uniform_batches_of_several_tokens_need_just_that_support():
+    for query_len, support in ((3, "UNIFORM_BATCH"), (1, "UNIFORM_SINGLE_TOKEN_DECODE")):
+        resolved = resolve_mode("FULL_DECODE_ONLY", support, query_len=query_len)
+        assert (str(resolved.mode), resolved.reasons) == ("FULL_DECODE_ONLY", ())
+        assert resolved.rounds_sizes is (query_len > 1)
+    down = resolve_mode("FULL_DECODE_ONLY", "UNIFORM_SINGLE_TOKEN_DECODE", query_len=2)
+    assert str(down.mode) == "PIECEWISE"
+
+
 def test_the_weakest_attention_group_counts():
     groups = [AttentionSupport.ALWAYS, "uniform_batch"]
     assert resolve_mode(M.FULL, groups).mode is M.FULL_AND_PIECEWISE

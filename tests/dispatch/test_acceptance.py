@@ -1,0 +1,80 @@
+"""What a policy is asked before it is taken: a mistake at any size shows when it is built."""
+
+from __future__ import annotations
+
+import pytest
+
+from dispatchkit.dispatch import Decision, Dispatcher, Reason
+from dispatchkit.errors import PolicyError
+from dispatchkit.keys import BatchDescriptor, DispatchConfig, GraphKey, RuntimeMode
+
+FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
+
+
+class WrongAt:
+    """Right but for batches that a condition holds for; those get a graph never declared."""
+
+    name = "wrong-at"
+
+    def __init__(self, is_wrong=lambda batch: False):
+        self.is_wrong = is_wrong
+        self.asked = []
+
+    def declare(self, config):
+        return [GraphKey(PIECEWISE, BatchDescriptor(size)) for size in config.capture_sizes]
+
+    def decide(self, batch, graphs):
+        self.asked.append(batch)
+        if self.is_wrong(batch):
+            return Decision.replay(GraphKey(FULL, BatchDescriptor(999)))
+        return Decision.eager(Reason.NO_KEY)
+
+
+@pytest.fixture
+def config():
+    with pytest.warns(UserWarning, match="33 to 40"):
+        return DispatchConfig(
+            capture_sizes=(8, 16, 32), max_num_tokens=40, query_lens=(1, 2), max_loras=4
+        )
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 39, 40])
+def test_mistake_at_or_beside_a_size_is_found_when_built(config, size):
+    with pytest.raises(PolicyError, match="wrong-at"):
+        Dispatcher(WrongAt(lambda batch: batch.num_tokens == size), config)
+
+
+@pytest.mark.parametrize(
+    "is_wrong",
+    [
+        lambda batch: batch.query_len == 2,
+        lambda batch: not batch.uniform,
+        lambda batch: batch.num_active_loras == 0,
+        lambda batch: batch.num_active_loras == 1,
+        lambda batch: batch.num_active_loras == 4,
+        lambda batch: batch.allows(FULL),
+        lambda batch: not batch.allows(FULL),
+    ],
+    ids=["length", "mixed", "none", "one", "most", "full", "piecewise"],
+)
+def test_mistake_for_one_kind_of_batch_is_found_when_built(config, is_wrong):
+    with pytest.raises(PolicyError, match="wrong-at"):
+        Dispatcher(WrongAt(is_wrong), config)
+
+
+def test_what_is_asked_keeps_within_the_limits(config):
+    policy = WrongAt()
+    Dispatcher(policy, config)
+    assert {batch.num_tokens for batch in policy.asked} == {
+        *(1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 39, 40)
+    }
+    assert {batch.num_active_loras for batch in policy.asked} == {0, 1, 4}
+
+
+def test_of_many_sizes_some_are_asked_for_and_the_ends_always():
+    config = DispatchConfig(capture_sizes=range(10, 4001, 10))
+    policy = WrongAt()
+    Dispatcher(policy, config)
+    sizes = {batch.num_tokens for batch in policy.asked}
+    assert {1, 9, 10, 11, 3999, 4000} <= sizes
+    assert len(sizes) < 200

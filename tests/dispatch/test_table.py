@@ -1,0 +1,78 @@
+"""The table by itself: its bounds, and what empties one of its cells."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from dispatchkit.dispatch import Decision
+from dispatchkit.dispatch import table as table_module
+from dispatchkit.dispatch.table import EMPTY, Table
+from dispatchkit.keys import BatchDescriptor, DispatchConfig, GraphKey, RuntimeMode
+
+PIECEWISE = RuntimeMode.PIECEWISE
+CONFIG = DispatchConfig(capture_sizes=(8, 16), max_num_tokens=16)
+REPLAY = Decision.replay(GraphKey(PIECEWISE, BatchDescriptor(16)))
+PROBE = Decision.eager("probe")
+
+
+def cell(num_tokens, ceiling=PIECEWISE):
+    return (int(ceiling), 0, 0, num_tokens)
+
+
+def test_row_of_a_huge_table_holds_exactly_as_many_cells_as_its_bound(monkeypatch):
+    monkeypatch.setattr(table_module, "MAX_LIST_CELLS", 0)
+    monkeypatch.setattr(table_module, "MAX_COLD_CELLS", 3)
+    table = Table(CONFIG, 0)
+    held = []
+    for size in (1, 2, 3, 4):
+        table.put(cell(size), REPLAY)
+        held.append(table.num_filled)
+    assert held == [1, 2, 3, 1]
+    assert table.get(cell(4)) is REPLAY
+
+
+def test_answers_by_requests_are_exactly_as_many_as_their_bound(monkeypatch):
+    monkeypatch.setattr(table_module, "MAX_COLD_CELLS", 3)
+    table = Table(CONFIG, 0)
+    for size, num_reqs in ((5, 4), (5, 5), (6, 4)):
+        table.put_by_reqs(cell(size), num_reqs, REPLAY)
+    assert sum(map(len, table.by_reqs.values())) == 3
+    table.forget_steady(cell(5))  # makes room for two
+    for num_reqs in (5, 6):
+        table.put_by_reqs(cell(6), num_reqs, REPLAY)
+    assert table.get_by_reqs(cell(6), 4) is REPLAY
+    table.put_by_reqs(cell(7), 4, REPLAY)
+    assert table.by_reqs == {cell(7): {4: REPLAY}}
+
+
+@pytest.mark.parametrize("max_list_cells", [0, 1_000_000], ids=["dicts", "lists"])
+def test_change_of_a_key_empties_what_it_could_serve_and_no_more(monkeypatch, max_list_cells):
+    """Up to its size, and where its mode is allowed; steady decisions and waiting ones alike."""
+    monkeypatch.setattr(table_module, "MAX_LIST_CELLS", max_list_cells)
+    emptied = [cell(7), cell(8)]
+    kept = [cell(9), cell(8, RuntimeMode.NONE)]
+    for is_probed in (False, True):
+        table = Table(CONFIG, 0)
+        for each in (*emptied, *kept):
+            table.put(each, REPLAY)
+            if is_probed:
+                table.put_one_shot(each, PROBE)
+        table.invalidate(PIECEWISE, 8)
+        assert [table.get(each) for each in emptied] == [EMPTY, EMPTY]
+        assert [table.get(each) for each in kept] == [REPLAY, REPLAY]
+        assert [*table.waiting] == (kept if is_probed else [])
+        assert [table.take_one_shot(each, 1) for each in emptied] == [None, None]
+
+
+def test_what_waits_is_served_up_to_its_bound_of_requests():
+    table = Table(CONFIG, 0)
+    bounded = attrs.evolve(REPLAY, max_num_reqs=4)
+    table.put(cell(8), bounded)
+    assert table.peek(cell(8), 4) is bounded
+    assert table.peek(cell(8), 5) is None
+    table.put_one_shot(cell(8), bounded)
+    assert table.peek(cell(8), 5) is None
+    assert table.take_one_shot(cell(8), 5) is None
+    assert table.take_one_shot(cell(8), 4) is bounded
+    assert table.get(cell(8)) is bounded
