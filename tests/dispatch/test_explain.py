@@ -74,10 +74,11 @@ def test_replay_and_empty_batch_have_no_nearest():
 
 def test_facts_of_the_batch_come_first():
     batch = Batch(8, num_reqs=4, uniform=True, query_len=2, num_active_loras=1, axes=(64, None))
-    first = str(attrs.evolve(EAGER, batch=batch)).splitlines()[0]
+    axes = {"length": 64, "kind": None}
+    first = str(attrs.evolve(EAGER, batch=batch, axes=axes)).splitlines()[0]
     assert first == (
-        "8 tokens, 4 requests, uniform decode of 2 per request, 1 adapters, axis of 64, "
-        "axis of no bucket; allowed: NONE, PIECEWISE, FULL"
+        "8 tokens, 4 requests, uniform decode of 2 per request, 1 adapters, length in bucket 64, "
+        "kind in no bucket; allowed: NONE, PIECEWISE, FULL"
     )
     assert str(EAGER).splitlines()[0] == "8 tokens; allowed: NONE, PIECEWISE, FULL"
 
