@@ -3,8 +3,9 @@
     python bench/floors.py [ROUNDS]
 
 Host time of single calls: finding the current stream, locks, reading a tensor's properties,
-copies, launches, events, and writing to pinned memory; and device time of graphs that begin with
-a copy from pinned memory, in one block or by input. Without a GPU it says so and ends.
+copies, launches, events, and writing to pinned memory; device time of graphs that begin with a copy
+from pinned memory, in one block or by input; and every way to bring device inputs in and launch, as
+one step (``_copies.py``). Without a GPU it says so and ends.
 """
 
 # ruff: noqa: SLF001 - what torch keeps private is part of what is measured
@@ -21,9 +22,10 @@ from typing import Any
 
 import torch
 from _common import emit
+from _copies import ROOM, ROWS, captured, copies_and_launch
 
 BENCH = "floors"
-ROWS, BUCKET, ROOM = 200, 256, 512
+BUCKET = 256
 
 
 def tell(group: str, name: str, call: Callable[[], Any], rounds: int, together: int = 50) -> None:
@@ -118,17 +120,6 @@ def launches(rounds: int) -> None:
             staged(launch, count, rounds, whole=whole)
 
 
-def captured(body: Callable[[], None]) -> tuple[Any, ctypes.c_void_p]:
-    """Return a graph and its instance."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph, stream=stream):
-        body()
-    graph.instantiate()
-    return graph, ctypes.c_void_p(int(graph.raw_cuda_graph_exec()))
-
-
 def staged(launch: Callable[..., int], count: int, rounds: int, *, whole: bool) -> None:
     """A graph that copies from pinned memory and reads one input."""
     host = torch.zeros(count, ROOM, dtype=torch.int64).pin_memory()
@@ -179,6 +170,7 @@ def main() -> None:
         properties(rounds)
         copies(rounds)
         launches(rounds)
+        copies_and_launch(rounds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,521 @@
+"""Ways to bring device inputs to where a graph reads them: each with the launch of that graph.
+
+Every way is measured as a whole step: the addresses of new inputs are read, the inputs are copied,
+the graph is launched. The result is compared with what it must be. A way that this machine, torch
+or CUDA cannot do says why in its line, and the others go on. The risky ones come last: a kernel
+that reads a wrong address would end the process.
+
+Sources: CUDA Runtime API and CUDA Driver API of CUDA 13, "Memory Management", "Execution Control"
+and "Graph Management"; CUDA 12 gives the batched copy one argument more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from _common import emit
+
+BENCH = "floors"
+ROWS, ROOM = 200, 512
+COUNTS = (1, 3, 8)
+#: Handles that stand for the default stream and for the one that each thread has.
+PER_THREAD = 2
+DEVICE_TO_DEVICE = 3
+MAX_INPUTS = 8
+
+V, SIZE = ctypes.c_void_p, ctypes.c_size_t
+Step = Callable[[Sequence[torch.Tensor]], None]
+
+KERNEL = """
+struct Work {
+    const char* from[8];
+    char* to[8];
+    unsigned bytes[8];
+};
+
+extern "C" __global__ void copy_all(const __grid_constant__ Work work) {
+    const char* from = work.from[blockIdx.x];
+    char* to = work.to[blockIdx.x];
+    const unsigned bytes = work.bytes[blockIdx.x];
+    const unsigned long long both = (unsigned long long)from | (unsigned long long)to | bytes;
+    if ((both & 7) == 0) {
+        for (unsigned at = threadIdx.x * 8; at < bytes; at += blockDim.x * 8)
+            *(long long*)(to + at) = *(const long long*)(from + at);
+    } else {
+        for (unsigned at = threadIdx.x; at < bytes; at += blockDim.x) to[at] = from[at];
+    }
+}
+"""
+
+
+class Work(ctypes.Structure):
+    """What the kernel takes."""
+
+    _fields_ = (
+        ("source", V * MAX_INPUTS),
+        ("target", V * MAX_INPUTS),
+        ("bytes", ctypes.c_uint * MAX_INPUTS),
+    )
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", V),
+        ("attrs", V),
+        ("num_attrs", ctypes.c_uint),
+    )
+
+
+class KernelNode(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS, version 2."""
+
+    _fields_ = (
+        ("func", V),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("params", V),
+        ("extra", V),
+        ("kern", V),
+        ("ctx", V),
+    )
+
+
+class CopyNode(ctypes.Structure):
+    """cudaMemcpy3DParms; of it only the two addresses are read."""
+
+    _fields_ = (
+        ("source_array", V),
+        ("source_at", SIZE * 3),
+        ("source", V),
+        ("source_pitch", SIZE * 3),
+        ("target_array", V),
+        ("target_at", SIZE * 3),
+        ("target", V),
+        ("target_pitch", SIZE * 3),
+        ("extent", SIZE * 3),
+        ("kind", ctypes.c_int),
+    )
+
+
+def runtime() -> ctypes.CDLL:
+    """Return the CUDA runtime that torch has loaded."""
+    return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+
+
+def driver() -> ctypes.CDLL:
+    """Return the driver's library."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call_of(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., int]:
+    """Return one function of a library with the types of its arguments."""
+    found = library[name]
+    found.argtypes, found.restype = arguments, ctypes.c_int
+    return found
+
+
+def must(code: int) -> None:
+    """Raise if CUDA refused."""
+    if code:
+        raise RuntimeError(f"CUDA error {code}")
+
+
+def captured(body: Callable[[], None]) -> tuple[Any, V]:
+    """Return a graph and its instance."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph, stream=stream):
+        body()
+    graph.instantiate()
+    return graph, V(int(graph.raw_cuda_graph_exec()))
+
+
+def compiled() -> V:
+    """Return the kernel as a function of the driver."""
+    major = str(torch.version.cuda).split(".")[0]
+    packages = Path(sysconfig.get_paths()["purelib"])
+    places = [f"libnvrtc.so.{major}", *packages.glob(f"nvidia/*/lib/libnvrtc.so.{major}")]
+    for place in packages.glob("nvidia/*/lib/libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(place))  # which the compiler asks for by name only
+    for place in places:
+        try:
+            compiler = ctypes.CDLL(str(place))
+            break
+        except OSError:
+            continue
+    else:
+        raise RuntimeError(f"libnvrtc.so.{major} was not found")
+    capability = "".join(map(str, torch.cuda.get_device_capability()))
+    code = cubin(compiler, f"sm_{capability}")
+    module, function = V(), V()
+    must(driver().cuModuleLoadData(ctypes.byref(module), code))
+    must(driver().cuModuleGetFunction(ctypes.byref(function), module, b"copy_all"))
+    return function
+
+
+def cubin(compiler: ctypes.CDLL, architecture: str) -> bytes:
+    """Return the kernel in the form that a device of that architecture runs."""
+    program = V()
+    made = compiler.nvrtcCreateProgram(ctypes.byref(program), KERNEL.encode(), b"k", 0, None, None)
+    must(made)
+    options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
+    if compiler.nvrtcCompileProgram(program, 1, options):
+        size = SIZE()
+        compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        compiler.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(log.value.decode())
+    size = SIZE()
+    must(compiler.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+    code = ctypes.create_string_buffer(size.value)
+    must(compiler.nvrtcGetCUBIN(program, code))
+    return code.raw
+
+
+class Inputs:
+    """So many int64 inputs, twice, and a graph that adds them up."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.num_bytes = count, ROWS * 8
+        self.sets = [
+            [torch.randint(1, 99, (ROWS,), device="cuda") for _ in range(count)] for _ in range(2)
+        ]
+        self.wanted = [torch.stack(given).sum(0) for given in self.sets]
+        self.static = [torch.zeros(ROOM, dtype=torch.int64, device="cuda") for _ in range(count)]
+        self.views = [static[:ROWS] for static in self.static]
+        self.places = [view.data_ptr() for view in self.views]
+        self.out = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
+        self.graph, self.exec = captured(self.body)
+        self.run = call_of(runtime(), "cudaGraphLaunch", V, V)
+
+    def body(self) -> None:
+        """Read every input."""
+        self.out.zero_()
+        for view in self.views:
+            self.out.add_(view)
+
+    def verify(self, step: Step) -> None:
+        """Raise unless the step computes what it should, with either set."""
+        for given, wanted in zip(self.sets, self.wanted, strict=True):
+            for static in self.static:
+                static.fill_(-1)
+            torch.cuda.synchronize()
+            step(given)
+            torch.cuda.synchronize()
+            if not torch.equal(self.out, wanted):
+                raise RuntimeError("the result is wrong")
+
+    # -- by torch -----------------------------------------------------------------------
+
+    def launch_alone(self, stream: V | None = None) -> Step:
+        """Nothing is copied."""
+        run, graph = self.run, self.exec
+        return lambda _: run(graph, stream)
+
+    def fused(self, stream: V | None = None) -> Step:
+        """One fused copy."""
+        run, graph, views, copy = self.run, self.exec, self.views, torch._foreach_copy_
+
+        def step(values: Sequence[torch.Tensor]) -> None:
+            copy(views, values)
+            must(run(graph, stream))
+
+        return step
+
+    def one_by_one(self) -> Step:
+        """A copy for each."""
+        run, graph, views = self.run, self.exec, self.views
+
+        def step(values: Sequence[torch.Tensor]) -> None:
+            for view, value in zip(views, values, strict=True):
+                view.copy_(value)
+            must(run(graph, None))
+
+        return step
+
+    # -- by the runtime and the driver ----------------------------------------------------
+
+    def runtime_each(self) -> Step:
+        """By cudaMemcpyAsync for each."""
+        copy = call_of(runtime(), "cudaMemcpyAsync", V, V, SIZE, ctypes.c_int, V)
+        places = [V(place) for place in self.places]
+        size, kind = SIZE(self.num_bytes), ctypes.c_int(DEVICE_TO_DEVICE)
+        run, graph = self.run, self.exec
+
+        def step(values: Sequence[torch.Tensor]) -> None:
+            for place, value in zip(places, values):  # noqa: B905 - the checked form costs more
+                must(copy(place, value.data_ptr(), size, kind, None))
+            must(run(graph, None))
+
+        return step
+
+    def driver_each(self) -> Step:
+        """By cuMemcpyDtoDAsync for each."""
+        copy = call_of(driver(), "cuMemcpyDtoDAsync_v2", ctypes.c_uint64, ctypes.c_uint64, SIZE, V)
+        places = [ctypes.c_uint64(place) for place in self.places]
+        run, graph, size = self.run, self.exec, SIZE(self.num_bytes)
+
+        def step(values: Sequence[torch.Tensor]) -> None:
+            for place, value in zip(places, values):  # noqa: B905
+                must(copy(place, value.data_ptr(), size, None))
+            must(run(graph, None))
+
+        return step
+
+    def batched(self, copy_stream: V | None, launch_stream: V | None) -> Step:
+        """By cudaMemcpyBatchAsync for all."""
+        count = self.count
+        targets, sources = (V * count)(*self.places), (V * count)()
+        sizes = (SIZE * count)(*[self.num_bytes] * count)
+        attributes = (ctypes.c_int * 16)(1)  # sources are read in the order of the stream
+        first, fail = (SIZE * 1)(0), (SIZE * 1)()
+        arguments: list[Any] = [V, V, V, SIZE, V, V, SIZE, V]
+        fixed = [V(ctypes.addressof(targets)), V(ctypes.addressof(sources))]
+        fixed += [V(ctypes.addressof(sizes)), SIZE(count), V(ctypes.addressof(attributes))]
+        fixed += [V(ctypes.addressof(first)), SIZE(1)]
+        if str(torch.version.cuda).startswith("12"):
+            arguments.append(V)
+            fixed.append(V(ctypes.addressof(fail)))
+        copy = call_of(runtime(), "cudaMemcpyBatchAsync", *arguments)
+        run, graph, kept = self.run, self.exec, (targets, sizes, attributes, first, fail)
+
+        def step(values: Sequence[torch.Tensor], _: Any = kept) -> None:
+            sources[:] = [value.data_ptr() for value in values]
+            must(copy(*fixed, copy_stream))
+            must(run(graph, launch_stream))
+
+        return step
+
+    # -- by cuda-bindings ----------------------------------------------------------------
+
+    def bindings_launch(self) -> Step:
+        """The launch alone."""
+        from cuda.bindings import runtime as bindings
+
+        graph = bindings.cudaGraphExec_t(self.exec.value)
+        stream, run = bindings.cudaStream_t(0), bindings.cudaGraphLaunch
+        return lambda _: run(graph, stream)
+
+    def bindings_driver_launch(self) -> Step:
+        """The launch alone, by the driver."""
+        from cuda.bindings import driver as bindings
+
+        graph, stream = bindings.CUgraphExec(self.exec.value), bindings.CUstream(0)
+        run = bindings.cuGraphLaunch
+        return lambda _: run(graph, stream)
+
+    def bindings_each(self) -> Step:
+        """By cudaMemcpyAsync for each."""
+        from cuda.bindings import runtime as bindings
+
+        graph = bindings.cudaGraphExec_t(self.exec.value)
+        stream, run, copy = bindings.cudaStream_t(0), bindings.cudaGraphLaunch, None
+        copy, places, size = bindings.cudaMemcpyAsync, self.places, self.num_bytes
+        kind = bindings.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+
+        def step(values: Sequence[torch.Tensor]) -> None:
+            for place, value in zip(places, values):  # noqa: B905
+                must(copy(place, value.data_ptr(), size, kind, stream)[0])
+            must(run(graph, stream)[0])
+
+        return step
+
+    def bindings_driver_each(self) -> Step:
+        """By cuMemcpyDtoDAsync for each."""
+        from cuda.bindings import driver as bindings
+
+        graph, stream = bindings.CUgraphExec(self.exec.value), bindings.CUstream(0)
+        places = [bindings.CUdeviceptr(place) for place in self.places]
+        run, copy, size = bindings.cuGraphLaunch, bindings.cuMemcpyDtoDAsync, self.num_bytes
+
+        def step(values: Sequence[torch.Tensor]) -> None:
+            for place, value in zip(places, values):  # noqa: B905
+                must(copy(place, value.data_ptr(), size, stream)[0])
+            must(run(graph, stream)[0])
+
+        return step
+
+    # -- nodes of the graph, and a kernel of our own -----------------------------------------
+
+    def copy_nodes(self) -> Step:
+        """Copy nodes whose sources are set before each launch."""
+        library, first = runtime(), self.sets[0]
+
+        def body() -> None:
+            for view, value in zip(self.views, first, strict=True):
+                view.copy_(value)
+            self.body()
+
+        graph, handle = captured(body)
+        nodes = self._copies_of(library, int(graph.raw_cuda_graph()))
+        change = call_of(
+            library, "cudaGraphExecMemcpyNodeSetParams1D", V, V, V, V, SIZE, ctypes.c_int
+        )
+        targets = [(nodes[place], V(place)) for place in self.places]
+        run, size, kind = self.run, SIZE(self.num_bytes), ctypes.c_int(DEVICE_TO_DEVICE)
+
+        def step(values: Sequence[torch.Tensor], _: Any = graph) -> None:
+            for (node, place), value in zip(targets, values):  # noqa: B905
+                must(change(handle, node, place, value.data_ptr(), size, kind))
+            must(run(handle, None))
+
+        return step
+
+    def _copies_of(self, library: ctypes.CDLL, graph: int) -> dict[int, V]:
+        """Return the copy nodes of a graph by where they write."""
+        count, found = SIZE(), {}
+        must(library.cudaGraphGetNodes(V(graph), None, ctypes.byref(count)))
+        nodes = (V * count.value)()
+        must(library.cudaGraphGetNodes(V(graph), nodes, ctypes.byref(count)))
+        for node in nodes:
+            kind, what = ctypes.c_int(), CopyNode()
+            must(library.cudaGraphNodeGetType(V(node), ctypes.byref(kind)))
+            if kind.value == 1:
+                must(library.cudaGraphMemcpyNodeGetParams(V(node), ctypes.byref(what)))
+                found[what.target] = V(node)
+        missing = set(self.places) - set(found)
+        if missing:
+            raise RuntimeError(f"{len(missing)} of the copies became no copy nodes")
+        return found
+
+    def _work(self) -> tuple[Work, Any]:
+        work = Work()
+        for index, place in enumerate(self.places):
+            work.target[index], work.bytes[index] = place, self.num_bytes
+        for index, value in enumerate(self.sets[0]):
+            work.source[index] = value.data_ptr()
+        return work, (V * 1)(ctypes.addressof(work))
+
+    def kernel(self, function: V) -> Step:
+        """One kernel copies all; it is launched before the graph."""
+        work, params = self._work()
+        config = LaunchConfig((self.count, 1, 1), (256, 1, 1))
+        launch = call_of(driver(), "cuLaunchKernelEx", V, V, V, V)
+        at, arguments = V(ctypes.addressof(config)), V(ctypes.addressof(params))
+        run, graph, source, kept = self.run, self.exec, work.source, (work, params, config)
+
+        def step(values: Sequence[torch.Tensor], _: Any = kept) -> None:
+            for index, value in enumerate(values):
+                source[index] = value.data_ptr()
+            must(launch(at, function, arguments, None))
+            must(run(graph, None))
+
+        return step
+
+    def kernel_node(self, function: V) -> Step:
+        """One kernel copies all; it is a node of the graph, its sources set before the launch."""
+        work, params = self._work()
+        config = LaunchConfig((self.count, 1, 1), (256, 1, 1))
+        launch = call_of(driver(), "cuLaunchKernelEx", V, V, V, V)
+
+        def body() -> None:
+            config.stream = torch.cuda.current_stream().cuda_stream
+            must(launch(ctypes.addressof(config), function, ctypes.addressof(params), None))
+            self.body()
+
+        graph, handle = captured(body)
+        root, count = V(), SIZE(1)
+        must(
+            runtime().cudaGraphGetRootNodes(
+                V(int(graph.raw_cuda_graph())), ctypes.byref(root), ctypes.byref(count)
+            )
+        )
+        kind = ctypes.c_int()
+        must(runtime().cudaGraphNodeGetType(root, ctypes.byref(kind)))
+        if count.value != 1 or kind.value != 0:
+            raise RuntimeError("the graph does not begin with the kernel")
+        node = KernelNode(function, (self.count, 1, 1), (256, 1, 1))
+        node.params = ctypes.addressof(params)
+        change = call_of(driver(), "cuGraphExecKernelNodeSetParams_v2", V, V, V)
+        at, run, source = V(ctypes.addressof(node)), self.run, work.source
+        kept = (graph, work, params, node)
+
+        def step(values: Sequence[torch.Tensor], _: Any = kept) -> None:
+            for index, value in enumerate(values):
+                source[index] = value.data_ptr()
+            must(change(handle, root, at))
+            must(run(handle, None))
+
+        return step
+
+
+def measure(name: str, group: str, inputs: Inputs, make: Callable[[], Step], rounds: int) -> None:
+    """Print the host time of a step, or why there is none."""
+    try:
+        step = make()
+        if "alone" not in name:
+            inputs.verify(step)
+        samples = []
+        for _ in range(rounds + 1):
+            torch.cuda.synchronize()
+            start = perf_counter_ns()
+            for _ in range(20):
+                step(inputs.sets[0])
+                step(inputs.sets[1])
+            samples.append((perf_counter_ns() - start) / 40 / 1000)
+        torch.cuda.synchronize()
+        if "alone" not in name:
+            inputs.verify(step)
+    except Exception as error:  # noqa: BLE001 - a way that fails must not end the rest
+        what = f"{type(error).__name__}: {error}"
+        emit(BENCH, name, 0, "us", 0, group=group, failed=what[:300])
+        runtime().cudaGetLastError()  # else torch takes it for its own at its next launch
+        return
+    median, best = statistics.median(samples[1:]), round(min(samples[1:]), 2)
+    emit(BENCH, name, median, "us", rounds, group=group, best=best)
+
+
+def copies_and_launch(rounds: int) -> None:
+    """Every way, for each number of inputs."""
+    side = torch.cuda.Stream()
+    stream = V(side.cuda_stream)
+    try:
+        function, problem = compiled(), ""
+    except Exception as error:  # noqa: BLE001 - told in the lines of the kernel's ways
+        function, problem = V(), f"{type(error).__name__}: {error}"
+
+    def with_kernel(make: Callable[[V], Step]) -> Step:
+        if problem:
+            raise RuntimeError(problem)
+        return make(function)
+
+    for count in COUNTS:
+        inputs, group = Inputs(count), f"{count} inputs and the launch"
+
+        def tell(name: str, make: Callable[[], Step], i: Any = inputs, g: str = group) -> None:
+            measure(name, g, i, make, rounds)
+
+        tell("launch alone, ctypes", inputs.launch_alone)
+        tell("launch alone, cuda-bindings", inputs.bindings_launch)
+        tell("launch alone, cuda-bindings, driver", inputs.bindings_driver_launch)
+        tell("one fused copy", inputs.fused)
+        tell("copy_ for each", inputs.one_by_one)
+        tell("cudaMemcpyAsync for each", inputs.runtime_each)
+        tell("cuMemcpyDtoDAsync for each", inputs.driver_each)
+        tell("cuda-bindings, cudaMemcpyAsync for each", inputs.bindings_each)
+        tell("cuda-bindings, cuMemcpyDtoDAsync for each", inputs.bindings_driver_each)
+        with torch.cuda.stream(side):
+            tell("one fused copy, own stream", lambda i=inputs: i.fused(stream))
+            tell("cudaMemcpyBatchAsync, own stream", lambda i=inputs: i.batched(stream, stream))
+        tell("cudaMemcpyBatchAsync, default stream", lambda i=inputs: i.batched(None, None))
+        tell(
+            "cudaMemcpyBatchAsync, the thread's stream before the default one",
+            lambda i=inputs: i.batched(V(PER_THREAD), None),
+        )
+        tell("copy nodes set anew", inputs.copy_nodes)
+        tell("one kernel", lambda i=inputs: with_kernel(i.kernel))
+        tell("one kernel as a node set anew", lambda i=inputs: with_kernel(i.kernel_node))
