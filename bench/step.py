@@ -3,8 +3,9 @@
     python bench/step.py [ROUNDS] [--trace steps.csv.gz] [--skip-compile] [--only NAME]
 
 The steps have the sizes of a real trace, in its order. All rivals run in the same process and
-take turns every few steps; the device is waited for between turns, outside the measured time, so
-that no queue is ever full. Rivals that cannot take varying sizes get one size throughout.
+take turns every few steps, each after two that are not measured; the device is waited for between
+turns, outside the measured time, so that no queue is ever full. Rivals that cannot take varying
+sizes get one size throughout.
 
 - ``eager``, ``torch.compile`` (mode ``reduce-overhead``), ``make_graphed_callables``;
 - ``by hand``: a dict of graphs, a slice assignment for each input, a fill for the rows behind, a
@@ -26,6 +27,7 @@ import argparse
 import ctypes
 import os
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import cycle, islice
 from pathlib import Path
@@ -277,6 +279,10 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Return microseconds per step of each case, a sample for each turn.
 
+    Whoever has the turn finds the processor's caches full of what the one before ran, and its own
+    code cold; one that follows its like finds it warm. So each begins with two steps of the trace
+    that are not measured, and the order is turned by one place every time.
+
     Args:
         cases: What to run, by name.
         sizes: Rows of the steps, in order.
@@ -289,15 +295,21 @@ def in_turns(
             for _ in range(2):
                 run(rows)
         wait()
-    order = cycle(sizes)
+    order, before = cycle(sizes), sizes[-2:]
+    names_in_turn = deque(cases)
     for _ in range(rounds):
         turn = list(islice(order, together))
-        for name, run in cases.items():
+        names_in_turn.rotate(-1)
+        for name in names_in_turn:
+            run = cases[name]
+            for rows in before:
+                run(rows)
             wait()
             start = perf_counter_ns()
             for rows in turn:
                 run(rows)
             samples[name].append((perf_counter_ns() - start) / together / 1000)
+        before = turn[-2:]
     wait()
     return samples
 

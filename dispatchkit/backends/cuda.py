@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,9 @@ class CudaBackend:
     Raises:
         BackendUnavailableError: This torch has no CUDA, or it finds no device.
         ConfigError: The device does not exist, or the mode is not known.
+
+    Attributes:
+        current_stream_handle: Returns the raw handle of the current stream.
     """
 
     def __init__(
@@ -80,7 +84,10 @@ class CudaBackend:
         self._refuse_host_syncs = refuse_host_syncs
         self._streams: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()
         self._streams_guard = threading.Lock()
-        self._raw_handle: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        # Every step asks for it: torch's own call, with nothing of Python around it.
+        self.current_stream_handle: Callable[[], int] = partial(
+            torch._C._cuda_getCurrentRawStream, self._index
+        )
 
     @property
     def name(self) -> str:
@@ -120,10 +127,6 @@ class CudaBackend:
     def current_stream(self) -> CudaStream:
         """Return the stream that new work of this thread goes to; 4 us on torch's side."""
         return CudaStream(torch.cuda.current_stream(self._index))
-
-    def current_stream_handle(self) -> int:
-        """Return the raw handle of the current stream."""
-        return self._raw_handle(self._index)
 
     def new_stream(self, *, priority: int = 0) -> CudaStream:
         """Return a stream that no other live one of this backend shares a queue with.
@@ -367,4 +370,4 @@ class CudaBackend:
         if capturing_device():
             return True
         # The default stream, handle 0, cannot be captured; asking the driver takes longer.
-        return self._raw_handle(self._index) != 0 and torch.cuda.is_current_stream_capturing()
+        return self.current_stream_handle() != 0 and torch.cuda.is_current_stream_capturing()

@@ -22,6 +22,15 @@ from dispatchkit.execute.input_errors import bind_or_say, check_or_say
 # Expected shapes kept ready, one tuple per batch size; beyond it they are made again.
 MAX_KEPT_SIZES = 4096
 _ARRAY_FACTS = attrgetter("shape", "dtype")
+# How often the quick check of a set of inputs is made anew for a size that has one: calls that
+# differ in what it sees, and this package does not ask for, must not pay for making it each time.
+_MAX_REMADE = 64
+# Compares all that torch keeps of some tensors in one call, a fifth of the price of reading their
+# properties one by one. Torch has it for compiled functions and does not document it: where it is
+# missing, and whenever it says no, the properties are read.
+_TensorGuards: Any = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
+)
 #: Words of a call that no input may be named by.
 RESERVED_NAMES = frozenset({"num_reqs", "uniform", "loras", "ceiling", "priority"})
 
@@ -170,6 +179,10 @@ class InputSet:
             self._facts = _ARRAY_FACTS
         elif self.host:
             self.check = self._check_mixed
+        elif _TensorGuards is not None:
+            self.check = self._check_tensors
+        self._quick: dict[int, Callable[..., bool]] = {}
+        self._num_remade = 0
         # For a single name it gives the value and not a tuple of one.
         self._pick: Any = itemgetter(*self.names) if len(self.names) > 1 else None
         self._host_types = tuple(
@@ -211,6 +224,35 @@ class InputSet:
     # ``check(values)`` returns the number of rows of a call whose inputs all fit. It raises
     # InputError where one is no tensor, or has another type, device, rank, fixed dimension or
     # number of rows than it should. Host inputs are checked as arrays: see ``host_arrays``.
+
+    def _check_tensors(self, values: Sequence[Any]) -> int:
+        """Check inputs that are all on the device, by what an earlier call of this size was."""
+        try:
+            rows: int = values[self._lead].shape[self._lead_dim]
+            fits = self._quick.get(rows)
+            if fits is not None and fits(*values):
+                return rows
+        except (AttributeError, IndexError):
+            pass  # told below
+        rows = self._check_alike(values)
+        self._note_fit(rows, values)
+        return rows
+
+    def _note_fit(self, rows: int, values: Sequence[torch.Tensor]) -> None:
+        """Keep what a call that fits looks like; strides are left open, as they may be any."""
+        if rows in self._quick:
+            if self._num_remade >= _MAX_REMADE:
+                return
+            self._num_remade += 1
+        elif len(self._quick) >= MAX_KEPT_SIZES:
+            self._quick.clear()
+        # A tensor that requires a gradient fits while gradients are off, and not for good.
+        if all(type(value) is torch.Tensor and not value.requires_grad for value in values):
+            self._quick[rows] = _TensorGuards(
+                *values,
+                dynamic_dims_sizes=[list(value.shape) for value in values],
+                dynamic_dims_strides=[[None] * value.dim() for value in values],
+            ).check
 
     def _check_alike(self, values: Sequence[Any]) -> int:
         """Check inputs that are all on the device, or all arrays."""

@@ -150,8 +150,9 @@ class GraphPlan:
         self.loader: Loader | None = None
         self._lane = step.lane
         self._had_autocast = step.guard[0] is not None
-        # Empty for a step without modules, which then pays for none.
         self._modules: tuple[Watched, ...] = runner.guard.watched(step.guard)
+        # A step without modules pays for none.
+        self._looks = self._had_autocast or bool(self._modules)
         self._launch: LaunchCall = self._launch_step
         self._graph: Any = None
         self._may_settle = True  # whether it draws random numbers is known after its first replay
@@ -171,11 +172,7 @@ class GraphPlan:
         step, lane = self.step, self._lane
         if step.released:
             return AGAIN
-        if (
-            _is_any_autocast_enabled()
-            or self._had_autocast
-            or (self._modules and self._has_module_changed())
-        ):
+        if _is_any_autocast_enabled() or (self._looks and self._has_changed()):
             reason = self._guard_reason()
             if reason:
                 return self.runner.run_eager_for(reason, tensors, self.num_tokens, step.key)
@@ -208,7 +205,9 @@ class GraphPlan:
         self._ready, self._leaves, self._result = _NOT_READY, None, self._make_result
         self._launch, self._graph, self._padded = self._launch_step, None, ()
 
-    def _has_module_changed(self) -> bool:
+    def _has_changed(self) -> bool:
+        if self._had_autocast:
+            return True
         for module, training, place_now, place in self._modules:
             if module.training is not training or place_now() != place:
                 return True
