@@ -94,6 +94,7 @@ def make(policy=None, *, captured=True, registry=None, **options):
 
 @pytest.mark.parametrize("size", [8, 16, 32])
 def test_below_at_and_above_every_size(size):
+    """Each goes to the smallest size that holds it."""
     dispatcher = make()
     above = {8: 16, 16: 32}.get(size)
     assert dispatcher.dispatch(size - 1).key == mixed(size)
@@ -103,6 +104,7 @@ def test_below_at_and_above_every_size(size):
 
 
 def test_maximum_off_the_step_has_a_bucket():
+    """One below, at and above the maximum: two graphs and an error."""
     dispatcher = make(config=DispatchConfig(max_num_tokens=100))
     assert dispatcher.dispatch(100).key == mixed(100)
     assert dispatcher.dispatch(97).key == mixed(100)

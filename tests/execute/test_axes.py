@@ -75,6 +75,7 @@ def test_axis_is_part_of_key_reason_and_report(make_runner):
 
 
 def test_value_outside_all_buckets_runs_eager_with_a_reason(make_runner):
+    """Outside the declared bound no graph is used, and the step is counted."""
     runner = make_runner(encode, INPUTS, axes=[LENGTHS])
     runner.capture()
     call = call_of(2, 17)

@@ -58,6 +58,7 @@ def test_without_warmups_a_capture_works_or_says_why_not(make_runner):
 
 
 def test_warmup_and_capture_use_one_stream_for_all_keys(make_runner, backend):
+    """Libraries keep workspaces for each stream: a second one would be another memory."""
     runner = make_runner([graph_piece(double), eager_piece(double), graph_piece(double)])
     runner.capture()
     assert {kind for kind, _ in backend.streams_used} == {"warmup", "capture"}
@@ -488,6 +489,7 @@ def test_runner_within_a_runners_step(make_runner, quiet):
 
 
 def test_wrapping_twice_is_refused(make_runner):
+    """A runner of a runner would capture within a capture."""
     runner = make_runner(double)
     with pytest.raises(ConfigError, match="Wrap its step once"):
         GraphRunner(runner, {"tokens": StaticInput((None,), "int64")})

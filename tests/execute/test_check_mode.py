@@ -145,6 +145,7 @@ def test_planted_corruption_is_found_and_its_key_put_out_of_use(make_runner, key
 
 
 def test_memory_that_has_moved_is_found_before_results_differ(make_runner, quiet):
+    """A recorded address that is another now is told, and the step runs eager."""
     step, runner = moving_step(make_runner)
     step.linear.weight.data = step.linear.weight.data.clone()
     x = torch.ones(3, 4)

@@ -278,6 +278,7 @@ def test_batches_above_declared_sizes_run_eager():
 
 
 def test_it_is_the_module_in_all_but_its_calls(net):
+    """Saved state has the plain module's names in both directions."""
     fast = graphed(net)
     assert isinstance(fast, Net)
     assert list(fast.state_dict()) == list(net.state_dict())

@@ -46,6 +46,7 @@ def rows_of(number, seed=0):
 
 
 def test_largest_first_takes_about_the_memory_of_the_largest(make_runner, wide):
+    """Graphs of one pool share its memory."""
     runner = make_runner(wide, INPUT)
     runner.capture([key for key in runner.registry if key.num_tokens == 8])
     largest = runner.num_bytes
@@ -191,6 +192,7 @@ def test_bytes_never_pass_the_limit(make_runner, wide, metered, quiet, share, sh
 @pytest.mark.filterwarnings("ignore::dispatchkit.execute.ChurnWarning")
 @pytest.mark.parametrize("budget", [{"max_graphs": 2}, {"max_bytes": 0.6}, {"max_bytes": 0.3}])
 def test_budgets_hold_under_ten_thousand_calls(make_runner, wide, metered, quiet, budget):
+    """At no moment more graphs or bytes than allowed."""
     limit = 1 << 40
     if "max_bytes" in budget:
         limit = int(bytes_of_all(make_runner, wide, backend=metered) * budget["max_bytes"])
@@ -234,6 +236,7 @@ def test_idle_capture_brings_back_what_gave_way(make_runner, wide, keys, quiet):
 
 
 def test_key_that_could_never_fit_evicts_nothing(make_runner, wide, keys, quiet):
+    """What is too large alone is refused while the others live on."""
     limit = int(bytes_of_all(make_runner, wide) * 0.6)
     runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit)
     for rows in (1, 2, 8, 8, 1, 2):
@@ -416,6 +419,7 @@ def test_memory_that_outgrown_graphs_still_use_is_counted(make_runner, wide):
 
 
 def test_recapture_of_everything_does_not_hold_old_and_new_together(make_runner, wide, backend):
+    """The old graphs are gone before the first new one is captured."""
     runner = make_runner(wide, INPUT)
     runner.capture()
     before = runner.num_bytes
@@ -429,6 +433,7 @@ def test_recapture_of_everything_does_not_hold_old_and_new_together(make_runner,
 
 
 def test_endless_new_shapes_lead_to_a_warning(make_runner):
+    """Graphs that come and go all the time are told of once."""
     runner = make_runner(lambda tokens: tokens, sizes=tuple(range(1, 41)), lazy=True, max_graphs=2)
     for rows in range(1, 17):
         runner(torch.arange(rows))
@@ -499,6 +504,7 @@ def test_nothing_waits_for_a_garbage_collection(make_runner, wide, backend, quie
 
 
 def test_values_copied_in_place_are_seen_by_the_next_replay(make_runner):
+    """A graph reads memory, not values."""
     module = torch.nn.Linear(4, 4)
     runner = make_runner(module, {"input": StaticInput((None, 4), "float32")})
     runner.capture()

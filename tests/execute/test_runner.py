@@ -128,6 +128,7 @@ def test_each_downgrade_warns_once_and_is_counted_each_time(make_runner, model):
 
 
 def test_strict_runner_raises_before_the_step_runs(make_runner):
+    """No downgrade is silent: counted and warned of, or with strict an error."""
     ran = []
 
     def step(tokens):
@@ -293,6 +294,7 @@ class TestSettings:
             make_runner(model, TWO, sizes=sizes, max_num_tokens=8)
 
     def test_no_sizes_gives_an_eager_runner(self, make_runner, model):
+        """Without a size a runner starts, and every step runs eager."""
         with pytest.warns(CaptureSizeWarning):
             runner = make_runner(model, TWO, sizes=(), max_num_tokens=8)
         assert runner.capture().num_graphs == 0
@@ -350,6 +352,19 @@ class TestPieces:
                 given = batch(rows, seed)
                 assert_same(runner(**given, ceiling=ceiling), whole(**given))
         assert runner.stats().steps_by_mode == {"NONE": 6, "PIECEWISE": 6, "FULL": 6}
+
+    def test_variants_of_one_size_are_told_apart(self, make_runner, parts):
+        """Progress, hits and failures go by the whole key, not by its size."""
+        runner, told = make_runner(parts[0], TWO), []
+        runner.capture(progress=lambda done, total, key: told.append(key))
+        assert sorted(map(str, told[:-1])) == sorted(map(str, runner.registry))
+        for ceiling in (2, 2, 1):
+            runner(**batch(3), ceiling=ceiling)
+        hits = {key: number for key, number in runner.stats().hits.items() if number}
+        assert hits == {"FULL tokens=4": 2, "PIECEWISE tokens=4": 1}
+        runner.evict(next(key for key in runner.registry if str(key) == "FULL tokens=4"))
+        runner(**batch(3), ceiling=1)
+        assert runner.stats().hits["PIECEWISE tokens=4"] == 2
 
     def test_eager_piece_runs_python_each_time_and_graph_pieces_do_not(self, make_runner):
         ran = []

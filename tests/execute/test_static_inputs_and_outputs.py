@@ -45,6 +45,16 @@ def test_only_stale_rows_are_reset(make_runner):
     assert (buffers.clean_from, buffers.clean_to) == (5, 8)
 
 
+def test_buffers_hold_the_largest_bucket_and_give_no_shorter_slice(make_runner):
+    """What is checked is what is cut: too many rows are an error, never fewer rows."""
+    buffers = make_runner(lambda tokens: tokens + 1, sizes=(2, 8))._lane.buffers
+    assert buffers.num_rows == 8
+    assert [len(buffers.views(rows)[0]) for rows in (0, 3, 8)] == [0, 3, 8]
+    for rows in (9, -1):
+        with pytest.raises(ConfigError, match=r"0\.\.8"):
+            buffers.views(rows)
+
+
 def test_each_input_has_its_own_fill_everywhere(make_runner, backend):
     """The same fill in warmup, in the capture and at each replay."""
     seen = set()
@@ -313,6 +323,7 @@ def test_input_that_does_not_fit_is_refused_before_anything_is_touched(linear, c
 
 
 def test_missing_and_doubled_inputs_are_refused(linear):
+    """A missing, unknown or doubled input is an error by name, before anything is touched."""
     with pytest.raises(InputError, match="'bias' is missing"):
         linear(x=GOOD["x"])
     with pytest.raises(InputError, match="given twice"):
@@ -330,6 +341,7 @@ def test_batched_inputs_of_different_rows_are_refused(make_runner):
 
 
 def test_keyword_tensors_are_copied_on_every_replay(linear):
+    """They are treated as those given by position, on each call."""
     for value in (1.0, 2.0, 3.0):
         given = {"x": torch.full((3, 2), value), "bias": torch.full((2,), value)}
         same(linear(**given), torch.full((3, 2), 2 * value))

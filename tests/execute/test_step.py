@@ -150,6 +150,7 @@ def test_containers_that_a_caller_could_change_are_fresh(make_runner):
 
 @pytest.mark.parametrize("result", ["leaf", "tuple", "nested"])
 def test_owned_results_keep_their_values(make_runner, result):
+    """A result kept over later calls is the caller's own."""
     make = {
         "leaf": lambda x: x + 1,
         "tuple": lambda x: (x + 1, x.sum()),

@@ -318,6 +318,7 @@ def test_a_swap_that_fails_takes_nothing_from_what_was_learnt(make_runner, backe
 
 
 def test_news_of_the_old_policys_steps_are_not_told_to_the_new(make_runner, policy):
+    """What was measured under one policy teaches another nothing."""
     runner = make_runner(double, policy=Remembering(policy))
     runner.capture()
     served_by(runner, 3)

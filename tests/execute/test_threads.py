@@ -25,6 +25,7 @@ def in_threads(number, work):
 
 
 def test_threads_give_the_serial_results(make_runner):
+    """Steps of several threads run one at a time, each once."""
     weight = torch.randn(16, 16)
     runner = make_runner(
         [
@@ -49,6 +50,7 @@ def test_threads_give_the_serial_results(make_runner):
 
 
 def test_simultaneous_first_calls_capture_each_key_once(make_runner):
+    """Threads that ask for one key at once share its graph."""
     runner = make_runner(lambda tokens: tokens * 2, lazy=True)
     results = in_threads(50, lambda index: runner(torch.arange(1 + index % 8)))
     for index, result in enumerate(results):

@@ -119,6 +119,7 @@ def test_first_matrix_product_of_a_process_works(warmups):
 
 
 def test_warmup_and_capture_use_one_stream_for_all_keys(step):
+    """Libraries keep workspaces for each stream: a second one would be another memory."""
     used = []
 
     class Noting(type(cuda_backend())):
@@ -136,6 +137,8 @@ def test_warmup_and_capture_use_one_stream_for_all_keys(step):
 
 
 def test_collection_in_mid_capture_destroys_old_graphs_without_harm(step):
+    """A collection that would destroy an old graph voids no capture."""
+
     def collecting(x):
         y = step(x)
         gc.collect()
@@ -318,6 +321,7 @@ def test_call_inside_the_callers_capture_passes_straight_through(step):
 
 
 def test_other_autocast_than_at_capture_runs_eager_and_other_types_are_refused(step):
+    """Never a silent conversion."""
     runner = runner_of(step)
     runner.capture()
     x = rows_of(5)
@@ -332,6 +336,7 @@ def test_other_autocast_than_at_capture_runs_eager_and_other_types_are_refused(s
 
 
 def test_late_use_of_a_view_shows_in_check_mode(step):
+    """A result that is read after the next call holds nothing plausible."""
     runner = runner_of(step, check=1 << 40, outputs="view")
     runner.capture()
     first = runner(rows_of(3))
@@ -365,6 +370,8 @@ def test_order_with_copies_from_and_to_the_host(step, pin):
 
 
 def test_host_memory_that_a_graph_copies_from_lives_as_long_as_the_graph():
+    """Host temporaries of a capture are not given to others meanwhile."""
+
     def step(x):
         bias = torch.full((64,), 7.0, pin_memory=True)
         return x + bias.to(DEVICE, non_blocking=True)
@@ -430,6 +437,7 @@ def wide_runner(step, **settings):
 
 
 def test_largest_first_takes_about_the_memory_of_the_largest(wide):
+    """Graphs of one pool share its memory."""
     largest = wide_runner(wide)
     largest.capture([max(largest.registry, key=lambda key: key.num_tokens)])
     runner = wide_runner(wide)
@@ -542,6 +550,7 @@ def test_budget_of_bytes_holds_at_every_moment(wide, quiet, share, share_outputs
 
 
 def test_recapture_of_everything_does_not_hold_old_and_new_together(wide):
+    """The old graphs are gone before the first new one is captured."""
     meter = Meter()
     runner = wide_runner(wide, backend=meter.backend)
     runner.capture()
@@ -566,6 +575,7 @@ class Layer(torch.nn.Module):
 
 
 def test_values_copied_in_place_are_seen_by_the_next_replay():
+    """A graph reads memory, not values."""
     module = Layer()
     runner = runner_of(module)
     runner.capture()
@@ -639,6 +649,7 @@ def test_invalidation_while_replays_are_in_flight(wide):
 
 
 def test_reload_that_failed_half_way_leaves_a_runner_that_works(quiet):
+    """One call invalidates, and what is captured next reads the weights as they are."""
     modules = [Layer(), Layer()]
     runner = runner_of(lambda x: modules[1](modules[0](x)))
     runner.capture()

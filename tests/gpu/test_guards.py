@@ -90,6 +90,7 @@ def test_eight_threads_give_the_serial_results_bit_for_bit(step):
 
 
 def test_fifty_simultaneous_first_calls_capture_each_key_once(step):
+    """On a device too: fifty threads, one graph for each key."""
     runner = runner_of(step, lazy=True)
     given = [rows_of(1 + i % 16, i) for i in range(50)]
 
@@ -192,6 +193,7 @@ PLANTED = [
 
 @pytest.mark.parametrize("plant", PLANTED)
 def test_planted_corruption_is_found(plant, quiet):
+    """Each kind that was planted is reported by check mode, on a device too."""
     step = Planted().to(DEVICE)
     runner = runner_of(step, check=1)
     runner.capture()
@@ -259,6 +261,7 @@ def test_hundred_thousand_clean_steps_pass():
 
 
 def test_moved_and_switched_modules_are_not_replayed(quiet):
+    """Neither after a move nor in another mode is a graph made before used."""
     module = torch.nn.Linear(WIDTH, WIDTH).to(DEVICE)
     runner = runner_of(lambda x: module(x.to(module.weight.dtype)).float())
     runner.capture()
@@ -275,6 +278,7 @@ def test_moved_and_switched_modules_are_not_replayed(quiet):
 
 
 def test_release_and_recapture_for_sleep_and_wake(step):
+    """All memory is given back and comes back on request."""
     runner = runner_of(step)
     runner.capture()
     x = rows_of(7)
@@ -288,6 +292,7 @@ def test_release_and_recapture_for_sleep_and_wake(step):
 
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 def test_axes_are_padded_and_cut(outputs):
+    """Any value within the buckets gives what eager gives; outside them the step runs eager."""
     weight = rows_of(8, 3, 4)
     inputs = {"x": StaticInput((None, "length", 8), "float32")}
     runner = runner_of(

@@ -106,6 +106,7 @@ def test_inputs_and_results_may_be_let_go_of_at_once():
 
 
 def test_steps_that_change_state_do_not_overlap():
+    """Two at a time would lose one's change."""
     total = torch.zeros(WIDTH, device=DEVICE)
 
     def step(x):

@@ -133,6 +133,7 @@ def test_replay_equals_eager_on_changing_inputs(ceiling, outputs):
 
 
 def test_owned_results_survive_later_calls():
+    """Nested results and views too, also over calls of other keys of the pool."""
     model = Decoder()
     runner = runner_of(model.pieces(), state=[model.cache])
     runner.capture()
@@ -165,6 +166,8 @@ def test_random_numbers_come_as_in_eager():
 
 
 def test_true_row_count_and_outputs_without_a_batch_dimension():
+    """The step masks by the row count on the device; what has no rows is not cut."""
+
     def step(x, num_rows):
         real = torch.arange(x.shape[0], device=x.device) < num_rows
         kept = torch.where(real[:, None], x, 0.0)
@@ -296,6 +299,8 @@ def test_budget_holds_under_many_calls(limit):
 
 
 def test_timed_steps_give_device_times():
+    """Events around the step on its own stream, labelled as the device's clock."""
+
     class Timed(SmallestPolicy):
         heard = ()
 

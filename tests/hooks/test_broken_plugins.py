@@ -229,6 +229,7 @@ def test_broken_plugin_is_left_out_whole_and_named(
 
 
 def test_strict_mode_raises_all_problems_as_a_group(site: Any, policy_source: Any) -> None:
+    """Strict loading names every broken plugin at once."""
     site.install("acme-a", a="import no_such_module_a")
     site.install("acme-b", b="raise SystemExit")
     site.install("acme-c", c=policy_source("c"))

@@ -41,6 +41,7 @@ def test_importing_dispatchkit_does_not_load_plugins() -> None:
 def test_listing_and_registering_load_no_torch_and_leave_a_forked_process_free(
     site: Any, policy_source: Any
 ) -> None:
+    """Plugins are imported and listed without touching a device."""
     site.install("acme-rule", rule=policy_source("rule"))
     code = (
         "import os, sys\n"

@@ -25,6 +25,7 @@ MARK = "from dispatchkit.hookspecs import *\n"
 
 
 def test_missing_policy_is_an_error_with_the_nearest_names(site: Any, policy_source: Any) -> None:
+    """A policy that was asked for by name is never replaced in silence."""
     site.install("acme-greedy", greedy=policy_source("greedy"))
     loaded = site.load()
     with pytest.raises(UnknownNameError) as unknown:
@@ -36,6 +37,7 @@ def test_missing_policy_is_an_error_with_the_nearest_names(site: Any, policy_sou
 
 
 def test_missing_policy_names_the_plugin_that_failed_to_load(site: Any) -> None:
+    """A load failure is never only a debug message."""
     site.install("acme-a", a="import no_such_module_a")
     site.install("dispatchkit-greedy", greedy="import no_such_module_g")
     with pytest.raises(UnknownNameError, match="no_such_module_g") as unknown:
@@ -113,6 +115,7 @@ def test_one_entry_point_name_of_two_distributions(
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_one_policy_name_of_two_plugins(reverse: bool, site: Any, policy_source: Any) -> None:
+    """Both origins are named, and the winner does not depend on the path."""
     other = site.folder("other", first=reverse)
     site.install("beta", bb=policy_source("rule"))
     site.install("alpha", folder=other, aa=policy_source("rule"))
@@ -141,6 +144,7 @@ def test_the_distribution_named_after_a_policy_keeps_it(
 
 
 def test_one_object_under_two_names(site: Any, policy_source: Any) -> None:
+    """Reported with both names; it is loaded once."""
     site.install(
         "acme", {"one": "shared_rule", "two": "shared_rule"}, shared_rule=policy_source("r")
     )
@@ -177,6 +181,7 @@ def dispatchkit_register_backends(): return [BackendSpec("tape", Own)]
 
 
 def test_built_in_names_are_kept_unless_replacement_is_asked_for(site: Any) -> None:
+    """A plugin takes no built-in's place by its name alone."""
     site.install("acme", own_tape=BACKEND)
     loaded = site.load()
     assert loaded.backends["tape"].origin.distribution == "dispatchkit"

@@ -45,6 +45,7 @@ def test_a_raising_observer_is_named_and_the_others_are_told(
 
 
 def test_repeated_faults_switch_an_observer_off_and_the_list_says_so(caplog: Any, row: Any) -> None:
+    """After three in a row it is not called any more."""
     plugins = PluginSet()
     heard: list[Any] = []
     plugins.register("bad", hearing(heard, ValueError("broken")))

@@ -110,6 +110,7 @@ def test_uniform_graph_without_a_length_is_of_one_token_per_request():
 
 @given(st.data())
 def test_equal_facts_are_equal_keys_with_equal_text(data):
+    """Capture and look-up build keys by one function."""
     config = data.draw(configs())
     one, two = data.draw(graph_keys(config)), data.draw(graph_keys(config))
     assert (one == two) is (str(one) == str(two))

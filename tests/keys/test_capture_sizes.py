@@ -64,6 +64,7 @@ def test_sizes_over_the_limit_are_refused():
 
 
 def test_sizes_over_the_limit_can_be_trimmed_with_a_warning():
+    """Or trimmed, where the caller asks for that, and said."""
     with pytest.warns(CaptureSizeWarning, match=r"\[64\] trimmed"):
         assert check_capture_sizes([8, 32, 64], limit=32, over_limit="trim") == (8, 32)
 
@@ -114,6 +115,7 @@ def test_the_stated_maximum_is_a_size(max_size, max_num_seqs, query_len):
     ],
 )
 def test_default_ladder(max_size, expected):
+    """The maximum is a size, also off the step; a maximum of 1 gives 1, never 0."""
     assert default_capture_sizes(max_size) == expected
 
 

@@ -48,12 +48,14 @@ def test_given_sizes_set_the_limit():
 
 
 def test_explicit_list_is_kept_and_what_it_leaves_out_is_said():
+    """Nothing is added to it; a warning names the range without a graph."""
     with pytest.warns(CaptureSizeWarning, match="17 to 64 tokens run eager. Add 64"):
         config = DispatchConfig(capture_sizes=(8, 16), max_num_tokens=64)
     assert config.capture_sizes == (8, 16)
 
 
 def test_no_sizes_mean_no_graphs_and_one_warning():
+    """Where no size is left, start-up succeeds without graphs and says so once."""
     with pytest.warns(CaptureSizeWarning) as told:
         config = DispatchConfig(capture_sizes=(), max_num_tokens=64)
     assert len(told) == 1
@@ -116,11 +118,13 @@ def test_zero_is_no_limit(setting):
 
 @pytest.mark.parametrize("sizes", [(0,), (-8, 8), (1.5,), (True,), ("x",), (8, None)])
 def test_bad_capture_size_is_refused(sizes):
+    """Zero, negative, fractional, boolean or no number: named with setting and value."""
     with pytest.raises(ConfigError, match="capture_sizes must be"):
         DispatchConfig(capture_sizes=sizes)
 
 
 def test_size_above_the_limit_is_refused_before_any_memory_is_taken():
+    """What the buffers cannot hold is refused as a setting."""
     with pytest.raises(ConfigError, match=r"at most max_num_tokens \(16\), got 32"):
         DispatchConfig(capture_sizes=(8, 32), max_num_tokens=16)
 
@@ -133,6 +137,7 @@ def test_bad_query_lens_are_refused(lens):
 
 
 def test_unknown_mode_gets_the_nearest_names():
+    """An unknown word is refused, never taken without effect."""
     with pytest.raises(UnknownNameError) as caught:
         DispatchConfig(mode="full_and_peicewise")
     assert "FULL_AND_PIECEWISE" in caught.value.nearest
@@ -153,6 +158,7 @@ def test_uniform_sizes_are_named_in_their_own_error():
 
 
 def test_unknown_setting_is_refused():
+    """A misspelt setting never passes without effect."""
     with pytest.raises(TypeError, match="max_tokens"):
         DispatchConfig(max_tokens=8)
 

@@ -212,6 +212,7 @@ def test_larger_graphs_and_other_modes_are_arms_too() -> None:
 
 
 def test_hard_constraints_stand_above_what_was_learnt() -> None:
+    """Not even a mode that was measured to be faster is taken where it is not allowed."""
     config = DispatchConfig(capture_sizes=(64,), max_num_tokens=64)
     policy = adaptive()
     table = serve(policy, config)

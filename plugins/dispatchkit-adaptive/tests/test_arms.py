@@ -47,6 +47,7 @@ def test_an_outlier_just_after_a_change_decides_nothing_either() -> None:
 
 @pytest.mark.parametrize("outlier", [1e-3, 1e9])
 def test_one_outlier_decides_nothing(outlier: float) -> None:
+    """The level of an arm is a robust one."""
     arm = Arm(32, over_tokens=False)
     for _ in range(10):
         arm.add(8, 100.0)

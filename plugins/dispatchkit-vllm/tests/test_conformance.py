@@ -53,6 +53,7 @@ def test_a_sample_agrees(path: Path):
 
 @pytest.mark.slow
 def test_every_record_agrees():
+    """Each dialect answers as the pinned release, also where ladders interleave."""
     pytest.importorskip("torch")
     reports = [check_file(path) for path in FILES]
     assert [record for report in reports for record in report.failed] == []

@@ -128,6 +128,7 @@ def test_more_requests_than_the_graph_holds_take_the_next_mode():
 
 
 def test_uniform_keys_hold_whole_requests_only():
+    """No captured graph holds a part of a request."""
     for name in DIALECTS:
         made = dispatcher(name, query_lens=(3,), capture_sizes=(1, 2, 4, 6, 8, 9, 16))
         uniform = [key.descriptor for key in made.registry if key.descriptor.uniform]
@@ -183,11 +184,13 @@ def test_a_request_larger_than_every_size_leaves_the_sizes_as_they_are():
     ],
 )
 def test_captured_counts_of_adapters(dialect, settings, cases):
+    """Counts that cannot occur are not captured."""
     made = dispatcher(dialect, max_loras=5, **settings)
     assert {key.descriptor.num_active_loras for key in made.registry} == cases
 
 
 def test_a_count_takes_the_next_captured_one():
+    """The number of adapters is part of the key, and one above the limit is refused."""
     made = dispatcher(max_loras=5, specialize_active_loras=True)
     chosen = [made.dispatch(3, 2, False, loras).key for loras in range(6)]
     assert [key.descriptor.num_active_loras for key in chosen] == [0, 1, 2, 4, 4, 5]
@@ -227,6 +230,7 @@ def test_drafter_knows_several_query_lengths():
 
 
 def test_drafter_finds_the_larger_plain_graph_that_upstream_misses():
+    """Where a larger FULL graph fits, a policy may take it."""
     made = dispatcher("vllm-drafter", mode="FULL", query_lens=(3,), uniform_capture_sizes=(3, 6))
     assert made.dispatch(6, 2, True).key == full(8)
 

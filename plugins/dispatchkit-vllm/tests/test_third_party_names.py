@@ -51,6 +51,7 @@ def test_replays_the_graph_of_a_key_and_runs_others_eager():
 
 
 def test_every_field_of_the_key_tells_graphs_apart():
+    """Variants of one size are kept apart."""
     made = dispatcher()
     made.register_graph(create_dispatch_key(4, 2, 128, False), lambda: "replayed")
     for other in ((4, 1, 128, False), (4, 2, 64, False), (4, 2, 128, True)):
