@@ -20,7 +20,7 @@ from dispatchkit.errors import CaptureError, ConfigError, InputError
 from dispatchkit.execute.host_arrays import host_array, numpy_module
 from dispatchkit.execute.inputs import MAX_KEPT_SIZES, RESERVED_NAMES, InputSet, StaticInput
 from dispatchkit.execute.launch import AGAIN, GraphPlan, TimedPlan, WatchedPlan, graph_plan
-from dispatchkit.keys.axes import Axis
+from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 
@@ -95,6 +95,14 @@ class AxisInputs:
                 self._kept.clear()
             found = self._kept[name] = InputSet(specs, self._device)
         return found
+
+    def buckets(self, call: AxisCall) -> AxisBuckets:
+        """Return the bucket of each axis for a call, None for a value outside."""
+        found = [axis.index(value) for axis, value in zip(self._axes, call.values, strict=True)]
+        return tuple(
+            axis.buckets[index - 1] if index else None
+            for axis, index in zip(self._axes, found, strict=True)
+        )
 
     # -- a call -------------------------------------------------------------------------
 

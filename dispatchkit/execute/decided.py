@@ -12,6 +12,7 @@ from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher
 from dispatchkit.dispatch.cells import cell_of_batch
 from dispatchkit.errors import ConfigError, InputError, ReplayError
+from dispatchkit.execute.axes import AxisInputs
 from dispatchkit.execute.check import Checker
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.lanes import Lane
@@ -53,6 +54,11 @@ class Decided:
     lifecycle: Lifecycle
     is_exact: bool = False
     _snapshot: Callable[[], Snapshot]
+    _axes: AxisInputs | None
+    _bind_inputs: Callable[..., Any]
+    _check_inputs: Callable[[Any], int]
+    _to_arrays: Callable[[Any], Any]
+    _is_special: bool
     _inputs: InputSet
     _lane: Lane
     _lock: threading.RLock
@@ -66,28 +72,31 @@ class Decided:
         Args:
             decision: One that this runner's dispatcher gave, for as many tokens as the inputs
                 have.
-            inputs: Inputs by name.
+            inputs: Inputs, and values of axes, by name.
 
         Returns:
             What the step returns for these inputs.
 
         Raises:
-            ConfigError: The decision is not one of this runner's dispatcher, or there are axes.
+            ConfigError: The decision is not one of this runner's dispatcher.
             InputError: An input is missing, unknown, of another type, device or shape, or has
-                another number of rows than the decision. Nothing has run.
+                another number of rows, or other buckets, than the decision. Nothing has run.
             ReplayError: The graph was given up, was captured under other facts (autocast,
                 training mode), or its launch failed.
         """
         plan = decision.plan
         if plan is None or plan.runner is not self:
             raise ConfigError("decision", decision, "one that this runner's dispatcher gave")
-        if self.config.axes:
-            # A decision does not say which values of them it is for.
-            raise ConfigError("axes", self.config.axes, "none where steps are decided before")
-        tensors = self._inputs.bind((), dict(inputs))
-        if self._inputs.host:
-            tensors = self._inputs.to_arrays(tensors)
-        num_tokens = self._inputs.check(tensors)
+        tensors = self._bind_inputs((), dict(inputs))
+        if self._is_special:
+            tensors = self._to_arrays(tensors)
+        num_tokens = self._check_inputs(tensors)
+        if self._axes is not None and decision.key is not None:
+            buckets, own = self._axes.buckets(tensors), decision.key.descriptor.axes
+            if buckets != own:
+                raise InputError(
+                    "", f"The values of axes are in buckets {buckets}; the decision is for {own}."
+                )
         if num_tokens != decision.num_tokens:
             raise InputError(
                 "", f"The inputs have {num_tokens} rows; the decision is for {decision.num_tokens}."

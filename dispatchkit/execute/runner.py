@@ -11,7 +11,7 @@ import torch
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher, LanePolicy, Policy
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.axes import AxisInputs, axis_graph_plan
+from dispatchkit.execute.axes import AxisCut, AxisInputs, axis_graph_plan
 from dispatchkit.execute.budget import Budget
 from dispatchkit.execute.buffers import StaticBuffers
 from dispatchkit.execute.capture import Capturer
@@ -132,6 +132,8 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         mode_reasons: Why the mode in force is less than what was asked for, where a piece or
             the backend says that it supports less.
         backend: The device.
+        known_axis_cuts: Says which dimensions of outputs follow an axis: indices of output,
+            dimension and axis. Empty before the first capture.
         buffers: The static inputs by name, for callers that write them themselves; see
             ``step``.
 
@@ -281,6 +283,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         )
         self._writes, self._may_write = warm.writes, warm.may_write
         self._snapshot = warm.snapshot
+        self.known_axis_cuts: Callable[[], tuple[AxisCut, ...]] = warm.known_axis_cuts
         capturer = Capturer(
             warm, self.backend, self.guard, share_outputs=share_outputs, notes_facts=bool(check)
         )

@@ -178,6 +178,10 @@ class Warmups:
             self._cuts[family] = self._axes.measure_cuts(key, outputs, run)
         return self._cuts[family]
 
+    def known_axis_cuts(self) -> tuple[AxisCut, ...]:
+        """Return which dimensions of outputs follow an axis, as far as a capture measured it."""
+        return next(iter(self._cuts.values()), ())
+
     def run(self, key: GraphKey, lane: Lane, snapshot: Snapshot) -> Any:
         """Run the step at the key's size, watched the first time for each family."""
         views = self.views(key, lane, key.num_tokens)

@@ -10,6 +10,7 @@ from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.dispatch.policy import policy_name, policy_traits
 from dispatchkit.errors import ConfigError, NoGraphError, RankError
 from dispatchkit.keys import GraphKey, RuntimeMode
+from dispatchkit.ranks.axis_facts import AxisFacts
 from dispatchkit.ranks.facts import ALL_ON, AgreedBatch, Facts
 from dispatchkit.ranks.fingerprint import fingerprint
 from dispatchkit.ranks.leader import LeaderPolicy
@@ -96,10 +97,15 @@ class RankedDispatcher:
         self._history = 0
         try:
             _check(dispatcher, self._leader, ranks, check_every, epoch_steps)
-            self._facts = Facts(dispatcher.config, switches)
+            has_axes = bool(dispatcher.config.axes)
+            self._facts = (AxisFacts if has_axes else Facts)(dispatcher.config, switches)
         except ConfigError as error:
             ranks.fail(error)  # or the others would wait for this rank
             raise
+        # What this rank runs where nothing is exchanged.
+        self._own: Callable[..., AgreedBatch] = AgreedBatch
+        if isinstance(self._facts, AxisFacts):
+            self._own = self._facts.own
         self._keys = SharedKeys(dispatcher)
         own = {
             "same_batches": same_batches,
@@ -142,7 +148,8 @@ class RankedDispatcher:
             num_tokens: Unpadded tokens of this rank.
             num_reqs: Requests; 0 where they are not known.
             uniform: Query class, as for ``Dispatcher.dispatch``.
-            loras: Active adapters.
+            loras: Active adapters; where there are axes, ``DispatchConfig.variant`` of the
+                adapters and this rank's value of each axis.
             ceiling: Code of the modes that this rank's batch allows.
             switches: Bits of the switches that this rank has on; by default all.
 
@@ -303,7 +310,7 @@ class RankedDispatcher:
             )
             self.ranks.fail(error)
             raise error
-        agreed = AgreedBatch(
+        agreed = self._own(
             num_tokens, num_reqs, uniform, loras, ceiling, switches & self._facts.all_on
         )
         if self._every:
@@ -323,9 +330,9 @@ def _check(
     for value, setting, least in ((check_every, "check_every", 0), (epoch_steps, "epoch_steps", 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(setting, value, f"a whole number of at least {least}")
-    if dispatcher.config.axes:
+    if dispatcher.config.axes and leader is not None:
         names = [axis.name for axis in dispatcher.config.axes]
-        raise ConfigError("axes", names, "none where ranks decide together")
+        raise ConfigError("axes", names, "none with a LeaderPolicy")
     graphs = dispatcher.graphs
     for key, entry in dispatcher.registry.entries.items():
         if entry.state is KeyState.DECLARED and graphs.is_ready(key):

@@ -36,10 +36,12 @@ class AgreedBatch(NamedTuple):
         num_tokens: The most tokens of any rank; 0 when all are idle.
         num_reqs: The most requests of any rank that knows its number; 0: none does.
         uniform: The query class that all batches belong to; 0 (mixed) if there is none.
-        loras: The most active adapters of any rank.
+        loras: The most active adapters of any rank; with axes the variant of these.
         ceiling: Code of the runtime modes that are allowed on every rank and no higher than
             what each would have chosen alone.
         switches: The switches that are on everywhere, as bits in their declared order.
+        axes: The value of each axis that all ranks pad to: the largest of any. None for an
+            exact axis of which they have different ones: no graph serves the step.
     """
 
     num_tokens: int
@@ -48,6 +50,7 @@ class AgreedBatch(NamedTuple):
     loras: int
     ceiling: int
     switches: int = 0
+    axes: tuple[int | None, ...] = ()
 
 
 class Facts:
@@ -57,6 +60,7 @@ class Facts:
         config: Whose query classes there are.
         switches: Names of further yes-or-no choices that change the collectives inside a
             step (microbatches, another all-to-all); one is on where all ranks have it on.
+        more: Further columns, at the end, for a subclass.
 
     Attributes:
         num_columns: Length of a row.
@@ -66,7 +70,9 @@ class Facts:
         ConfigError: There are too many query classes and switches for one row.
     """
 
-    def __init__(self, config: DispatchConfig, switches: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: DispatchConfig, switches: Sequence[str] = (), *, more: int = 0
+    ) -> None:
         self.switches: tuple[str, ...] = tuple(switches)
         self._num_classes = config.num_query_classes
         self._varlen = self._num_classes - 1 if config.varlen_decode else 0
@@ -77,11 +83,12 @@ class Facts:
             short = [index for index, query_len in lens if query_len <= config.query_len]
             self._fits_varlen = frozenset((*short, self._varlen))
         self._first_switch = _CLASSES + self._num_classes
-        self.num_columns: int = self._first_switch + len(self.switches)
+        self._first_more: int = self._first_switch + len(self.switches)
+        self.num_columns: int = self._first_more + more
         self.all_on: int = (1 << len(self.switches)) - 1
         # One column is the dispatcher's own.
         if self.num_columns >= MAX_COLUMNS:
-            most = MAX_COLUMNS - 1 - self._first_switch
+            most = MAX_COLUMNS - 1 - self._first_switch - more
             raise ConfigError("switches", self.switches, f"at most {most} with this configuration")
         self._idle = [0] * self.num_columns
         self._kept: dict[tuple[int, ...], tuple[int, int, int]] = {}
@@ -124,7 +131,7 @@ class Facts:
             NoGraphError: No runtime mode is allowed on all ranks; each rank raises it.
         """
         # All but the counts take few values, and what follows from them is kept.
-        facts = tuple(merged[_CARE : self.num_columns])
+        facts = tuple(merged[_CARE : self._first_more])
         kept = self._kept.get(facts)
         if kept is None:
             kept = self._follow(merged)
@@ -140,7 +147,7 @@ class Facts:
         allowed = frozenset(mode for mode in RuntimeMode if mode <= ceiling and not forbidden[mode])
         if not allowed:
             raise _no_common_mode(forbidden, ceiling)
-        off = merged[self._first_switch : self.num_columns]
+        off = merged[self._first_switch : self._first_more]
         switches = sum(1 << index for index, is_off in enumerate(off) if not is_off)
         return self._common_class(merged), _CODES[allowed], switches
 

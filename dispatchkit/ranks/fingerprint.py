@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import platform
 from collections.abc import Mapping, Sequence
 
 import attrs
 
 from dispatchkit.dispatch import Dispatcher, GraphView, Policy
+from dispatchkit.dispatch.axes import PlainView, knows_axes
 from dispatchkit.dispatch.policy import policy_name
 from dispatchkit.keys import Batch, RuntimeMode
+from dispatchkit.keys.axes import AxisBuckets
 from dispatchkit.registry import GraphRegistry
 
 # Sizes around which the policy's answers are compared; all of them would take seconds.
@@ -92,9 +95,16 @@ def _answers(dispatcher: Dispatcher, policy: Policy) -> list[str]:
     config = dispatcher.config
     registry = GraphRegistry()
     registry.declare(sorted(dispatcher.registry, key=str))
-    view = GraphView(
+    every = GraphView(
         registry, config, modes=frozenset(RuntimeMode), dispatchable=lambda entry: True
     )
+    # What each batch is asked with: its axes, and the graphs that its policy sees.
+    views: list[tuple[AxisBuckets, GraphView]] = [((), every)]
+    if config.axes:
+        combinations = config.variants.combinations()
+        views = [(axes, every) for axes in (combinations[0], combinations[-1])]
+        if not knows_axes(policy.declare(config)):
+            views = [((), PlainView(every, combinations[0]))]
     sizes = sorted({key.num_tokens for key in registry} | {1, config.max_num_tokens})
     step = -(-len(sizes) // _MAX_PROBED_SIZES)
     probed = {*sizes[::step], config.max_num_tokens}
@@ -106,7 +116,7 @@ def _answers(dispatcher: Dispatcher, policy: Policy) -> list[str]:
         for uniform in range(config.num_query_classes):
             is_uniform, query_len, max_query_len = config.query_class(uniform)
             for loras in sorted({0, min(1, config.max_loras), config.max_loras}):
-                for ceiling in (1, 2):
+                for ceiling, (axes, view) in itertools.product((1, 2), views):
                     batch = Batch(
                         num_tokens=num_tokens,
                         uniform=is_uniform,
@@ -114,6 +124,7 @@ def _answers(dispatcher: Dispatcher, policy: Policy) -> list[str]:
                         max_query_len=max_query_len,
                         num_active_loras=loras,
                         allowed=ceiling,
+                        axes=axes,
                     )
                     found.append(f"{batch}: {_ask(policy, batch, view)}")
     return found

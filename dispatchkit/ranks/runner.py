@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dispatchkit.errors import ConfigError, InputError, NoGraphError
 from dispatchkit.keys import GraphKey, RuntimeMode
@@ -54,6 +54,7 @@ class RankedRunner:
         self.runner = runner
         self._inputs = dict(inputs)
         self._fill: dict[str, torch.Tensor] = {}
+        self._names: tuple[str, ...] = tuple(axis.name for axis in runner.config.axes)
         self._made_under = runner.guard.now()
         self.ranked: RankedDispatcher = RankedDispatcher(runner.dispatcher, ranks, **options)
 
@@ -84,11 +85,12 @@ class RankedRunner:
             loras: Active adapters.
             ceiling: Code of the modes that this rank's batch allows.
             switches: Bits of the switches that this rank has on.
-            tensors: Inputs by name.
+            tensors: Inputs by name; where there are axes, this rank's values of them too.
 
         Returns:
             What the step returns for this rank's rows. Outputs are cut along dimension 0,
-            where that has the agreed size.
+            where that has the agreed size, and along axes as far as a capture has measured
+            which dimensions follow one.
 
         Raises:
             InputError: An input is missing or has no rows. Nothing has been exchanged.
@@ -101,6 +103,8 @@ class RankedRunner:
         """
         own = self._num_rows(tensors)
         ceiling = self._ceiling(ceiling)
+        if self._names:
+            return self._run_with_axes(tensors, own, num_reqs, uniform, loras, ceiling, switches)
         agreed = self.ranked.agree(own, num_reqs, uniform, loras, ceiling, switches)
         rows = agreed.num_tokens
         given = tensors if rows == own else self._padded(tensors, own, rows)
@@ -119,7 +123,14 @@ class RankedRunner:
         rows = agreed.num_tokens
         if not rows:
             return False
-        self._run(agreed, self._padded({}, 0, rows))
+        if self._names:
+            axes = zip(self.runner.config.axes, agreed.axes, strict=True)
+            values = {
+                axis.name: axis.buckets[0] if value is None else value for axis, value in axes
+            }
+            self._run(agreed, self._padded_with_axes({}, rows, values) | values)
+        else:
+            self._run(agreed, self._padded({}, 0, rows))
         return True
 
     # -- inside -------------------------------------------------------------------------
@@ -174,6 +185,67 @@ class RankedRunner:
             # Always new memory: a step may keep, or write to, what it is given.
             padded[name] = fill.clone() if given is None else torch.cat([given, fill], dim)
         return padded
+
+    def _run_with_axes(
+        self, given: dict[str, Any], own: int, num_reqs: int, uniform: int, loras: int, *rest: int
+    ) -> Any:
+        missing = [name for name in self._names if name not in given]
+        if missing:
+            raise InputError(missing[0], f"Axis {missing[0]!r} has no value in this call.")
+        values = {name: given.pop(name) for name in self._names}
+        variant = self.runner.config.variant(loras, **values)
+        for name, shape in self._shapes(own, values).items():
+            tensor = given.get(name)
+            if tensor is None or tensor.shape != shape:  # before anybody waits for this rank
+                found = None if tensor is None else tuple(tensor.shape)
+                raise InputError(name, f"Input {name!r} must be {tuple(shape)} here, got {found}.")
+        agreed = self.ranked.agree(own, num_reqs, uniform, variant, *rest)
+        # An exact axis of which ranks have different values: eager, each with its own.
+        wanted = {
+            name: values[name] if value is None else value
+            for name, value in zip(self._names, agreed.axes, strict=True)
+        }
+        rows = agreed.num_tokens
+        result = self._run(agreed, self._padded_with_axes(given, rows, wanted) | wanted)
+        if wanted != values:
+            result = self._cut_axes(result, values, wanted)
+        return result if rows == own else tree_map(lambda leaf: _cut(leaf, own, rows), result)
+
+    def _padded_with_axes(
+        self, given: Mapping[str, torch.Tensor], rows: int, values: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Return inputs of the agreed rows and values, fill behind what is given."""
+        device = torch.device(self.runner.backend.torch_device)
+        padded: dict[str, Any] = {}
+        for name, shape in self._shapes(rows, values).items():
+            spec, tensor = self._inputs[name], given.get(name)
+            if tensor is None:
+                padded[name] = torch.full(shape, spec.fill, dtype=spec.dtype, device=device)
+            elif tensor.shape == shape:
+                padded[name] = tensor
+            else:
+                # Of its own type, so that a wrong one is refused and not converted.
+                padded[name] = tensor.new_full(shape, spec.fill)
+                padded[name][tuple(slice(0, size) for size in tensor.shape)] = tensor
+        return padded | {name: one for name, one in given.items() if name not in padded}
+
+    def _shapes(self, rows: int, values: Mapping[str, int]) -> dict[str, torch.Size]:
+        """Return the shape of each input at a number of rows and a value of each axis."""
+        return {
+            name: torch.Size(
+                rows if size is None else values[size] if isinstance(size, str) else size
+                for size in spec.shape
+            )
+            for name, spec in self._inputs.items()
+        }
+
+    def _cut_axes(self, result: Any, values: Mapping[str, int], wanted: Mapping[str, int]) -> Any:
+        leaves, spec = tree_flatten(result)
+        for number, dim, index in self.runner.known_axis_cuts():
+            size = values[self._names[index]]
+            if leaves[number].shape[dim] == wanted[self._names[index]] != size:
+                leaves[number] = leaves[number].narrow(dim, 0, size)
+        return tree_unflatten(leaves, spec)
 
     def _fill_rows(self, name: str, rows: int) -> torch.Tensor:
         """Return at least so many rows of an input's fill value."""

@@ -83,16 +83,23 @@ def test_decisions_of_others_and_other_rows_are_refused(make_runner, keys):
         runner.run_decision(runner.dispatcher.dispatch(3), {})
 
 
-def test_a_runner_with_axes_decides_itself(make_runner, policy, keys):
+def test_a_decision_of_other_buckets_is_refused(make_runner, policy, keys, quiet):
+    """A graph of one length is not run for another; seeding knows no values and runs nothing."""
     asking = Asking(policy, keys.full(4))
     runner = make_runner(
         lambda tokens, length: tokens + length, policy=asking, axes=[Axis("length", (16, 32))]
     )
     runner.capture()
     assert not asking.heard
-    decision = runner.dispatcher.dispatch(3)
-    with pytest.raises(ConfigError, match="axes"):
-        runner.run_decision(decision, {"tokens": torch.arange(3), "length": 16})
+    decision = runner.dispatcher.dispatch(3, loras=runner.config.variant(length=20))
+    given = {"tokens": torch.arange(3), "length": 20}
+    assert runner.run_decision(decision, given).tolist() == [32, 33, 34]
+    with pytest.raises(InputError, match=r"buckets \(16,\); the decision is for \(32,\)"):
+        runner.run_decision(decision, given | {"length": 16})
+    with pytest.raises(InputError, match="no value"):
+        runner.run_decision(decision, {"tokens": torch.arange(3)})
+    eager = runner.dispatcher.dispatch(3, loras=runner.config.variant(length=40))
+    assert runner.run_decision(eager, given | {"length": 40}).tolist() == [40, 41, 42]
 
 
 # -- the runs that a policy asks for ----------------------------------------------------------

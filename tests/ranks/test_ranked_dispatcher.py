@@ -25,7 +25,7 @@ from dispatchkit import (
     load_plugins,
 )
 from dispatchkit.errors import ConfigError, DescriptorError, NoGraphError, RankError
-from dispatchkit.ranks import LeaderPolicy, RankedDispatcher
+from dispatchkit.ranks import LeaderPolicy, RankedDispatcher, differences, fingerprint
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 # An example makes several threads and dispatchers: a quarter of what small ones get.
@@ -439,12 +439,89 @@ def test_a_lazy_dispatcher_is_refused():
     assert any(isinstance(error, ConfigError) for error in run_ranks(2, run))
 
 
-def test_axes_are_refused_where_ranks_decide_together():
-    def run(ranks):
-        config = attrs.evolve(make_dispatcher().config, axes=[Axis("length", (4,))])
-        return RankedDispatcher(Dispatcher(Smallest(), config), ranks)
+AXES = (Axis("length", (4, 16, 64)), Axis("kind", (1, 3), exact=True))
 
-    assert any("axes must be none" in str(error) for error in run_ranks(2, run))
+
+def with_axes(policy=None, axes=AXES):
+    """Return a dispatcher of a policy that knows nothing of axes, all of it captured."""
+    config = attrs.evolve(make_dispatcher(max_loras=2).config, axes=axes)
+    made = Dispatcher(policy or Smallest(), config)
+    for key in made.registry:
+        made.registry.captured(key, object())
+    return made
+
+
+@settings(max_examples=8)
+@given(st.integers(2, 3), st.integers(0, 1 << 32), st.sampled_from([0, 3]))
+def test_values_of_axes_are_agreed_on(size, seed, same_every):
+    """The largest value of any rank picks the bucket; another exact value is outside for all."""
+
+    def run(ranks):
+        rng = random.Random(f"{seed}/{0 if same_every else ranks.rank}")
+        together = random.Random(seed)
+        dispatcher = with_axes()
+        config = dispatcher.config
+        options = {"same_batches": True, "check_every": same_every} if same_every else {}
+        ranked = RankedDispatcher(dispatcher, ranks, **options)
+        found = []
+        for _ in range(8):
+            idle = rng.random() < 0.2
+            kind = together.choice((1, 3, 3)) if together.random() < 0.7 else rng.choice((1, 2, 3))
+            values = {"length": rng.choice((1, 4, 5, 16, 40, 64, 65)), "kind": kind}
+            tokens, loras = rng.randint(1, MAX_NUM_TOKENS), rng.choice((0, 0, 0, 2))
+            variant = config.variant(loras, **values)
+            agreed = ranked.agree(*((0,) if idle else (tokens, 0, 0, variant)))
+            own = None if idle else (tokens, values["length"], kind, loras)
+            found.append((own, agreed, shown(dispatcher.dispatch(*agreed[:5]))))
+        return found, config
+
+    results = all_good(run_ranks(size, run))
+    config = results[0][1]
+    for step in zip(*(found for found, _ in results), strict=True):
+        assert len({one[1:] for one in step}) == 1
+        owns = [own for own, _, _ in step if own is not None]
+        _, agreed, (mode, key, _, _) = step[0]
+        if not owns:
+            assert (agreed.num_tokens, agreed.axes) == (0, ())
+            continue
+        tokens, length, _, loras = (max(values) for values in zip(*owns, strict=True))
+        kinds = {own[2] for own in owns}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        assert (agreed.num_tokens, agreed.axes) == (tokens, (length, kind))
+        assert config.variants.facts(agreed.loras)[0] == loras
+        if length <= 64 and kind in (1, 3) and not loras:
+            bucket = min(one for one in (4, 16, 64) if one >= length)
+            assert key.endswith(f"axes={bucket},{kind}")
+        else:  # this policy has no graphs with adapters
+            assert (mode, key) == (RuntimeMode.NONE, "None")
+
+
+def test_ranks_with_other_axes_are_not_set_up_alike():
+    """Axes are part of the fingerprint, and so is what a policy without axes answers there."""
+
+    def run(ranks):
+        buckets = (4, 16, 64) if ranks.rank == 0 else (4, 16)
+        return RankedDispatcher(with_axes(axes=[Axis("length", buckets)]), ranks)
+
+    assert all("config.axes" in str(error) for error in run_ranks(2, run))
+    facts = [fingerprint(with_axes(Smallest(eager_below=below))) for below in (0, 3)]
+    assert list(differences(facts, (0, 1))) == ["policy's answers"]
+
+
+def test_axes_with_a_leader_are_refused():
+    def run(ranks):
+        return RankedDispatcher(with_axes(LeaderPolicy(Smallest())), ranks)
+
+    assert any("none with a LeaderPolicy" in str(error) for error in run_ranks(2, run))
+
+
+def test_too_many_axes_for_one_row_are_refused():
+    axes = [Axis(f"a{number}", (1,), exact=True) for number in range(9)]
+
+    def run(ranks):
+        return RankedDispatcher(with_axes(axes=axes), ranks)
+
+    assert any("switches must be at most" in str(error) for error in run_ranks(2, run))
 
 
 def test_a_learner_on_another_rank_than_the_first_is_refused_and_stops_all():

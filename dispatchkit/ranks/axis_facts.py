@@ -1,0 +1,88 @@
+"""The facts of a step where the configuration has axes: their values are agreed on, too.
+
+Along an axis the largest value of any rank is what all pad to. An exact axis is a value that
+steers the step: where ranks have different ones, none of its graphs serves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dispatchkit.keys import DispatchConfig
+from dispatchkit.ranks.facts import ALL_ON, AgreedBatch, Facts
+
+# Values above are outside all buckets wherever they are, and a row holds no larger number.
+_MOST = 1 << 62
+
+
+class AxisFacts(Facts):
+    """Makes the row of one rank with the values of its axes, and reads the merged row.
+
+    ``loras`` are variants here, those of ``DispatchConfig.variant``.
+
+    Args:
+        config: Whose query classes and axes there are.
+        switches: As for ``Facts``.
+
+    Raises:
+        ConfigError: There are too many query classes, switches and axes for one row.
+    """
+
+    def __init__(self, config: DispatchConfig, switches: Sequence[str] = ()) -> None:
+        self._axes, self._variants = config.axes, config.variants
+        self._exact: tuple[int, ...] = tuple(
+            index for index, axis in enumerate(config.axes) if axis.exact
+        )
+        # A smallest value travels as the distance from the largest possible one.
+        super().__init__(config, switches, more=len(self._axes) + len(self._exact))
+
+    def row(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform: int,
+        loras: int,
+        ceiling: int,
+        mode: int,
+        switches: int = ALL_ON,
+    ) -> list[int]:
+        """Return the row of a batch; see ``Facts.row``."""
+        adapters, _ = self._variants.facts(loras)
+        row = super().row(num_tokens, num_reqs, uniform, adapters, ceiling, mode, switches)
+        if num_tokens:
+            values = [min(value, _MOST) for value in self._variants.values(loras)]
+            row[self._first_more :] = values + [_MOST - values[index] for index in self._exact]
+        return row
+
+    def merge(self, merged: Sequence[int]) -> AgreedBatch:
+        """Return what the merged row of all ranks says; see ``Facts.merge``."""
+        agreed = super().merge(merged)
+        if not agreed.num_tokens:
+            return agreed
+        first, last = self._first_more, self._first_more + len(self._axes)
+        values: list[int | None] = list(merged[first:last])
+        for index, distance in zip(self._exact, merged[last:], strict=False):
+            if values[index] != _MOST - distance:
+                values[index] = None
+        return self._with_values(agreed, values)
+
+    def own(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform: int,
+        loras: int,
+        ceiling: int,
+        switches: int = 0,
+    ) -> AgreedBatch:
+        """Return the facts of one rank alone, where nothing can differ."""
+        agreed = AgreedBatch(num_tokens, num_reqs, uniform, loras, ceiling, switches)
+        return agreed._replace(axes=self._variants.values(loras)) if num_tokens else agreed
+
+    def _with_values(self, agreed: AgreedBatch, values: Sequence[int | None]) -> AgreedBatch:
+        named = {
+            axis.name: axis.buckets[-1] + 1 if value is None else value
+            for axis, value in zip(self._axes, values, strict=True)
+        }
+        variant = self._variants.of_values(agreed.loras, named)
+        return agreed._replace(loras=variant, axes=tuple(values))
