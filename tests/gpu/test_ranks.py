@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ranks"))
 
 # NCCL's first start takes long; a hang ends here.
-LIMIT = 240.0
+LIMIT = 100.0
 
 
 @pytest.fixture(scope="module")
