@@ -1,18 +1,31 @@
 """``adaptive`` against ``vllm`` on a GPU: total time of streams of batches, measuring included.
 
 Two models, a wide MLP (8 layers of 4096) and a decoder; two kinds of traffic, uniform sizes up to
-2048 and the sizes of a recorded trace; the same capture sizes for both policies. Each policy serves
-the same batches in the same order, in blocks that take turns, so that a drift of the clock hits
-all alike; the one that goes first changes from block to block. In a block nothing is waited for.
-``hindsight`` is what the best single arm of every bucket would have taken: eager and graph are
-timed afterwards at the sizes that came, one behind the other as in serving. What the policy asks
-for at capture is not part of a total; it is printed as ``seed_s``.
+2048 and the sizes of a recorded trace; the same capture sizes for both policies. All serve the
+same batches in the same order, in blocks that take turns, so that a drift of the clock hits all
+alike; who goes first changes from block to block. In a block nothing is waited for.
 
-    python bench/policies_gpu.py                       # all four, about five minutes
+``hindsight`` serves with the best single arm of each bucket, known before: eager and graphs are
+timed first, by the host's clock over steps that follow each other and by the device's behind other
+work. Where the two name different arms both are served, and the faster counts.
+
+A size that is run eager for the first time in a process costs more (libraries choose their kernels
+by size). So before the totals each size runs eager once, and both policies have their tables
+filled; ``cold`` says what the first steps took without either. What the policy asks for at capture
+is not part of a total; it is printed as ``seed_s``.
+
+    python bench/policies_gpu.py                       # all four, about 100 seconds
     python bench/policies_gpu.py --models mlp --traces uniform --steps 1000
 
-One JSON object a line; the last lines say whether the goals are met. On a machine without CUDA,
-``--device cpu`` runs small models on the tape, to see that the program itself works.
+One JSON object a line, as soon as it is known; then the goals, and a table of where time was lost:
+
+- ``wrong<500``, ``wrong>500``: at steps, before and from step 500 on, whose arm was slower than
+  that of ``hindsight``, by the device's times; ``won``: the same where it was faster.
+- ``rest``: what is left of the difference: measuring, learning, cells that are filled again, a
+  host that is slower than the device.
+
+Each model has a process of its own, so that a failure of one is not one of the other. Without
+CUDA, ``--device cpu`` runs small models on the tape, to see that the program itself works.
 """
 
 from __future__ import annotations
@@ -22,11 +35,13 @@ import gc
 import json
 import random
 import statistics
+import subprocess
 import sys
 import time
+import traceback
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +49,16 @@ import attrs
 import torch
 from torch import nn
 
-from dispatchkit import GraphRunner, StaticInput
-from dispatchkit.backends.base import GraphBackend
+from dispatchkit import Decision, GraphRunner, StaticInput
 from dispatchkit.observe.trace import read_trace
 
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
 BLOCK = 50
+EARLY = 500
 #: Without a GPU, sizes are so many times smaller.
 SMALLER = 32
-#: Most sizes that are timed for the hindsight; those between are taken as their nearest.
-TIMED_SIZES = 160
+#: About so many sizes are timed eager for the hindsight, at least two of each bucket.
+TIMED_SIZES = 48
 # Goals: at least so many times faster than vllm on the MLP; at most so many times the best arms;
 # at most so many times vllm on the decoder.
 MLP_GAIN, OVER_HINDSIGHT, DECODER_LOSS = 1.15, 1.01, 1.01
@@ -101,18 +116,23 @@ class Case:
         make: Makes it.
         width: Of its input.
         sizes: Capture sizes.
+        steps: Steps of each kind of traffic.
+        cold_steps: Of the first kind, before any size has run eager.
     """
 
     make: Callable[[int, int], nn.Module]
     width: int
     layers: int
     sizes: tuple[int, ...]
+    steps: int
+    cold_steps: int = 0
 
 
+# Steps and cold steps of the decoder are few since one takes some milliseconds.
 CASES = {
-    "mlp": Case(Mlp, 4096, 8, (512, 768, 1024, 2048)),
+    "mlp": Case(Mlp, 4096, 8, (512, 768, 1024, 2048), 4000, 1000),
     "decoder": Case(
-        Decoder, 2048, 16, (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), 768, 1024, 2048)
+        Decoder, 2048, 16, (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), 768, 1024, 2048), 2000
     ),
 }
 
@@ -123,17 +143,22 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         print(json.dumps({"bench": "policies_gpu", "skipped": "torch finds no CUDA device"}))
         sys.exit(0)
-    met = []
-    for model in options.models.split(","):
-        case = CASES[model]
-        if options.device == "cpu":
-            small = tuple(sorted({max(1, size // SMALLER) for size in case.sizes}))
-            case = attrs.evolve(case, width=64, layers=2, sizes=small)
-        for trace in options.traces.split(","):
-            met += bench(options, model, case, trace)
-            gc.collect()
-    for line in met:
-        print(json.dumps(line))
+    models = options.models.split(",")
+    if len(models) == 1:
+        lines = Model(models[0], options).run()
+        print_ends(lines)
+        sys.exit(any("failed" in line for line in lines))
+    lines = []
+    for model in models:
+        command = [sys.executable, __file__, *sys.argv[1:], "--models", model]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            for text in child.stdout or ():
+                print(text, end="", flush=True)
+                lines += [json.loads(text)] if text.startswith("{") else []
+        if child.returncode and not any("failed" in line for line in lines):
+            lines.append({"model": model, "failed": f"its process ended with {child.returncode}"})
+    print_ends(lines)
+    sys.exit(any("failed" in line for line in lines))
 
 
 def parse() -> argparse.Namespace:
@@ -145,173 +170,426 @@ def parse() -> argparse.Namespace:
         default="uniform,azure_conv_high",
         help="`uniform`, or names of tests/data/traces",
     )
-    add("--steps", type=int, default=4000, help="a trace is repeated until there are enough")
+    add("--steps", type=int, help="4000 of the MLP, 2000 of the decoder; a trace is repeated")
     add("--sample-every", type=int, default=16, help="one steady step in so many is measured")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args()
 
 
-def bench(options: argparse.Namespace, model: str, case: Case, trace: str) -> list[dict[str, Any]]:
-    """Serve one kind of traffic with one model; return the goals and whether they are met."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    module = case.make(case.width, case.layers).to(options.device, dtype).eval()
-    steps = traffic(trace, options.steps)
-    if options.device == "cpu":
-        steps = [max(1, size // SMALLER) for size in steps]
-    rows = torch.randn(max(case.sizes), case.width, device=options.device, dtype=dtype)
-    runners, seeds = {}, {}
-    for policy in ("vllm", "adaptive"):
-        runners[policy], seeds[policy] = make_runner(module, case, dtype, policy, options)
-    totals = serve(runners, rows, steps)
-    best, arms = hindsight(runners["vllm"], rows, steps, case.sizes)
-    facts = {
-        "bench": "policies_gpu",
-        "model": model,
-        "trace": trace,
-        "n": len(steps),
-        "sample_every": options.sample_every,
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "unit": "ms",
-    }
-    for policy, total in totals.items():
-        stats = runners[policy].stats()
-        line = {
-            **facts,
-            "case": policy,
-            "total": total,
-            "vllm_over_this": totals["vllm"] / total,
-            "over_hindsight": total / best,
-            "seed_s": seeds[policy],
-            "steps_by_mode": stats.steps_by_mode,
-            "eager_by_reason": stats.eager_by_reason,
-        }
-        print(json.dumps(line), flush=True)
-    print(json.dumps({**facts, "case": "hindsight", "total": best, "best_arm": arms}), flush=True)
-    for report in runners["adaptive"].dispatcher.policy.explain():  # type: ignore[attr-defined]
-        print(report, file=sys.stderr)
-    gain, over = totals["vllm"] / totals["adaptive"], totals["adaptive"] / best
-    goals = [("adaptive_over_hindsight", over, OVER_HINDSIGHT, over <= OVER_HINDSIGHT)]
-    if model == "mlp":
-        goals.append(("vllm_over_adaptive", gain, MLP_GAIN, gain >= MLP_GAIN))
-    else:
-        goals.append(("adaptive_over_vllm", 1 / gain, DECODER_LOSS, 1 / gain <= DECODER_LOSS))
-    return [
-        {"goal": name, "model": model, "trace": trace, "found": found, "asked": asked, "met": met}
-        for name, found, asked, met in goals
-    ]
+@attrs.frozen
+class Times:
+    """What the arms take alone, milliseconds by one clock.
 
-
-def traffic(trace: str, count: int) -> list[int]:
-    """Return the sizes of the steps, 1 to 2048."""
-    if trace == "uniform":
-        chance = random.Random(1)
-        return [chance.randint(1, 2048) for _ in range(count)]
-    sizes = [step.num_tokens for step in read_trace(TRACES / f"step_{trace}.csv.gz")]
-    sizes = [size for size in sizes if 1 <= size <= 2048]
-    return [sizes[index % len(sizes)] for index in range(count)]
-
-
-def make_runner(
-    module: nn.Module, case: Case, dtype: torch.dtype, policy: str, options: argparse.Namespace
-) -> tuple[GraphRunner, float]:
-    """Return a captured runner, and the seconds that the policy's runs at capture took."""
-    runner = GraphRunner(
-        module,
-        {"x": StaticInput((None, case.width), dtype)},
-        sizes=case.sizes,
-        mode="FULL",
-        policy=policy,
-        outputs="view",
-        sample_every=options.sample_every,
-        device=options.device,
-        backend="tape" if options.device == "cpu" else "auto",
-    )
-    seconds = 0.0
-    plain = runner.seed
-
-    def timed() -> int:
-        nonlocal seconds
-        start = time.perf_counter()
-        count = plain()
-        seconds = time.perf_counter() - start
-        return count
-
-    runner.seed = timed  # type: ignore[method-assign]
-    runner.capture()
-    return runner, seconds
-
-
-def serve(
-    runners: dict[str, GraphRunner], rows: torch.Tensor, steps: Sequence[int]
-) -> dict[str, float]:
-    """Return the total time of each runner in milliseconds, by the host's clock.
-
-    By that clock, since what measuring and learning cost the host is to be part of it.
+    Attributes:
+        graphs: Of each graph, by its size.
+        eager: Of eager, by size, ascending.
     """
-    totals = dict.fromkeys(runners, 0.0)
-    names = list(runners)
-    backend = next(iter(runners.values())).backend
-    for runner in runners.values():
-        runner(rows[: steps[0]])
-    gc.collect()
-    for index, at in enumerate(range(0, len(steps), BLOCK)):
-        block = steps[at : at + BLOCK]
-        for name in names if index % 2 else reversed(names):
-            runner = runners[name]
+
+    graphs: dict[int, float]
+    eager: dict[int, float]
+
+    def of(self, size: int, graph: int) -> float:
+        """Return what a batch takes with a graph, or eager where that is 0."""
+        return self.graphs[graph] if graph else self.eager_ms(size)
+
+    def eager_ms(self, size: int) -> float:
+        """Return what eager takes; between timed sizes by a straight line."""
+        known = list(self.eager)
+        index = min(max(bisect_left(known, size), 1), max(len(known) - 1, 1))
+        low, high = known[index - 1], known[min(index, len(known) - 1)]
+        share = (size - low) / (high - low) if high > low else 0.0
+        return self.eager[low] + share * (self.eager[high] - self.eager[low])
+
+    def best_arms(self, steps: Iterable[int], sizes: Sequence[int]) -> dict[int, int]:
+        """Return for each bucket the graph to use for all of its batches, or 0 for eager."""
+        eager: Counter[int] = Counter()
+        graph: Counter[int] = Counter()
+        for size in steps:
+            top = bucket_of(size, sizes)
+            eager[top] += self.eager_ms(size)  # type: ignore[assignment]
+            graph[top] += self.graphs[top]  # type: ignore[assignment]
+        return {top: 0 if eager[top] < graph[top] else top for top in sorted(graph)}
+
+
+class Model:
+    """One model, what it is served with, and what came of it.
+
+    Args:
+        name: One of ``CASES``.
+        options: The command line.
+    """
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name, self.options, case = name, options, CASES[name]
+        if options.steps:
+            case = attrs.evolve(case, steps=options.steps)
+        on_gpu = options.device == "cuda"
+        if not on_gpu:
+            small = tuple(sorted({max(1, size // SMALLER) for size in case.sizes}))
+            case = attrs.evolve(case, width=64, layers=2, sizes=small)
+        torch.manual_seed(0)
+        self.case = case
+        self.dtype = torch.bfloat16 if on_gpu else torch.float32
+        self.module = case.make(case.width, case.layers).to(options.device, self.dtype).eval()
+        self.rows = torch.randn(
+            max(case.sizes), case.width, device=options.device, dtype=self.dtype
+        )
+        self.served_cold: set[int] = set()
+        self.lines: list[dict[str, Any]] = []
+        self.facts = {
+            "bench": "policies_gpu",
+            "model": name,
+            "sample_every": options.sample_every,
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "torch": torch.__version__,
+            "unit": "ms",
+        }
+        self.vllm, _ = self.runner("vllm")
+        self.backend = self.vllm.backend
+
+    def run(self) -> list[dict[str, Any]]:
+        """Serve all traffic; return all lines. What fails is one of them."""
+        traces: dict[str, list[int]] = {}
+        with self.kept("traffic"):
+            for trace in self.options.traces.split(","):
+                traces[trace] = self.traffic(trace)
+        with self.kept("cold"):
+            if self.case.cold_steps and traces:
+                self.cold(*next(iter(traces.items())))
+        times: dict[str, Times] = {}
+        with self.kept("times"):
+            sizes = sorted({size for steps in traces.values() for size in steps})
+            self.warm(sizes)
+            times = self.time_arms(sizes)
+        for trace, steps in traces.items() if times else ():
+            with self.kept(trace):
+                self.serve(trace, steps, times)
+            gc.collect()
+        return self.lines
+
+    def kept(self, part: str) -> Kept:
+        """Return what keeps a failure of a part from the others."""
+        return Kept(self, part)
+
+    def say(self, **line: Any) -> None:
+        """Print a line at once, and keep it."""
+        self.lines.append({**self.facts, **line})
+        print(json.dumps(self.lines[-1]), flush=True)
+
+    def traffic(self, trace: str) -> list[int]:
+        """Return the sizes of the steps, 1 to 2048."""
+        count = self.case.steps
+        if trace == "uniform":
+            chance = random.Random(1)
+            steps = [chance.randint(1, 2048) for _ in range(count)]
+        else:
+            read = [step.num_tokens for step in read_trace(TRACES / f"step_{trace}.csv.gz")]
+            fitting = [size for size in read if 1 <= size <= 2048]
+            steps = [fitting[index % len(fitting)] for index in range(count)]
+        small = SMALLER if self.options.device == "cpu" else 1
+        return [max(1, size // small) for size in steps]
+
+    def runner(self, policy: str) -> tuple[GraphRunner, float]:
+        """Return a captured runner, and the seconds that the policy's runs at capture took."""
+        on_gpu = self.options.device == "cuda"
+        runner = GraphRunner(
+            self.module,
+            {"x": StaticInput((None, self.case.width), self.dtype)},
+            sizes=self.case.sizes,
+            mode="FULL",
+            policy=policy,
+            outputs="view",
+            sample_every=self.options.sample_every,
+            device=self.options.device,
+            backend="auto" if on_gpu else "tape",
+        )
+        seconds = 0.0
+        plain = runner.seed
+
+        def timed() -> int:
+            nonlocal seconds
+            start = time.perf_counter()
+            count = plain()
+            seconds = time.perf_counter() - start
+            return count
+
+        runner.seed = timed  # type: ignore[method-assign]
+        runner.capture()
+        return runner, seconds
+
+    def cold(self, trace: str, steps: Sequence[int]) -> None:
+        """Serve the first steps in a process that has run hardly any size eager yet."""
+        steps = steps[: self.case.cold_steps]
+        self.served_cold.update(steps)
+        adaptive, seed_s = self.runner("adaptive")
+        totals, _ = self.take_turns(
+            {
+                "vllm": lambda size: self.vllm(self.rows[:size]),
+                "adaptive": lambda size: adaptive(self.rows[:size]),
+            },
+            steps,
+        )
+        gain = totals["vllm"] / totals["adaptive"]
+        self.say(trace=trace, case="cold", n=len(steps), seed_s=seed_s, gain=gain, **totals)
+
+    def warm(self, sizes: Sequence[int]) -> None:
+        """Run each size eager once; say how much longer its first time takes than the second."""
+        start = time.perf_counter()
+        firsts = []
+        for size in sizes:
+            first = self.waited(size)
+            if self.case.cold_steps and size not in self.served_cold:
+                firsts.append(first - self.waited(size))
+        cuts = statistics.quantiles(firsts, n=10) if len(firsts) > 1 else [0.0] * 9
+        self.say(
+            case="first_use",
+            sizes=len(sizes),
+            seconds=time.perf_counter() - start,
+            n=len(firsts),
+            extra_mean=statistics.fmean(firsts) if firsts else None,
+            extra_deciles=cuts if firsts else None,
+        )
+
+    def waited(self, size: int) -> float:
+        """Return the milliseconds of one eager step, waited for."""
+        self.backend.synchronize()
+        start = time.perf_counter()
+        self.vllm(self.rows[:size], ceiling=0)
+        self.backend.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    def time_arms(self, steps: Sequence[int]) -> dict[str, Times]:
+        """Time each graph, and eager at some sizes of each bucket, by both clocks."""
+        start = time.perf_counter()
+        sizes = self.case.sizes
+        came: dict[int, list[int]] = {}
+        for size in sorted(set(steps)):
+            came.setdefault(bucket_of(size, sizes), []).append(size)
+        found: dict[str, Times] = {"host": Times({}, {}), "device": Times({}, {})}
+        points = max(2, TIMED_SIZES // len(sizes))
+        for top in sizes:
+            graph = self.both_clocks(top, 2)
+            for clock, ms in graph.items():
+                found[clock].graphs[top] = ms
+            for size in spread(came.get(top, []), points):
+                for clock, ms in self.both_clocks(size, 0).items():
+                    found[clock].eager[size] = ms
+        seconds = time.perf_counter() - start
+        self.say(
+            case="arms",
+            seconds=seconds,
+            **{
+                f"{arm}_{clock}": {size: round(ms, 4) for size, ms in getattr(one, arm).items()}
+                for clock, one in found.items()
+                for arm in ("graphs", "eager")
+            },
+        )
+        return found
+
+    def both_clocks(self, size: int, ceiling: int) -> dict[str, float]:
+        """Return milliseconds of a step among others like it, and behind other work."""
+        backend, runner, rows = self.backend, self.vllm, self.rows
+        start_event, end_event = backend.new_event(timing=True), backend.new_event(timing=True)
+        batch, stream = rows[:size], backend.current_stream()
+        runs, few = (10, 4) if self.name == "mlp" else (5, 3)
+        runner(batch, ceiling=ceiling)
+        host, device = [], []
+        for _ in range(3):
             backend.synchronize()
             start = time.perf_counter()
-            for size in block:
-                runner(rows[:size])
+            for _ in range(runs):
+                runner(batch, ceiling=ceiling)
             backend.synchronize()
-            totals[name] += (time.perf_counter() - start) * 1e3
-    return totals
+            host.append((time.perf_counter() - start) * 1e3 / runs)
+        for _ in range(3):
+            for _ in range(2):
+                runner(rows)
+            start_event.record(stream)
+            for _ in range(few):
+                runner(batch, ceiling=ceiling)
+            end_event.record(stream)
+            backend.synchronize()
+            device.append(start_event.elapsed_us(end_event) / 1e3 / few)
+        return {"host": statistics.median(host), "device": statistics.median(device)}
+
+    def take_turns(
+        self, cases: dict[str, Callable[[int], Any]], steps: Sequence[int]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return what each took in all, and up to step 500, in milliseconds.
+
+        By the host's clock, since what measuring and learning cost the host is part of it.
+        """
+        totals, early = dict.fromkeys(cases, 0.0), dict.fromkeys(cases, 0.0)
+        names, backend = list(cases), self.backend
+        gc.collect()
+        for index, at in enumerate(range(0, len(steps), BLOCK)):
+            block = steps[at : at + BLOCK]
+            first = index % len(names)
+            for name in (*names[first:], *names[:first]):
+                run = cases[name]
+                backend.synchronize()
+                start = time.perf_counter()
+                for size in block:
+                    run(size)
+                backend.synchronize()
+                took = (time.perf_counter() - start) * 1e3
+                totals[name] += took
+                early[name] += took if at < EARLY else 0.0
+        return totals, early
+
+    def serve(self, trace: str, steps: Sequence[int], times: dict[str, Times]) -> None:
+        """Serve one kind of traffic with both policies and in hindsight; say what came of it."""
+        sizes, rows, vllm = self.case.sizes, self.rows, self.vllm
+        adaptive, seed_s = self.runner("adaptive")
+        start = time.perf_counter()
+        for runner in (vllm, adaptive):
+            for size in set(steps):
+                runner.dispatcher.dispatch(size)
+        fill_s = time.perf_counter() - start
+        told: list[Decision] = []
+        adaptive.on_decision(told.append)
+        cases: dict[str, Callable[[int], Any]] = {
+            "vllm": lambda size: vllm(rows[:size]),
+            "adaptive": lambda size: adaptive(rows[:size]),
+        }
+        arms = {clock: one.best_arms(steps, sizes) for clock, one in times.items()}
+        best = {"hindsight_host": arms["host"]}
+        if arms["device"] != arms["host"]:
+            best["hindsight_device"] = arms["device"]
+        for name, chosen in best.items():
+            ceilings = {size: 2 if chosen[bucket_of(size, sizes)] else 0 for size in set(steps)}
+            cases[name] = lambda size, by=ceilings: vllm(rows[:size], ceiling=by[size])
+        totals, early = self.take_turns(cases, steps)
+        adaptive.on_decision(None)
+        name = min(best, key=totals.__getitem__)
+        for case, total in totals.items():
+            ratio = totals["vllm"] / total
+            self.say(
+                trace=trace, case=case, n=len(steps), total=total, early=early[case], gain=ratio
+            )
+        self.account(trace, steps, told, times["device"], best[name], totals, totals[name], seed_s)
+        self.lines[-1]["fill_s"] = fill_s
+        print(f"{self.name} {trace}: what adaptive knows at the end", file=sys.stderr)
+        for report in adaptive.dispatcher.policy.explain():  # type: ignore[attr-defined]
+            print(report, file=sys.stderr, flush=True)
+
+    def account(
+        self,
+        trace: str,
+        steps: Sequence[int],
+        told: Sequence[Decision],
+        times: Times,
+        best: dict[int, int],
+        totals: dict[str, float],
+        hindsight: float,
+        seed_s: float,
+    ) -> None:
+        """Say where ``adaptive`` lost time against the best arms, by the times of the arms."""
+        lost = {"early": 0.0, "late": 0.0, "won": 0.0, "probes": 0.0}
+        by_bucket: dict[int, Counter[str]] = {}
+        for index, (size, decision) in enumerate(zip(steps, told, strict=False)):
+            arm = 0 if decision.key is None else decision.key.num_tokens
+            top = bucket_of(size, self.case.sizes)
+            more = times.of(size, arm) - times.of(size, best[top])
+            lost["won" if more < 0 else "early" if index < EARLY else "late"] += abs(more)
+            lost["probes"] += max(0.0, more) if decision.reason == "probe" else 0.0
+            counts = by_bucket.setdefault(top, Counter())
+            counts["probe" if decision.reason == "probe" else "graph" if arm else "eager"] += 1
+        adaptive = totals["adaptive"]
+        rest = adaptive - hindsight - lost["early"] - lost["late"] + lost["won"]
+        self.say(
+            trace=trace,
+            case="summary",
+            n=len(steps),
+            told=len(told),
+            vllm=totals["vllm"],
+            adaptive=adaptive,
+            hindsight=hindsight,
+            gain=totals["vllm"] / adaptive,
+            over=adaptive / hindsight,
+            probes=sum(counts["probe"] for counts in by_bucket.values()),
+            probes_ms=lost["probes"],
+            wrong_early=lost["early"],
+            wrong_late=lost["late"],
+            won=lost["won"],
+            rest=rest,
+            seed_s=seed_s,
+            best_arm={top: "graph" if arm else "eager" for top, arm in best.items()},
+            steps_by_bucket={top: dict(counts) for top, counts in sorted(by_bucket.items())},
+        )
 
 
-def hindsight(
-    runner: GraphRunner, rows: torch.Tensor, steps: Sequence[int], sizes: tuple[int, ...]
-) -> tuple[float, dict[int, str]]:
-    """Return the total with the best single arm of each bucket, and which arm that is."""
-    counts = Counter(steps)
-    timed: dict[int, list[tuple[int, float, float]]] = {}
-    for size in spread(sorted(counts)):
-        graph_ms = step_ms(runner.backend, lambda size=size: runner(rows[:size]))
-        eager_ms = step_ms(runner.backend, lambda size=size: runner(rows[:size], ceiling=0))
-        timed.setdefault(bucket_of(size, sizes), []).append((size, graph_ms, eager_ms))
-    graph: Counter[int] = Counter()
-    eager: Counter[int] = Counter()
-    for size, count in counts.items():
-        top = bucket_of(size, sizes)
-        near = min(timed[top], key=lambda one: abs(one[0] - size))
-        graph[top] += count * near[1]  # type: ignore[assignment]
-        eager[top] += count * near[2]  # type: ignore[assignment]
-    arms = {top: "eager" if eager[top] < graph[top] else "graph" for top in sorted(eager)}
-    return sum(min(eager[top], graph[top]) for top in eager), arms
+class Kept:
+    """What goes wrong inside is printed, and the rest goes on."""
+
+    def __init__(self, model: Model, part: str) -> None:
+        self._model, self._part, self._start = model, part, 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        seconds = time.perf_counter() - self._start
+        if error is None:
+            self._model.say(part=self._part, seconds=seconds)
+            return False
+        text = "".join(traceback.format_exception(error))
+        self._model.say(part=self._part, seconds=seconds, failed=text)
+        return isinstance(error, Exception)
 
 
-def spread(sizes: Sequence[int]) -> list[int]:
-    """Return some of the sizes, evenly, the last with them."""
-    step = max(1, len(sizes) // TIMED_SIZES)
-    return sorted({*sizes[::step], sizes[-1]})
+def print_ends(lines: Sequence[dict[str, Any]]) -> None:
+    """Print the goals, and one line of the table for each kind of traffic."""
+    found = [line for line in lines if line.get("case") == "summary"]
+    for line in found:
+        goals = [("adaptive_over_hindsight", line["over"], OVER_HINDSIGHT, 1)]
+        if line["model"] == "mlp":
+            goals.append(("vllm_over_adaptive", line["gain"], MLP_GAIN, -1))
+        else:
+            goals.append(("adaptive_over_vllm", 1.0 / line["gain"], DECODER_LOSS, 1))
+        for goal, value, asked, sign in goals:
+            print(
+                json.dumps(
+                    {
+                        "goal": goal,
+                        "model": line["model"],
+                        "trace": line["trace"],
+                        "found": round(value, 4),
+                        "asked": asked,
+                        "met": sign * value <= sign * asked,
+                    }
+                )
+            )
+    heads = ("vllm", "adaptive", "hindsight", "gain", "over", "probes", "probes_ms")
+    heads = (*heads, "wrong<500", "wrong>500", "won", "rest")
+    print(" ".join((f"{'ms':<24}", *(f"{head:>9}" for head in heads))))
+    for line in found:
+        texts = [
+            *(f"{line[name]:9.1f}" for name in ("vllm", "adaptive", "hindsight")),
+            *(f"{line[name]:9.4f}" for name in ("gain", "over")),
+            f"{line['probes']:9d}",
+            *(
+                f"{line[name]:9.2f}"
+                for name in ("probes_ms", "wrong_early", "wrong_late", "won", "rest")
+            ),
+        ]
+        print(" ".join((f"{line['model'] + ' ' + line['trace']:<24}", *texts)), flush=True)
+    for line in lines:
+        if "failed" in line:
+            why = line["failed"].strip().splitlines()[-1]
+            print(f"FAILED {line['model']} {line.get('part', '')}: {why}", flush=True)
+
+
+def spread(sizes: Sequence[int], count: int) -> list[int]:
+    """Return at most so many of the sizes, evenly, both ends with them."""
+    last = len(sizes) - 1
+    if last < count:
+        return list(sizes)
+    return sorted({sizes[round(index * last / (count - 1))] for index in range(count)})
 
 
 def bucket_of(size: int, sizes: Sequence[int]) -> int:
     return sizes[min(bisect_left(sizes, size), len(sizes) - 1)]
-
-
-def step_ms(backend: GraphBackend, run: Callable[[], Any], runs: int = 10) -> float:
-    """Return milliseconds of one step among others like it, by the host's clock; median of 5."""
-    run()
-    found = []
-    for _ in range(5):
-        backend.synchronize()
-        start = time.perf_counter()
-        for _ in range(runs):
-            run()
-        backend.synchronize()
-        found.append((time.perf_counter() - start) * 1e3 / runs)
-    return statistics.median(found)
 
 
 if __name__ == "__main__":

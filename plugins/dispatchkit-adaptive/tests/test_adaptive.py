@@ -361,7 +361,29 @@ def test_explain_names_arms_samples_and_margins() -> None:
     assert in_use.median_us == pytest.approx(900.0, rel=0.02)
     eager = next(arm for arm in others if arm.arm == "eager")
     assert eager.margin == pytest.approx(1024 / 900 - 1, abs=0.05)
-    assert "eager up to" in str(report)
+    assert f"tokens, beyond {key(512)}; last probe:" in str(report)
+
+
+def test_explain_says_what_is_done_and_which_batches_it_is_about() -> None:
+    policy = adaptive()
+    device = Device(serve(policy), 2.0, 900.0)
+    untold = device.dispatcher.batch(500)
+    device.step(500)
+    (report,) = policy.explain(untold)
+    assert report.eager_up_to == 0
+    assert f"-> {key(512)};" in str(report)  # and not eager, of which nothing is known
+    assert "eager: not measured" in str(report)
+    device.seed()
+    for _ in range(60):
+        device.step(450)
+    (report,) = policy.explain(device.dispatcher.batch(450))
+    low, high = report.sizes
+    assert low <= report.eager_up_to < high
+    assert f"-> eager up to {report.eager_up_to} tokens, beyond {key(512)}" in str(report)
+    heads = {str(one).splitlines()[0] for one in policy.explain()}
+    assert len(heads) == len(policy.explain())
+    kinds = {one.kind for one in policy.explain()}
+    assert "mixed, NONE/PIECEWISE/FULL allowed" in kinds
 
 
 @pytest.mark.parametrize(

@@ -362,7 +362,7 @@ class AdaptivePolicy:
         else:
             found = self._of_cell.get(batch)
             buckets = () if found is None else (found,)
-        return tuple(describe(one, self._known(one), self._step) for one in buckets if one.cells)
+        return tuple(describe(one, self._shown(one), self._step) for one in buckets if one.cells)
 
     # -- keeping ------------------------------------------------------------------------
 
@@ -414,6 +414,15 @@ class AdaptivePolicy:
             if len(known) > 1 and bucket.base_arm in known:
                 return known
         return {}
+
+    def _shown(self, bucket: Bucket) -> dict[ArmId, Arm]:
+        """Return the arms that are compared; where none can be, what today's regime has of them."""
+        known = self._known(bucket)
+        for ident in bucket.arms if not known else ():
+            arm = self._arms.get((self._regime, ident))
+            if arm is not None and arm.samples:
+                known[ident] = arm
+        return known
 
     def _known_regimes(self) -> list[_Regime]:
         """Return regimes with any samples, today's first."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import attrs
 
-from dispatchkit import GraphKey
+from dispatchkit import Batch, GraphKey
 
 from dispatchkit_adaptive.arms import Arm
 from dispatchkit_adaptive.buckets import ArmId, Bucket
@@ -40,36 +38,45 @@ class BucketReport:
     """What is known of the batches that have the same arms.
 
     Attributes:
-        sizes: Fewest and most tokens of the batches seen.
+        sizes: Fewest and most tokens of the batches asked for.
+        kind: What kind of batches they are, and the modes that they may run in.
         base: What the base policy answers.
         graph: The graph in use, as text; empty without any.
-        eager_up_to: Eager is used for at most so many tokens; 0: for none.
+        eager_up_to: Eager is used for at most so many tokens of these; 0: for none.
         arms: The arms, the one in use first.
         last_probe: Step of the last probe that came back, 0 without any.
     """
 
     sizes: tuple[int, int]
+    kind: str
     base: str
     graph: str
-    eager_up_to: float
+    eager_up_to: int
     arms: tuple[ArmReport, ...]
     last_probe: int
 
     def __str__(self) -> str:
         low, high = self.sizes
-        eager = "never" if self.eager_up_to <= 0 else f"up to {self.eager_up_to:.0f} tokens"
-        if math.isinf(self.eager_up_to):
-            eager = "always"
+        graph = self.graph or "nothing"
+        if self.eager_up_to < low:
+            choice = graph
+        elif self.eager_up_to >= high:
+            choice = "eager"
+        else:
+            choice = f"eager up to {self.eager_up_to} tokens, beyond {graph}"
         lines = [
-            f"{low} to {high} tokens; base: {self.base}",
-            f"-> eager {eager}, else {self.graph or 'nothing'}; last probe: step {self.last_probe}",
+            f"{low} to {high} tokens, {self.kind}; base: {self.base}",
+            f"-> {choice}; last probe: "
+            + (f"step {self.last_probe}" if self.last_probe else "none came back"),
         ]
         for one in self.arms:
-            time = "unknown" if one.median_us is None else f"{one.median_us:.0f} µs"
+            if one.median_us is None:
+                lines.append(f"   {one.arm}: not measured in today's regime")
+                continue
             gap = "" if one.margin is None else f", {one.margin:+.1%}"
             lines.append(
-                f"   {one.arm}: {time} ±{one.error:.1%}{gap}; {one.samples} samples, "
-                f"the last {one.age} steps ago"
+                f"   {one.arm}: {one.median_us:.0f} µs ±{one.error:.1%}{gap}; "
+                f"{one.samples} samples, the last {one.age} steps ago"
             )
         return "\n".join(lines)
 
@@ -97,9 +104,30 @@ def describe(bucket: Bucket, known: dict[ArmId, Arm], step: int) -> BucketReport
         )
     return BucketReport(
         sizes=(min(sizes), at),
+        kind=_kind(next(iter(bucket.cells))),
         base=str(bucket.base),
         graph="" if bucket.key is None else str(bucket.key),
-        eager_up_to=bucket.limit if bucket.piece is not None else 0.0,
+        eager_up_to=_eager_up_to(bucket, min(sizes), at),
         arms=tuple(arms),
         last_probe=bucket.last_probe,
     )
+
+
+def _kind(batch: Batch) -> str:
+    """Return what the batches of a bucket have in common, besides their size."""
+    parts = [f"uniform={batch.query_len}" if batch.uniform else "mixed"]
+    if not batch.uniform and batch.max_query_len is not None:
+        parts.append(f"max_query_len={batch.max_query_len}")
+    if batch.num_active_loras:
+        parts.append(f"loras={batch.num_active_loras}")
+    if batch.axes:
+        parts.append("axes=" + "x".join("?" if one is None else str(one) for one in batch.axes))
+    allowed = sorted(batch.allowed_modes, key=int)
+    return ", ".join([*parts, "/".join(mode.name for mode in allowed) + " allowed"])
+
+
+def _eager_up_to(bucket: Bucket, low: int, high: int) -> int:
+    """Return up to how many tokens of those from ``low`` to ``high`` eager is used."""
+    if bucket.piece is None or bucket.choice(low) != bucket.piece:
+        return 0
+    return high if bucket.choice(high) == bucket.piece else int(bucket.limit)
