@@ -94,7 +94,8 @@ class PlannerSpec:
 
     Attributes:
         name: The name it is chosen by.
-        factory: Called with the user's options as keywords; returns a new planner.
+        factory: Called with the user's options as keywords; returns a new planner. Programs
+            get one by ``plugins.create_planner(name)``; ``dispatchkit plan`` has its own.
         summary: One line for listings.
     """
 

@@ -1,7 +1,7 @@
 """A long run with everything at once, and faults at random; every result compared with eager.
 
     python scripts/soak.py --steps 100000 --seed 0
-    python scripts/soak.py --steps 100000 --seed 0 --device cuda
+    python scripts/soak.py --steps 100000 --seed 0 --device cuda --seconds 80
 
 A real trace is looped through a runner on the tape, or on a device: an adaptive policy in a
 composite, two lanes beside it, lazy capture under a budget that evicts. Meanwhile captures fail
@@ -17,13 +17,13 @@ import argparse
 import gc
 import json
 import logging
+import math
 import random
 import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -333,11 +333,15 @@ def resources(device: str) -> dict[str, int]:
 
 
 #: By how much each may grow in the last two thirds of a run.
-MAY_GROW = {"bytes": 100e6, "files": 2, "threads": 0, "objects": 10_000, "device bytes": 16e6}
+MAY_GROW = {"bytes": 200e6, "files": 2, "threads": 0, "objects": 10_000, "device bytes": 16e6}
 
 
-def run(steps: int, seed: int, *, every: int = 20, device: str = "cpu") -> dict[str, Any]:
+def run(
+    steps: int, seed: int, *, every: int = 20, device: str = "cpu", seconds: float = math.inf
+) -> dict[str, Any]:
     """Run that many steps, an event after about each ``every``; return what happened.
+
+    After so many seconds it ends with the steps done by then.
 
     Raises:
         SoakError: Something that must hold did not.
@@ -347,7 +351,6 @@ def run(steps: int, seed: int, *, every: int = 20, device: str = "cpu") -> dict[
     logging.getLogger("dispatchkit").setLevel(logging.CRITICAL)  # faults are planted here
     start = time.perf_counter()
     begun: dict[str, int] = {}
-    look: Callable[[int], bool] = lambda number: number % 50 == 49  # noqa: E731
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number in range(steps):
@@ -358,13 +361,17 @@ def run(steps: int, seed: int, *, every: int = 20, device: str = "cpu") -> dict[
                 elif soak.heal_after == 0:
                     soak.heal()
                 soak.heal_after = max(-1, soak.heal_after - 1)
-                if look(number) or number == steps - 1:
+                if number % 50 == 49:
                     soak.check()
+            if time.perf_counter() - start > seconds:
+                break
             if number % 10_000 == 9_999:
                 print(f"{number + 1} steps, {time.perf_counter() - start:.0f} s", file=sys.stderr)
-            if not begun and number >= steps // 3:
+            is_third = number >= steps // 3 or time.perf_counter() - start > seconds / 3
+            if not begun and is_third:
                 begun = resources(device)
         soak.settle_faults()
+        soak.check()
         ended = resources(device)
     grown = {name: ended[name] - begun[name] for name in begun}
     for name, amount in grown.items():
@@ -402,10 +409,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=20, help="steps between two events, about")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end after so many")
     parser.add_argument("--device", default="cpu", help="cpu: the tape; or cuda, cuda:1")
     chosen = parser.parse_args()
     try:
-        told = run(chosen.steps, chosen.seed, every=chosen.every, device=chosen.device)
+        told = run(
+            chosen.steps,
+            chosen.seed,
+            every=chosen.every,
+            device=chosen.device,
+            seconds=chosen.seconds,
+        )
         print(json.dumps(told))
     except Exception:  # noqa: BLE001 - told with the seed, and the status says it
         traceback.print_exc()

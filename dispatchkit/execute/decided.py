@@ -83,7 +83,7 @@ class Decided:
             InputError: An input is missing, unknown, of another type, device or shape, or has
                 another number of rows, or other buckets, than the decision. Nothing has run.
             ReplayError: The graph was given up, was captured under other facts (autocast,
-                training mode), or its launch failed.
+                training mode), or its launch failed; or this stream is being captured.
         """
         plan = decision.plan
         if plan is None or plan.runner is not self:
@@ -102,10 +102,16 @@ class Decided:
             raise InputError(
                 "", f"The inputs have {num_tokens} rows; the decision is for {decision.num_tokens}."
             )
+        stream = self.backend.current_stream_handle()
+        if stream and self.backend.is_capturing():
+            raise ReplayError(
+                "run_decision() was called inside a capture that is not the runner's own, which "
+                "no decided graph can be part of. Call the step itself there."
+            )
         with self._lock:
             self.is_exact = True
             try:
-                result = plan.run(tensors, self.backend.current_stream_handle())
+                result = plan.run(tensors, stream)
                 if result is AGAIN:
                     self.refuse_if_exact("its graph was given up", decision.key)
             except Exception:

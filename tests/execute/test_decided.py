@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit import Axis, Batch, Decision, StaticInput  # noqa: E402
-from dispatchkit.errors import ConfigError, InputError, ReplayError  # noqa: E402
+from dispatchkit.errors import CaptureError, ConfigError, InputError, ReplayError  # noqa: E402
 
 
 def plus_one(tokens):
@@ -52,6 +52,20 @@ def test_a_graph_that_was_given_up_is_not_replaced(make_runner, keys):
     runner.evict(keys.full(4))
     with pytest.raises(ReplayError, match="given up"):
         runner.run_decision(decision, {"tokens": torch.arange(3)})
+
+
+def test_inside_somebody_elses_capture_it_is_refused(make_runner, backend):
+    """Its static inputs would be written by every replay of that graph, past the lane's order."""
+    runner = make_runner(plus_one)
+    runner.capture()
+    decision, tokens = runner.dispatcher.dispatch(3), torch.arange(3)
+    with pytest.raises(CaptureError, match="not the runner's own"):
+        backend.capture(
+            lambda: runner.run_decision(decision, {"tokens": tokens}),
+            stream=backend.new_stream(),
+            pool=backend.new_pool(),
+        )
+    assert runner.run_decision(decision, {"tokens": tokens}).tolist() == [1, 2, 3]
 
 
 def test_another_autocast_is_refused(make_runner):
