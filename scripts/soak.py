@@ -287,7 +287,7 @@ class Soak:
         entries = list(self.runner.registry.entries.items())
         failed = [key for key, one in entries if one.state is KeyState.FAILED]
         if failed:
-            self.runner.capture(failed)
+            self.runner.capture(failed, again=True)
 
     def settle_faults(self) -> None:
         """Disarm, mend, and see that steps run as if nothing had been."""

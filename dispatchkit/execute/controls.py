@@ -61,21 +61,23 @@ class Controls:
         keys: Iterable[GraphKey] | None = None,
         *,
         progress: bool | Callable[[int, int, GraphKey | None], None] = False,
+        again: bool = False,
     ) -> CaptureReport:
         """Capture the keys that have no graph yet, largest first; failures are contained.
 
         A policy that learns is then given the timed runs it asks for, see ``seed``.
 
         Args:
-            keys: Which; all declared ones by default, but for those that failed so often that
-                they are left alone. Such a key is tried again when it is named. Each lane
-                captures those that have a home on it by its lane policy.
+            keys: Which; all declared ones by default. Each lane captures those that have a
+                home on it by its lane policy.
             progress: Show a progress bar on stderr, or call this with (done, total, key).
+            again: Also those that failed so often that they are left alone: for when the
+                cause has been mended.
         """
         chosen = self._keys_of_lanes(None if keys is None else tuple(keys))
         with progress_shower(progress) as show, self._lock:
             report = CaptureReport.total(
-                member.lifecycle.capture_all(own, show)
+                member.lifecycle.capture_all(own, show, again=again)
                 for member, own in zip(self.lanes, chosen, strict=True)
             )
             if report.num_graphs:

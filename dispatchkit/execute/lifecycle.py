@@ -95,13 +95,15 @@ class Lifecycle:
         self,
         keys: Iterable[GraphKey] | None = None,
         progress: Callable[[int, int, GraphKey | None], None] | None = None,
+        *,
+        again: bool = False,
     ) -> CaptureReport:
         """Capture the keys that have no graph, largest first; failures are contained.
 
         Args:
-            keys: Which, those left alone after failures too; by default all declared ones
-                that may be tried.
+            keys: Which; all declared ones by default.
             progress: Told (done, total, the next key) before each capture and at the end.
+            again: Also those that failed so often that they are left alone.
 
         Raises:
             RegistryError: The runner is frozen, or a key is not declared.
@@ -117,7 +119,7 @@ class Lifecycle:
                 continue
             if not self._registry.is_enabled(key):
                 skipped[key] = Reason.DISABLED
-            elif keys is None and entry.state is KeyState.FAILED and self._retries.is_over(entry):
+            elif entry.state is KeyState.FAILED and self._retries.is_over(entry) and not again:
                 skipped[key] = f"failed {entry.attempts} times: {entry.reason}"
             else:
                 wanted.append(key)

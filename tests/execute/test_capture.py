@@ -267,7 +267,7 @@ def test_failed_key_is_left_alone_after_bounded_tries(make_runner, backend, quie
     assert all("planted" in why for why in report.skipped.values())
 
 
-def test_failed_key_that_is_named_is_tried_however_often(make_runner, backend, keys, quiet):
+def test_failed_key_is_tried_again_on_request(make_runner, backend, keys, quiet):
     """Whoever has mended the cause gets the graph back without a new runner."""
     backend.capture_fault = CaptureError("planted", reason="planted")
     runner = make_runner(double)
@@ -275,9 +275,11 @@ def test_failed_key_that_is_named_is_tried_however_often(make_runner, backend, k
         runner.capture()
     backend.capture_fault = None
     assert runner.capture().num_graphs == 0
-    assert runner.capture([keys.full(8)]).num_graphs == 1
+    assert runner.capture([keys.full(8)]).num_graphs == 0
+    assert runner.capture([keys.full(8)], again=True).num_graphs == 1
     same(runner(torch.arange(8)), torch.arange(8) * 2)
     assert runner.stats().steps_by_mode["FULL"] == 1
+    assert runner.capture(again=True).num_graphs == 3
 
 
 def test_lazy_retries_are_spaced_and_bounded(make_runner, backend, quiet):
