@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-import platform
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +13,7 @@ import attrs
 import typer
 
 from dispatchkit import __version__
+from dispatchkit.cli import facts
 from dispatchkit.cli.options import settings_of
 from dispatchkit.cli.output import JsonOption, console, load_installed_plugins, print_json
 from dispatchkit.errors import DispatchkitError
@@ -63,7 +62,10 @@ def doctor(as_json: JsonOption = False) -> None:
     findings = []
     try:
         plugins = load_installed_plugins()
-        settings_of().dispatch_config()
+        settings = settings_of()
+        settings.dispatch_config()
+        given = facts.given_settings(settings)
+        findings.append(Finding(Level.OK, "settings", f"{given or 'All are as by default'}."))
     except DispatchkitError as error:
         text = " ".join([str(error), *getattr(error, "__notes__", [])])
         findings.append(
@@ -71,6 +73,7 @@ def doctor(as_json: JsonOption = False) -> None:
         )
         plugins = load_installed_plugins(Settings())  # the rest is looked at all the same
     findings += examine(plugins, os.environ)
+    findings = [attrs.evolve(one, says=facts.without_home(one.says)) for one in findings]
     if as_json:
         print_json(
             {
@@ -110,11 +113,8 @@ def examine(plugins: PluginSet, environ: Mapping[str, str]) -> Iterator[Finding]
         plugins: The plugins as loaded.
         environ: Environment variables that change how torch captures.
     """
-    yield Finding(
-        Level.OK,
-        "dispatchkit",
-        f"{__version__}, Python {platform.python_version()} ({sys.executable}).",
-    )
+    yield Finding(Level.OK, "dispatchkit", f"{__version__}, {facts.python()}.")
+    yield Finding(Level.OK, "libraries", f"{facts.libraries()}.")
     yield from _plugins(plugins)
     yield from _decisions(plugins)
     torch = yield from _torch()
@@ -188,6 +188,8 @@ def _torch() -> Any:
             f"{TORCH_LINE}; without a GPU, take torch's CPU build.",
         )
         return None
+    if number := facts.driver():
+        yield Finding(Level.OK, "driver", f"NVIDIA's kernel module {number}.")
     cuda = torch.version.cuda
     what = f"built for CUDA {cuda}" if cuda else "a build without CUDA"
     yield Finding(Level.OK, "torch", f"{torch.__version__}, {what}.")
@@ -289,8 +291,7 @@ def _self_check(plugins: PluginSet, name: str, options: dict[str, Any]) -> Itera
 
 
 def _describe(backend: GraphBackend) -> str:
-    facts = backend.device_info()
-    return ", ".join(f"{key} {value}" for key, value in facts.items())
+    return ", ".join(f"{key} {value}" for key, value in backend.device_info().items())
 
 
 def _capture_and_compare(backend: GraphBackend) -> tuple[float | None, float | None]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import sys
 import types
 from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dispatchkit.cli import facts
 from dispatchkit.cli.doctor import Finding, Level, examine
 from dispatchkit.errors import BackendUnavailableError
 from dispatchkit.hookspecs import BackendSpec, hookimpl
 from dispatchkit.plugins import PluginSet, load_plugins
+from dispatchkit.settings import Settings
 
 
 def found(plugins: PluginSet, environ: Mapping[str, str] | None = None) -> dict[str, Finding]:
@@ -127,6 +133,45 @@ def test_json_and_text_tell_the_same(run: Any) -> None:
     assert text.code == done.code
     assert all(f"{level:<8}{about}" in text.out for about, level in levels.items())
     assert max(map(len, text.out.splitlines())) <= 80
+
+
+def test_a_report_holds_what_is_asked_of_whoever_reports_a_fault(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """System, versions, and settings with their sources; the own folder is not told."""
+    home = Path(sys.executable).parent
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("DISPATCHKIT_MAX_NUM_SEQS", "64")
+    report = json.loads(run("doctor", "--json").out)
+    says = {one["about"]: one["says"] for one in report["findings"]}
+    assert f"{platform.system()} {platform.release()}" in says["dispatchkit"]
+    assert f"(~{os.sep}" in says["dispatchkit"]
+    assert f"pluggy {version('pluggy')}" in says["libraries"]
+    assert "max_num_seqs = 64 (the environment variable " in says["settings"]
+    assert facts.given_settings(Settings()) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n",
+            "580.159.04",
+        ),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n", "535.104.05"),
+        ("something new\n", "something new"),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_the_driver_is_read_where_the_kernel_tells_it(
+    tmp_path: Path, text: str | None, told: str
+) -> None:
+    """Also where torch finds no device."""
+    path = tmp_path / "version"
+    if text is not None:
+        path.write_text(text)
+    assert facts.driver(path) == told
 
 
 def test_a_problem_is_found_wanting(run: Any, plugins_with: Any) -> None:

@@ -124,7 +124,9 @@ def test_every_query_of_the_dashboard_has_an_answer(
                 assert ask(prometheus, "query", query=query)["result"] == [], query
                 continue
             result = until(query, lambda q=query: ask(prometheus, "query", query=q)["result"])
-            legend = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            legend = set(re.findall(r"{{(\w+)}}", target.get("legendFormat", "")))
+            for one in panel.get("transformations", []):  # columns of a table
+                legend |= set(one["options"]["indexByName"])
             for series in result:
                 assert legend <= set(series["metric"]), query
                 value = float(series["value"][1])

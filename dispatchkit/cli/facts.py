@@ -1,0 +1,57 @@
+"""Facts of a set-up that a report of a fault needs: system, versions, driver, settings."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dispatchkit.settings import SETTINGS, Settings, shown
+
+__all__ = ["driver", "given_settings", "libraries", "python", "without_home"]
+
+_LIBRARIES = ("attrs", "pluggy", "numpy", "typer", "rich", "hypothesis", "pytest", "transformers")
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_DRIVER = re.compile(r"\b\d{3}\.\d+(?:\.\d+)?\b")
+
+
+def python() -> str:
+    """Return which Python this is, where it lies, and on what."""
+    name, number = platform.python_implementation(), platform.python_version()
+    where = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return f"{name.replace('CPython', 'Python')} {number} ({sys.executable}) on {where}"
+
+
+def libraries() -> str:
+    """Return the versions of the libraries that are installed of those we use."""
+    found = []
+    for name in _LIBRARIES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def driver(path: Path = _DRIVER_FILE) -> str:
+    """Return the version of NVIDIA's kernel module; empty where there is none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = _DRIVER.search(text)
+    return found[0] if found else text.splitlines()[0] if text else ""
+
+
+def given_settings(settings: Settings) -> str:
+    """Return the settings that somebody gave, each with its source; empty where nobody did."""
+    given = [(name, settings.sourced(name)) for name in SETTINGS if settings.is_given(name)]
+    return "; ".join(f"{name} = {shown(one.value)} ({one.source})" for name, one in given)
+
+
+def without_home(text: str) -> str:
+    """Return a text in which the reader's own folder is ``~``: reports are shown to others."""
+    return text.replace(str(Path.home()) + os.sep, f"~{os.sep}")
