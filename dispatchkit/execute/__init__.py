@@ -18,6 +18,7 @@ from dispatchkit.execute.budget import ChurnWarning
 from dispatchkit.execute.capture_report import CaptureReport
 from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.check import CheckWarning
+from dispatchkit.execute.config_watcher import ConfigWatcher, SwapWarning
 from dispatchkit.execute.context import (
     ForwardContext,
     NoForwardContextError,
@@ -35,7 +36,6 @@ from dispatchkit.execute.shadowing import RunnerShadow
 from dispatchkit.execute.submit import LaneCost, LanePolicyWarning, LaneStats, StepHandle
 from dispatchkit.execute.support import ModeDowngradeWarning, declare_support
 from dispatchkit.execute.swap import SwapReport
-from dispatchkit.execute.watch import ConfigWatcher, SwapWarning
 from dispatchkit.execute.wrapper import (
     GraphWrapper,
     WrappedEntry,
