@@ -1,4 +1,4 @@
-"""Steps as a timeline that Perfetto and Chrome's tracing page open.
+"""Steps as a timeline that Perfetto opens, in the format of Chrome's traces.
 
 What is drawn is the host: when a step was handed over and how long that took. How long the
 device was busy is for a device profiler, such as Nsight Systems with ``NvtxRanges``.
