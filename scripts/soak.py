@@ -31,7 +31,7 @@ import torch
 from soak_parts import SINK, Faults, Model, SoakError, Verdict, faulty_device, plugins_with_faults
 
 from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece
-from dispatchkit.errors import ReplayError
+from dispatchkit.errors import PolicyError, ReplayError
 from dispatchkit.observe import read_trace
 from dispatchkit.registry import KeyState
 
@@ -48,6 +48,7 @@ POLICIES = (
     "moody:20, vllm",
     "moody:20, threshold:10, vllm",
     "moody:5, vllm@0.11",
+    "grumpy",
 )
 #: What can happen between two steps; the more often in the list, the more often it does.
 EVENTS = (
@@ -110,6 +111,8 @@ class Soak:
         self.heal_after = -1
 
     def _policy(self, members: str) -> Any:
+        if members == "grumpy":
+            return self.plugins.create_policy("grumpy")
         return self.plugins.create_policy("composite", members=members, plugins=self.plugins)
 
     # -- one step -------------------------------------------------------------------------
@@ -183,12 +186,18 @@ class Soak:
 
     def on_swap(self) -> None:
         """Another policy."""
-        self.runner.swap(policy=self._policy(self.rng.choice(POLICIES)))
+        self._swap(policy=self._policy(self.rng.choice(POLICIES)))
 
     def on_config(self) -> None:
         """Other sizes, with a copy of the policy; those in both keep their graphs."""
         sizes = SIZES if self.runner.config.capture_sizes != SIZES else (1, 3, 8, 20, 24)
-        self.runner.swap(sizes=sizes)
+        self._swap(sizes=sizes)
+
+    def _swap(self, **changes: Any) -> None:
+        try:
+            self.runner.swap(**changes)
+        except PolicyError:  # it raised when it was tried: what was in force stays so
+            self.faults.done["swap refused"] += 1
 
     def on_mode(self) -> None:
         """A mode is switched off."""

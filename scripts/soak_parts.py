@@ -286,11 +286,28 @@ def plugins_with_faults(faults: Faults) -> PluginSet:
             if faults.takes("learning raised"):
                 raise PlannedError("planted in what a policy learns")
 
+    class Grumpy(Moody):
+        """Decides by itself; when it raises, nobody stands behind it."""
+
+        name = "grumpy"
+
+        def __init__(self) -> None:
+            self.base = plugins.create_policy("vllm")
+
+        def declare(self, config: Any) -> Any:
+            """The keys of the policy that it asks."""
+            return self.base.declare(config)
+
+        def decide(self, batch: Any, graphs: Any) -> Decision | None:
+            """Ask that policy, or raise."""
+            super().decide(batch, graphs)
+            return self.base.decide(batch, graphs)
+
     module: Any = types.ModuleType("soak_plugin")
 
     @hookimpl
     def dispatchkit_register_policies() -> list[PolicySpec]:
-        return [PolicySpec("moody", Moody)]
+        return [PolicySpec("moody", Moody), PolicySpec("grumpy", Grumpy)]
 
     def raise_if_due(event: Any) -> None:
         if faults.takes("observer raised"):
@@ -305,4 +322,5 @@ def plugins_with_faults(faults: Faults) -> PluginSet:
 
         observer.__name__ = name
         setattr(module, name, hookimpl(observer))
-    return load_plugins(extra=[("soak", module)])
+    plugins = load_plugins(extra=[("soak", module)])
+    return plugins
