@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import statistics
+import sysconfig
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import torch
 from _common import emit
-
-from dispatchkit.backends.cuda_copy import LaunchConfig, Pieces, kernel
 
 BENCH = "floors"
 ROWS, ROOM = 200, 512
@@ -28,10 +28,54 @@ COUNTS = (1, 3, 8)
 #: Handles that stand for the default stream and for the one that each thread has.
 PER_THREAD = 2
 DEVICE_TO_DEVICE = 3
-THREADS, BLOCKS = 256, 2
+MAX_INPUTS = 8
 
 V, SIZE = ctypes.c_void_p, ctypes.c_size_t
 Step = Callable[[Sequence[torch.Tensor]], None]
+
+KERNEL = """
+struct Work {
+    const char* from[8];
+    char* to[8];
+    unsigned bytes[8];
+};
+
+extern "C" __global__ void copy_all(const __grid_constant__ Work work) {
+    const char* from = work.from[blockIdx.x];
+    char* to = work.to[blockIdx.x];
+    const unsigned bytes = work.bytes[blockIdx.x];
+    const unsigned long long both = (unsigned long long)from | (unsigned long long)to | bytes;
+    if ((both & 7) == 0) {
+        for (unsigned at = threadIdx.x * 8; at < bytes; at += blockDim.x * 8)
+            *(long long*)(to + at) = *(const long long*)(from + at);
+    } else {
+        for (unsigned at = threadIdx.x; at < bytes; at += blockDim.x) to[at] = from[at];
+    }
+}
+"""
+
+
+class Work(ctypes.Structure):
+    """What the kernel takes."""
+
+    _fields_ = (
+        ("source", V * MAX_INPUTS),
+        ("target", V * MAX_INPUTS),
+        ("bytes", ctypes.c_uint * MAX_INPUTS),
+    )
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", V),
+        ("attrs", V),
+        ("num_attrs", ctypes.c_uint),
+    )
 
 
 class KernelNode(ctypes.Structure):
@@ -98,6 +142,48 @@ def captured(body: Callable[[], None]) -> tuple[Any, V]:
         body()
     graph.instantiate()
     return graph, V(int(graph.raw_cuda_graph_exec()))
+
+
+def compiled() -> V:
+    """Return the kernel as a function of the driver."""
+    major = str(torch.version.cuda).split(".")[0]
+    packages = Path(sysconfig.get_paths()["purelib"])
+    places = [f"libnvrtc.so.{major}", *packages.glob(f"nvidia/*/lib/libnvrtc.so.{major}")]
+    for place in packages.glob("nvidia/*/lib/libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(place))  # which the compiler asks for by name only
+    for place in places:
+        try:
+            compiler = ctypes.CDLL(str(place))
+            break
+        except OSError:
+            continue
+    else:
+        raise RuntimeError(f"libnvrtc.so.{major} was not found")
+    capability = "".join(map(str, torch.cuda.get_device_capability()))
+    code = cubin(compiler, f"sm_{capability}")
+    module, function = V(), V()
+    must(driver().cuModuleLoadData(ctypes.byref(module), code))
+    must(driver().cuModuleGetFunction(ctypes.byref(function), module, b"copy_all"))
+    return function
+
+
+def cubin(compiler: ctypes.CDLL, architecture: str) -> bytes:
+    """Return the kernel in the form that a device of that architecture runs."""
+    program = V()
+    made = compiler.nvrtcCreateProgram(ctypes.byref(program), KERNEL.encode(), b"k", 0, None, None)
+    must(made)
+    options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
+    if compiler.nvrtcCompileProgram(program, 1, options):
+        size = SIZE()
+        compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        compiler.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(log.value.decode())
+    size = SIZE()
+    must(compiler.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+    code = ctypes.create_string_buffer(size.value)
+    must(compiler.nvrtcGetCUBIN(program, code))
+    return code.raw
 
 
 class Inputs:
@@ -306,21 +392,21 @@ class Inputs:
             raise RuntimeError(f"{len(missing)} of the copies became no copy nodes")
         return found
 
-    def _work(self) -> tuple[Pieces, Any]:
-        work = Pieces()
+    def _work(self) -> tuple[Work, Any]:
+        work = Work()
         for index, place in enumerate(self.places):
-            work.targets[index], work.words[index] = place, self.num_bytes // 4
+            work.target[index], work.bytes[index] = place, self.num_bytes
         for index, value in enumerate(self.sets[0]):
-            work.sources[index] = value.data_ptr()
+            work.source[index] = value.data_ptr()
         return work, (V * 1)(ctypes.addressof(work))
 
     def kernel(self, function: V) -> Step:
         """One kernel copies all; it is launched before the graph."""
         work, params = self._work()
-        config = LaunchConfig((BLOCKS, self.count, 1), (THREADS, 1, 1))
+        config = LaunchConfig((self.count, 1, 1), (256, 1, 1))
         launch = call_of(driver(), "cuLaunchKernelEx", V, V, V, V)
         at, arguments = V(ctypes.addressof(config)), V(ctypes.addressof(params))
-        run, graph, source, kept = self.run, self.exec, work.sources, (work, params, config)
+        run, graph, source, kept = self.run, self.exec, work.source, (work, params, config)
 
         def step(values: Sequence[torch.Tensor], _: Any = kept) -> None:
             for index, value in enumerate(values):
@@ -333,7 +419,7 @@ class Inputs:
     def kernel_node(self, function: V) -> Step:
         """One kernel copies all; it is a node of the graph, its sources set before the launch."""
         work, params = self._work()
-        config = LaunchConfig((BLOCKS, self.count, 1), (THREADS, 1, 1))
+        config = LaunchConfig((self.count, 1, 1), (256, 1, 1))
         launch = call_of(driver(), "cuLaunchKernelEx", V, V, V, V)
 
         def body() -> None:
@@ -352,10 +438,10 @@ class Inputs:
         must(runtime().cudaGraphNodeGetType(root, ctypes.byref(kind)))
         if count.value != 1 or kind.value != 0:
             raise RuntimeError("the graph does not begin with the kernel")
-        node = KernelNode(function, (BLOCKS, self.count, 1), (THREADS, 1, 1))
+        node = KernelNode(function, (self.count, 1, 1), (256, 1, 1))
         node.params = ctypes.addressof(params)
         change = call_of(driver(), "cuGraphExecKernelNodeSetParams_v2", V, V, V)
-        at, run, source = V(ctypes.addressof(node)), self.run, work.sources
+        at, run, source = V(ctypes.addressof(node)), self.run, work.source
         kept = (graph, work, params, node)
 
         def step(values: Sequence[torch.Tensor], _: Any = kept) -> None:
@@ -397,12 +483,15 @@ def copies_and_launch(rounds: int) -> None:
     """Every way, for each number of inputs."""
     side = torch.cuda.Stream()
     stream = V(side.cuda_stream)
+    try:
+        function, problem = compiled(), ""
+    except Exception as error:  # noqa: BLE001 - told in the lines of the kernel's ways
+        function, problem = V(), f"{type(error).__name__}: {error}"
 
     def with_kernel(make: Callable[[V], Step]) -> Step:
-        found = kernel()
-        if found is None:
-            raise RuntimeError("the kernel could not be loaded, or there are several devices")
-        return make(found[1])
+        if problem:
+            raise RuntimeError(problem)
+        return make(function)
 
     for count in COUNTS:
         inputs, group = Inputs(count), f"{count} inputs and the launch"

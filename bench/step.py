@@ -49,7 +49,6 @@ from dispatchkit import (
     StaticInput,
 )
 from dispatchkit.backends.tape import TapeBackend
-from dispatchkit.execute import buffers
 from dispatchkit.observe.trace import read_trace
 
 BENCH = "step"
@@ -254,15 +253,6 @@ class Case:
             raise SystemExit(f"capture failed: {report.failed}")
         return runner
 
-    def by_kernel(self) -> GraphRunner:
-        """Return a runner whose device inputs are brought in by one kernel past torch."""
-        buffers.COPY_BY_KERNEL = True
-        runner = self.runner("view")
-        for rows in self.sizes:
-            runner(*self.device[rows])  # its copies are chosen here
-        buffers.COPY_BY_KERNEL = False
-        return runner
-
     def call(
         self, runner: GraphRunner, given: dict[int, list[Any]], *, by_name: bool = True
     ) -> Run:
@@ -394,7 +384,6 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
         "runner, view, by position": case.call(view, case.device, by_name=False),
         "runner, owned": case.call(owned, case.device),
         "runner, in place": view.step,
-        "runner, view, inputs by a kernel": case.call(case.by_kernel(), case.device),
     }
     others = {"make_graphed_callables": case.graphed}
     if compile_too:

@@ -26,7 +26,6 @@ from dispatchkit.backends.capture_guard import (
     refuse_nested,
 )
 from dispatchkit.backends.cuda_capture import CaptureAttempt
-from dispatchkit.backends.cuda_copy import PieceCopy, kernel_copy
 from dispatchkit.backends.cuda_device import device_index, require_cuda
 from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury, return_idle_memory
 from dispatchkit.backends.cuda_launch import direct_launch, graph_upload
@@ -164,10 +163,6 @@ class CudaBackend:
     def direct_launch(self) -> Callable[[Any, Any], int] | None:
         """Return the runtime's own launch call for graphs of this device; None without one."""
         return direct_launch(self._index)
-
-    def piece_copy(self) -> PieceCopy | None:
-        """Return a new copy of small pieces by one launch; None where there is none."""
-        return kernel_copy()
 
     def upload(self, graph: Any, stream: CudaStream) -> bool:
         """Queue what a graph's first launch would bring to the device; False if it cannot be.

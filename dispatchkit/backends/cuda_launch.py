@@ -19,7 +19,7 @@ import torch
 
 
 @lru_cache(maxsize=1)
-def runtime_library() -> ctypes.CDLL | None:
+def _runtime() -> ctypes.CDLL | None:
     """Return the CUDA runtime that torch has loaded, None where it cannot be told."""
     version = torch.version.cuda
     if version is None or sys.platform != "linux":
@@ -35,7 +35,7 @@ def runtime_library() -> ctypes.CDLL | None:
 @lru_cache(maxsize=1)
 def graph_upload() -> Callable[[Any, Any], int] | None:
     """Return ``upload(graph, stream)``, which returns CUDA's error code, or None without one."""
-    runtime = runtime_library()
+    runtime = _runtime()
     if runtime is None:
         return None
     upload = runtime.cudaGraphUpload
@@ -54,7 +54,7 @@ def direct_launch(device_index: int) -> Callable[[Any, Any], int] | None:
         device_index: Device of the graphs. Where there are several devices the launch makes
             sure of the current one, which the default stream is taken from.
     """
-    runtime = runtime_library()
+    runtime = _runtime()
     if runtime is None:
         return None
     launch = runtime.cudaGraphLaunch

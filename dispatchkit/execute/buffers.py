@@ -17,12 +17,9 @@ import torch
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import ConfigError, InputError, UnknownNameError
 from dispatchkit.execute.inputs import InputSet
-from dispatchkit.execute.small_copies import small_copy
 from dispatchkit.execute.staging import Staging
 
 _copy: Any = torch._foreach_copy_  # its stub takes lists and tuples only
-# Bring small device inputs in by one kernel launched past torch, where the backend has one.
-COPY_BY_KERNEL = False
 
 
 class InputBuffers:
@@ -54,7 +51,6 @@ class InputBuffers:
     ) -> None:
         self.inputs = inputs
         self.num_rows = num_rows
-        self.backend = backend
         self.staging: Staging | None = None
         self.clean_from, self.clean_to = 0, num_rows
         if tensors is not None:
@@ -252,22 +248,13 @@ class Loader:
         # All of a call in declared order: nothing to pick.
         self._all: list[torch.Tensor] | None = self._copies[0][0] if is_one else None
         self._tails: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
-        is_here = not self._to_host and not self._must_move
-        self._pieces = small_copy(buffers.backend, views) if COPY_BY_KERNEL and is_here else None
         self._host_tails: list[tuple[Any, Any]] = []
 
-    def load(self, values: Sequence[Any], stream: int = 0) -> None:
-        """Copy a checked call in, and set stale rows behind it back to fill.
-
-        Args:
-            values: The inputs.
-            stream: Raw handle of the current stream.
-        """
+    def load(self, values: Sequence[Any]) -> None:
+        """Copy a checked call in, and set stale rows behind it back to fill."""
         buffers = self.buffers
         if buffers.clean_from <= self.num_rows and self.bucket <= buffers.clean_to:
             buffers.clean_from = self.num_rows  # before the copy: one that fails leaves dirt
-            if self._pieces is not None and self._pieces.run(values, stream):
-                return
             if self._all is not None:
                 _copy(self._all, values)
                 return
@@ -282,13 +269,6 @@ class Loader:
             for index, view in self._to_host:
                 view[...] = values[index]
         tails = self._ready_tails() if is_stale else None
-        if self._pieces is not None:
-            if tails is not None:
-                self._pieces.add_tails(tails)
-            if self._pieces.run(values, stream, with_tails=is_stale):
-                if is_stale:
-                    self._end_tails()
-                return
         for number, (targets, pick) in enumerate(self._copies):
             sources = pick(values)
             if tails is None:

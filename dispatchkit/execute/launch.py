@@ -180,7 +180,7 @@ class GraphPlan:
             lane.switch(stream)
         loader = self.loader or self._prepare()
         if tensors is not None:
-            loader.load(tensors, stream)
+            loader.load(tensors)
         elif not loader.is_settled():
             loader.settle()
         if lane.row_count is not None:

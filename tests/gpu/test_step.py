@@ -276,32 +276,3 @@ def test_inputs_of_several_types_and_layouts(step_in_place):
             torch.testing.assert_close(one, other)
         missing = next(size for size in SIZES if size >= rows) - rows
         same(got[3], want[3] + missing * (-1 + 4 + 3))
-
-
-def test_inputs_brought_in_by_a_kernel(monkeypatch):
-    """On two streams and the default one, of two types, with stale rows and strided inputs."""
-    from dispatchkit.execute import buffers
-
-    monkeypatch.setattr(buffers, "COPY_BY_KERNEL", True)
-    inputs = {
-        "x": StaticInput((None, 3), "float32", fill=-1),
-        "y": StaticInput((None,), "int64", fill=7),
-    }
-    runner = runner_of(lambda x, y: x * 2 + y[:, None], inputs)
-    streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
-    results = []
-    for number in range(90):
-        rows = (number * 7) % 32 + 1
-        with torch.cuda.stream(streams[number % 3]):
-            x = torch.full((rows, 3), float(number), device=DEVICE)
-            if number % 5 == 0:
-                x = torch.full((3, rows), float(number), device=DEVICE).T
-            y = torch.arange(rows, device=DEVICE) + number
-            results.append((number, rows, runner(x, y)))
-    torch.cuda.synchronize()
-    for number, rows, got in results:
-        wanted = 2.0 * number + torch.arange(rows) + number
-        same(got.cpu(), wanted[:, None].expand(rows, 3).float().contiguous())
-    loaders = [plan.loader for plan in runner._lane._ready if plan.loader is not None]
-    assert loaders
-    assert all(loader._pieces is not None and loader._pieces._copy for loader in loaders)
