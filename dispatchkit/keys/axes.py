@@ -117,10 +117,13 @@ class Variants:
             allowed = f"given for each of {sorted(self._names)} and no other"
             raise DescriptorError("axes", sorted(values), allowed)
         self._check(loras)
+        found = []
         for axis, stride in zip(self.axes, self._strides, strict=True):
-            loras += stride * axis.index(values[axis.name])
+            value = values[axis.name]
+            loras += stride * axis.index(value)
+            found.append(value)
         made = Variant(loras)
-        made.values = tuple(values[axis.name] for axis in self.axes)
+        made.values = tuple(found)
         return made
 
     def of_buckets(self, loras: int, buckets: AxisBuckets) -> int:

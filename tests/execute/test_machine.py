@@ -39,6 +39,9 @@ INPUTS = {
     "values": StaticInput((None, 2), "float32", fill=-3.0),
 }
 TWIST = Axis("twist", (1, 3), exact=True)  # a host value: 2 has no graph
+REACH = Axis("reach", (4, 12))  # a dimension: padded, and cut in the results
+REACHES = {1: 3, 3: 9, 2: 20}  # in place of the twists of calls; 20 is outside
+NEAR = {"near": StaticInput((None, "reach"), "float32")}
 NUM_KEYS = 2 * len(SIZES)
 CALLS = strategies.lists(
     strategies.tuples(
@@ -60,9 +63,11 @@ class Model:
         self.counter = torch.zeros((), dtype=torch.int64)
         self.weight = torch.tensor([[1.0, 2.0], [-1.0, 0.5]])
 
-    def project(self, slots, values, twist=1):
+    def project(self, slots, values, twist=1, near=None):
         self.counter.add_(1)
         hidden = values @ self.weight * twist
+        if near is not None:
+            hidden = hidden + near.sum(1, keepdim=True)
         self.cache.index_copy_(0, slots, hidden)
         return hidden, values.abs()
 
@@ -70,12 +75,13 @@ class Model:
         hidden, size = pair
         return hidden.cumsum(0), size  # the second stays where it is, the first does not
 
-    def finish(self, pair, slots):
+    def finish(self, pair, slots, near=None):
         mixed, size = pair
-        return {"mixed": mixed + self.cache[slots], "more": [size * 2, self.counter + 0]}
+        more = [size * 2, self.counter + 0, *([] if near is None else [near * 2])]
+        return {"mixed": mixed + self.cache[slots], "more": more}
 
-    def __call__(self, slots, values, twist=1):
-        return self.finish(self.attend(self.project(slots, values, twist)), slots)
+    def __call__(self, slots, values, twist=1, near=None, reach=0):
+        return self.finish(self.attend(self.project(slots, values, twist, near)), slots, near)
 
     def pieces(self):
         return [graph_piece(self.project), eager_piece(self.attend), graph_piece(self.finish)]
@@ -100,12 +106,12 @@ def machine(watched_tape, smallest_policy):
             outputs=strategies.sampled_from(["owned", "view"]),
             share_outputs=strategies.booleans(),
             declare_state=strategies.booleans(),
-            has_axis=strategies.booleans(),
+            axis=strategies.sampled_from([None, TWIST, REACH]),
             in_threads=strategies.booleans(),
             check=strategies.sampled_from([0, 0, 1, 3]),
         )
-        def build(self, declare_state, has_axis, in_threads, **options):
-            self.has_axis, self.in_threads = has_axis, in_threads
+        def build(self, declare_state, axis, in_threads, **options):
+            self.axis, self.in_threads = axis, in_threads
             self.owned = options["outputs"] == "owned"
             self.backend = watched_tape()
             self.mine, self.theirs = Model(), Model()
@@ -114,18 +120,25 @@ def machine(watched_tape, smallest_policy):
             state = [self.theirs.cache, self.theirs.counter] if declare_state else []
             self.runner = GraphRunner(
                 self.theirs.pieces(),
-                INPUTS,
+                INPUTS | (NEAR if axis is REACH else {}),
                 sizes=SIZES,
                 policy=smallest_policy(),
                 backend=self.backend,
                 state=state,
-                axes=[TWIST] if has_axis else None,
+                axes=None if axis is None else [axis],
                 **options,
             )
             self.keys = list(self.runner.registry)
-            assert len(self.keys) == NUM_KEYS * (1 + has_axis)
+            assert len(self.keys) == NUM_KEYS * (1 if axis is None else 2)
             self.steps = 0
             self.frozen = False
+
+        def axis_facts(self, rows, twist):
+            """Return what a call gives beside slots and values."""
+            if self.axis is REACH:
+                reach = REACHES[twist]
+                return {"near": torch.ones(rows, reach).cumsum(1), "reach": reach}
+            return {"twist": twist} if self.axis is TWIST else {}
 
         # Every rule ends with a burst of calls, so that each change is put to use.
 
@@ -134,7 +147,7 @@ def machine(watched_tape, smallest_policy):
             if data.draw(strategies.booleans()):
                 self.runner._lane.buffers.poison()
             for rows, seed, ceiling, twist in calls:
-                more = {"twist": twist} if self.has_axis else {}
+                more = self.axis_facts(rows, twist)
                 generator = torch.Generator().manual_seed(seed)
                 slots = torch.randperm(SINK, generator=generator)[:rows]
                 values = torch.randn(rows, 2, generator=generator)
@@ -166,13 +179,14 @@ def machine(watched_tape, smallest_policy):
             generator = torch.Generator().manual_seed(sum(rows))
             slots = torch.randperm(SINK, generator=generator).split([*rows, SINK - sum(rows)])
             calls = [(one, torch.randn(len(one), 2, generator=generator)) for one in slots[:-1]]
-            more = {"twist": data.draw(strategies.integers(1, 3))} if self.has_axis else {}
+            twist = data.draw(strategies.integers(1, 3))
+            calls = [(*call, self.axis_facts(len(call[0]), twist)) for call in calls]
             with ThreadPoolExecutor(max(1, len(calls))) as pool:
-                futures = [pool.submit(self.runner, *call, **more) for call in calls]
+                futures = [pool.submit(self.runner, *call, **more) for *call, more in calls]
                 results = [(call, one.result()) for call, one in zip(calls, futures, strict=True)]
             if self.owned:  # a view is good until the next call, whoever makes it
                 results.sort(key=_count_of)
-            for call, got in results:
+            for (*call, more), got in results:
                 want = self.mine(*call, **more)
                 if self.owned:
                     torch.testing.assert_close(got, want)
