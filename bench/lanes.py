@@ -8,8 +8,7 @@ take turns in one process:
 - ``serial``: graphs of one stream, by hand; ``raw streams``: a graph for each stream, by hand;
 - ``raw streams, copies``: the same with what a step needs beside its graph, by hand: the input
   copied in and the result cloned;
-- ``runner, serial`` and ``runner, lanes``: the runner's calls, and ``submit`` in turn; results are
-  the caller's own, or views (``lanes, view``).
+- ``runner, serial`` and ``runner, lanes``: the runner's calls, and ``submit`` in turn.
 
 ``small`` graphs leave most of the device idle; ``filling`` graphs leave none of it. Without a GPU
 the tape is measured: what ``submit`` costs the host beside a call, on the same graph.
@@ -57,9 +56,7 @@ class Network:
         return x
 
 
-def runner_of(
-    network: Network, rows: int, width: int, lanes: int, outputs: str = "owned"
-) -> GraphRunner:
+def runner_of(network: Network, rows: int, width: int, lanes: int) -> GraphRunner:
     runner = GraphRunner(
         network,
         {"x": StaticInput((None, width), network.dtype)},
@@ -68,7 +65,6 @@ def runner_of(
         mode="FULL",
         backend="cuda" if HAS_GPU else "tape",
         lanes=lanes,
-        outputs=outputs,
         strict=True,
     )
     failed = runner.capture().failed
@@ -97,7 +93,6 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int) -> None:
     given = torch.randn(rows, width, device=DEVICE).to(network.dtype)
     hands = [ByHand(network, rows, width) for _ in range(lanes)]
     many, one = runner_of(network, rows, width, lanes), runner_of(network, rows, width, 1)
-    viewing = runner_of(network, rows, width, lanes, "view")
     want = one(given)
     if not torch.equal(many.submit(given).result(), want):
         raise SystemExit("A lane gave something else than a call.")
@@ -136,11 +131,6 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int) -> None:
         torch.cuda.synchronize()
         del kept
 
-    def views() -> None:
-        kept = [viewing.submit(given) for _ in range(steps)]
-        torch.cuda.synchronize()
-        del kept
-
     report(
         f"{kind}, {lanes} lanes, {per_lane // weight} steps each",
         {
@@ -149,7 +139,6 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int) -> None:
             "raw streams, copies": raw_copies,
             "runner, serial": calls,
             "runner, lanes": submits,
-            "runner, lanes, view": views,
         },
         steps,
         rounds,
@@ -158,7 +147,6 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int) -> None:
             "raw streams, copies": "serial",
             "runner, serial": "serial",
             "runner, lanes": "serial" if kind == "filling" else "raw streams",
-            "runner, lanes, view": "serial" if kind == "filling" else "raw streams",
         },
     )
 

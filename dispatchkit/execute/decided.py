@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-import attrs
 import torch
 
 from dispatchkit.backends.base import GraphBackend
@@ -138,66 +137,45 @@ class Decided:
 
         A policy asks by ``wants_seeding(graphs)``, which returns runs (batch, decision, how
         often) until it knows enough. Each is done twice as often, on rows of nobody: first
-        with nothing ahead on the stream, then right behind the one before. Where the device's
-        time is measured, eager runs so behind the largest graph asked for: a step that the
-        host launches no faster than the device runs it would find the stream idle otherwise.
-        Nothing of it is counted, and what the step changes is put back. With axes nothing is
-        run: what the policy knows of them is the dispatcher's to say.
+        with nothing ahead on the stream, then right behind the one before. Nothing of it is
+        counted, and what the step changes is put back. With axes nothing is run: what the
+        policy knows of them is the dispatcher's to say.
 
         Returns:
-            How many steps were measured.
+            How many steps were run.
         """
         wants = getattr(self.dispatcher.policy, "wants_seeding", None)
         # In check mode nothing is measured.
         if wants is None or self.checker is not None or self.config.axes:
             return 0
         steps = 0
-        ahead: _SeedRun | None = None
         with self._lock, self.counters.unchanged():
-            while runs := tuple(wants(self.dispatcher.graphs)):
-                ahead = self._largest_graph((*runs, ahead) if ahead else runs)
+            while runs := wants(self.dispatcher.graphs):
                 try:
-                    steps += self._sow(runs, ahead)
+                    steps += self._sow(runs)
                 except ReplayError:
                     # Its graph is marked as failed, what it changed is put back, and no step of
                     # the caller's was lost: a capture does not fail for it.
                     break
         return steps
 
-    def _largest_graph(self, runs: Iterable[_SeedRun]) -> _SeedRun | None:
-        """Return the run of the largest graph; None where device time is not measured."""
-        if not self.backend.capabilities.device_timing:
-            return None
-        live = self.lifecycle.live()
-        graphs = [run for run in runs if run.decision.key in live]
-        return max(graphs, key=lambda run: run.batch.num_tokens, default=None)
-
-    def _sow(self, runs: Iterable[_SeedRun], ahead: _SeedRun | None) -> int:
+    def _sow(self, runs: Iterable[_SeedRun]) -> int:
+        device = torch.device(self._inputs.device)
         steps = 0
         for run in runs:
             if run.decision.key is not None and run.decision.key not in self.lifecycle.live():
                 continue  # a runner that captures lazily: nothing is captured for this
-            step = self._bound_run(run.batch, run.decision)
-            filler = None
-            if ahead is not None and run.decision.key is None:
-                filler = self._bound_run(ahead.batch, attrs.evolve(ahead.decision, timed=False))
+            ceiling, uniform, loras, num_tokens = cell_of_batch(self.dispatcher.config, run.batch)
+            tensors = self._inputs.bind((), sample_inputs(self._inputs.specs, num_tokens, device))
+            if self._inputs.host:
+                tensors = self._inputs.to_arrays(tensors)
+            self.dispatcher.update(CellUpdate(run.batch, run.decision, one_shot=True))
+            plan = self.dispatcher.dispatch(num_tokens, 0, uniform, loras, ceiling).plan
             with self._lane.alone(), restored(self._snapshot()):
                 for _ in range(run.runs):
                     self.backend.synchronize()
-                    steps += step()
-                    if filler is not None:
-                        filler()
-                    steps += step()
+                    for _ in ("idle", "queued"):
+                        if plan.run(tensors, self.backend.current_stream_handle()) is not AGAIN:
+                            steps += 1
                 self.timings.drain(wait=True)
         return steps
-
-    def _bound_run(self, batch: Batch, decision: Decision) -> Callable[[], bool]:
-        """Return what runs a step on rows of nobody, and says whether it did."""
-        ceiling, uniform, loras, num_tokens = cell_of_batch(self.dispatcher.config, batch)
-        device = torch.device(self._inputs.device)
-        tensors = self._inputs.bind((), sample_inputs(self._inputs.specs, num_tokens, device))
-        if self._inputs.host:
-            tensors = self._inputs.to_arrays(tensors)
-        self.dispatcher.update(CellUpdate(batch, decision, one_shot=True))
-        plan = self.dispatcher.dispatch(num_tokens, 0, uniform, loras, ceiling).plan
-        return lambda: plan.run(tensors, self.backend.current_stream_handle()) is not AGAIN

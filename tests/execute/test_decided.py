@@ -174,33 +174,6 @@ def test_a_policy_gets_its_runs_after_a_capture(make_runner, policy, keys):
     assert runner.stats().steps == 1
 
 
-def test_every_second_eager_run_has_the_largest_graph_ahead_where_the_device_is_timed(
-    make_runner, policy, keys, backend, monkeypatch
-):
-    """A stream that the host keeps up with would look idle to a run behind an eager one."""
-    replays = []
-
-    class Large(Asking):
-        def wants_seeding(self, graphs):
-            self._asked += 1
-            large = Run(Batch(8), Decision.replay(keys.full(8), "seed", timed=True), 1)
-            eager = Run(Batch(3), Decision.eager("seed", timed=True), 2)
-            return [[large], [eager], []][self._asked - 1]
-
-    capable = attrs.evolve(backend.capabilities, device_timing=True)
-    monkeypatch.setattr(type(backend), "capabilities", capable)
-    large = Large(policy, keys.full(8))
-
-    def step(tokens):
-        replays.append(backend.replays)
-        return tokens + 1
-
-    make_runner(step, policy=large).capture()
-    # What is there to keep the device busy is neither measured nor told.
-    assert [one.decision.key for one in large.heard] == [keys.full(8)] * 2 + [None] * 4
-    assert replays[-4:] == [2, 3, 3, 4]
-
-
 def test_no_runs_where_nothing_was_captured(make_runner, policy, keys):
     asking = Asking(policy, keys.full(4))
     runner = make_runner(plus_one, policy=asking)
