@@ -52,8 +52,8 @@ POLICIES = (
 )
 #: What can happen between two steps; the more often in the list, the more often it does.
 EVENTS = (
-    "capture capture memory launch launch policy policy learning observer observer swap config "
-    "mode key in_place replace evict limits idle drain stream storm"
+    "capture capture memory launch launch policy policy learning learning learning observer "
+    "observer swap config mode key in_place replace evict limits idle drain stream storm"
 ).split()
 
 
@@ -181,8 +181,7 @@ class Soak:
     def on_observer(self) -> None:
         """An observer raises."""
         self.faults.arm("observer raised")
-        if self.rng.random() < 0.5:
-            self.on_evict()
+        self.on_evict()
 
     def on_swap(self) -> None:
         """Another policy."""
