@@ -217,9 +217,9 @@ def test_clean_steps_pass(make_runner):
 
 
 @pytest.mark.slow
-def test_five_thousand_clean_steps_pass(make_runner):
-    stats = clean_steps(make_runner, 5_000)
-    assert stats.steps_by_mode["FULL"] == stats.steps == 5_000
+def test_three_thousand_clean_steps_pass(make_runner):
+    stats = clean_steps(make_runner, 3_000)
+    assert stats.steps_by_mode["FULL"] == stats.steps == 3_000
 
 
 def test_stale_tail_is_found(make_runner):
