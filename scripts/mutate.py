@@ -51,16 +51,20 @@ PACKAGE = str(ROOT / "dispatchkit")
 ROOMS = ("keys", "registry", "dispatch")
 #: The tests of the file itself come first, since most mutants die there.
 OWN = {
-    "keys/axes.py": "tests/dispatch/test_axes.py",
+    "keys/axes.py": "tests/keys/test_axes.py",
     "keys/batch.py": "tests/keys/test_batch.py",
     "keys/capture_sizes.py": "tests/keys/test_capture_sizes.py",
     "keys/config.py": "tests/keys/test_config.py",
     "keys/modes.py": "tests/keys/test_modes.py",
     "registry/entry.py": "tests/registry/",
     "registry/registry.py": "tests/registry/",
+    "dispatch/acceptance.py": "tests/dispatch/test_acceptance.py",
     "dispatch/axes.py": "tests/dispatch/test_axes.py",
     "dispatch/cells.py": "tests/dispatch/test_cells.py",
+    "dispatch/epochs.py": "tests/dispatch/test_epochs.py",
+    "dispatch/explain.py": "tests/dispatch/test_explain.py",
     "dispatch/lanes.py": "tests/testing/test_lane_policy_kit.py",
+    "dispatch/table.py": "tests/dispatch/test_table.py",
 }
 DISPATCHER = "tests/dispatch/test_dispatcher.py"
 ALL = (

@@ -6,7 +6,7 @@ import pytest
 
 from dispatchkit.dispatch import Decision, Dispatcher, Reason
 from dispatchkit.errors import PolicyError
-from dispatchkit.keys import BatchDescriptor, DispatchConfig, GraphKey, RuntimeMode
+from dispatchkit.keys import Axis, BatchDescriptor, DispatchConfig, GraphKey, RuntimeMode
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 
@@ -60,6 +60,35 @@ def test_mistake_at_or_beside_a_size_is_found_when_built(config, size):
 def test_mistake_for_one_kind_of_batch_is_found_when_built(config, is_wrong):
     with pytest.raises(PolicyError, match="wrong-at"):
         Dispatcher(WrongAt(is_wrong), config)
+
+
+def test_graphs_are_shown_as_if_all_were_there(config):
+    class TakesTheFirst(WrongAt):
+        def decide(self, batch, graphs):
+            assert all(graphs.is_ready(key) for key in graphs)
+            return Decision.replay(next(iter(graphs)))
+
+    with pytest.raises(PolicyError, match="tokens=8"):
+        Dispatcher(TakesTheFirst(), config)
+
+
+def test_axes_are_asked_for_with_one_of_their_buckets():
+    class KnowsAxes(WrongAt):
+        def declare(self, config):
+            return [GraphKey(PIECEWISE, BatchDescriptor(8, axes=(64,)))]
+
+    policy = KnowsAxes()
+    Dispatcher(policy, DispatchConfig(capture_sizes=(8,), axes=Axis("length", 64)))
+    assert {batch.axes for batch in policy.asked} == {(64,)}
+
+
+def test_refusal_of_the_policys_own_is_told_as_it_is(config):
+    class Refuses(WrongAt):
+        def declare(self, config):
+            raise PolicyError("member", "declare", "wants other sizes.")
+
+    with pytest.raises(PolicyError, match=r"'member'.*wants other sizes"):
+        Dispatcher(Refuses(), config)
 
 
 def test_what_is_asked_keeps_within_the_limits(config):

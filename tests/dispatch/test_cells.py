@@ -15,7 +15,7 @@ def test_modes_are_named_in_order():
 
 
 def test_empty_batch_has_no_cell():
-    with pytest.raises(DescriptorError, match="An empty batch is always eager"):
+    with pytest.raises(DescriptorError, match=r"at least 1, got 0\. An empty batch is always"):
         cell_of_batch(DispatchConfig(capture_sizes=(1, 8)), Batch(0))
 
 

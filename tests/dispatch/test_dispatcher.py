@@ -207,6 +207,58 @@ def test_filled_cell_is_served_by_the_table_alone(monkeypatch):
     assert all(dispatcher.dispatch(*call) is one for call, one in zip(calls, first, strict=True))
 
 
+def test_timed_step_is_bound_anew_and_the_table_keeps_its_own():
+    dispatcher = make()
+    steady = dispatcher.dispatch(5, 3)
+    timed = dispatcher.dispatch_timed(5, 3)
+    assert (timed.timed, timed.one_shot, timed.key) == (True, True, steady.key)
+    assert timed.revision > steady.revision
+    assert dispatcher.dispatch(5, 3) is steady
+    dispatcher.update(CellUpdate(Batch(5), Decision.replay(mixed(8), timed=True)))
+    always = dispatcher.dispatch(5, 3)
+    assert always.timed
+    assert dispatcher.dispatch_timed(5, 3) is always
+
+
+def test_what_is_not_said_of_a_batch_is_not_assumed():
+    dispatcher = make(query_lens=(1, 2), max_loras=1)
+    assert dispatcher.batch(8) == Batch(8)
+    bare = dispatcher.dispatch_timed(8)
+    assert bare.key == dispatcher.dispatch(8, 0, 0, 0, 2).key == mixed(8)
+    assert not Decision.eager("x").timed
+    assert not Decision.replay(mixed(8)).timed
+
+
+def test_timed_step_whose_graph_was_lost_meanwhile_is_served_as_decided(monkeypatch):
+    """The graph may go between the look-up and the lock; the executor finds that out."""
+    dispatcher = make()
+    served = []
+
+    def dispatch(*facts):
+        served.append(Dispatcher.dispatch(dispatcher, *facts))
+        dispatcher.registry.evicted(mixed(8))
+        return served[-1]
+
+    monkeypatch.setattr(dispatcher, "dispatch", dispatch)
+    assert dispatcher.dispatch_timed(5) is served[0]
+
+
+def test_lazy_is_what_was_set_last():
+    dispatcher = make(lazy=True)
+    assert dispatcher.lazy is True
+    dispatcher.set_lazy(False)
+    assert dispatcher.lazy is False
+
+
+def test_each_epoch_is_told_with_the_policy_before():
+    told = []
+    dispatcher = make(on_swap=lambda *facts: told.append(facts))
+    assert dispatcher.swap(TwoWidthsPolicy()) == 1
+    assert dispatcher.swap() == 2
+    name = dispatcher.policy_name
+    assert told == [("smallest", None, 0), (name, "smallest", 1), (name, name, 2)]
+
+
 def test_batch_of_a_policy_says_nothing_that_is_not_known():
     dispatcher = make(query_lens=(2,), max_loras=1)
     dispatcher.dispatch(8, 4, 1, 1, 1)
@@ -1189,6 +1241,12 @@ def test_explanation_names_choice_and_what_was_near():
     assert "PIECEWISE tokens=8: evicted (padding 3)" in text
 
 
+def test_explanation_tells_an_empty_batch_from_the_smallest():
+    dispatcher = make()
+    assert explain(dispatcher, 0).decision.reason == Reason.EMPTY_BATCH
+    assert explain(dispatcher, 1).decision.key == mixed(8)
+
+
 def test_explanation_leaves_the_table_alone():
     dispatcher = make()
     explain(dispatcher, 5)
@@ -1288,6 +1346,9 @@ def test_what_came_of_an_earlier_policys_decision_is_nothing_to_this_one():
     dispatcher.swap()
     dispatcher.observe(Outcome(dispatcher.batch(5), before, 3.0))
     assert new.heard == [2.0, 3.0]
+    # What was never in a table is nobody else's.
+    dispatcher.observe(Outcome(dispatcher.batch(5), Decision.replay(mixed(8)), 4.0))
+    assert new.heard == [2.0, 3.0, 4.0]
 
 
 def test_explanation_is_what_the_next_step_gets():

@@ -83,6 +83,16 @@ def test_facts_of_the_batch_come_first():
     assert str(EAGER).splitlines()[0] == "8 tokens; allowed: NONE, PIECEWISE, FULL"
 
 
+def test_that_a_step_raises_is_said_where_eager_is_not_allowed():
+    only_full = attrs.evolve(EAGER, batch=Batch(8, allowed=3))
+    assert [*only_full.batch.allowed_modes] == [RuntimeMode.PIECEWISE]
+    said = "   eager is not allowed for this batch: the step raises NoGraphError"
+    assert said in str(only_full).splitlines()
+    replayed = attrs.evolve(only_full, decision=Decision.replay(KEY))
+    for each in (EAGER, replayed):
+        assert "raises" not in str(each)
+
+
 def test_what_is_behind_a_decision_is_a_fault_a_state_or_the_policy():
     assert attrs.evolve(EAGER, fault="it raised").because == "policy: it raised"
     assert EAGER.because == "configuration: no graph is declared for this kind of batch"

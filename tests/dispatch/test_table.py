@@ -71,6 +71,11 @@ def test_what_waits_is_served_up_to_its_bound_of_requests():
     table.put(cell(8), bounded)
     assert table.peek(cell(8), 4) is bounded
     assert table.peek(cell(8), 5) is None
+    table.put_by_reqs(cell(8), 5, PROBE)
+    assert table.peek(cell(8), 5) is PROBE
+    assert table.peek(cell(7), 5) is None
+    table.forget_steady(cell(8))
+    table.put(cell(8), bounded)
     table.put_one_shot(cell(8), bounded)
     assert table.peek(cell(8), 5) is None
     assert table.take_one_shot(cell(8), 5) is None

@@ -65,6 +65,14 @@ def test_values_and_their_buckets_are_the_same_variant():
     assert variants.combinations() == [(16, 1), (16, 3), (64, 1), (64, 3)]
 
 
+def test_variant_knows_the_values_it_was_made_of_and_a_plain_number_its_buckets():
+    variants = Variants(AXES, 1)
+    made = variants.of_values(1, {"kind": 3, "length": 17})
+    assert variants.values(made) == (17, 3)
+    assert variants.values(int(made)) == (64, 3)
+    assert variants.values(0) == (65, 4), "outside, and as near as can be"
+
+
 @pytest.mark.parametrize("loras", [-1, 2, True, 1.0])
 def test_adapters_beyond_the_limit_have_no_variant(loras):
     """With axes one more adapter would be the next bucket."""

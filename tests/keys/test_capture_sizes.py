@@ -175,10 +175,24 @@ def test_newest_adds_sizes_of_whole_decode_batches():
     assert derive(max_num_seqs=3, query_len=3).sizes == (1, 2, 3, 4, 6, 8, 9, 16)
 
 
+def test_oldest_counts_requests_for_its_default_maximum_and_others_their_tokens():
+    assert derive("0.11", max_num_seqs=4, query_len=3).sizes == (8, 4, 2, 1)
+    assert derive("0.13", max_num_seqs=4, query_len=3).sizes == (1, 2, 4, 8, 16, 24)
+
+
 def test_no_decode_batch_above_the_maximum_is_a_size():
     assert derive(max_num_seqs=200, query_len=4).max_size == 512
     assert derive(max_num_seqs=3, query_len=3, user_max_size=8).sizes == (1, 2, 4, 8)
     assert derive(max_num_seqs=600).sizes == derive(max_num_seqs=512).sizes
+
+
+def test_decode_batches_of_one_and_of_two_tokens_per_request():
+    assert derive(max_num_seqs=600, ceiling=500).sizes[-1] == 496
+    assert derive(max_num_seqs=3, query_len=2).sizes == (1, 2, 4, 6, 8)
+
+
+def test_small_steps_end_at_32():
+    assert derive(max_num_seqs=30, small_steps=True).sizes == (*range(1, 33), 40, 48, 56)
 
 
 def test_small_maximum_keeps_the_small_sizes_up_to_it():
@@ -194,8 +208,8 @@ def test_what_is_over_the_token_limit_goes_but_for_lists_in_the_oldest():
 
 
 def test_graphs_off_means_no_sizes():
-    assert derive(mode=CUDAGraphMode.NONE).sizes == ()
-    assert derive(enforce_eager=True, user_sizes=[4]).sizes == ()
+    assert derive(mode=CUDAGraphMode.NONE) == CaptureSizes((), 0)
+    assert derive(enforce_eager=True, user_sizes=[4]) == CaptureSizes((), 0)
     assert derive("0.11", enforce_eager=True).sizes == ()
     assert derive("0.11", enforce_eager=True, user_sizes=[4]).sizes == (4,)
 
@@ -280,6 +294,7 @@ def test_0_11_1_rounds_without_sequence_parallelism_and_keeps_what_it_cannot_rou
 
 def test_which_modes_round():
     assert rounds_for_query_len(CUDAGraphMode.FULL, 3)
+    assert rounds_for_query_len(CUDAGraphMode.FULL, 2)
     assert not rounds_for_query_len(CUDAGraphMode.FULL, 3, "0.13")
     assert rounds_for_query_len(CUDAGraphMode.FULL_DECODE_ONLY, 3, "0.13")
     assert not rounds_for_query_len(CUDAGraphMode.FULL_DECODE_ONLY, 3, "0.11")

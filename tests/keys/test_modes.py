@@ -12,6 +12,7 @@ from dispatchkit.keys.modes import (
     ALLOWED_MODES,
     AttentionSupport,
     CUDAGraphMode,
+    ModeResolution,
     RuntimeMode,
     allowed_modes_code,
     resolve_mode,
@@ -188,6 +189,19 @@ def test_uniform_batches_of_several_tokens_need_just_that_support():
 def test_the_weakest_attention_group_counts():
     groups = [AttentionSupport.ALWAYS, "uniform_batch"]
     assert resolve_mode(M.FULL, groups).mode is M.FULL_AND_PIECEWISE
+
+
+def test_support_levels_have_vllms_numbers():
+    assert [*map(int, AttentionSupport)] == [0, 1, 2, 3]
+
+
+def test_nothing_is_rounded_unless_it_is_said():
+    assert ModeResolution(M.FULL).rounds_sizes is False
+
+
+def test_what_is_no_support_level_is_refused_by_name():
+    with pytest.raises(UnknownNameError, match="attention support"):
+        resolve_mode("FULL", 7)
 
 
 def test_unknown_support_level_names_the_nearest():

@@ -50,6 +50,7 @@ def test_captured_key_holds_its_graph_and_bytes(registry):
     entry = registry.captured(key(8), graph, num_bytes=4096)
     assert registry.get(key(8)) is entry
     assert (entry.state, entry.graph, entry.num_bytes) == (KeyState.CAPTURED, graph, 4096)
+    assert registry.captured(key(16), graph).num_bytes == 0
 
 
 def test_declaring_again_keeps_a_graph(registry):
