@@ -225,6 +225,7 @@ def test_what_is_not_said_of_a_batch_is_not_assumed():
     assert dispatcher.batch(8) == Batch(8)
     bare = dispatcher.dispatch_timed(8)
     assert bare.key == dispatcher.dispatch(8, 0, 0, 0, 2).key == mixed(8)
+    assert dispatcher.dispatch_timed(0).reason == Reason.EMPTY_BATCH
     assert not Decision.eager("x").timed
     assert not Decision.replay(mixed(8)).timed
 
