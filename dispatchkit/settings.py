@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -451,8 +452,13 @@ def shown(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(shown, value)) + "]"
     if isinstance(value, dict) and value:
-        return "{" + ", ".join(f"{name} = {shown(one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(name)} = {shown(one)}" for name, one in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _key(name: str) -> str:
+    """Return a key of a table, quoted unless it may stand bare."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 # -- the four places ----------------------------------------------------------------------

@@ -35,7 +35,7 @@ def segments_of(handle: Iterable[int] | None) -> list[Segment]:
     Args:
         handle: Torch's handle of the pool; None: of all.
     """
-    # Numbers of this call alone, beside the shared small ones: their counts are exact.
+    # Numbers of this call alone, apart from small ones, which the process shares.
     asked = (*(int(str(part)) for part in handle or (0, 0)), False)
     spare = [*asked]  # so that none is gone before what was dropped is put back
     before = _references(asked)
@@ -50,9 +50,11 @@ def _references(parts: tuple[int, ...]) -> list[int]:
 
 
 def _put_back(parts: tuple[int, ...], before: list[int]) -> None:
-    for part, had, has in zip(parts, before, _references(parts), strict=True):
-        if had - has == 1:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
+    counts = zip(parts, before, _references(parts), strict=True)
+    for part, dropped in {id(part): (part, had - has) for part, had, has in counts}.values():
+        if 0 < dropped <= len(parts):  # more is the doing of other threads
+            for _ in range(dropped):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
 
 
 def growth(

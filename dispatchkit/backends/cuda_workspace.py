@@ -26,11 +26,14 @@ def hold_workspace(stream: torch.cuda.Stream) -> None:
     To be called before anything else uses cuBLAS on the stream, a capture included: torch may
     have given the last one back meanwhile. A few microseconds, but for the first call of a
     process, which loads cuBLAS. Within a ``torch.cuda.use_mem_pool`` of the caller, the memory
-    comes from there.
+    comes from there. Allocators other than torch's native one know no such pools: there nothing
+    is done.
 
     Args:
         stream: The stream, which is the current one.
     """
+    if torch.cuda.get_allocator_backend() != "native":
+        return
     place = stream.device_index, stream.cuda_stream
     with _guard:
         pool = _pools.get(place)

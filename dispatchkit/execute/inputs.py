@@ -240,9 +240,10 @@ class InputSet:
 
     def _note_fit(self, rows: int, values: Sequence[torch.Tensor]) -> None:
         """Keep what a call that fits looks like; strides are left open, as they may be any."""
+        if self._num_remade >= _MAX_REMADE:
+            self._quick.clear()
+            return
         if rows in self._quick:
-            if self._num_remade >= _MAX_REMADE:
-                return
             self._num_remade += 1
         elif len(self._quick) >= MAX_KEPT_SIZES:
             self._quick.clear()
