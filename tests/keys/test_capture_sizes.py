@@ -191,6 +191,26 @@ def test_decode_batches_of_one_and_of_two_tokens_per_request():
     assert derive(max_num_seqs=3, query_len=2).sizes == (1, 2, 4, 6, 8)
 
 
+def test_decode_batches_that_just_reach_the_maximum_are_sizes():
+    assert derive(max_num_seqs=12, ceiling=12).sizes == (1, 2, 4, 8, 12)
+    assert derive(max_num_seqs=4, query_len=3, ceiling=12).sizes == (1, 2, 3, 4, 6, 8, 12)
+
+
+def test_oldest_has_no_step_above_its_maximum():
+    assert derive("0.11", user_max_size=15).sizes == (8, 4, 2, 1)
+    assert derive("0.11", user_max_size=16).sizes == (16, 8, 4, 2, 1)
+
+
+@pytest.mark.parametrize("generation", ["0.13", "newest"])
+def test_a_token_limit_of_zero_leaves_no_maximum_and_is_refused(generation):
+    with pytest.raises(ConfigError, match=r"max_capture_size must be .* at least 1, got 0"):
+        derive(generation, max_num_batched_tokens=0)
+
+
+def test_a_list_of_which_nothing_is_left_has_no_largest_size():
+    assert derive("0.13", user_sizes=[64], max_num_batched_tokens=32) == CaptureSizes((), 0)
+
+
 def test_small_steps_end_at_32():
     assert derive(max_num_seqs=30, small_steps=True).sizes == (*range(1, 33), 40, 48, 56)
 
@@ -218,6 +238,7 @@ def test_tensor_parallel_filter():
     options = {"max_num_seqs": 8, "tensor_parallel_size": 4, "sequence_parallel": True}
     assert derive("0.13", **options).sizes == (4, 8, 16)
     assert derive("newest", **options).sizes == (1, 2, 4, 8, 16)
+    assert derive("0.13", **{**options, "tensor_parallel_size": 2}).sizes == (2, 4, 8, 16)
     alone = {"max_num_seqs": 8, "sequence_parallel": True}
     assert derive("0.13", **alone).sizes == (1, 2, 4, 8, 16)  # one rank unless more are stated
 
@@ -274,6 +295,9 @@ def test_rounding_at_the_edges():
 
 def test_query_length_one_rounds_nothing():
     assert round_sizes_for_query_len([5, 7], 1).sizes == (5, 7)
+    assert round_sizes_for_query_len([7, 5], 1, max_size=9) == CaptureSizes((7, 5), 9)
+    ranks = {"tensor_parallel_size": 4, "sequence_parallel": True, "generation": "0.13"}
+    assert round_sizes_for_query_len([5, 7], 1, **ranks).sizes == (5, 7)
 
 
 def test_rounding_with_tensor_parallel_ranks():
@@ -282,6 +306,19 @@ def test_rounding_with_tensor_parallel_ranks():
     with pytest.raises(ConfigError, match="tensor parallel size"):
         round_sizes_for_query_len([1, 8, 12], 3, **options)
     assert round_sizes_for_query_len([1, 8, 12], 3, tensor_parallel_size=4).sizes == (3, 9, 12)
+
+
+def test_two_ranks_must_divide_with_the_query_length_too():
+    options = {"tensor_parallel_size": 2, "sequence_parallel": True, "generation": "0.13"}
+    with pytest.raises(ConfigError, match=r"tensor parallel size \(2\)"):
+        round_sizes_for_query_len([1, 8, 12], 3, **options)
+    assert round_sizes_for_query_len([1, 8, 12], 4, **options).sizes == (4, 8, 12)
+
+
+def test_ranks_count_in_0_13_with_sequence_parallelism_alone_and_in_newest_never():
+    ranks = {"tensor_parallel_size": 4}
+    for options in ({"generation": "0.13"}, {"generation": "newest", "sequence_parallel": True}):
+        assert round_sizes_for_query_len([1, 8, 12], 3, **ranks, **options).sizes == (3, 9, 12)
 
 
 def test_0_11_1_rounds_without_sequence_parallelism_and_keeps_what_it_cannot_round():
@@ -314,6 +351,10 @@ def test_every_batch_is_padded_to_the_smallest_size_that_holds_it(sizes):
     assert table[0] == 0
     for num_tokens in range(1, len(table)):
         assert table[num_tokens] == min(size for size in sizes if size >= num_tokens)
+
+
+def test_no_tokens_are_padded_to_none():
+    assert padded_size(padding_table([4, 8]), 0) == 0
 
 
 @pytest.mark.parametrize("num_tokens", [-1, 9])

@@ -24,6 +24,8 @@ def test_plain_config_ends_at_its_largest_size():
     assert config.max_num_tokens == config.max_num_seqs == config.max_capture_size == 512
     assert config.query_lens == (1,)
     assert config.max_loras == 0
+    assert config.specialize_lora is True
+    assert config.specialize_active_loras is config.varlen_decode is False
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 9, 100, 255, 256, 257, 511, 512])

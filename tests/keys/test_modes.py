@@ -186,6 +186,15 @@ def test_uniform_batches_of_several_tokens_need_just_that_support():
     assert str(down.mode) == "PIECEWISE"
 
 
+def test_two_tokens_per_request_are_rounded_for():
+    assert resolve_mode("FULL_DECODE_ONLY", "UNIFORM_BATCH", query_len=2).rounds_sizes is True
+
+
+def test_full_for_mixed_batches_is_refused_where_attention_is_never_captured():
+    with pytest.raises(ConfigError, match=r"NONE or PIECEWISE .* never captured, got 'FULL'"):
+        resolve_mode(M.FULL, "NEVER")
+
+
 def test_the_weakest_attention_group_counts():
     groups = [AttentionSupport.ALWAYS, "uniform_batch"]
     assert resolve_mode(M.FULL, groups).mode is M.FULL_AND_PIECEWISE
