@@ -7,8 +7,11 @@ changed the same element, the fill of some input names a place that is not free.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from typing import Final
 
+import attrs
 import torch
 
 from dispatchkit.execute.state import Snapshot, typed
@@ -16,11 +19,38 @@ from dispatchkit.execute.state import Snapshot, typed
 #: Storages that a step changes, by name, with the type of what is in them.
 State = Mapping[str, tuple[torch.UntypedStorage, torch.dtype]]
 
-_BY_ROWS, _BY_FILL = 1, 2
+#: Elements compared at a time: what a comparison needs besides is a few such parts, however
+#: large the state.
+_CHUNK: Final = 1 << 22
+
+
+@attrs.define
+class _Wrong:
+    """What differs between a replay and eager.
+
+    Attributes:
+        number: How many elements.
+        first: Index of the first.
+        is_any_by_rows: Eager changed one of them in this step.
+    """
+
+    number: int = 0
+    first: int = 0
+    is_any_by_rows: bool = False
+
+    def add(self, wrong: torch.Tensor, by_rows: torch.Tensor, offset: int) -> None:
+        """Count those of one part, which starts at an offset."""
+        number = int(torch.count_nonzero(wrong))
+        if number and not self.number:
+            self.first = offset + int(wrong.view(torch.uint8).argmax())
+        self.number += number
+        self.is_any_by_rows |= bool(number) and bool((wrong & by_rows).any())
 
 
 class StateCheck:
     """Compares the state after a replay with the state after the same step run eager.
+
+    State of a type that torch cannot compare (quantized, bits, floats of four bits) is left out.
 
     Args:
         state: Returns what the step is known to change.
@@ -30,12 +60,16 @@ class StateCheck:
 
     def __init__(self, state: Callable[[], State], relative: float, absolute: float) -> None:
         self._state, self._relative, self._absolute = state, relative, absolute
-        # For each element, who has changed it so far.
+        # For each element, whether rows of a batch have changed it so far.
         self._changed: dict[str, torch.Tensor] = {}
 
     def now(self) -> dict[str, torch.Tensor]:
         """Return copies of the state as it is."""
-        return {name: typed(*one).clone() for name, one in self._state().items()}
+        return {
+            name: typed(storage, dtype).clone()
+            for name, (storage, dtype) in self._state().items()
+            if _is_comparable(dtype, storage.device)
+        }
 
     def difference(
         self, before: Snapshot, replayed: Mapping[str, torch.Tensor], *, is_padded: bool
@@ -49,30 +83,62 @@ class StateCheck:
         """
         found = []
         for name, (storage, dtype) in self._state().items():
-            got = replayed[name]
-            got, want, old = map(
-                _comparable, (got, typed(storage, dtype), before.saved(storage, dtype))
-            )
+            if name not in replayed:
+                continue
+            want, old = typed(storage, dtype), before.saved(storage, dtype)
+            said = self._resized(name, replayed[name], want, old)
+            if said:
+                found.append(said)
+                continue
+            wrong = self._compare(name, replayed[name], want, old, is_padded=is_padded)
+            if wrong.number:
+                got, eager = (
+                    _comparable(one[wrong.first]).item() for one in (replayed[name], want)
+                )
+                found.append(
+                    f"{wrong.number} of {want.numel()} elements of {name} differ, the first at "
+                    f"{wrong.first}: {got} by the replay, {eager} by eager."
+                )
+                if not wrong.is_any_by_rows:
+                    found.append("Rows of fill changed what rows of a batch use: give them a sink.")
+        return " ".join(found)
+
+    def _resized(self, name: str, got: torch.Tensor, want: torch.Tensor, old: torch.Tensor) -> str:
+        """Say so where sizes differ, and start anew with who has changed what."""
+        changed = self._changed.get(name)
+        before = old if changed is None else changed
+        sizes = [one.numel() for one in (before, old, got, want)]
+        if changed is None or changed.device != want.device or len(set(sizes)) > 1:
+            self._changed[name] = torch.zeros_like(want, dtype=torch.bool)
+        if len(set(sizes)) == 1:
+            return ""
+        return (
+            f"{name} was resized: {sizes[0]} elements when last compared, {sizes[1]} before the "
+            f"step, {sizes[2]} after the replay, {sizes[3]} after eager."
+        )
+
+    def _compare(
+        self,
+        name: str,
+        got: torch.Tensor,
+        want: torch.Tensor,
+        old: torch.Tensor,
+        *,
+        is_padded: bool,
+    ) -> _Wrong:
+        found = _Wrong()
+        parts = (one.split(_CHUNK) for one in (got, want, old, self._changed[name]))
+        for number, (*values, changed) in enumerate(zip(*parts, strict=True)):
+            got, want, old = map(_comparable, values)
             by_rows = (want != old) & ~(want.isnan() & old.isnan())
-            changed = self._changed.setdefault(name, torch.zeros_like(by_rows, dtype=torch.uint8))
-            changed |= by_rows * _BY_ROWS
+            changed |= by_rows
             if torch.equal(got, want):
                 continue
             wrong = ~self._is_close(got, want)
             if is_padded:
-                by_fill = wrong & ~by_rows
-                changed |= by_fill * _BY_FILL
-                wrong &= changed & _BY_ROWS != 0
-            number = int(wrong.sum())
-            if number:
-                at = int(wrong.nonzero()[0])
-                found.append(
-                    f"{number} of {wrong.numel()} elements of {name} differ, the first at {at}: "
-                    f"{got[at].item()} by the replay, {want[at].item()} by eager."
-                )
-                if not (wrong & by_rows).any():
-                    found.append("Rows of fill changed what rows of a batch use: give them a sink.")
-        return " ".join(found)
+                wrong &= changed
+            found.add(wrong, by_rows, number * _CHUNK)
+        return found
 
     def _is_close(self, got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
         if not (want.dtype.is_floating_point or want.dtype.is_complex):
@@ -81,5 +147,18 @@ class StateCheck:
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a type that torch compares: it does not for floats of one byte."""
+    """Return a tensor of a type that torch compares: not floats of one byte, or half complex."""
+    if tensor.dtype is torch.complex32:
+        return tensor.to(torch.complex64)
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
+@functools.cache
+def _is_comparable(dtype: torch.dtype, device: torch.device) -> bool:
+    try:
+        one = _comparable(torch.empty(1, dtype=dtype, device=device))
+        torch.isclose(one, one)
+        torch.equal(one, one)
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return not one.is_quantized

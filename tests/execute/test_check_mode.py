@@ -6,9 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
 from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.errors import ConfigError  # noqa: E402
-from dispatchkit.execute import CheckWarning  # noqa: E402
+from dispatchkit.execute import CheckWarning, check_state  # noqa: E402
+from dispatchkit.execute.state import Snapshot  # noqa: E402
 from dispatchkit.registry import KeyState  # noqa: E402
 
 INPUT = {"x": StaticInput((None, 4), "float32")}
@@ -413,3 +417,74 @@ def test_state_of_every_type_is_compared(make_runner, quiet):
     odd[0] = True
     with pytest.warns(CheckWarning, match="3 of 3 elements of state 0"):
         runner(torch.ones(8, 4))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes of one result that is in none of the memory given."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known = {one.data_ptr() for one in known}
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage.data_ptr() not in self.known:
+                    self.num_bytes = max(self.num_bytes, storage.nbytes())
+        return result
+
+
+def test_comparing_large_state_takes_little_memory(monkeypatch):
+    """No more than a mask that is kept, of one byte an element, and some small parts."""
+    monkeypatch.setattr(check_state, "_CHUNK", 1 << 10)
+    size = 1 << 16
+    kept = torch.zeros(size, dtype=torch.bfloat16)
+    check = check_state.StateCheck(lambda: {"kept": (kept.untyped_storage(), kept.dtype)}, 0.0, 0.0)
+    for is_padded in (True, False):
+        before = Snapshot(kept.device)
+        before.save(kept.untyped_storage())
+        kept[5000:] += 1
+        replayed = check.now()
+        replayed["kept"][6000:6010] = 7
+        saved = before.saved(kept.untyped_storage(), kept.dtype)
+        with Largest([kept, replayed["kept"], saved]) as largest:
+            found = check.difference(before, replayed, is_padded=is_padded)
+        assert found.startswith("10 of 65536 elements of kept differ, the first at 6000: 7.0 by")
+        assert "Rows of fill" not in found
+        assert largest.num_bytes <= size
+
+
+def test_state_that_is_resized_is_found(make_runner, quiet):
+    """What was compared of it before says nothing any more; the next comparison starts anew."""
+    kept = torch.zeros(8)
+
+    def step(x):
+        kept[:4].add_(x.sum(0))
+        return x + 1
+
+    runner = make_runner(step, INPUT, check=1, state=[kept])
+    runner.capture()
+    runner(torch.ones(3, 4))
+    kept.resize_(16)
+    with pytest.warns(CheckWarning, match="state 0 was resized: 8 elements when last compared, 16"):
+        same(runner(torch.ones(3, 4)), torch.full((3, 4), 2.0))
+    same(kept[:4], torch.full((4,), 6.0))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_state_of_a_type_that_is_not_compared_is_left_out(make_runner):
+    halves = torch.zeros(3, dtype=torch.complex32)
+    bits = torch.zeros(3, dtype=torch.uint8).view(torch.bits8)
+
+    def step(x):
+        halves.copy_(torch.full((3,), 2.0 + 1j))
+        return x + 1
+
+    runner = make_runner(step, INPUT, check=1, state=[halves, bits])
+    runner.capture()
+    for rows in (8, 3):
+        runner(torch.ones(rows, 4))
+    assert runner.stats().eager_by_reason == {}
