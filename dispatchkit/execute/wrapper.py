@@ -243,6 +243,7 @@ class GraphWrapper:
             entry = self.entries[descriptor] = WrappedEntry(descriptor)
         if self._guard is not None and entry.made_under != self._guard.now():
             if entry.cudagraph is not None:
+                self._validate(descriptor)  # refused, nothing is lost: it may be switched back
                 self.device.release(entry.cudagraph)
                 entry = self.entries[descriptor] = WrappedEntry(descriptor)
         if entry.cudagraph is None:

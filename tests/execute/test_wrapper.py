@@ -271,6 +271,24 @@ def test_a_switched_or_moved_module_is_not_replayed(device, through):
     assert run(wrapper, "FULL", "key", x).tolist() == [2.0, 2.0]
 
 
+def test_a_switched_module_keeps_its_graph_while_capturing_is_off(device):
+    """The call in training is refused; switched back, the graph made before serves again."""
+    inner = Switching().eval()
+    wrapper = GraphWrapper(inner, "FULL", device)
+    x = torch.ones(2)
+    run(wrapper, "FULL", "key", x)
+    set_capturing_enabled(False)
+    try:
+        inner.train()
+        with pytest.raises(CaptureError, match="capturing is switched off"):
+            run(wrapper, "FULL", "key", x)
+        inner.eval()
+        assert run(wrapper, "FULL", "key", x).tolist() == [2.0, 2.0]
+    finally:
+        set_capturing_enabled(True)
+    assert inner.num_runs == 1
+
+
 def test_rules_of_a_release_may_replay_whatever_was_switched(device):
     """As vLLM does, whose modules are never switched."""
     inner = Switching()
