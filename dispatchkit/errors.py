@@ -234,7 +234,7 @@ class RankError(DispatchkitError, RuntimeError):
         ranks: Global numbers of the ranks it is put down to; empty where that is not known.
         step: Last step that all ranks are known to have agreed on, 0 before the first.
         reason: A short word: ``late`` (or dead), ``raised``, ``left``, ``differs``,
-            ``connection``.
+            ``connection``, ``not_measured`` (how outputs are cut along an axis).
     """
 
     ranks: tuple[int, ...]

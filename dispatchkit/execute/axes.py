@@ -104,6 +104,11 @@ class AxisInputs:
             for axis, index in zip(self._axes, found, strict=True)
         )
 
+    def same_exact(self, values: Sequence[int], others: Sequence[int]) -> bool:
+        """Return whether two values for each axis are the same on all exact axes."""
+        each = zip(self._axes, values, others, strict=True)
+        return all(one == other for axis, one, other in each if axis.exact)
+
     # -- a call -------------------------------------------------------------------------
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AxisCall:

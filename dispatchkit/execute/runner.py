@@ -132,8 +132,8 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         mode_reasons: Why the mode in force is less than what was asked for, where a piece or
             the backend says that it supports less.
         backend: The device.
-        known_axis_cuts: Says which dimensions of outputs follow an axis: indices of output,
-            dimension and axis. Empty before the first capture.
+        known_axis_cuts: Says for values of the axes, and a key, which dimensions of outputs
+            follow an axis: indices of output, dimension and axis. None if not measured yet.
         buffers: The static inputs by name, for callers that write them themselves; see
             ``step``.
 
@@ -283,7 +283,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         )
         self._writes, self._may_write = warm.writes, warm.may_write
         self._snapshot = warm.snapshot
-        self.known_axis_cuts: Callable[[], tuple[AxisCut, ...]] = warm.known_axis_cuts
+        self.known_axis_cuts: Callable[..., tuple[AxisCut, ...] | None] = warm.known_axis_cuts
         capturer = Capturer(
             warm, self.backend, self.guard, share_outputs=share_outputs, notes_facts=bool(check)
         )

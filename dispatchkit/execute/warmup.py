@@ -178,9 +178,27 @@ class Warmups:
             self._cuts[family] = self._axes.measure_cuts(key, outputs, run)
         return self._cuts[family]
 
-    def known_axis_cuts(self) -> tuple[AxisCut, ...]:
-        """Return which dimensions of outputs follow an axis, as far as a capture measured it."""
-        return next(iter(self._cuts.values()), ())
+    def known_axis_cuts(
+        self, values: Sequence[int], key: GraphKey | None = None
+    ) -> tuple[AxisCut, ...] | None:
+        """Return which dimensions of outputs follow an axis, as far as captures measured it.
+
+        Args:
+            values: Those of all axes.
+            key: What runs; None: eager.
+
+        Returns:
+            The cuts of the key; for eager, those that all captured keys with these values of
+            exact axes have in common. None where they were not measured, or differ.
+        """
+        if self._axes is None:
+            return ()
+        if key is not None:
+            return self._cuts.get(family_of(key))
+        found = {
+            cuts for family, cuts in self._cuts.items() if self._axes.same_exact(values, family[-1])
+        }
+        return found.pop() if len(found) == 1 else None
 
     def run(self, key: GraphKey, lane: Lane, snapshot: Snapshot) -> Any:
         """Run the step at the key's size, watched the first time for each family."""

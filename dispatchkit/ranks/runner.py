@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from dispatchkit.errors import ConfigError, InputError, NoGraphError
+from dispatchkit.errors import ConfigError, InputError, NoGraphError, RankError
 from dispatchkit.keys import GraphKey, RuntimeMode
 from dispatchkit.ranks.dispatcher import RankedDispatcher
 from dispatchkit.ranks.facts import ALL_ON, AgreedBatch
@@ -16,6 +16,7 @@ from dispatchkit.ranks.protocol import Ranks
 
 if TYPE_CHECKING:
     from dispatchkit.execute import GraphRunner, StaticInput
+    from dispatchkit.execute.axes import AxisCut
 
 
 class RankedRunner:
@@ -96,7 +97,8 @@ class RankedRunner:
             InputError: An input is missing or has no rows. Nothing has been exchanged.
             DescriptorError: A fact is outside the limits. Nothing has been exchanged.
             NoGraphError: The ranks allow no common mode; every rank raises it.
-            RankError: A rank is late, gone or has raised.
+            RankError: A rank is late, gone or has raised; or another rank's axes are larger, and
+                no capture here has measured how the outputs are to be cut (``not_measured``).
             ReplayError: The graph that was agreed on could not be replayed here. The agreement
                 has ended, as after any error of the step itself: the other ranks may be in its
                 collectives, and are told to stop.
@@ -107,10 +109,9 @@ class RankedRunner:
             return self._run_with_axes(tensors, own, num_reqs, uniform, loras, ceiling, switches)
         agreed = self.ranked.agree(own, num_reqs, uniform, loras, ceiling, switches)
         rows = agreed.num_tokens
-        given = tensors if rows == own else self._padded(tensors, own, rows)
-        result = self._run(agreed, given)
         if rows == own:
-            return result
+            return self._run(agreed, lambda _: tensors)
+        result = self._run(agreed, lambda _: self._padded(tensors, own, rows))
         return tree_map(lambda leaf: _cut(leaf, own, rows), result)
 
     def idle(self, ceiling: int = 2) -> bool:
@@ -128,9 +129,9 @@ class RankedRunner:
             values = {
                 axis.name: axis.buckets[0] if value is None else value for axis, value in axes
             }
-            self._run(agreed, self._padded_with_axes({}, rows, values) | values)
+            self._run(agreed, lambda _: self._padded_with_axes({}, rows, values) | values)
         else:
-            self._run(agreed, self._padded({}, 0, rows))
+            self._run(agreed, lambda _: self._padded({}, 0, rows))
         return True
 
     # -- inside -------------------------------------------------------------------------
@@ -141,11 +142,23 @@ class RankedRunner:
             return ceiling
         return int(RuntimeMode.NONE)
 
-    def _run(self, agreed: AgreedBatch, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Run what all ranks run, or tell them that this one does not."""
+    def _run(
+        self,
+        agreed: AgreedBatch,
+        inputs: Callable[[GraphKey | None], Mapping[str, Any]],
+        cut: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Run what all ranks run, or tell them that this one does not.
+
+        Args:
+            agreed: What all run.
+            inputs: Makes the inputs for the key that was decided on, None for eager.
+            cut: Makes of the result what is returned.
+        """
         try:
             decision = self.runner.dispatcher.dispatch(*agreed[:5])
-            return self.runner.run_decision(decision, tensors)
+            result = self.runner.run_decision(decision, inputs(decision.key))
+            return result if cut is None else cut(result)
         except NoGraphError:
             raise  # every rank raises it
         except Exception as error:
@@ -182,6 +195,8 @@ class RankedRunner:
                 padded[name] = self._fill_rows(name, 0) if given is None else given
                 continue
             fill = self._fill_rows(name, rows).narrow(dim, 0, rows - own)
+            if given is not None and not isinstance(given, torch.Tensor):
+                raise InputError(name, f"Input {name!r} must be a tensor to be padded.")
             # Always new memory: a step may keep, or write to, what it is given.
             padded[name] = fill.clone() if given is None else torch.cat([given, fill], dim)
         return padded
@@ -195,10 +210,13 @@ class RankedRunner:
         values = {name: given.pop(name) for name in self._names}
         variant = self.runner.config.variant(loras, **values)
         for name, shape in self._shapes(own, values).items():
-            tensor = given.get(name)
-            if tensor is None or tensor.shape != shape:  # before anybody waits for this rank
-                found = None if tensor is None else tuple(tensor.shape)
-                raise InputError(name, f"Input {name!r} must be {tuple(shape)} here, got {found}.")
+            tensor: Any = given.get(name)
+            is_tensor = isinstance(tensor, torch.Tensor)
+            if not is_tensor or tensor.shape != shape:  # before anybody waits for this rank
+                found = tuple(tensor.shape) if is_tensor else type(tensor).__name__
+                raise InputError(
+                    name, f"Input {name!r} must be a tensor of {tuple(shape)} here, got {found}."
+                )
         agreed = self.ranked.agree(own, num_reqs, uniform, variant, *rest)
         # An exact axis of which ranks have different values: eager, each with its own.
         wanted = {
@@ -206,9 +224,18 @@ class RankedRunner:
             for name, value in zip(self._names, agreed.axes, strict=True)
         }
         rows = agreed.num_tokens
-        result = self._run(agreed, self._padded_with_axes(given, rows, wanted) | wanted)
-        if wanted != values:
-            result = self._cut_axes(result, values, wanted)
+        cuts: tuple[AxisCut, ...] = ()
+
+        def inputs(key: GraphKey | None) -> Mapping[str, Any]:
+            nonlocal cuts
+            if wanted != values:
+                cuts = self._cuts(key, values, wanted)
+            return self._padded_with_axes(given, rows, wanted) | wanted
+
+        def cut(result: Any) -> Any:
+            return self._cut_axes(result, cuts, values, wanted) if cuts else result
+
+        result = self._run(agreed, inputs, cut)
         return result if rows == own else tree_map(lambda leaf: _cut(leaf, own, rows), result)
 
     def _padded_with_axes(
@@ -239,12 +266,54 @@ class RankedRunner:
             for name, spec in self._inputs.items()
         }
 
-    def _cut_axes(self, result: Any, values: Mapping[str, int], wanted: Mapping[str, int]) -> Any:
+    def _cuts(
+        self, key: GraphKey | None, values: Mapping[str, int], wanted: Mapping[str, int]
+    ) -> tuple[AxisCut, ...]:
+        """Return how results at the agreed values are cut to this rank's, before any is made.
+
+        Raises:
+            RankError: No capture has measured it.
+        """
+        cuts = self.runner.known_axis_cuts(tuple(wanted.values()), key)
+        if cuts is not None:
+            return cuts
+        differ = ", ".join(
+            f"{name}={values[name]} to {wanted[name]}"
+            for name in self._names
+            if values[name] != wanted[name]
+        )
+        raise RankError(
+            f"This step must be padded from {differ}, and its outputs cut back; which of their "
+            "dimensions follow the axis, no capture here has measured for this kind of step. Call "
+            "capture() on all ranks first, and see why it fails where it does; or give all ranks "
+            "the same values, or make the axis exact.",
+            step=self.ranked.step,
+            reason="not_measured",
+        )
+
+    def _cut_axes(
+        self,
+        result: Any,
+        cuts: tuple[AxisCut, ...],
+        values: Mapping[str, int],
+        wanted: Mapping[str, int],
+    ) -> Any:
         leaves, spec = tree_flatten(result)
-        for number, dim, index in self.runner.known_axis_cuts():
-            size = values[self._names[index]]
-            if leaves[number].shape[dim] == wanted[self._names[index]] != size:
-                leaves[number] = leaves[number].narrow(dim, 0, size)
+        for number, dim, index in cuts:
+            name = self._names[index]
+            if values[name] == wanted[name]:
+                continue
+            leaf: Any = leaves[number] if number < len(leaves) else None
+            shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
+            if dim >= len(shape) or shape[dim] != wanted[name]:
+                raise RankError(
+                    f"Output {number} was expected to have {name}={wanted[name]} as dimension "
+                    f"{dim}, as in captures, and is {shape}: it cannot be cut to {values[name]}. "
+                    "Make the axis exact, or give all ranks the same values.",
+                    step=self.ranked.step,
+                    reason="not_measured",
+                )
+            leaves[number] = leaf.narrow(dim, 0, values[name])
         return tree_unflatten(leaves, spec)
 
     def _fill_rows(self, name: str, rows: int) -> torch.Tensor:

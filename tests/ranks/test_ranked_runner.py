@@ -109,16 +109,16 @@ AXES_INPUTS = {
 }
 
 
-def axes_runner(ranks):
+def axes_runner(ranks, captures=True, step=None):
     """Return a ranked runner with a length that is a dimension, and a kind that steers."""
     ran = []
 
-    def step(x, scale, kind):
+    def plain_step(x, scale, kind):
         ran.append((tuple(x.shape), kind))
         return {"long": x * scale[:, None] * kind, "last": x.prod(1)}
 
     runner = GraphRunner(
-        step,
+        plain_step if step is None else step,
         AXES_INPUTS,
         sizes=(2, 4),
         max_num_tokens=4,
@@ -128,7 +128,8 @@ def axes_runner(ranks):
         backend=TapeBackend(),
     )
     ranked = RankedRunner(runner, ranks, AXES_INPUTS)
-    assert ranked.capture() == {}
+    if captures:
+        assert ranked.capture() == {}
     ran.clear()
     return ranked, ran
 
@@ -171,7 +172,9 @@ def test_values_that_fit_no_input_are_refused_before_anybody_waits():
         ranked, _ = axes_runner(ranks)
         x, scale = torch.ones(2, 3), torch.ones(2)
         if ranks.rank == 1:
-            with pytest.raises(InputError, match=r"'x' must be \(2, 5\) here, got \(2, 3\)"):
+            with pytest.raises(
+                InputError, match=r"'x' must be a tensor of \(2, 5\) here, got \(2, 3\)"
+            ):
                 ranked(x=x, scale=scale, length=5, kind=1)
             with pytest.raises(InputError, match="'kind' has no value"):
                 ranked(x=x, scale=scale, length=3)
@@ -181,3 +184,93 @@ def test_values_that_fit_no_input_are_refused_before_anybody_waits():
         return ranked.ranked.step
 
     assert all_good(run_ranks(2, run)) == [1, 1]
+
+
+def stops_both(ranks, call, error, match, first):
+    """Check that a call raises on the first rank, and stops the other at its next step."""
+    if ranks.rank == first:
+        with pytest.raises(error, match=match):
+            call()
+        return
+    with pytest.raises(RankError) as caught:
+        [call() for _ in range(3)]
+    assert caught.value.ranks == (first,)
+
+
+@pytest.mark.filterwarnings("ignore:Steps run eager")
+@pytest.mark.parametrize(
+    ("captures", "kind"),
+    [(False, 1), (True, 2)],
+    ids=["no capture", "a kind that none is of"],
+)
+def test_lengths_that_differ_are_refused_where_no_capture_tells_how_to_cut(captures, kind):
+    """Rather than fill handed out as results; equal lengths need no cut."""
+
+    def run(ranks):
+        ranked, ran = axes_runner(ranks, captures)
+        same = {"x": torch.ones(2, 5), "scale": torch.ones(2), "length": 5, "kind": kind}
+        assert ranked(**same)["long"].shape == (2, 5)
+        length = (3, 7)[ranks.rank]
+        other = same | {"x": torch.ones(2, length), "length": length}
+        match = "length=3 to 7.*Call capture"
+        stops_both(ranks, lambda: ranked(**other), RankError, match, 0)
+        return len(ran)
+
+    assert all_good(run_ranks(2, run)) == [1, 2]
+
+
+def test_outputs_are_cut_as_those_of_their_own_kind():
+    """What one value of an exact axis returns says nothing of another's."""
+
+    def step(x, scale, kind):
+        return x * scale[:, None] if kind == 1 else (x.sum(1), x * kind)
+
+    def run(ranks):
+        ranked, _ = axes_runner(ranks, step=step)
+        found = []
+        for length in ((3, 7)[ranks.rank], (3, 9)[ranks.rank]):
+            x, scale = torch.ones(2, length), torch.ones(2)
+            found.append(tuple(ranked(x=x, scale=scale, length=length, kind=1).shape))
+            found.append(tuple(ranked(x=x, scale=scale, length=length, kind=3)[1].shape))
+        return found
+
+    with pytest.warns(match="Steps run eager"):
+        first, second = all_good(run_ranks(2, run))
+    assert first == [(2, 3)] * 4
+    assert second == [(2, 7), (2, 7), (2, 9), (2, 9)]
+
+
+def test_an_input_that_is_no_tensor_is_refused_before_anybody_waits():
+    def run(ranks):
+        ranked, _ = axes_runner(ranks)
+        given = {"x": torch.ones(2, 3), "length": 3, "kind": 1}
+        if ranks.rank == 1:
+            for scale in ([1.0, 1.0], torch.ones(2).numpy()):
+                with pytest.raises(InputError, match="'scale' must be a tensor"):
+                    ranked(scale=scale, **given)
+        assert ranked(scale=torch.ones(2), **given)["long"].shape == (2, 3)
+
+    all_good(run_ranks(2, run))
+
+
+def test_an_input_that_cannot_be_padded_stops_the_others():
+    """A fault while padding comes after the agreement: the others are in their step by then."""
+    inputs = {"x": StaticInput((None,), "float32"), "scale": StaticInput((None,), "float32")}
+
+    def run(ranks):
+        runner = GraphRunner(
+            lambda x, scale: x * scale,
+            inputs,
+            config=make_dispatcher().config,
+            policy=AlwaysFull(),
+            backend=TapeBackend(),
+        )
+        ranked = RankedRunner(runner, ranks, inputs)
+        ranked.capture()
+        rows = (2, 4)[ranks.rank]
+        scale = torch.ones(rows)
+        given = {"x": torch.ones(rows), "scale": scale if ranks.rank else scale.numpy()}
+        match = "'scale' must be a tensor to be padded"
+        stops_both(ranks, lambda: ranked(**given), InputError, match, 0)
+
+    all_good(run_ranks(2, run))
