@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,7 +29,7 @@ from dispatchkit.keys import RuntimeMode
 from dispatchkit.keys.modes import CUDAGraphMode, ModeError
 
 if TYPE_CHECKING:
-    from dispatchkit.execute.guard import Guard
+    from dispatchkit.execute.guard import Guard, Watched
 
 __all__ = [
     "BackendDevice",
@@ -107,14 +108,14 @@ class WrappedEntry:
         cudagraph: The captured graph; None before.
         output: What a replay returns.
         input_addresses: Addresses of the positional tensor arguments at capture.
-        made_under: Training flag and place of the module at capture, where that is guarded.
+        made_under: The module with its training flag and place at capture, where that is guarded.
     """
 
     batch_descriptor: Any
     cudagraph: Any = None
     output: Any = None
     input_addresses: list[int] | None = None
-    made_under: Any = None
+    made_under: tuple[Watched, ...] = ()
 
 
 # -- permission and counting ---------------------------------------------------------------
@@ -183,7 +184,7 @@ class GraphWrapper:
     _all: ClassVar[weakref.WeakSet[GraphWrapper]] = weakref.WeakSet()
     _own: ClassVar[frozenset[str]] = frozenset(
         {"runnable", "runtime_mode", "device", "options", "rules", "entries"}
-        | {"_pool", "_debugging", "_guard"}
+        | {"_pool", "_debugging", "_guard", "_has_warned"}
     )
 
     def __init__(
@@ -209,6 +210,7 @@ class GraphWrapper:
         self.entries: dict[Any, WrappedEntry] = {}
         self._pool = self.device.global_pool()
         self._guard = self._make_guard()
+        self._has_warned = False
         self._debugging = os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG"
         GraphWrapper._all.add(self)
 
@@ -241,11 +243,10 @@ class GraphWrapper:
         entry = self.entries.get(descriptor)
         if entry is None:
             entry = self.entries[descriptor] = WrappedEntry(descriptor)
-        if self._guard is not None and entry.made_under != self._guard.now():
-            if entry.cudagraph is not None:
-                self._validate(descriptor)  # refused, nothing is lost: it may be switched back
-                self.device.release(entry.cudagraph)
-                entry = self.entries[descriptor] = WrappedEntry(descriptor)
+        for module, training, place_now, place in entry.made_under:
+            if module.training is not training or place_now() != place:
+                entry = self._renew(entry)
+                break
         if entry.cudagraph is None:
             return self._capture(entry, args, kwargs)
         if self._debugging:
@@ -254,6 +255,25 @@ class GraphWrapper:
             self.device.sync_offload()
         self.device.replay(entry.cudagraph)
         return entry.output
+
+    def _renew(self, entry: WrappedEntry) -> WrappedEntry:
+        """Let go of what a module was captured as that has changed since."""
+        descriptor = entry.batch_descriptor
+        self._validate(descriptor)  # refused, nothing is lost: it may be switched back
+        if not self._has_warned:
+            self._has_warned = True
+            from dispatchkit.execute.budget import ChurnWarning  # it needs torch, as modules do
+
+            warnings.warn(
+                f"The module in {self!r} was moved, or switched between training and evaluation, "
+                f"since {descriptor} was captured: it is captured anew, as is every key at each "
+                f"such change. This is said once.",
+                ChurnWarning,
+                stacklevel=3,
+            )
+        self.device.release(entry.cudagraph)
+        entry = self.entries[descriptor] = WrappedEntry(descriptor)
+        return entry
 
     def _make_guard(self) -> Guard | None:
         inner = self.unwrap()
@@ -297,7 +317,8 @@ class GraphWrapper:
             output = device.capture(graph, run, pool=self._pool, stream=stream)
         entry.output = device.weak_ref(output)
         entry.cudagraph = graph
-        entry.made_under = None if self._guard is None else self._guard.now()
+        if self._guard is not None:
+            entry.made_under = self._guard.watched(self._guard.now())
         capture_counter.add()
         if rules.replays_after_capture:
             device.replay(graph)
@@ -370,7 +391,7 @@ class GraphWrapper:
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs belong to this process and to these buffers: a copy starts without.
-        return {**self.__dict__, "entries": {}, "_pool": None, "_guard": None}
+        return {**self.__dict__, "entries": {}, "_pool": None, "_guard": None, "_has_warned": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -14,6 +14,7 @@ from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import CaptureError, ConfigError  # noqa: E402
 from dispatchkit.execute import (  # noqa: E402
     BackendDevice,
+    ChurnWarning,
     GraphWrapper,
     WrapperError,
     WrapperOptions,
@@ -257,6 +258,8 @@ def test_a_switched_or_moved_module_is_not_replayed(device, through):
     x = torch.ones(2)
     assert run(wrapper, "FULL", "key", x).tolist() == [3.0, 3.0]
     asked.eval()
+    with pytest.warns(ChurnWarning, match=r"since key was captured.* captured anew"):
+        assert run(wrapper, "FULL", "key", x).tolist() == [2.0, 2.0]
     assert run(wrapper, "FULL", "key", x).tolist() == [2.0, 2.0]
     asked.double()
     assert run(wrapper, "FULL", "key", x).dtype is torch.float64
@@ -267,7 +270,8 @@ def test_a_switched_or_moved_module_is_not_replayed(device, through):
     twin = copy.deepcopy(wrapper)
     run(twin, "FULL", "key", x)
     twin.train()
-    assert run(twin, "FULL", "key", x).tolist() == [3.0, 3.0]
+    with pytest.warns(ChurnWarning):
+        assert run(twin, "FULL", "key", x).tolist() == [3.0, 3.0]
     assert run(wrapper, "FULL", "key", x).tolist() == [2.0, 2.0]
 
 
@@ -286,6 +290,17 @@ def test_a_switched_module_keeps_its_graph_while_capturing_is_off(device):
         assert run(wrapper, "FULL", "key", x).tolist() == [2.0, 2.0]
     finally:
         set_capturing_enabled(True)
+    assert inner.num_runs == 1
+
+
+def test_autocast_does_not_make_a_wrapper_capture_anew(device):
+    """Only the module does; a caller that wants both has a descriptor for each."""
+    inner = Doubler()
+    wrapper = GraphWrapper(inner, "FULL", device)
+    x = torch.ones(2)
+    for number in range(6):
+        with torch.autocast("cpu", enabled=number % 2 == 1):
+            assert run(wrapper, "FULL", "key", x).tolist() == [2.0, 2.0]
     assert inner.num_runs == 1
 
 
