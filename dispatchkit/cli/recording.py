@@ -18,7 +18,7 @@ from rich.text import Text
 from dispatchkit.cli.output import JsonOption, complain, console, print_json
 from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.errors import ConfigError
-from dispatchkit.observe.trace import TraceStep, TraceWriter
+from dispatchkit.observe.trace import MAX_COUNT, TraceStep, TraceWriter
 from dispatchkit.report.files import check_writable
 
 
@@ -119,14 +119,23 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
         is_uniform, query_len, most = self.config.query_class(int(uniform))
         variants = self.config.variants
         names = tuple(axis.name for axis in self.config.axes)
+        # What was dispatched must never fail here: the program that is recorded would.
+        tokens = int(num_tokens)
+        reqs = int(num_reqs) or _fewest(tokens, query_len)
+        if is_uniform and reqs * query_len != tokens:
+            is_uniform, most = False, 0  # not the batch it was said to be
         step = TraceStep(
-            num_tokens=int(num_tokens),
-            num_reqs=int(num_reqs) or _fewest(int(num_tokens), query_len),
-            max_query_len=most or int(num_tokens),
+            num_tokens=tokens,
+            num_reqs=reqs,
+            max_query_len=min(most or tokens, tokens),
             uniform_decode=is_uniform,
             num_active_loras=variants.facts(int(loras))[0],
             t_s=time.monotonic() - start,
-            axes=dict(zip(names, variants.values(loras), strict=True)),
+            # A value above the largest that a trace holds lies outside all the same.
+            axes={
+                name: min(value, MAX_COUNT)
+                for name, value in zip(names, variants.values(loras), strict=True)
+            },
         )
         with lock:
             if not first:
@@ -147,7 +156,7 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
 
 def _fewest(num_tokens: int, query_len: int) -> int:
     """Return how many requests there are at least, where the caller did not say."""
-    return max(1, num_tokens // query_len) if query_len else min(1, num_tokens)
+    return min(num_tokens, max(1, num_tokens // query_len if query_len else 1))
 
 
 @contextmanager

@@ -158,3 +158,31 @@ def test_values_of_axes_are_recorded_and_simulated(run: Any, tmp_path: Path) -> 
     assert "'axis.width'" in done.err
     done = run("plan", str(path), "--graphs", "2", "--max-size", "8", "--json")
     assert any("values of length" in one for one in json.loads(done.out)["warnings"])
+
+
+ODD_SCRIPT = """
+from dispatchkit import Axis, Dispatcher, DispatchConfig, load_plugins
+policy = load_plugins().create_policy("vllm")
+config = DispatchConfig(
+    max_num_tokens=8, query_lens=2, varlen_decode=True, axes=[Axis("length", (16, 64))]
+)
+dispatcher = Dispatcher(policy, config, lazy=True)
+dispatcher.dispatch(3, 3, 0, config.variant(0, length=2**40))
+for uniform in range(3):
+    for tokens, reqs in ((7, 3), (1, 1), (4, 2), (0, 0)):
+        dispatcher.dispatch(tokens, reqs, uniform)
+"""
+
+
+def test_whatever_can_be_dispatched_is_recorded(run: Any, tmp_path: Path) -> None:
+    """A script that runs without recording runs with it, whatever its batches are."""
+    from dispatchkit.observe.trace import MAX_COUNT, read_trace
+
+    path, script = tmp_path / "trace.csv", tmp_path / "serve.py"
+    script.write_text(ODD_SCRIPT)
+    done = run("record", str(path), str(script))
+    assert done.code == 0, done.err
+    trace = read_trace(path)
+    assert list(trace.column("num_tokens")) == [3, *([7, 1, 4, 0] * 3)]
+    assert trace.column("axis.length")[0] == MAX_COUNT
+    assert [step.num_tokens for step in trace if step.uniform_decode and step.num_tokens] == [4]
