@@ -290,8 +290,7 @@ class TraceWriter:
         for problem in cross_faults(row):
             raise TraceError(self.path, None, problem)
         if self._takes_axes and len(header) - len(TRACE_COLUMNS) != len(step.axes):
-            differ = ", ".join(sorted(step.axes))
-            raise TraceError(self.path, None, f"a step has axes that the first had not: {differ}.")
+            raise _other_axes(self.path, step)
         if not self.num_steps:
             self._begin(self._out, header)
         if self.format == "jsonl":
@@ -307,6 +306,11 @@ class TraceWriter:
             out.write(",".join(self._header) + "\n")
 
 
+def _other_axes(path: str, step: TraceStep) -> TraceError:
+    differ = ", ".join(sorted(step.axes))
+    return TraceError(path, None, f"a step has axes that the first had not: {differ}.")
+
+
 def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep]) -> int:
     """Write steps as CSV, or as JSON lines where the name has ``.jsonl``; return how many.
 
@@ -318,7 +322,8 @@ def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep]) -> int
             out.
 
     Raises:
-        TraceError: The file cannot be written, or a step lacks what the first one had.
+        TraceError: The file cannot be written, or a step lacks what the first one had, or
+            has axes that it had not.
     """
     iterator = iter(steps)
     first = next(iterator, None)
@@ -330,5 +335,7 @@ def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep]) -> int
         if first is not None:
             writer.write(first)
             for step in iterator:
+                if not step.axes.keys() <= first.axes.keys():
+                    raise _other_axes(writer.path, step)
                 writer.write(step)
     return writer.num_steps

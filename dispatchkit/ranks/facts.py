@@ -88,8 +88,7 @@ class Facts:
         self.all_on: int = (1 << len(self.switches)) - 1
         # One column is the dispatcher's own.
         if self.num_columns >= MAX_COLUMNS:
-            most = MAX_COLUMNS - 1 - self._first_switch - more
-            raise ConfigError("switches", self.switches, f"at most {most} with this configuration")
+            raise _too_many(config, self.switches, MAX_COLUMNS - 1 - self._first_switch, more)
         self._idle = [0] * self.num_columns
         self._kept: dict[tuple[int, ...], tuple[int, int, int]] = {}
 
@@ -159,6 +158,27 @@ class Facts:
             return present[0]
         fits = present and all(each in self._fits_varlen for each in present)
         return self._varlen if fits else 0
+
+
+def _too_many(
+    config: DispatchConfig, switches: tuple[str, ...], left: int, more: int
+) -> ConfigError:
+    """Return the error of a row too long, by what must become less of.
+
+    Args:
+        config: Of the facts.
+        switches: Their names.
+        left: Columns that query classes leave for axes and switches.
+        more: Those that axes need.
+    """
+    if left < 0:
+        most = len(config.query_lens) + left
+        return ConfigError("query_lens", config.query_lens, f"at most {most} with several ranks")
+    if more > left:
+        names = [axis.name for axis in config.axes]
+        expected = f"at most {left} with several ranks, where one that is exact counts as two"
+        return ConfigError("axes", names, expected)
+    return ConfigError("switches", switches, f"at most {left - more} with this configuration")
 
 
 def _no_common_mode(forbidden: Sequence[int], ceiling: int) -> NoGraphError:

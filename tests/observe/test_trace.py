@@ -359,3 +359,10 @@ def test_steps_with_other_axes_than_the_first_are_refused(tmp_path):
             out.write(attrs.evolve(first, axes=more))
     with pytest.raises(TraceError, match=r"axis\.b"):
         StepTrace.from_steps([first, attrs.evolve(first, axes=more)])
+
+
+def test_axes_of_later_steps_alone_are_refused_and_leave_no_file(tmp_path):
+    path = tmp_path / "t.csv"
+    with pytest.raises(TraceError, match="axes that the first had not: length"):
+        write_trace(path, [TraceStep(4), TraceStep(4, axes={"length": 3})])
+    assert list(tmp_path.iterdir()) == []

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_policies import MAX_NUM_TOKENS, SIZES
 
-from dispatchkit import DispatchConfig, RuntimeMode
+from dispatchkit import Axis, DispatchConfig, RuntimeMode
 from dispatchkit.errors import ConfigError, NoGraphError
 from dispatchkit.keys.modes import ALLOWED_MODES
 from dispatchkit.ranks import Facts
+from dispatchkit.ranks.axis_facts import AxisFacts
 
 CONFIG = DispatchConfig(
     capture_sizes=SIZES,
@@ -102,3 +103,16 @@ def test_too_many_switches_are_refused():
     """The row has a fixed length, so that ranks in different phases can meet at all."""
     with pytest.raises(ConfigError, match="switches must be at most"):
         Facts(CONFIG, [f"switch{index}" for index in range(30)])
+
+
+def test_what_there_is_too_much_of_is_named():
+    """Without switches it is the axes, or the query lengths, that take too many columns."""
+    axes = [Axis(f"axis{index}", (1, 2), exact=True) for index in range(12)]
+    config = DispatchConfig(max_num_tokens=8, axes=axes)
+    with pytest.raises(ConfigError, match=r"axes must be at most \d+ .*exact counts as two"):
+        AxisFacts(config)
+    config = DispatchConfig(max_num_tokens=64, query_lens=tuple(range(1, 41)))
+    with pytest.raises(ConfigError, match=r"query_lens must be at most (\d+)") as caught:
+        Facts(config)
+    most = int(caught.value.args[0].split("at most ")[1].split()[0])
+    Facts(DispatchConfig(max_num_tokens=64, query_lens=tuple(range(1, most + 1))))
