@@ -61,9 +61,10 @@ OWN = {
     "dispatch/acceptance.py": "tests/dispatch/test_acceptance.py",
     "dispatch/axes.py": "tests/dispatch/test_axes.py",
     "dispatch/cells.py": "tests/dispatch/test_cells.py",
+    "dispatch/decision.py": "tests/dispatch/test_decision.py",
     "dispatch/epochs.py": "tests/dispatch/test_epochs.py",
     "dispatch/explain.py": "tests/dispatch/test_explain.py",
-    "dispatch/lanes.py": "tests/testing/test_lane_policy_kit.py",
+    "dispatch/lanes.py": "tests/dispatch/test_lanes.py",
     "dispatch/table.py": "tests/dispatch/test_table.py",
 }
 DISPATCHER = "tests/dispatch/test_dispatcher.py"

@@ -107,3 +107,9 @@ def test_of_many_sizes_some_are_asked_for_and_the_ends_always():
     sizes = {batch.num_tokens for batch in policy.asked}
     assert {1, 9, 10, 11, 3999, 4000} <= sizes
     assert len(sizes) < 200
+
+
+def test_batches_tried_say_nothing_of_requests(config):
+    policy = WrongAt()
+    Dispatcher(policy, config)
+    assert {batch.num_reqs for batch in policy.asked} == {None}

@@ -19,6 +19,7 @@ from dispatchkit import (
     RuntimeMode,
     explain,
 )
+from dispatchkit.dispatch.axes import PlainView
 from dispatchkit.errors import DescriptorError, PolicyError
 
 AXES = (Axis("length", (16, 64)), Axis("kind", (1, 3), exact=True))
@@ -91,6 +92,14 @@ def test_plain_policy_gets_its_keys_for_each_combination():
             RuntimeMode.FULL, BatchDescriptor(4, num_active_loras=1, axes=axes)
         )
     assert {batch.axes for batch in made.policy.seen} == {()}
+
+
+def test_plain_view_holds_the_keys_of_its_graphs_and_nothing_else():
+    view = PlainView(dispatcher_of(Plain()).graphs, (16, 1))
+    own = BatchDescriptor(4, num_active_loras=1)
+    assert GraphKey(RuntimeMode.FULL, own) in view
+    assert GraphKey(RuntimeMode.PIECEWISE, own) not in view
+    assert "something" not in view
 
 
 def test_outside_value_is_eager_and_no_policy_is_asked():

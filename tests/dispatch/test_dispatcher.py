@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 
@@ -251,6 +252,16 @@ def test_lazy_is_what_was_set_last():
     assert dispatcher.lazy is False
 
 
+def test_modes_are_those_the_executor_can_do():
+    assert make().modes == {FULL, PIECEWISE}
+    assert make(modes=[FULL]).modes == {FULL}
+
+
+def test_copy_of_a_policy_sees_the_same_graphs():
+    graphs = make().graphs
+    assert copy.deepcopy(graphs) is graphs
+
+
 def test_each_epoch_is_told_with_the_policy_before():
     told = []
     dispatcher = make(on_swap=lambda *facts: told.append(facts))
@@ -460,6 +471,13 @@ def test_no_answer_by_requests_is_eager_where_that_is_not_allowed():
     for _ in range(3):
         with pytest.raises(NoGraphError):
             dispatcher.dispatch(10, 5, 0, 0, 5)
+
+
+def test_answer_by_requests_is_kept_where_eager_is_not_allowed():
+    dispatcher = make(TwoWidthsPolicy())
+    answer = dispatcher.dispatch(10, 5, 0, 0, 5)
+    assert answer.key == dispatcher.policy.any
+    assert dispatcher.dispatch(10, 5, 0, 0, 5) is answer
 
 
 def test_answers_by_requests_follow_the_registry():

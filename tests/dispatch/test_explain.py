@@ -122,3 +122,19 @@ def test_so_many_graphs_of_each_mode_are_shown_and_the_chosen_one_always():
     assert len(explain(table, 5).candidates) == 3
     assert explain(table, 5).largest == 32
     assert [one.chosen for one in explain(table, 5).candidates] == [False, False, True]
+
+
+def test_largest_of_no_graphs_is_nothing():
+    class Nothing(Largest):
+        def declare(self, config):
+            return []
+
+    table = Dispatcher(Nothing(), DispatchConfig(capture_sizes=(8,)))
+    assert explain(table, 5).largest == 0
+
+
+@pytest.mark.parametrize("kind", [StepCost, MeasuredTime])
+def test_numbers_of_a_cost_are_given_by_name(kind):
+    """So many of one kind are easily exchanged."""
+    with pytest.raises(TypeError, match="positional"):
+        kind(1, 2, 3, 4, 5)

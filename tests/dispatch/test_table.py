@@ -7,8 +7,9 @@ import pytest
 
 from dispatchkit.dispatch import Decision
 from dispatchkit.dispatch import table as table_module
-from dispatchkit.dispatch.table import EMPTY, Table
+from dispatchkit.dispatch.table import EMPTY, DictRow, Table
 from dispatchkit.keys import BatchDescriptor, DispatchConfig, GraphKey, RuntimeMode
+from dispatchkit.keys.modes import ALLOWED_MODES
 
 PIECEWISE = RuntimeMode.PIECEWISE
 CONFIG = DispatchConfig(capture_sizes=(8, 16), max_num_tokens=16)
@@ -81,3 +82,52 @@ def test_what_waits_is_served_up_to_its_bound_of_requests():
     assert table.take_one_shot(cell(8), 5) is None
     assert table.take_one_shot(cell(8), 4) is bounded
     assert table.get(cell(8)) is bounded
+
+
+def test_table_is_of_lists_up_to_exactly_so_many_cells(monkeypatch):
+    rows = len(ALLOWED_MODES) * CONFIG.num_query_classes * CONFIG.variants.count
+    num_cells = rows * (CONFIG.max_num_tokens + 1)
+    for max_list_cells, kind in ((num_cells, list), (num_cells - 1, DictRow)):
+        monkeypatch.setattr(table_module, "MAX_LIST_CELLS", max_list_cells)
+        table = Table(CONFIG, 0)
+        table.put(cell(8), REPLAY)
+        assert type(table.rows[int(PIECEWISE)][0][0]) is kind
+
+
+def test_room_for_answers_by_requests_is_whole_again_after_it_was_cleared(monkeypatch):
+    monkeypatch.setattr(table_module, "MAX_COLD_CELLS", 3)
+    table = Table(CONFIG, 0)
+    held = []
+    for num_reqs in range(1, 8):
+        table.put_by_reqs(cell(8), num_reqs, REPLAY)
+        held.append(len(table.by_reqs[cell(8)]))
+    assert held == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_forgotten_steady_decision_does_not_come_back_after_a_waiting_one():
+    table = Table(CONFIG, 0)
+    table.put(cell(8), REPLAY)
+    table.put_one_shot(cell(8), PROBE)
+    table.forget_steady(cell(8))
+    assert table.get(cell(8)) is EMPTY
+    assert table.take_one_shot(cell(8), 1) is PROBE
+    assert table.get(cell(8)) is EMPTY
+
+
+def test_emptied_cells_are_not_counted_as_filled():
+    table = Table(CONFIG, 0)
+    for size in (8, 9):
+        table.put(cell(size), REPLAY)
+        table.put_one_shot(cell(size), PROBE)
+    assert table.num_filled == 2
+    table.invalidate(PIECEWISE, 8)
+    assert table.num_filled == 1
+
+
+def test_what_waits_is_foreseen_up_to_and_at_its_bound():
+    table = Table(CONFIG, 0)
+    bounded = attrs.evolve(PROBE, max_num_reqs=4)
+    table.put(cell(8), REPLAY)
+    table.put_one_shot(cell(8), bounded)
+    assert table.peek(cell(8), 4) is bounded
+    assert table.peek(cell(8), 5) is REPLAY

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dispatchkit.errors import RegistryError
 from dispatchkit.keys import Batch, BatchDescriptor, GraphKey, RuntimeMode
-from dispatchkit.registry import GraphRegistry, KeyState, RegistryEvent
+from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState, RegistryEvent
 from dispatchkit.testing import apply_change, batches, changes, configs, graph_keys
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
@@ -37,6 +37,14 @@ def test_declared_key_has_no_graph(registry):
     assert entry.attempts == 0
     assert list(registry) == [key(8), key(16), key(8, FULL)]
     assert len(registry) == 3
+
+
+def test_entry_takes_no_memory_and_is_told_without_its_graph():
+    """A graph may be anything: of two, only the keys, states and numbers are compared."""
+    entry = GraphEntry(key(8), graph="something large")
+    assert entry.num_bytes == 0
+    assert "something large" not in repr(entry)
+    assert entry == GraphEntry(key(8), graph="another")
 
 
 def test_unknown_key_is_not_in_it(registry):
