@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dispatchkit.dispatch import Decision, Dispatcher, Reason
+from dispatchkit.dispatch.acceptance import Proposal
 from dispatchkit.errors import PolicyError
 from dispatchkit.keys import Axis, BatchDescriptor, DispatchConfig, GraphKey, RuntimeMode
 
@@ -113,3 +114,13 @@ def test_batches_tried_say_nothing_of_requests(config):
     policy = WrongAt()
     Dispatcher(policy, config)
     assert {batch.num_reqs for batch in policy.asked} == {None}
+
+
+def test_each_proposal_is_its_own(config):
+    """One that was reserved is not taken for another of the same policy."""
+    policy = WrongAt()
+    made = Dispatcher(policy, config)
+    proposal = made.propose(policy, config)
+    assert not proposal.adds_axes
+    assert not Proposal(policy, config, "", ()).adds_axes
+    assert proposal != made.propose(policy, config)

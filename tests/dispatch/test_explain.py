@@ -137,4 +137,9 @@ def test_largest_of_no_graphs_is_nothing():
 def test_numbers_of_a_cost_are_given_by_name(kind):
     """So many of one kind are easily exchanged."""
     with pytest.raises(TypeError, match="positional"):
-        kind(1, 2, 3, 4, 5)
+        kind(*range(len(attrs.fields(kind))))
+
+
+def test_explanation_of_little_knows_of_no_graph_and_no_axis():
+    assert (EAGER.largest, EAGER.fault, EAGER.axes) == (0, "", {})
+    assert len({EAGER, attrs.evolve(EAGER, axes={"length": 16})}) == 2  # may be in a set
