@@ -103,3 +103,7 @@ def test_a_value_is_given_for_each_axis_and_no_other(values):
 def test_buckets_that_there_are_not_are_refused(buckets, said):
     with pytest.raises(DescriptorError, match=said):
         Variants(AXES, 0).of_buckets(0, buckets)
+
+
+def test_axis_is_told_by_its_name_and_buckets_alone():
+    assert repr(AXES[0]) == "Axis(name='length', buckets=(16, 64), exact=False)"

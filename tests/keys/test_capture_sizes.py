@@ -362,3 +362,13 @@ def test_batches_outside_the_table_are_refused(num_tokens):
     with pytest.raises(DescriptorError, match=r"0\.\.8"):
         padded_size(padding_table([4, 8]), num_tokens)
     assert padded_size(padding_table([4, 8]), 5) == 8
+
+
+def test_mode_none_leaves_the_sizes_of_0_11():
+    assert derive("0.11", mode=CUDAGraphMode.NONE) == derive("0.11")
+
+
+@pytest.mark.parametrize("generation", ["0.11", "0.13"])
+def test_ranks_change_no_size_without_sequence_parallelism(generation):
+    assert derive(generation, tensor_parallel_size=3) == derive(generation)
+    assert derive(generation, tensor_parallel_size=3, sequence_parallel=True) != derive(generation)

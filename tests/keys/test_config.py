@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatchkit.errors import ConfigError, UnknownNameError
-from dispatchkit.keys import CaptureSizeWarning, CUDAGraphMode, DispatchConfig
+from dispatchkit.keys import Axis, CaptureSizeWarning, CUDAGraphMode, DispatchConfig
 
 M = CUDAGraphMode
 
@@ -230,3 +230,21 @@ def test_a_bad_number_of_requests_is_named_though_sizes_are_derived(bad):
     with pytest.raises(ConfigError) as caught:
         DispatchConfig(max_num_tokens=16, max_num_seqs=bad)
     assert caught.value.setting == "max_num_seqs"
+
+
+def test_settings_are_given_by_name():
+    with pytest.raises(TypeError, match="positional"):
+        DispatchConfig("FULL")
+
+
+@pytest.mark.parametrize(
+    "axes", [(Axis("kind", 1), Axis("kind", (1, 3))), ["kind"], [Axis("kind", 1), None], "kind", 7]
+)
+def test_axes_that_are_none_or_have_the_same_name_are_refused(axes):
+    with pytest.raises(ConfigError, match="Axis objects with different names"):
+        DispatchConfig(capture_sizes=(8,), axes=axes)
+
+
+def test_sizes_of_uniform_batches_are_sorted_and_unique():
+    config = DispatchConfig(capture_sizes=(8, 16), uniform_capture_sizes=[16, 8, 8])
+    assert config.uniform_capture_sizes == (8, 16)

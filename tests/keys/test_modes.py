@@ -230,3 +230,9 @@ def test_runtime_parse_offers_runtime_modes_alone():
     with pytest.raises(UnknownNameError) as caught:
         RuntimeMode.parse("x")
     assert caught.value.known == ("FULL", "NONE", "PIECEWISE")
+
+
+def test_decode_batch_has_one_token_per_request_unless_told():
+    resolved = resolve_mode("FULL_DECODE_ONLY", "UNIFORM_SINGLE_TOKEN_DECODE")
+    assert resolved.mode is M.FULL_DECODE_ONLY
+    assert resolved.reasons == ()
