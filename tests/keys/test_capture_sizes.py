@@ -372,3 +372,24 @@ def test_mode_none_leaves_the_sizes_of_0_11():
 def test_ranks_change_no_size_without_sequence_parallelism(generation):
     assert derive(generation, tensor_parallel_size=3) == derive(generation)
     assert derive(generation, tensor_parallel_size=3, sequence_parallel=True) != derive(generation)
+
+
+def test_sizes_are_rounded_for_one_rank_unless_told():
+    """Of 2 ranks and 3 tokens there would be no common multiple to round to."""
+    options = {"generation": "0.11.1", "max_size": 9}
+    told = round_sizes_for_query_len([3, 8], 3, tensor_parallel_size=1, **options)
+    assert round_sizes_for_query_len([3, 8], 3, **options) == told
+
+
+@pytest.mark.parametrize("sizes", [[16, 32], [], [8]], ids=["trimmed", "empty", "short"])
+def test_sizes_are_warned_of_where_they_were_given(sizes):
+    with pytest.warns(CaptureSizeWarning) as caught:
+        check_capture_sizes(sizes, limit=16, over_limit="trim")
+    assert [each.filename for each in caught] == [__file__]
+
+
+@pytest.mark.parametrize(("beyond", "named"), [([32], 32), ([32, 64], [32, 64])])
+def test_every_size_above_the_limit_is_named(beyond, named):
+    with pytest.raises(ConfigError) as caught:
+        check_capture_sizes([8, *beyond], limit=16)
+    assert caught.value.value == named
