@@ -59,6 +59,8 @@ class Checker:
             raise ConfigError("check", every, "0 (off), a whole number of at least 1, or 'first'")
         self._every, self._snapshot, self._facts = every, snapshot, facts
         self._state = StateCheck(state, RELATIVE, ABSOLUTE)
+        #: Steps that run eager are to be noted: only where every replay is compared.
+        self.notes_eager: bool = every == 1 and not self._is_first_alone
         # Steps compared already: unpadded, padded.
         self._compared: tuple[WeakSet[CapturedStep], ...] = (WeakSet(), WeakSet())
         self._count = 0
@@ -108,7 +110,11 @@ class Checker:
             return got, ""
         replayed = self._state.now()
         before.restore()
-        want = eager()
+        notes, self.notes_eager = self.notes_eager, False  # of this one it is known anyway
+        try:
+            want = eager()
+        finally:
+            self.notes_eager = notes
         difference = self._state.difference(before, replayed, is_padded=is_padded)
         try:
             torch.testing.assert_close(
@@ -121,6 +127,13 @@ class Checker:
             why = "" if then is None else changed(then, self._facts(step.buffers))
             return want, f"{difference} Since the capture: {why}." if why else difference
         return want, self._moved(step)
+
+    def note_eager(self, run: Callable[[], Any]) -> Any:
+        """Run a step that no graph serves, and note what its rows change."""
+        before = self._state.now()
+        result = run()
+        self._state.note(before)
+        return result
 
     def _moved(self, step: CapturedStep) -> str:
         """Say so where a graph gave the right thing from memory that is not read any more."""

@@ -2,7 +2,8 @@
 
 Rows of fill may write to a place that no row of a batch uses, a sink, and eager does not write
 there. Where that is need not be declared: it is what fill alone has ever changed. Once both have
-changed the same element, the fill of some input names a place that is not free.
+changed the same element, the fill of some input names a place that is not free. What rows change in
+steps that nobody looks at (``check`` of more than 1 or ``"first"``, other runners) does not count.
 """
 
 from __future__ import annotations
@@ -102,6 +103,18 @@ class StateCheck:
                 if not wrong.is_any_by_rows:
                     found.append("Rows of fill changed what rows of a batch use: give them a sink.")
         return " ".join(found)
+
+    def note(self, before: Mapping[str, torch.Tensor]) -> None:
+        """Note what rows have changed in a step that ran eager alone.
+
+        Args:
+            before: What ``now`` gave before the step.
+        """
+        for name, (storage, dtype) in self._state().items():
+            if name in before:
+                want, old = typed(storage, dtype), before[name]
+                if not self._resized(name, want, want, old):
+                    self._compare(name, want, want, old, is_padded=False)
 
     def _resized(self, name: str, got: torch.Tensor, want: torch.Tensor, old: torch.Tensor) -> str:
         """Say so where sizes differ, and start anew with who has changed what."""

@@ -12,7 +12,7 @@ from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import InputError, NoGraphError, ReplayError
 from dispatchkit.execute.axes import AxisInputs
 from dispatchkit.execute.captured import CapturedStep, LaunchError
-from dispatchkit.execute.check import CheckWarning
+from dispatchkit.execute.check import Checker, CheckWarning
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.lifecycle import Lifecycle
@@ -50,6 +50,7 @@ class Fallbacks:
     _is_capturing: Callable[[], bool]
     _current_stream_handle: Callable[[], int]
     _row_count: str | None
+    checker: Checker | None
     _told: set[str]
     refuse_if_exact: Callable[[str, object], None]
 
@@ -63,12 +64,17 @@ class Fallbacks:
         self._lane.tick += 1
         if self._axes is not None:
             given = self._axes.plain(tensors)  # type: ignore[arg-type]  # a call made by it
-            return self._run_plainly(given, num_tokens)
-        if tensors is None:
-            tensors = self._lane.buffers.copies(num_tokens)
         else:
-            tensors = self._inputs.to_tensors(tensors)
-        return self._run_plainly(dict(zip(self._inputs.names, tensors, strict=True)), num_tokens)
+            if tensors is None:
+                tensors = self._lane.buffers.copies(num_tokens)
+            else:
+                tensors = self._inputs.to_tensors(tensors)
+            given = dict(zip(self._inputs.names, tensors, strict=True))
+        checker = self.checker
+        if checker is None or not checker.notes_eager or self._is_capturing():
+            return self._run_plainly(given, num_tokens)
+        self._lane.order()
+        return checker.note_eager(lambda: self._run_plainly(given, num_tokens))
 
     def _run_plainly(self, given: dict[str, Any], num_tokens: int) -> Any:
         if self._row_count is not None:

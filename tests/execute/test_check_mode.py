@@ -13,6 +13,7 @@ from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.errors import ConfigError  # noqa: E402
 from dispatchkit.execute import CheckWarning, check_state  # noqa: E402
 from dispatchkit.execute.state import Snapshot  # noqa: E402
+from dispatchkit.keys import CaptureSizeWarning  # noqa: E402
 from dispatchkit.registry import KeyState  # noqa: E402
 
 INPUT = {"x": StaticInput((None, 4), "float32")}
@@ -377,6 +378,17 @@ def test_rows_of_fill_that_write_where_batches_do_are_found(make_runner, quiet):
     runner(torch.ones(4, 4), torch.arange(4))
     with pytest.warns(CheckWarning, match=r"4 of 68 .*Rows of fill changed what rows .* use"):
         runner(torch.full((3, 4), 2.0), torch.arange(4, 7))
+    assert cache[0].tolist() == [1.0] * 4
+
+
+def test_rows_of_fill_that_write_where_an_eager_step_did_are_found(make_runner, quiet):
+    """As a prefill above the largest size, whose first slot padding overwrites later."""
+    with pytest.warns(CaptureSizeWarning):
+        runner, cache = writing(make_runner, fill=0, sizes=(1, 2, 4), max_num_tokens=12)
+    runner(torch.ones(12, 4), torch.arange(12))
+    assert runner.stats().eager_by_reason == {"above_largest_size": 1}
+    with pytest.warns(CheckWarning, match=r"4 of 68 .*Rows of fill changed what rows .* use"):
+        runner(torch.full((3, 4), 2.0), torch.arange(12, 15))
     assert cache[0].tolist() == [1.0] * 4
 
 
