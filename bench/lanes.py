@@ -1,31 +1,36 @@
 """Steps on lanes beside the same graphs on streams by hand, and beside one after another.
 
-    python bench/lanes.py [ROUNDS] [--lanes 2 4 8] [--steps N]
+    python bench/lanes.py [ROUNDS] [--lanes 2 4 8] [--steps N] [--kinds small filling] [--brief]
 
-On a GPU, time of a round from its first launch to the end of its device work, per step. All cases
-take turns in one process:
+On a GPU, time of a round from its first launch to the end of its device work, per step, and of
+that the host's own until the last launch returns. Results are let go of after the round. All
+cases take turns in one process:
 
 - ``serial``: graphs of one stream, by hand; ``raw streams``: a graph for each stream, by hand;
 - ``raw streams, copies``: the same with what a step needs beside its graph, by hand: the input
   copied in and the result cloned;
 - ``runner, serial`` and ``runner, lanes``: the runner's calls, and ``submit`` in turn.
 
-``small`` graphs leave most of the device idle; ``filling`` graphs leave none of it. Without a GPU
-the tape is measured: what ``submit`` costs the host beside a call, on the same graph.
+``small`` graphs leave most of the device idle; ``filling`` graphs leave none of it. Steps are
+given out one after another, so that the last lane begins late in each round: by hand, too, and
+less so the more steps a round has. Without a GPU the tape is measured: what ``submit`` costs the
+host beside a call, on the same graph.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 from collections.abc import Callable
+from time import perf_counter_ns
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from _common import emit, interleaved
+from _common import emit, emit_all, interleaved
 
 from dispatchkit import GraphRunner, StaticInput
 
@@ -87,86 +92,96 @@ class ByHand:
             self.out = network(self.x)
 
 
-def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int) -> None:
+def by_turns(
+    cases: dict[str, Callable[[int], Any]], steps: int, rounds: int, warmup: int = 3
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return microseconds per step of each case, and of them the host's own.
+
+    Args:
+        cases: By name, what launches a step of a number and returns what must be kept.
+        steps: Steps of a round.
+        rounds: Samples of each.
+        warmup: Rounds that are not counted.
+    """
+    whole: dict[str, list[float]] = {name: [] for name in cases}
+    host: dict[str, list[float]] = {name: [] for name in cases}
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(-warmup, rounds):
+            for name, launch in cases.items():
+                start = perf_counter_ns()
+                kept = [launch(number) for number in range(steps)]
+                given_out = perf_counter_ns()
+                torch.cuda.synchronize()
+                end = perf_counter_ns()
+                del kept
+                if turn >= 0:
+                    whole[name].append((end - start) / steps / 1000)
+                    host[name].append((given_out - start) / steps / 1000)
+    finally:
+        gc.enable()
+    return whole, host
+
+
+def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int, *, brief: bool) -> None:
     rows, width, layers, weight = KINDS[kind]
-    network, steps = Network(width, layers), per_lane // weight * lanes
+    network = Network(width, layers)
+    each = max(1, per_lane // weight)
     given = torch.randn(rows, width, device=DEVICE).to(network.dtype)
     hands = [ByHand(network, rows, width) for _ in range(lanes)]
     many, one = runner_of(network, rows, width, lanes), runner_of(network, rows, width, 1)
-    want = one(given)
-    if not torch.equal(many.submit(given).result(), want):
+    if not torch.equal(many.submit(given).result(), one(given)):
         raise SystemExit("A lane gave something else than a call.")
     torch.cuda.synchronize()
 
-    def serial() -> None:
+    def serial(number: int) -> None:
         with torch.cuda.stream(hands[0].stream):
-            for _ in range(steps):
-                hands[0].graph.replay()
-        torch.cuda.synchronize()
+            hands[0].graph.replay()
 
-    def raw() -> None:
-        for number in range(steps):
-            hand = hands[number % lanes]
-            with torch.cuda.stream(hand.stream):
-                hand.graph.replay()
-        torch.cuda.synchronize()
+    def raw(number: int) -> None:
+        hand = hands[number % lanes]
+        with torch.cuda.stream(hand.stream):
+            hand.graph.replay()
 
-    def raw_copies() -> None:
-        kept = []
-        for number in range(steps):
-            hand = hands[number % lanes]
-            with torch.cuda.stream(hand.stream):
-                hand.x.copy_(given)
-                hand.graph.replay()
-                kept.append(hand.out.clone())
-        torch.cuda.synchronize()
+    def raw_copies(number: int) -> Any:
+        hand = hands[number % lanes]
+        with torch.cuda.stream(hand.stream):
+            hand.x.copy_(given)
+            hand.graph.replay()
+            return hand.out.clone()
 
-    def calls() -> None:
-        kept = [one(given) for _ in range(steps)]
-        torch.cuda.synchronize()
-        del kept
-
-    def submits() -> None:
-        kept = [many.submit(given) for _ in range(steps)]
-        torch.cuda.synchronize()
-        del kept
-
-    report(
-        f"{kind}, {lanes} lanes, {per_lane // weight} steps each",
-        {
-            "serial": serial,
-            "raw streams": raw,
-            "raw streams, copies": raw_copies,
-            "runner, serial": calls,
-            "runner, lanes": submits,
-        },
-        steps,
-        rounds,
-        {
-            "raw streams": "serial",
-            "raw streams, copies": "serial",
-            "runner, serial": "serial",
-            "runner, lanes": "serial" if kind == "filling" else "raw streams",
-        },
-    )
-
-
-def report(
-    what: str,
-    cases: dict[str, Callable[[], None]],
-    steps: int,
-    rounds: int,
-    beside: dict[str, str],
-) -> None:
-    times = interleaved(cases, rounds=rounds)
-    for name, samples in times.items():
-        base = beside.get(name)
-        ratio = None
-        if base is not None:  # of speeds: above 1 is faster than the base
-            pairs = zip(times[base], samples, strict=True)
-            ratio = statistics.median(other / mine for other, mine in pairs)
-        median = statistics.median(samples) / steps / 1000
-        emit(BENCH, f"{what}: {name}", median, "us", rounds, ratio_to=base, ratio=ratio)
+    cases = {
+        "serial": serial,
+        "raw streams": raw,
+        "raw streams, copies": raw_copies,
+        "runner, serial": lambda number: one(given),
+        "runner, lanes": lambda number: many.submit(given),
+    }
+    whole, host = by_turns(cases, each * lanes, rounds)
+    beside = {
+        "raw streams": ["serial"],
+        "raw streams, copies": ["serial"],
+        "runner, serial": ["serial"],
+        "runner, lanes": ["serial", "raw streams", "raw streams, copies"],
+    }
+    what = f"{kind}, {lanes} lanes, {each} steps each"
+    line = []
+    for name, samples in whole.items():
+        ratios = {
+            base: statistics.median(map(lambda a, b: a / b, whole[base], samples))
+            for base in beside.get(name, [])
+        }  # of speeds: above 1 is faster than the base
+        median, on_host = statistics.median(samples), statistics.median(host[name])
+        if brief:
+            beaten = " ".join(f"{ratio:.3f} of {base}" for base, ratio in ratios.items())
+            line.append(f"{name} {median:.1f} ({on_host:.1f} host) {beaten}".rstrip())
+            continue
+        for base, ratio in (ratios or {None: None}).items():
+            facts = {"ratio_to": base, "ratio": ratio, "host": round(on_host, 2)}
+            emit(BENCH, f"{what}: {name}", median, "us", rounds, **facts)
+    if brief:
+        print(f"{what}: " + "; ".join(line), flush=True)
 
 
 def measure_host(rounds: int) -> None:
@@ -188,7 +203,8 @@ def measure_host(rounds: int) -> None:
             many.submit(given)
 
     cases = {"call": calls, "call, 4 lanes": calls_beside_lanes, "submit, 4 lanes": submits}
-    report("tape", cases, 20, rounds, {"call, 4 lanes": "call", "submit, 4 lanes": "call"})
+    times = interleaved(cases, rounds=rounds)
+    emit_all(BENCH, times, per=20, ratio_to="call")
 
 
 def main() -> None:
@@ -196,14 +212,16 @@ def main() -> None:
     parser.add_argument("rounds", nargs="?", type=int, default=50)
     parser.add_argument("--lanes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--steps", type=int, default=16, help="of small graphs on each lane")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--brief", action="store_true", help="a line for each kind and lanes")
     args = parser.parse_args()
     if not HAS_GPU:
         measure_host(args.rounds)
         return
-    for kind in KINDS:
+    for kind in args.kinds:
         for lanes in args.lanes:
             rounds = args.rounds if kind == "small" else max(5, args.rounds // 5)
-            measure_kind(kind, lanes, rounds, args.steps)
+            measure_kind(kind, lanes, rounds, args.steps, brief=args.brief)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Capturer:
         warmups: Warms keys up, and knows the step and what it changes.
         backend: The device.
         guard: Reads what graphs are made under.
-        share_outputs: Graphs write their outputs to one memory of the lane.
+        share_outputs: Whether graphs write their outputs to one memory of the lane.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Capturer:
         backend: GraphBackend,
         guard: Guard,
         *,
-        share_outputs: bool = True,
+        share_outputs: Callable[[], bool] = lambda: True,
         notes_facts: bool = False,
     ) -> None:
         self._warmups, self._backend, self._guard = warmups, backend, guard
@@ -147,11 +147,10 @@ class Capturer:
 
     def _places(self, outputs: Any) -> list[Place | None]:
         """Return what memory the graph is to write each output to; None where it stays."""
+        share = self._share_outputs()
         return [
             (index, leaf.shape, leaf.dtype)
-            if self._share_outputs
-            and isinstance(leaf, torch.Tensor)
-            and not self._warmups.is_state(leaf)
+            if share and isinstance(leaf, torch.Tensor) and not self._warmups.is_state(leaf)
             else None
             for index, leaf in enumerate(tree_leaves(outputs))
         ]

@@ -101,8 +101,8 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         warmups: Eager runs before each capture.
         buffer_rows: Rows that the static inputs have room for at least, where a swap may bring
             larger sizes than the first; by default those of the largest size.
-        share_outputs: Graphs write their outputs to one memory, by a copy inside the graph;
-            False saves the copy and spends memory for each graph.
+        share_outputs: Where there are several, graphs write their outputs to one memory, by a
+            copy inside the graph; False saves the copy and spends memory for each graph.
         lazy: Capture a key when a call asks for it.
         capture_after: How often a key must be asked for before it is captured lazily.
         max_graphs: Most live graphs.
@@ -285,7 +285,12 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         self._snapshot = warm.snapshot
         self.known_axis_cuts: Callable[..., tuple[AxisCut, ...] | None] = warm.known_axis_cuts
         capturer = Capturer(
-            warm, self.backend, self.guard, share_outputs=share_outputs, notes_facts=bool(check)
+            warm,
+            self.backend,
+            self.guard,
+            # An only graph has nobody to share with, and needs no copy.
+            share_outputs=lambda: share_outputs and len(self.registry) > 1,
+            notes_facts=bool(check),
         )
         self.checker: Checker | None = (
             Checker(check, warm.snapshot, warm.state, capturer.facts_now) if check else None

@@ -55,26 +55,23 @@ class StepHandle:
 
     Args:
         result: What the step returned; its data is there when the step is done.
-        done: Recorded behind the step.
+        flight: The step in flight.
         lane: Number of the lane.
-        stream: The lane's stream.
         is_device: Its tensors are memory of a CUDA device.
 
     Thread safety: any thread may wait for it, also several.
     """
 
-    __slots__ = ("_done", "_is_device", "_result", "_stream", "lane")
+    __slots__ = ("_flight", "_is_device", "_result", "lane")
 
-    def __init__(
-        self, result: Any, done: Event, lane: int, stream: Stream, *, is_device: bool
-    ) -> None:
-        self._result, self._done, self._stream = result, done, stream
+    def __init__(self, result: Any, flight: _Flight, lane: int, is_device: bool) -> None:
+        self._result, self._flight = result, flight
         self._is_device = is_device
         self.lane: int = lane
 
     def is_done(self) -> bool:
         """Return whether the step has run; never blocks."""
-        return self._done.query()
+        return self._flight.done.query()
 
     def wait(self, stream: Any = None) -> None:
         """Make later work of a stream wait for the step; the host goes on.
@@ -86,13 +83,13 @@ class StepHandle:
             from dispatchkit.backends.cuda_streams import CudaStream
 
             stream = CudaStream(stream)
-        self._done.wait(stream)
+        self._flight.done.wait(stream)
         if self._is_device:
             self._keep_for(stream)
 
     def synchronize(self) -> None:
         """Block the host until the step has run."""
-        self._done.synchronize()
+        self._flight.done.synchronize()
 
     def result(self) -> Any:
         """Return what the step returned, once the current stream waits for it.
@@ -154,12 +151,26 @@ class LaneCost:
 
 
 class _Flight:
-    """A step in flight, and what it still reads."""
+    """A step in flight, and what it still reads; shared by its lane and its handle.
 
-    __slots__ = ("done", "num_tokens", "tensors")
+    Making and destroying an event costs more than recording it: once neither lane nor handle
+    knows the step any more, its event serves another one.
 
-    def __init__(self, done: Event, num_tokens: int, tensors: Any) -> None:
+    Args:
+        done: Recorded behind the step.
+        num_tokens: Its tokens.
+        tensors: What it reads; let go of when it is done.
+        unused: Takes the event when nobody asks for it any more.
+    """
+
+    __slots__ = ("_unused", "done", "num_tokens", "tensors")
+
+    def __init__(self, done: Event, num_tokens: int, tensors: Any, unused: list[Event]) -> None:
         self.done, self.num_tokens, self.tensors = done, num_tokens, tensors
+        self._unused = unused
+
+    def __del__(self) -> None:
+        self._unused.append(self.done)
 
 
 class Traffic:
@@ -167,17 +178,22 @@ class Traffic:
 
     Args:
         index: Number of the lane.
-        registry: Its keys.
-        arrived: Marks on the caller's stream what the lane waits for.
+        member: The lane as a runner.
     """
 
     total_steps: int
     total_tokens: int
 
-    def __init__(self, index: int, registry: GraphRegistry, arrived: Event) -> None:
+    def __init__(self, index: int, member: GraphRunner) -> None:
         self.index = index
-        self.arrived = arrived
-        self._registry = registry
+        self.member = member
+        self.stream: Stream = member._lane.stream
+        self.handle: int = self.stream.handle
+        self.is_on_cuda: bool = member._inputs.device.type == "cuda"
+        # Marks on the caller's stream what the lane waits for.
+        self.arrived: Event = member.backend.new_event()
+        self._unused: list[Event] = []
+        self._registry = member.registry
         self._flights: deque[_Flight] = deque()
         self._num_tokens = 0
         self.total_steps = self.total_tokens = 0
@@ -202,16 +218,29 @@ class Traffic:
     def land(self) -> None:
         """Let go of what finished steps read."""
         flights = self._flights
-        while flights and flights[0].done.query():
-            self._num_tokens -= flights.popleft().num_tokens
+        if not flights or not flights[0].done.query():
+            return
+        # They finish in order: once the last one is done, the others need not be asked.
+        are_done = flights[-1].done.query()
+        self._let_go(flights.popleft())
+        while flights and (are_done or flights[0].done.query()):
+            self._let_go(flights.popleft())
 
-    def take_off(self, done: Event, num_tokens: int, tensors: Any) -> None:
-        """Note a step that was queued."""
+    def _let_go(self, flight: _Flight) -> None:
+        self._num_tokens -= flight.num_tokens
+        flight.tensors = None  # the handle keeps the flight, and must not keep these
+
+    def take_off(self, num_tokens: int, tensors: Any) -> _Flight:
+        """Note a step that was just queued on the lane's stream."""
+        done = self._unused.pop() if self._unused else self.member.backend.new_event()
+        done.record(self.stream)
         self.land()
-        self._flights.append(_Flight(done, num_tokens, tensors))
+        flight = _Flight(done, num_tokens, tensors, self._unused)
+        self._flights.append(flight)
         self._num_tokens += num_tokens
         self.total_steps += 1
         self.total_tokens += num_tokens
+        return flight
 
 
 class Submitting:
@@ -288,21 +317,23 @@ class Submitting:
             if self._axes is not None:
                 loras = self._axes.variant(tensors, loras)
         num_tokens = self._check_inputs(tensors)
-        if self._is_capturing():
+        caller = self._current_stream_handle()
+        # The default stream, handle 0, is never captured.
+        if caller and self._is_capturing():
             raise ReplayError(
                 "submit() was called inside a capture, which cannot wait for lanes. Call the "
                 "runner itself there, or submit outside."
             )
         facts = (num_tokens, num_reqs, uniform, loras, ceiling)
         with self._lock:
-            index = self._choose_lane(facts, priority)
+            traffic = self._choose_lane(facts, priority)
             if not self._has_host_inputs:
-                return self._give(index, facts, tensors)
-        staging = self.lanes[index]._lane.buffers.staging
+                return self._give(traffic, caller, facts, tensors)
+        staging = traffic.member._lane.buffers.staging
         if staging is not None:
             staging.wait()  # without the lock: other lanes are free to be given steps
         with self._lock:
-            return self._give(index, facts, tensors)
+            return self._give(traffic, caller, facts, tensors)
 
     def lane_stats(self) -> tuple[LaneStats, ...]:
         """Return what each lane has been given so far."""
@@ -377,34 +408,33 @@ class Submitting:
 
     def _ready_traffic(self) -> tuple[Traffic, ...]:
         if not self._traffic:
-            self._traffic = tuple(
-                Traffic(index, member.registry, self.backend.new_event())
-                for index, member in enumerate(self.lanes)
-            )
+            self._traffic = tuple(Traffic(index, member) for index, member in enumerate(self.lanes))
         return self._traffic
 
-    def _choose_lane(self, facts: tuple[int, int, int, int, int], priority: int) -> int:
-        policy, traffic = self._lane_policy, self._ready_traffic()
+    def _choose_lane(self, facts: tuple[int, int, int, int, int], priority: int) -> Traffic:
+        policy, traffic = self._lane_policy, self._traffic or self._ready_traffic()
         if policy is None:
-            return 0
+            return traffic[0]
         key = None if self._router is None else self._router.dispatch(*facts).key
         try:
             answer = policy.choose(LaneStep(facts[0], key, priority), traffic)
         except Exception as error:  # noqa: BLE001 - a lane policy's fault loses no step
             return self._lane_policy_at_fault(f"raised {type(error).__name__}: {error}", error)
+        if type(answer) is int and 0 <= answer < len(traffic):
+            return traffic[answer]
         fault = lane_fault(answer, len(traffic))
-        return self._lane_policy_at_fault(fault, None, answer) if fault else answer
+        return self._lane_policy_at_fault(fault, None, answer) if fault else traffic[answer]
 
     def _lane_policy_at_fault(
         self, problem: str, cause: Exception | None, answer: Any = None
-    ) -> int:
+    ) -> Traffic:
         """Count a fault, tell of it once, and return the lane that the step runs on instead."""
         name = policy_name(self._lane_policy)
         error = PolicyError(name, "choose", problem, origin=self._lane_origin, value=answer)
         self.lane_faults += 1
         if self.strict:
             raise error from cause
-        least = min(self._traffic, key=lambda one: one.num_unfinished).index
+        least = min(self._traffic, key=lambda one: one.num_unfinished)
         if not self._is_lane_fault_told:
             self._is_lane_fault_told = True
             self._notices.policy_at_fault(error, None, self.dispatcher.epoch)
@@ -416,27 +446,24 @@ class Submitting:
             )
         return least
 
-    def _give(self, index: int, facts: tuple[int, int, int, int, int], tensors: Any) -> StepHandle:
+    def _give(
+        self, traffic: Traffic, caller: int, facts: tuple[int, int, int, int, int], tensors: Any
+    ) -> StepHandle:
         """Queue a checked step on a lane; under the lock."""
-        member, traffic, backend = self.lanes[index], self._traffic[index], self.backend
-        lane = member._lane
-        stream, handle = lane.stream, self._current_stream_handle()
-        if handle != stream.handle:
-            if self._caller is None or self._caller[0] != handle:
-                self._caller = (handle, backend.current_stream())
+        member, stream = traffic.member, traffic.stream
+        if caller != traffic.handle:
+            if self._caller is None or self._caller[0] != caller:
+                self._caller = (caller, self.backend.current_stream())
             traffic.arrived.record(self._caller[1])
             stream.wait_event(traffic.arrived)
         try:
-            with backend.use_stream(stream):
-                result = member._decide(*facts).plan.run(tensors, stream.handle)
+            with self.backend.use_stream(stream):
+                result = member._decide(*facts).plan.run(tensors, traffic.handle)
                 while result is AGAIN:
-                    result = member.dispatcher.dispatch(*facts).plan.run(tensors, stream.handle)
+                    result = member.dispatcher.dispatch(*facts).plan.run(tensors, traffic.handle)
         except Exception:
             member.counters.failed_steps += 1
             stream.synchronize()  # nothing of it reads the caller's tensors any more
             raise
-        done = backend.new_event()
-        done.record(stream)
-        traffic.take_off(done, facts[0], tensors)
-        is_device = self._inputs.device.type == "cuda"
-        return StepHandle(result, done, index, stream, is_device=is_device)
+        flight = traffic.take_off(facts[0], tensors)
+        return StepHandle(result, flight, traffic.index, traffic.is_on_cuda)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -343,6 +344,35 @@ def test_inputs_are_let_go_of_when_a_lane_has_run(make_lanes):
     runner.backend.synchronize()
     assert [lane.num_unfinished for lane in runner.lane_stats()] == [0, 0]
     assert not any(traffic._flights for traffic in runner._traffic)
+
+
+def test_a_kept_handle_keeps_the_result_and_not_the_inputs(make_lanes):
+    runner = make_lanes(lanes=1)
+    runner.capture()
+    x = torch.ones(3, 8)
+    gone, handle = weakref.ref(x), runner.submit(x)
+    del x
+    runner.lane_stats()  # lands what is done
+    assert gone() is None
+    assert same(handle.result(), network(torch.ones(3, 8)))
+
+
+def test_events_serve_again_once_nobody_asks_for_their_step(make_lanes):
+    """A handle keeps the event of its own step, however many come after it."""
+    runner = make_lanes(seed=3, lanes=1)
+    runner.capture()
+    made = []
+    new_event = runner.backend.new_event
+    runner.backend.new_event = lambda **facts: made.append(1) or new_event(**facts)
+    with runner.backend.use_stream(runner.backend.new_stream()):
+        kept = runner.submit(torch.ones(3, 8))
+        kept.synchronize()
+        for x in batches(20):
+            runner.submit(x).synchronize()
+        runner.submit(torch.ones(3, 8))
+    assert kept.is_done()
+    assert len(made) <= 4
+    runner.backend.synchronize()
 
 
 def test_host_inputs_are_copied_before_submit_returns(make_lanes):

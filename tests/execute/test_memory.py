@@ -408,6 +408,16 @@ def test_bytes_of_a_session_skip_what_does_not_fit(make_runner, wide):
     same(runner(x), wide(x))
 
 
+def test_an_only_graph_copies_its_outputs_nowhere(make_runner, wide):
+    """It has nobody to share their memory with."""
+    runner = make_runner(wide, INPUT, sizes=(8,), mode="FULL")
+    runner.capture()
+    assert runner._lane.outputs.num_bytes == 0
+    results = [(x, runner(x)) for x in map(rows_of, (3, 8))]
+    for x, result in results:
+        same(result, wide(x))
+
+
 def test_memory_that_outgrown_graphs_still_use_is_counted(make_runner, wide):
     """A larger graph brings a new home for outputs; the smaller one keeps its own."""
     runner = make_runner(wide, INPUT, lazy=True)
