@@ -455,7 +455,7 @@ class Submitting:
             if self._caller is None or self._caller[0] != caller:
                 self._caller = (caller, self.backend.current_stream())
             traffic.arrived.record(self._caller[1])
-            stream.wait_event(traffic.arrived)
+            traffic.arrived.wait(stream)
         try:
             with self.backend.use_stream(stream):
                 result = member._decide(*facts).plan.run(tensors, traffic.handle)

@@ -11,7 +11,7 @@ from dispatchkit import BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.errors import ConfigError, TraceError
 from dispatchkit.observe import StepTrace, read_trace
 
-from dispatchkit_predictive import Foresight, KeyPredictor, keys_of_trace, rehearse
+from dispatchkit_predictive import Foresight, KeyPredictor, at_best, keys_of_trace, rehearse
 
 TRACES = Path(__file__).resolve().parents[3] / "tests" / "data" / "traces"
 KEYS = [GraphKey(RuntimeMode.FULL, BatchDescriptor(size)) for size in (1, 2, 4, 8, 16, 32, 64)]
@@ -124,6 +124,26 @@ def test_real_traces_run_eager_a_third_as_often_for_want_of_a_graph(name: str) -
     found = rehearse(keys, declared, max_graphs=64)
     assert found.predicted * 3 <= min(found.most_wanted, found.latest)
     assert 0 < found.hit_rate < 1
+
+
+def test_who_knows_the_future_does_best() -> None:
+    room = 4
+    keys, declared = keys_of_trace(read_trace(TRACES / "step_mooncake_low.csv.gz"))
+    keys = keys[:1500]
+    found = rehearse(keys, declared, max_graphs=room)
+    without = at_best(keys, max_graphs=room, ahead=False)
+    assert at_best(keys, max_graphs=room) == 1  # the first step
+    assert len({*keys} - {None}) <= without <= min(found.most_wanted, found.latest)
+    assert at_best(keys, max_graphs=room) <= found.predicted
+
+
+def test_what_is_wanted_last_is_given_up() -> None:
+    steps = [ONE, TWO, FOUR, ONE, TWO, ONE, TWO, FOUR]
+    assert at_best(steps, max_graphs=2, ahead=False) == 3
+    assert at_best(steps, max_graphs=2) == 1
+    assert at_best([ONE, TWO, ONE, TWO], max_graphs=1) == 1
+    assert at_best([ONE, TWO, ONE, TWO], max_graphs=1, ahead=False) == 2
+    assert at_best([None, ONE, None], max_graphs=1, idle_every=2) == 0
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dispatchkit_predictive.assistant import Predictive, PredictiveStats
 from dispatchkit_predictive.foresight import Foresight
 from dispatchkit_predictive.predictor import KeyPredictor
-from dispatchkit_predictive.rehearsal import Rehearsal, keys_of_trace, rehearse
+from dispatchkit_predictive.rehearsal import Rehearsal, at_best, keys_of_trace, rehearse
 
 __version__ = "0.1.0"
 
@@ -15,6 +15,7 @@ __all__ = [
     "Predictive",
     "PredictiveStats",
     "Rehearsal",
+    "at_best",
     "keys_of_trace",
     "rehearse",
 ]

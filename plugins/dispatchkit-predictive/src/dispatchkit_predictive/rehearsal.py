@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 import attrs
@@ -154,4 +154,57 @@ def _without(
                 del live[next(iter(live))]
             live[wanted] = None
             last.pop(wanted, None)
+    return eager
+
+
+def at_best(
+    keys: Sequence[GraphKey | None], *, max_graphs: int, idle_every: int = 1, ahead: bool = True
+) -> int:
+    """Return the eager steps for want of a graph where it is known what comes.
+
+    What is wanted last is given up (Belady's rule), what is wanted first is captured. With time
+    for a capture after each step no rule does better.
+
+    Args:
+        keys: What each step asks for; None runs eager whatever there is.
+        max_graphs: Most live graphs.
+        idle_every: After each so many steps there is time for one capture.
+        ahead: Any key may be captured, otherwise those alone that were asked for in vain.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+    """
+    check_count(max_graphs, "max_graphs")
+    check_count(idle_every, "idle_every")
+    uses: defaultdict[GraphKey, deque[int]] = defaultdict(deque)
+    for step, key in enumerate(keys):
+        if key is not None:
+            uses[key].append(step)
+
+    def next_use(key: GraphKey) -> int:
+        return uses[key][0] if uses[key] else len(keys)
+
+    live: set[GraphKey] = set()
+    wanted: set[GraphKey] = set(uses) if ahead else set()
+    eager = 0
+    for step, key in enumerate(keys):
+        if key is not None:
+            uses[key].popleft()
+            if key not in live:
+                eager += 1
+                wanted.add(key)
+        if step % idle_every or not wanted:
+            continue
+        best = min(wanted, key=next_use)
+        if next_use(best) == len(keys):
+            continue
+        if len(live) >= max_graphs:
+            victim = max(live, key=next_use)
+            if next_use(victim) < next_use(best):
+                continue
+            live.discard(victim)
+            if ahead:
+                wanted.add(victim)
+        wanted.discard(best)
+        live.add(best)
     return eager
