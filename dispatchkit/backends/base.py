@@ -8,7 +8,7 @@ Words are torch's: see "CUDA semantics", section "CUDA Graphs", in torch's docum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,6 +29,7 @@ class BackendCapabilities:
         unwatched_captures: ``capture`` takes ``watched=False``, which is quicker, for a
             callable whose operations were watched in an earlier capture; such graphs have
             ``holds`` and ``host_tensors``: what a watched one saw that it must keep alive.
+            Where the backend has ``new_notes``, what watched a warmup counts as well.
     """
 
     graphs: bool = True
@@ -236,4 +237,36 @@ class RehearsingBackend(Protocol):
         Raises:
             CaptureError: It could not be captured either.
         """
+        ...
+
+
+class WarmupNotes(Protocol):
+    """What a warmup tells of a capture of the same operations."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the operations can be captured unwatched."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether an operation may draw random numbers."""
+        ...
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note an operation before it runs."""
+        ...
+
+
+@runtime_checkable
+class NotingBackend(Protocol):
+    """A backend whose captures need no watch where the warmup before was looked at.
+
+    Optional, for backends with ``unwatched_captures``: ``capture`` takes ``notes`` then, the
+    plain ones of a warmup that ran the same operations, and makes the graph hold what they
+    were given. All that the warmup made and nobody keeps is let go of before.
+    """
+
+    def new_notes(self) -> WarmupNotes:
+        """Return empty notes."""
         ...

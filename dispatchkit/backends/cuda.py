@@ -39,7 +39,7 @@ from dispatchkit.backends.cuda_streams import (
     return_when_unused,
     unused_streams,
 )
-from dispatchkit.backends.cuda_watch import CaptureWatch
+from dispatchkit.backends.cuda_watch import CaptureWatch, WarmupNotes
 from dispatchkit.backends.cuda_workspace import hold_workspace
 from dispatchkit.backends.warmup import run_warmup
 from dispatchkit.errors import CaptureError, ConfigError
@@ -218,6 +218,10 @@ class CudaBackend:
                 leaf.record_stream(caller)
         return result
 
+    def new_notes(self) -> WarmupNotes:
+        """Return notes for a warmup, for ``capture`` to go by."""
+        return WarmupNotes()
+
     def capture(
         self,
         run: Callable[[], Any],
@@ -226,6 +230,7 @@ class CudaBackend:
         pool: Any,
         generators: Iterable[Any] = (),
         watched: bool = True,
+        notes: WarmupNotes | None = None,
     ) -> CudaGraph:
         """Capture the callable on a stream into a pool; nothing runs.
 
@@ -241,6 +246,7 @@ class CudaBackend:
             watched: Look at each operation, as far as the backend was made to; several
                 microseconds each. Who has watched the same operations once may do without:
                 what a watch would refuse then fails as the driver has it.
+            notes: What was noted of the same operations in a warmup: not watched then either.
 
         Raises:
             CaptureError: With reason ``host_sync``, ``out_of_memory``, ``nested`` or
@@ -264,7 +270,7 @@ class CudaBackend:
                     )
                 self._refuse_foreign_capture()
                 hold_workspace(stream.raw)
-                return self._capture(run, stream.raw, pool, own_generators, handled, watched)
+                return self._capture(run, stream.raw, pool, own_generators, handled, watched, notes)
         finally:
             bury()
 
@@ -285,8 +291,9 @@ class CudaBackend:
         generators: list[Any],
         handled: BaseException | None,
         watched: bool,
+        notes: WarmupNotes | None,
     ) -> CudaGraph:
-        watched = watched and self._refuse_host_syncs
+        watched = watched and notes is None and self._refuse_host_syncs
         watch = CaptureWatch()
         attempt = CaptureAttempt(stream, pool, generators, self._mode)
         outputs: Any = None
@@ -313,12 +320,13 @@ class CudaBackend:
             finally:
                 del failure  # or frame and error would hold each other
         default = torch.cuda.default_generators[self._index]
+        seen = watch if watched else notes
         return CudaGraph(
             attempt.graph,
             outputs,
             pool,
             attempt.handle,
-            holds=watch.outside(pool.segments(self._index)) if watched else [],
+            holds=[] if seen is None else seen.outside(pool.segments(self._index)),
             host_tensors=watch.host_tensors,
             generators=[default, *generators],
             # Unwatched, nobody knows: the first replay tells.

@@ -109,18 +109,17 @@ class CudaPool:
 
     def segments(self, device_index: int) -> list[Segment]:
         """Return the segments of the device that torch reserves for this pool."""
+        found: list[Segment] = []
         with self.guard:
-            handles = {tuple(self._handle), *map(tuple, self._earlier)}
-            is_one = self._uses > 0 and not self._earlier
-            found = [
-                segment
-                for segment in segments_of(self._handle if is_one else None)
-                if segment["device"] == device_index
-                and tuple(segment["segment_pool_id"]) in handles
-            ]
-            seen = {tuple(segment["segment_pool_id"]) for segment in found}
-            self._earlier = {handle for handle in self._earlier if tuple(handle) in seen}
-        return found
+            if self._uses > 0:
+                found += segments_of(self._handle)
+            # Torch forgets a pool of no graph once its memory is back; then it has none.
+            for handle in tuple(self._earlier):
+                earlier = segments_of(handle)
+                if not earlier:
+                    self._earlier.discard(handle)
+                found += earlier
+        return [segment for segment in found if segment["device"] == device_index]
 
 
 def _refuse_replay() -> None:

@@ -23,20 +23,20 @@ _SMALL = 1 << 20
 Segment = Mapping[str, Any]  # as in torch.cuda.memory_snapshot()
 
 
-def segments_of(handle: Iterable[int] | None) -> list[Segment]:
-    """Return the segments that torch reserves for one pool, or for all of the process.
+def segments_of(handle: Iterable[int]) -> list[Segment]:
+    """Return the segments that torch reserves for one pool; none where it knows no such pool.
 
-    Of the whole process it takes the longer, the more tensors are alive.
+    Not of the whole process: that takes the longer, the more tensors are alive.
 
     torch (2.11 to 2.13) drops references that it does not own: one to each part of what it is
     asked with (pytorch/pytorch#196366). Soon somebody's number is destroyed while it is still
     in use. What was dropped is put back here; where torch drops nothing, nothing is added.
 
     Args:
-        handle: Torch's handle of the pool; None: of all.
+        handle: Torch's handle of the pool.
     """
     # Numbers of this call alone, apart from small ones, which the process shares.
-    asked = (*(int(str(part)) for part in handle or (0, 0)), False)
+    asked = (*(int(str(part)) for part in handle), False)
     spare = [*asked]  # so that none is gone before what was dropped is put back
     before = _references(asked)
     found: list[Segment] = torch.cuda.memory_snapshot(asked[:2], include_traces=asked[2])

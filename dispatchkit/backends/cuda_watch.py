@@ -1,9 +1,9 @@
-"""What is watched while a callable is captured on a CUDA device."""
+"""What is watched while a callable is captured on a CUDA device, or warmed up for that."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,10 +12,87 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.backends.cuda_memory import Segment
-from dispatchkit.backends.dispatch_mode import DispatchMode, tensors_in
-from dispatchkit.backends.host_sync import HostSyncGuard, run_composite, sync_of
+from dispatchkit.backends.dispatch_mode import DispatchMode, PerOperation, tensors_in
+from dispatchkit.backends.host_sync import (
+    HostSyncGuard,
+    is_composite,
+    is_data_dependent,
+    may_be_data_dependent,
+    run_composite,
+    sync_of,
+)
 
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
+
+
+class _Given:
+    """Storages on the device that operations were given, without keeping them.
+
+    Most of them are intermediates, whose memory later operations use again.
+    """
+
+    def __init__(self) -> None:
+        self._refs: dict[int, StorageWeakRef] = {}
+
+    def note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        identity = storage._cdata
+        # While there is a reference to it, no other storage has its identity.
+        if identity not in self._refs:
+            self._refs[identity] = StorageWeakRef(storage)
+
+    def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
+        """Return what is alive and not in the graph's own pool."""
+        spans = [(one["address"], one["address"] + one["total_size"]) for one in segments]
+        found = []
+        for ref in self._refs.values():
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is None:
+                continue  # an intermediate, gone by now
+            address = storage.data_ptr()
+            if not any(start <= address < end for start, end in spans):
+                found.append(storage)
+        return found
+
+
+class WarmupNotes:
+    """What a warmup tells of a capture of the same operations, which then needs no watch.
+
+    Attributes:
+        draws: An operation was seen that may draw.
+        is_plain: Nothing was seen that a capture refuses, or that only its own watch can tell:
+            reads of the device's data, host memory, operations made of others.
+    """
+
+    def __init__(self) -> None:
+        self.draws: bool = False
+        self.is_plain: bool = True
+        self._given = _Given()
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note an operation before it runs."""
+        on_device = False
+        for tensor in tensors_in((*args, *kwargs.values()) if kwargs else args):
+            if tensor.is_cuda:
+                on_device = True
+                self._given.note(tensor)
+        draws, may_wait, copies, hides = _looks_of(func)
+        if draws:
+            self.draws = True
+        if (
+            hides
+            or (may_wait and on_device and is_data_dependent(func, args))
+            or (copies and len(_kinds_of(func, args, kwargs)) > 1)
+        ):
+            self.is_plain = False
+
+    def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
+        """Return what a graph of these operations has to hold, as far as it is still alive.
+
+        Args:
+            segments: Those of the graph's pool: what lies there is owned by its graphs.
+        """
+        return self._given.outside(segments)
 
 
 class CaptureWatch(DispatchMode):
@@ -27,10 +104,6 @@ class CaptureWatch(DispatchMode):
         host_tensors: Host memory that captured copies read or write.
     """
 
-    # Storages on the device that operations were given, without keeping them: most of them
-    # are intermediates, whose memory later operations use again.
-    _given: dict[int, StorageWeakRef]
-
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -38,7 +111,7 @@ class CaptureWatch(DispatchMode):
         self.first_error: HostSyncError | None = None
         self.draws: bool = False
         self.host_tensors: list[torch.Tensor] = []
-        self._given = {}
+        self._given = _Given()
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
         """Return what the graph reads or writes on the device and does not own itself.
@@ -46,16 +119,7 @@ class CaptureWatch(DispatchMode):
         Args:
             segments: Those of the graph's pool: what lies there is owned by its graphs.
         """
-        spans = [(one["address"], one["address"] + one["total_size"]) for one in segments]
-        found = []
-        for ref in self._given.values():
-            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-            if storage is None:
-                continue  # an intermediate, gone by now
-            address = storage.data_ptr()
-            if not any(start <= address < end for start, end in spans):
-                found.append(storage)
-        return found
+        return self._given.outside(segments)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -86,7 +150,7 @@ class CaptureWatch(DispatchMode):
         for tensor in tensors_in((*args, *kwargs.values())):
             if tensor.is_cuda:
                 on_device = True
-                self._note_given(tensor)
+                self._given.note(tensor)
         error = sync_of(func, args) if on_device else None  # host tensors may be read
         if error is None and func._schema.name in _COPIES:
             error = self._host_copy(func, args, kwargs)
@@ -99,20 +163,9 @@ class CaptureWatch(DispatchMode):
         self.draws = self.draws or _may_draw(func)
         return func(*args, **kwargs)
 
-    def _note_given(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        # What lies outside was there before, so that no identity of it is used anew.
-        if storage._cdata not in self._given:
-            self._given[storage._cdata] = StorageWeakRef(storage)
-
     def _host_copy(self, func: Any, args: Any, kwargs: Any) -> HostSyncError | None:
         """Return the error for a copy that waits; hold the host memory of one that does not."""
-        name = func._schema.name
-        tensors = [x for x in args[:2] if isinstance(x, torch.Tensor)]
-        kinds = {tensor.device.type for tensor in tensors}
-        if name == "aten::_to_copy" and kwargs.get("device") is not None:
-            kinds.add(torch.device(kwargs["device"]).type)
-        if not {"cpu", "cuda"} <= kinds:
+        if not {"cpu", "cuda"} <= _kinds_of(func, args, kwargs):
             return None
         non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
         if not non_blocking:
@@ -120,8 +173,26 @@ class CaptureWatch(DispatchMode):
                 "a copy between host and device",
                 "it waits; use pinned memory and non_blocking=True",
             )
+        tensors = [x for x in args[:2] if isinstance(x, torch.Tensor)]
         self.host_tensors += [tensor for tensor in tensors if tensor.device.type == "cpu"]
         return None
+
+
+def _kinds_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
+    """Return the types of device that a copy is between."""
+    kinds = {x.device.type for x in args[:2] if isinstance(x, torch.Tensor)}
+    if func._schema.name == "aten::_to_copy" and kwargs.get("device") is not None:
+        kinds.add(torch.device(kwargs["device"]).type)
+    return kinds
+
+
+@PerOperation
+def _looks_of(func: Any) -> tuple[bool, bool, bool, bool]:
+    """Return whether an operation may draw, may wait, is a copy, and hides what it is made of."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return True, False, False, True
+    name = func._schema.name
+    return _may_draw(func), may_be_data_dependent(func), name in _COPIES, is_composite(func)
 
 
 @functools.lru_cache(maxsize=4096)

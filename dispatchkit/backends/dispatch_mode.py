@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_Facts = TypeVar("_Facts")
 
 
 def _without_dynamo(raw: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,6 +39,28 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from tensors_in(value)
+
+
+class PerOperation(Generic[_Facts]):
+    """What is found out about each operation once.
+
+    By identity: operations hash in Python, several times in each of many thousand calls.
+
+    Args:
+        find: Finds it out.
+    """
+
+    def __init__(self, find: Callable[[Any], _Facts]) -> None:
+        self._find = find
+        self._known: dict[int, tuple[Any, _Facts]] = {}
+
+    def __call__(self, func: Any) -> _Facts:
+        """Return what is known of an operation."""
+        known = self._known.get(id(func))
+        if known is None:
+            # Kept with the operation, so that no other one gets its identity.
+            known = self._known[id(func)] = (func, self._find(func))
+        return known[1]
 
 
 class DispatchMode(TorchDispatchMode):

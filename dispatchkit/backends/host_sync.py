@@ -42,6 +42,8 @@ _PUBLIC_NAMES = {
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
+_READS_BY_INDEX = ("aten::index", "aten::_unsafe_index")
+_WRITES_BY_INDEX = ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 _DATA_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -55,14 +57,15 @@ def run_composite(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) ->
     Returns:
         The result, or NotImplemented for an operation with a kernel of its own.
     """
-    if not _is_composite(func):
+    if not is_composite(func):
         return NotImplemented
     with mode:
         return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_composite(func: Any) -> bool:
+def is_composite(func: Any) -> bool:
+    """Return whether an operation is only made of others."""
     name, has_kernel = func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
     return (
         has_kernel(name, _COMPOSITE)
@@ -71,13 +74,18 @@ def _is_composite(func: Any) -> bool:
     )
 
 
+def may_be_data_dependent(func: Any) -> bool:
+    """Return whether there are arguments for which ``is_data_dependent`` is true."""
+    return func._schema.name in (*_READS_BY_INDEX, *_WRITES_BY_INDEX) or _is_tagged(func)
+
+
 def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether the host has to read data to run an operation on a device."""
     name = func._schema.name
-    if name in ("aten::index", "aten::_unsafe_index"):
+    if name in _READS_BY_INDEX:
         # Tagged as a whole, but only a mask's result depends on data.
         return _has_mask(args[1])
-    if name in ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_"):
+    if name in _WRITES_BY_INDEX:
         # Untagged, but a mask is turned into indices, except for one value to fill in.
         return _has_mask(args[1]) and args[2].numel() != 1
     return _is_tagged(func)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from dispatchkit.backends.base import CapturedGraph, GraphBackend
+from dispatchkit.backends.base import CapturedGraph, GraphBackend, WarmupNotes
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.budget import Admission
 from dispatchkit.execute.buffers import InputBuffers
@@ -93,11 +93,13 @@ class Capturer:
             OverBudgetError: It would take more memory than it may.
         """
         with self._set_up(key, lane) as snapshot:
-            outputs = self._warmups.run(key, lane, snapshot)
+            outputs, notes = self._warmups.run(key, lane, snapshot)
             layout = self._warmups.layout(key, lane, outputs, other_sizes)
+            places = self._places(outputs) if layout is not None else []
+            del outputs  # what is alive of the warmup from here on is kept by the step
             if key.mode is RuntimeMode.FULL:
-                return self._capture_full(key, lane, outputs, layout, admission)
-            return self._capture_pieces(key, lane, outputs, layout, admission)
+                return self._capture_full(key, lane, places, layout, admission, notes)
+            return self._capture_pieces(key, lane, places, layout, admission)
 
     def warm(self, key: GraphKey, lane: Lane) -> None:
         """Warm a key up without capturing it; what it changes is put back.
@@ -115,7 +117,7 @@ class Capturer:
             CaptureError: It cannot be warmed up, or captured.
         """
         with self._set_up(key, lane) as snapshot:
-            outputs = self._warmups.run(key, lane, snapshot)
+            outputs, _ = self._warmups.run(key, lane, snapshot)
             places = self._places(outputs)
             del outputs
             views = self._warmups.views(key, lane, key.num_tokens)
@@ -159,22 +161,24 @@ class Capturer:
         self,
         key: GraphKey,
         lane: Lane,
-        outputs: Any,
+        places: list[Place | None],
         layout: OutputLayout | None,
         admission: Admission | None,
+        notes: WarmupNotes | None,
     ) -> CapturedStep:
         views = self._warmups.views(key, lane, key.num_tokens)
         staging = lane.buffers_of(key).staging
         found: list[Any] = []
-        places = self._places(outputs) if layout is not None else []
 
         def step() -> Any:
             if staging is not None:
                 staging.queue_copy(key.num_tokens)
             return self._step(views)
 
+        if staging is not None:
+            notes = None  # the warmup was without that copy
         name = (family_of(key), 0)
-        graph, draws = self._maker.capture(step, lane, places, found, admission, name)
+        graph, draws = self._maker.capture(step, lane, places, found, admission, name, notes)
         return FullStep(**self._common(key, lane, found[0], layout, (graph,), draws=draws))
 
     def _common(
@@ -225,7 +229,7 @@ class Capturer:
         self,
         key: GraphKey,
         lane: Lane,
-        outputs: Any,
+        places: list[Place | None],
         layout: OutputLayout | None,
         admission: Admission | None,
     ) -> CapturedStep:
@@ -252,10 +256,10 @@ class Capturer:
                     if isinstance(parts[-1], GraphPart):
                         link = None  # straight from graph to graph: nothing moves
                 found: list[Any] = []
-                places = self._places(outputs) if index == last and layout else []
+                homes = places if index == last else []
                 call = _calling(piece.fn, args, inputs)
                 name = (family_of(key), index)
-                graph, may_draw = self._maker.capture(call, lane, places, found, admission, name)
+                graph, may_draw = self._maker.capture(call, lane, homes, found, admission, name)
                 draws = draws or may_draw
                 graphs.append(graph)
                 parts.append(GraphPart(graph, link, found[0]))

@@ -9,7 +9,12 @@ import attrs
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dispatchkit.backends.base import CapturedGraph, GraphBackend, RehearsingBackend
+from dispatchkit.backends.base import (
+    CapturedGraph,
+    GraphBackend,
+    RehearsingBackend,
+    WarmupNotes,
+)
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.budget import Admission
 from dispatchkit.execute.lanes import Lane
@@ -22,7 +27,7 @@ Place = tuple[int, torch.Size, torch.dtype]
 
 @attrs.frozen
 class _Watched:
-    """What a watched capture has shown of its operations.
+    """What a watched capture, or a warmup before it, has shown of its operations.
 
     Attributes:
         holds: Storages they read or write that graphs of them must keep alive.
@@ -83,8 +88,18 @@ class GraphMaker:
         found: list[Any],
         admission: Admission | None,
         name: tuple[Family, int],
+        notes: WarmupNotes | None = None,
     ) -> tuple[CapturedGraph, bool]:
         """Capture what is run, its outputs in the lane's memory, if there is room for both.
+
+        Args:
+            run: What is captured.
+            lane: Where.
+            places: Where its outputs go.
+            found: Gets what it returned.
+            admission: Asked for memory; None where there is no limit.
+            name: Of the operations: those of one name are the same, at other sizes.
+            notes: Of a warmup just now, whose operations were the same.
 
         Returns:
             The graph, and whether it may draw random numbers.
@@ -103,24 +118,30 @@ class GraphMaker:
         captured = _without_result(_writing_home(run, homes, found))
         # Keys that differ in size only run the same operations: one of them is watched.
         known = self._watched.get(name)
-        unwatched = known is not None and self._backend.capabilities.unwatched_captures
+        may_be_unwatched = self._backend.capabilities.unwatched_captures
+        options: dict[str, Any] = {}
+        if may_be_unwatched and known is not None:
+            options["watched"] = False
+        elif may_be_unwatched and notes is not None and notes.is_plain:
+            options["notes"] = notes
         graph: Any = self._backend.capture(
             captured,
             stream=lane.stream,
             pool=lane.pool,
             generators=self._generators,
-            **({"watched": False} if unwatched else {}),
+            **options,
         )
-        if known is not None and unwatched:
+        if known is not None and may_be_unwatched:
             graph.holds.extend(known.holds)
             return graph, known.draws
-        if self._backend.capabilities.unwatched_captures and not graph.host_tensors:
+        draws = notes.draws if notes is not None and "notes" in options else graph.has_random_state
+        if may_be_unwatched and not graph.host_tensors:
             # The lane's memory is the lane's to give up: kept here it would outlive its graphs.
             holds = tuple(
                 one for one in graph.holds if not (lane.outputs.owns(one) or lane.between.owns(one))
             )
-            self._watched[name] = _Watched(holds, graph.has_random_state)
-        return graph, graph.has_random_state
+            self._watched[name] = _Watched(holds, draws)
+        return graph, draws
 
 
 def _writing_home(

@@ -11,7 +11,6 @@ Not seen: kernels that are launched without an operator torch knows to be mutati
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +19,9 @@ import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dispatchkit.backends.base import WarmupNotes
 from dispatchkit.backends.collectives import is_collective, writes_first_argument
-from dispatchkit.backends.dispatch_mode import DispatchMode, tensors_in
+from dispatchkit.backends.dispatch_mode import DispatchMode, PerOperation, tensors_in
 from dispatchkit.errors import CaptureError
 
 DEFAULT_STATE_LIMIT = 64 << 20
@@ -115,6 +115,7 @@ class WriteWatch(DispatchMode):
         snapshot: Where others are saved before their first write.
         limit: Most bytes of undeclared storages to save.
         meter: Find out ``peak_bytes``; it costs time.
+        notes: Shown every operation, for the capture.
 
     Attributes:
         written: Tensors outside that were written without being declared.
@@ -129,13 +130,14 @@ class WriteWatch(DispatchMode):
         snapshot: Snapshot,
         limit: int,
         meter: bool = True,
+        notes: WarmupNotes | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.written: list[torch.Tensor] = []
         self.peak_bytes: int = 0
         self._inputs, self._ignore = inputs, ignore
         self._snapshot, self._left = snapshot, limit
-        self._meter = meter
+        self._meter, self._notes = meter, notes
         self._own: set[int] = set()
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -143,6 +145,8 @@ class WriteWatch(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._notes is not None:
+            self._notes.see(func, args, kwargs)
         facts = _facts_of(func)
         for index, name in facts.writes:
             for tensor in tensors_in((args[index] if index < len(args) else kwargs.get(name),)):
@@ -219,7 +223,7 @@ class _Facts:
     is_trusted: bool
 
 
-@functools.lru_cache(maxsize=4096)
+@PerOperation
 def _facts_of(func: Any) -> _Facts:
     schema = func._schema
     writes = tuple(

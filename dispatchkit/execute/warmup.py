@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dispatchkit.backends.base import GraphBackend, RehearsingBackend
+from dispatchkit.backends.base import (
+    GraphBackend,
+    NotingBackend,
+    RehearsingBackend,
+    WarmupNotes,
+)
 from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.lanes import Lane
@@ -200,21 +205,30 @@ class Warmups:
         }
         return found.pop() if len(found) == 1 else None
 
-    def run(self, key: GraphKey, lane: Lane, snapshot: Snapshot) -> Any:
-        """Run the step at the key's size, watched the first time for each family."""
+    def run(self, key: GraphKey, lane: Lane, snapshot: Snapshot) -> tuple[Any, WarmupNotes | None]:
+        """Run the step at the key's size, watched the first time for each family.
+
+        Returns:
+            Its outputs; and what was noted for a capture, if it was watched and the backend
+            goes by notes.
+        """
         views = self.views(key, lane, key.num_tokens)
         outputs: Any = None
+        notes = None
         family = family_of(key)
         if self._warmups and family not in self._peaks:
             own = Known(lane.buffers_of(key).tensors)
             if lane.row_count is not None:
                 own.add(lane.row_count)
+            if isinstance(self._backend, NotingBackend):
+                notes = self._backend.new_notes()
             watch = WriteWatch(
                 inputs=own,
                 ignore=(self._scratch, self._state),
                 snapshot=snapshot,
                 limit=self._state_limit,
                 meter=not isinstance(self._backend, RehearsingBackend),
+                notes=notes,
             )
 
             def watched() -> Any:
@@ -239,7 +253,7 @@ class Warmups:
                 key=str(key),
                 reason="output_layout",
             )
-        return outputs
+        return outputs, notes
 
     def layout(
         self, key: GraphKey, lane: Lane, outputs: Any, other_sizes: Sequence[int]

@@ -317,6 +317,63 @@ def test_call_inside_the_callers_capture_passes_straight_through(step):
     assert runner.stats().eager_by_reason == {"inside_capture": 1}
 
 
+# -- first captures, which go by their warmup -------------------------------------------------
+
+
+def test_first_graph_holds_what_its_warmup_was_given():
+    """Weights that the step lets go of, and memory that it made in the warmup."""
+    weights, made = [weight_of()], []
+
+    def step(x):
+        if not made:
+            made.append(torch.full((64,), 3.0, device=DEVICE))
+        return torch.relu(x @ weights[0]) * made[0]
+
+    runner = runner_of(step, sizes=(8,))
+    assert runner.capture().failed == {}
+    x = rows_of(8)
+    want = step(x)
+    (graph,) = runner.get(next(iter(runner.registry))).graphs
+    held = {storage.data_ptr() for storage in graph.holds}
+    assert {weights[0].data_ptr(), made[0].data_ptr()} <= held
+    assert len(held) == 3  # with the static input, and nothing of the warmup
+    weights.clear()
+    made.clear()
+    gc.collect()
+    torch.cuda.synchronize()
+    others = [torch.full((64, 64), float("nan"), device=DEVICE) for _ in range(64)]
+    same(runner(x), want)
+    assert len(others) == 64
+
+
+def test_first_graph_draws_as_eager_does():
+    runner = runner_of(lambda x: x + torch.rand_like(x), sizes=(8,))
+    assert runner.capture().failed == {}
+    x = rows_of(8)
+    torch.cuda.manual_seed(5)
+    got = [runner(x) for _ in range(3)]
+    torch.cuda.manual_seed(5)
+    for one in got:
+        assert torch.equal(one, x + torch.rand_like(x))
+
+
+def test_first_capture_names_the_call_that_waits(step, quiet):
+    """Seen in the warmup, where it may, and refused in the capture before the driver does."""
+    for wait, name in ((lambda y: float(y.sum()), "Tensor.__float__"), (torch.Tensor.cpu, "cpu")):
+
+        def waiting(x, wait=wait):
+            y = step(x)
+            wait(y)
+            return y
+
+        runner = runner_of(waiting, sizes=(8,))
+        (why,) = runner.capture().failed.values()
+        assert why.startswith("host_sync: ")
+        assert name in why
+        x = rows_of(5)
+        same(runner(x), step(x))
+
+
 # -- inputs and outputs -----------------------------------------------------------------------
 
 

@@ -1,0 +1,60 @@
+"""What a warmup tells of the capture after it, as far as a machine without a device can show."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit.backends.base import NotingBackend, WarmupNotes  # noqa: E402
+from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
+from dispatchkit.backends.cuda_watch import WarmupNotes as CudaNotes  # noqa: E402
+from dispatchkit.backends.dispatch_mode import DispatchMode  # noqa: E402
+
+
+class Showing(DispatchMode):
+    """Shows notes every operation, told that it is on a device."""
+
+    def __init__(self, notes):
+        super().__init__()
+        self.notes = notes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.notes.see(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def notes_of(run):
+    notes = CudaNotes()
+    with torch.no_grad(), Showing(notes):
+        run()
+    return notes
+
+
+def test_backend_of_a_device_makes_notes():
+    assert isinstance(CudaBackend.__new__(CudaBackend), NotingBackend)
+    assert isinstance(CudaBackend.__new__(CudaBackend).new_notes(), CudaNotes)
+    assert CudaNotes.see.__code__.co_varnames[:4] == WarmupNotes.see.__code__.co_varnames[:4]
+
+
+def test_operations_that_may_draw_are_noted():
+    x = torch.ones(3)
+    assert not notes_of(lambda: x * 2 + 1).draws
+    assert notes_of(lambda: torch.rand_like(x)).draws
+
+
+def test_copies_between_devices_leave_the_watching_to_the_capture():
+    x = torch.ones(3)
+    assert notes_of(lambda: x.clone().copy_(x).double()).is_plain
+    assert not notes_of(lambda: x.to("meta")).is_plain
+
+
+def test_operations_that_hide_others_leave_the_watching_to_the_capture():
+    x = torch.ones(3, 2)
+
+    def hiding():
+        with torch.inference_mode():
+            return x.reshape(-1)  # comes whole there
+
+    assert notes_of(lambda: x.reshape(-1)).is_plain
+    assert not notes_of(hiding).is_plain

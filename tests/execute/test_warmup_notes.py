@@ -1,0 +1,120 @@
+"""A first capture goes by what its warmup was seen to do, on a backend that can."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+
+from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit.backends.dispatch_mode import tensors_in  # noqa: E402
+from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+
+INPUT = {"x": StaticInput((None, 4), "float32")}
+
+
+class Notes:
+    def __init__(self, *, is_plain):
+        self.is_plain, self.draws, self.given = is_plain, False, {}
+
+    def see(self, func, args, kwargs):
+        for tensor in tensors_in((*args, *kwargs.values())):
+            storage = tensor.untyped_storage()
+            self.given.setdefault(storage._cdata, StorageWeakRef(storage))
+
+    def alive(self):
+        found = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.given.values())
+        return [one for one in found if one is not None]
+
+
+class Holding:
+    def __init__(self, graph, holds):
+        self._graph, self.holds, self.host_tensors = graph, holds, []
+
+    def __getattr__(self, name):
+        return getattr(self._graph, name)
+
+
+class NotingTape(TapeBackend):
+    """The tape, which tells how each capture was asked for: watched, by notes, or neither."""
+
+    is_plain = True
+
+    def __init__(self):
+        super().__init__()
+        self.ways, self.graphs = [], []
+
+    @property
+    def capabilities(self):
+        return attrs.evolve(super().capabilities, unwatched_captures=True)
+
+    def new_notes(self):
+        return Notes(is_plain=self.is_plain)
+
+    def capture(self, run, *, watched=True, notes=None, **settings):
+        self.ways.append("by notes" if notes is not None else "watched" if watched else "plainly")
+        graph = super().capture(run, **settings)
+        self.graphs.append(Holding(graph, notes.alive() if notes is not None else []))
+        return self.graphs[-1]
+
+
+@pytest.fixture
+def tape():
+    return NotingTape()
+
+
+def test_first_capture_goes_by_its_warmup_and_holds_what_that_was_given(make_runner, tape):
+    weight, made = torch.eye(4), []
+
+    def step(x):
+        if not made:
+            made.append(torch.ones(4))
+        y = torch.tanh(x @ weight)
+        return (y * made[0]).relu(), y.sum(0, keepdim=True)
+
+    runner = make_runner(step, INPUT, backend=tape, output_batch_dims=(0, None))
+    assert runner.capture().failed == {}
+    assert tape.ways == ["by notes", "plainly", "plainly", "plainly"]
+    kept = {weight.untyped_storage()._cdata, made[0].untyped_storage()._cdata}
+    buffers = {one.untyped_storage()._cdata for one in runner._lane.buffers.tensors}
+    for graph in tape.graphs:
+        # Neither intermediates nor results of the warmup, which would stay for nothing.
+        assert {storage._cdata for storage in graph.holds} == kept | buffers
+    x = torch.arange(12.0).view(3, 4)
+    torch.testing.assert_close(runner(x), step(x))
+
+
+def test_what_only_a_watch_can_tell_is_watched(make_runner, tape):
+    tape.is_plain = False
+    runner = make_runner(lambda x: x + 1, INPUT, backend=tape)
+    runner.capture()
+    assert tape.ways == ["watched", "plainly", "plainly", "plainly"]
+
+
+def test_notes_are_of_the_warmup_just_before(make_runner, tape, keys):
+    """Weights may be others by the time of a later capture."""
+    runner = make_runner(lambda x: x + 1, INPUT, backend=tape)
+    runner.warm_up()
+    runner.capture([keys.full(4)])
+    assert tape.ways == ["watched"]
+    runner.invalidate()
+    runner.capture([keys.full(4)])
+    assert tape.ways == ["watched", "watched"]
+
+
+def test_pieces_are_watched_each(make_runner, tape):
+    pieces = [graph_piece(lambda x: x * 2), eager_piece(lambda x: x + 1), graph_piece(torch.abs)]
+    runner = make_runner(pieces, INPUT, backend=tape, mode="PIECEWISE", sizes=(2, 4))
+    runner.capture()
+    assert tape.ways == ["watched", "watched", "plainly", "plainly"]
+
+
+def test_inputs_of_the_host_are_watched(make_runner, tape):
+    """Their copy is in the graph alone."""
+    inputs = {"x": attrs.evolve(INPUT["x"], host=True)}
+    runner = make_runner(lambda x: x + 1, inputs, backend=tape)
+    runner.capture()
+    assert tape.ways[0] == "watched"
