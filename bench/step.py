@@ -48,6 +48,7 @@ from dispatchkit import (
     RuntimeMode,
     StaticInput,
 )
+from dispatchkit.backends.cuda import CudaBackend
 from dispatchkit.backends.tape import TapeBackend
 from dispatchkit.observe.trace import read_trace
 
@@ -57,6 +58,7 @@ SIZES = (1, 2, 4, *range(8, 257, 8))
 FIXED = 200  # rows for rivals of one size
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if HAS_GPU else "cpu")
+FULL_KEY = GraphKey(RuntimeMode.FULL, BatchDescriptor(FIXED))
 
 Run = Callable[[int], Any]  # takes the number of rows
 
@@ -373,6 +375,8 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
     case = Case(sizes, [INT64] * 3, 50)
     case.capture()
     view, owned = case.runner("view"), case.runner("owned")
+    by_torch = case.runner("view", CudaBackend(copy_node=False))
+    paths = {what: one.input_path(FULL_KEY) for what, one in (("with", view), ("out", by_torch))}
     cases: dict[str, Run] = {
         "eager": case.eager(),
         "by hand": case.by_hand(case.device),
@@ -382,6 +386,7 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
         "bare launch": case.bare_launch(),
         "runner, view": case.call(view, case.device),
         "runner, view, by position": case.call(view, case.device, by_name=False),
+        "runner, view, without the copy node": case.call(by_torch, case.device),
         "runner, owned": case.call(owned, case.device),
         "runner, in place": view.step,
     }
@@ -395,7 +400,7 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
             what = f"{type(error).__name__}: {error}"
             emit(BENCH, name, 0, "us", 0, group="device", failed=what[:200])
     samples = in_turns(cases, sizes, rounds=rounds, together=10)
-    tell("device", samples, "by hand")
+    tell("device", samples, "by hand", inputs_by=paths)
     wanted = [
         ("runner, view", "by hand", 1 / 3),
         ("runner, view", "make_graphed_callables", 1 / 4),
@@ -404,7 +409,8 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
     ]
     tell_ratios("device", samples, wanted)
     # One size: no rows behind are ever stale.
-    steady = {name: cases[name] for name in ("by hand", "runner, view", "runner, in place")}
+    ours = ("runner, view", "runner, view, without the copy node", "runner, in place")
+    steady = {name: cases[name] for name in ("by hand", *ours)}
     steady |= {name: cases[name] for name in ("by hand, best", "bare launch", "bare replay")}
     samples = in_turns(steady, [FIXED], rounds=rounds, together=10)
     tell("one size", samples, "bare launch")

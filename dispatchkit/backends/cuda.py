@@ -26,6 +26,7 @@ from dispatchkit.backends.capture_guard import (
     refuse_nested,
 )
 from dispatchkit.backends.cuda_capture import CaptureAttempt
+from dispatchkit.backends.cuda_copy import CopyNode, copy_kernel
 from dispatchkit.backends.cuda_device import device_index, require_cuda
 from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury, return_idle_memory
 from dispatchkit.backends.cuda_launch import direct_launch, graph_upload
@@ -58,6 +59,8 @@ class CudaBackend:
             voids the capture. Turn off for functions that a dispatch mode disturbs: then
             torch or the driver refuses, without the call's name, and a refusal of torch's
             that the function swallows goes unseen. What comes after a failure is the same.
+        copy_node: Graphs begin with a kernel that brings small device inputs in, where it can
+            be had; otherwise, and without it, torch copies them before each launch.
 
     Raises:
         BackendUnavailableError: This torch has no CUDA, or it finds no device.
@@ -73,6 +76,7 @@ class CudaBackend:
         *,
         capture_error_mode: str = "thread_local",
         refuse_host_syncs: bool = True,
+        copy_node: bool = True,
     ) -> None:
         if capture_error_mode not in CAPTURE_ERROR_MODES:
             allowed = "one of " + ", ".join(map(repr, CAPTURE_ERROR_MODES))
@@ -82,6 +86,7 @@ class CudaBackend:
         torch.cuda.init()
         self._mode = capture_error_mode
         self._refuse_host_syncs = refuse_host_syncs
+        self._has_copy_node = copy_node
         self._streams: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()
         self._streams_guard = threading.Lock()
         # Every step asks for it: torch's own call, with nothing of Python around it.
@@ -163,6 +168,18 @@ class CudaBackend:
     def direct_launch(self) -> Callable[[Any, Any], int] | None:
         """Return the runtime's own launch call for graphs of this device; None without one."""
         return direct_launch(self._index)
+
+    def copy_node(self, num_pieces: int, num_bytes: int) -> CopyNode | str:
+        """Return a copy for the beginning of a graph, or why there is none.
+
+        Args:
+            num_pieces: How many inputs it brings in.
+            num_bytes: Bytes of the largest.
+        """
+        if not self._has_copy_node:
+            return "switched off"
+        kernel = copy_kernel(self._index)
+        return kernel if isinstance(kernel, str) else CopyNode(kernel, num_pieces, num_bytes)
 
     def upload(self, graph: Any, stream: CudaStream) -> bool:
         """Queue what a graph's first launch would bring to the device; False if it cannot be.

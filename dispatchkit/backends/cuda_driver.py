@@ -21,7 +21,12 @@ class DriverCallError(RuntimeError):
 
 
 @lru_cache(maxsize=1)
-def _driver() -> ctypes.CDLL:
+def driver_library() -> ctypes.CDLL:
+    """Return the driver's library.
+
+    Raises:
+        DriverCallError: It cannot be loaded.
+    """
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
         return ctypes.CDLL(name)
@@ -39,7 +44,7 @@ def begin_stream_capture(stream: int, mode: str) -> None:
     Raises:
         DriverCallError: The driver refused, or is not there.
     """
-    call = _driver().cuStreamBeginCapture_v2
+    call = driver_library().cuStreamBeginCapture_v2
     result = call(ctypes.c_void_p(stream), ctypes.c_int(_MODES[mode]))
     if result != 0:
         raise DriverCallError(f"cuStreamBeginCapture failed with CUDA error {result}")
@@ -53,7 +58,7 @@ def leave_stream_capture(stream: int) -> None:
     Raises:
         DriverCallError: The driver is not there.
     """
-    driver = _driver()
+    driver = driver_library()
     status = ctypes.c_int(0)
     if driver.cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status)) != 0:
         return

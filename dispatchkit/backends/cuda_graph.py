@@ -194,6 +194,18 @@ class CudaGraph:
             return 0
         return int(self._graph.raw_cuda_graph_exec())
 
+    @property
+    def raw_graph_handle(self) -> int:
+        """The ``cudaGraph_t`` that was instantiated; its nodes name those of the instance.
+
+        Raises:
+            ReplayError: The graph was released.
+        """
+        if self._graph is None:
+            _refuse_replay()
+            return 0
+        return int(self._graph.raw_cuda_graph())
+
     def replay(self) -> None:
         """Queue the graph once on the current stream.
 

@@ -8,7 +8,7 @@ set back together with the copy, in the same operation, and only where something
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -73,6 +73,11 @@ class InputBuffers:
     def num_bytes(self) -> int:
         """Bytes on the device."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def row_bytes(self, index: int) -> int:
+        """Return the bytes of one row of an input; of all of it where it is not batched."""
+        spec = self.inputs.specs[self.inputs.names[index]]
+        return spec.sized(1).numel() * spec.dtype.itemsize
 
     def views(self, num_rows: int) -> list[torch.Tensor]:
         """Return the first rows of each batched buffer, and the others whole.
@@ -215,13 +220,20 @@ class Loader:
         buffers: Where to.
         num_rows: Rows of the calls.
         bucket: Rows that the graph reads.
+        skip: Inputs to leave alone, by index: somebody else brings them.
     """
 
     buffers: InputBuffers
     num_rows: int
     bucket: int
 
-    def __init__(self, buffers: InputBuffers, num_rows: int, bucket: int) -> None:
+    def __init__(
+        self,
+        buffers: InputBuffers,
+        num_rows: int,
+        bucket: int,
+        skip: Collection[int] = (),
+    ) -> None:
         self.buffers, self.num_rows, self.bucket = buffers, num_rows, bucket
         views = buffers.views(num_rows)
         inputs = buffers.inputs
@@ -236,15 +248,15 @@ class Loader:
                 cut = () if dim is None else (slice(None),) * dim + (slice(0, num_rows),)
                 # Three dots: a view, also where an index would give a plain number.
                 self._to_host.append((index, array[(*cut, ...)]))
-            else:
+            elif index not in skip:
                 by_dtype.setdefault(spec.dtype, []).append(index)
         self._groups = list(by_dtype.values())
         self._copies = [
-            ([views[index] for index in group], _picker(group)) for group in self._groups
+            ([views[index] for index in group], picker(group)) for group in self._groups
         ]
         # A graph captured elsewhere reads device tensors, also for inputs given on the host.
         self._must_move = bool(inputs.host) and staging is None
-        is_one = len(self._groups) == 1 and not self._to_host and not self._must_move
+        is_one = len(self._groups) == 1 and not (self._to_host or self._must_move or skip)
         # All of a call in declared order: nothing to pick.
         self._all: list[torch.Tensor] | None = self._copies[0][0] if is_one else None
         self._tails: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
@@ -330,7 +342,7 @@ class Loader:
         return self._tails
 
 
-def _picker(group: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def picker(group: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return what takes a group's values out of a call."""
     if len(group) == 1:
         index = group[0]

@@ -30,6 +30,7 @@ from dispatchkit.execute.graph_maker import GraphMaker, Place
 from dispatchkit.execute.guard import Guard
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.outputs import OutputLayout
+from dispatchkit.execute.small_copies import InputNode, input_node
 from dispatchkit.execute.state import Known, Snapshot, restored
 from dispatchkit.execute.warmup import Warmups, family_of
 from dispatchkit.execute.wrapper_device import weak_tensor
@@ -169,8 +170,11 @@ class Capturer:
         views = self._warmups.views(key, lane, key.num_tokens)
         staging = lane.buffers_of(key).staging
         found: list[Any] = []
+        node = input_node(self._backend, lane.buffers_of(key), key.num_tokens)
 
         def step() -> Any:
+            if isinstance(node, InputNode):
+                node.record(self._backend.current_stream_handle())
             if staging is not None:
                 staging.queue_copy(key.num_tokens)
             return self._step(views)
@@ -179,7 +183,10 @@ class Capturer:
             notes = None  # the warmup was without that copy
         name = (family_of(key), 0)
         graph, draws = self._maker.capture(step, lane, places, found, admission, name, notes)
-        return FullStep(**self._common(key, lane, found[0], layout, (graph,), draws=draws))
+        if isinstance(node, InputNode):
+            node = node.attached(graph)
+        common = self._common(key, lane, found[0], layout, (graph,), draws=draws)
+        return FullStep(**common, input_node=node)
 
     def _common(
         self,

@@ -17,6 +17,7 @@ from dispatchkit.execute.guard import Fingerprint
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.outputs import OutputLayout
 from dispatchkit.execute.pieces import Piece
+from dispatchkit.execute.small_copies import InputNode
 from dispatchkit.keys.batch import GraphKey
 
 
@@ -53,6 +54,7 @@ class CapturedStep:
         facts: Addresses and numbers it has built in; None outside check mode.
         has_effect: A replay changes more than its outputs: state, or random generators.
         axis_cuts: Dimensions of its outputs that follow an axis (see ``execute.axes``).
+        input_node: What its graph begins with, to bring device inputs in; or why it does not.
         own_bytes: Memory of the pool that no other graph can use while this one lives.
         released: It may not be launched any more.
         last_used: The lane's tick at its last launch.
@@ -71,6 +73,7 @@ class CapturedStep:
     facts: Facts | None = None
     has_effect: bool = False
     axis_cuts: tuple[tuple[int, int, int], ...] = ()
+    input_node: InputNode | str = "made of pieces, or captured elsewhere"
     own_bytes: int = 0
     released: bool = False
     last_used: int = 0

@@ -28,7 +28,7 @@ _MAX_REMADE = 64
 # Compares all that torch keeps of some tensors in one call, a fifth of the price of reading their
 # properties one by one. Torch has it for compiled functions and does not document it: where it is
 # missing, and whenever it says no, the properties are read.
-_TensorGuards: Any = getattr(
+TensorGuards: Any = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
 )
 #: Words of a call that no input may be named by.
@@ -179,7 +179,7 @@ class InputSet:
             self._facts = _ARRAY_FACTS
         elif self.host:
             self.check = self._check_mixed
-        elif _TensorGuards is not None:
+        elif TensorGuards is not None:
             self.check = self._check_tensors
         self._quick: dict[int, Callable[..., bool]] = {}
         self._num_remade = 0
@@ -249,7 +249,7 @@ class InputSet:
             self._quick.clear()
         # A tensor that requires a gradient fits while gradients are off, and not for good.
         if all(type(value) is torch.Tensor and not value.requires_grad for value in values):
-            self._quick[rows] = _TensorGuards(
+            self._quick[rows] = TensorGuards(
                 *values,
                 dynamic_dims_sizes=[list(value.shape) for value in values],
                 dynamic_dims_strides=[[None] * value.dim() for value in values],

@@ -17,6 +17,7 @@ from dispatchkit.execute.captured import CapturedStep, FullStep, LaunchError
 from dispatchkit.execute.direct import LaunchCall, direct_call, refused
 from dispatchkit.execute.guard import Watched, difference
 from dispatchkit.execute.outputs import builder, cut
+from dispatchkit.execute.small_copies import NodeLoader, loader_of
 from dispatchkit.execute.timing import Timer
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCount
@@ -147,7 +148,7 @@ class GraphPlan:
         self, runner: GraphRunner, step: CapturedStep, num_tokens: int, count: StepCount
     ) -> None:
         self.runner, self.step, self.num_tokens, self.count = runner, step, num_tokens, count
-        self.loader: Loader | None = None
+        self.loader: Loader | NodeLoader | None = None
         self._lane = step.lane
         self._had_autocast = step.guard[0] is not None
         self._modules: tuple[Watched, ...] = runner.guard.watched(step.guard)
@@ -218,14 +219,14 @@ class GraphPlan:
 
     # -- what is found once -------------------------------------------------------------
 
-    def _prepare(self) -> Loader:
+    def _prepare(self) -> Loader | NodeLoader:
         step = self.step
         self._may_settle = any(graph.has_random_state for graph in step.graphs)
         self._launch, self._graph = self._choose_launch()
         if step.leaves:
             self._leaves = cut(step.layout, step.leaves, self.num_tokens)
             self._choose_result(self._leaves)
-        loader = self.loader = Loader(step.buffers, self.num_tokens, step.key.num_tokens)
+        loader = self.loader = loader_of(step, self.num_tokens)
         step.lane.keep_ready(self)
         return loader
 

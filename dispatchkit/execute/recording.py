@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.errors import RegistryError
+from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.direct import launch_path
 from dispatchkit.execute.launch import AGAIN
 from dispatchkit.execute.lifecycle import Lifecycle
+from dispatchkit.execute.small_copies import input_path
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
 
@@ -184,7 +186,20 @@ class Recording:
         Raises:
             RegistryError: The key has no graph.
         """
+        return launch_path(self.backend, self._live_step(key))
+
+    def input_path(self, key: GraphKey) -> str:
+        """Say how device inputs of a key come in: ``node``, or by torch's ``copy`` and why.
+
+        With a node, inputs that it is not for still go by a copy, step by step.
+
+        Raises:
+            RegistryError: The key has no graph.
+        """
+        return input_path(self._live_step(key).input_node)
+
+    def _live_step(self, key: GraphKey) -> CapturedStep:
         captured = self.lifecycle.live().get(key)
         if captured is None:
             raise RegistryError(f"{key} has no graph that could be launched.")
-        return launch_path(self.backend, captured)
+        return captured

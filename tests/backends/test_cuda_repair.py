@@ -244,9 +244,9 @@ def test_a_missing_driver_library_is_a_typed_error(monkeypatch):
         raise OSError(name)
 
     monkeypatch.setattr(cuda_driver.ctypes, "CDLL", missing)
-    cuda_driver._driver.cache_clear()
+    cuda_driver.driver_library.cache_clear()
     try:
         with pytest.raises(cuda_driver.DriverCallError, match=r"libcuda|nvcuda"):
             cuda_driver.leave_stream_capture(0)
     finally:
-        cuda_driver._driver.cache_clear()
+        cuda_driver.driver_library.cache_clear()

@@ -65,7 +65,7 @@ def test_a_tensor_that_fitted_without_gradients_is_refused_with_them():
 
 
 def test_calls_it_does_not_know_are_checked_slowly_and_it_is_not_made_anew_for_ever(monkeypatch):
-    if module._TensorGuards is None:
+    if module.TensorGuards is None:
         pytest.skip("this torch has no quick check")
     made = []
 
@@ -73,8 +73,8 @@ def test_calls_it_does_not_know_are_checked_slowly_and_it_is_not_made_anew_for_e
         made.append(values)
         return kept(*values, **options)
 
-    kept = module._TensorGuards
-    monkeypatch.setattr(module, "_TensorGuards", counted)
+    kept = module.TensorGuards
+    monkeypatch.setattr(module, "TensorGuards", counted)
     same = torch.zeros(2, dtype=torch.int64)
     twice = {"a": StaticInput((None,), "int64"), "b": StaticInput((None,), "int64")}
     inputs = InputSet(twice, CPU)
@@ -84,7 +84,7 @@ def test_calls_it_does_not_know_are_checked_slowly_and_it_is_not_made_anew_for_e
 
 
 def test_without_torchs_comparison_the_slow_check_is_all(monkeypatch):
-    monkeypatch.setattr(module, "_TensorGuards", None)
+    monkeypatch.setattr(module, "TensorGuards", None)
     inputs = InputSet(SPECS, CPU)
     assert inputs.check == inputs._check_alike
     assert inputs.check(fitting(3)) == 3

@@ -276,3 +276,190 @@ def test_inputs_of_several_types_and_layouts(step_in_place):
             torch.testing.assert_close(one, other)
         missing = next(size for size in SIZES if size >= rows) - rows
         same(got[3], want[3] + missing * (-1 + 4 + 3))
+
+
+# -- the copy at the beginning of a graph ------------------------------------------------------
+
+MANY = tuple(range(1, 40, 2))
+TYPES = ("int64", "int32", "bfloat16", "float16", "float32", "float64", "uint8", "bool")
+
+
+def sums(**inputs):
+    return [value.float().sum() for value in inputs.values()]
+
+
+def named(count, run=sums):
+    scope = {"run": run}
+    listing = ", ".join(f"x{index}" for index in range(count))
+    exec(f"def named({listing}): return run(**locals())", scope)  # noqa: S102
+    return scope["named"]
+
+
+def check_calls(runner, specs, calls, bucket_of):
+    """Compare the sums over whole buckets with the rows and the fill that must be there."""
+    for rows, values in calls:
+        got = runner(*values)
+        for one, value, spec in zip(got, values, specs.values(), strict=True):
+            missing = 0 if spec.batch_dim is None else bucket_of(rows) - rows
+            row = value.numel() // rows
+            torch.testing.assert_close(one, value.float().sum() + missing * row * float(spec.fill))
+
+
+def small(rows, spec, number, offset=0):
+    """Return small whole numbers, from an odd place in memory if wanted."""
+    shape = spec.sized(rows)
+    flat = torch.arange(shape.numel() + offset, device=DEVICE).add(number) % 5
+    return flat.to(spec.dtype)[offset:].view(shape)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 12, 20])
+def test_the_copy_node_for_every_number_and_type_of_inputs(count):
+    specs = {
+        f"x{index}": StaticInput(
+            (None, 3) if index % 3 else (None,), TYPES[index % len(TYPES)], fill=index % 2
+        )
+        for index in range(count)
+    }
+    runner = runner_of(named(count), specs, sizes=MANY, output_batch_dims=None)
+    assert runner.input_path(key_of(39)) == "node"
+    calls = [
+        (rows, [small(rows, spec, number, number % 4) for spec in specs.values()])
+        for number, rows in enumerate([39, 2, 17, 38, 1, *range(1, 40), 39])
+    ]
+    check_calls(runner, specs, calls, lambda rows: rows + (rows + 1) % 2)
+    assert runner.input_path(key_of(39)) == "node"
+
+
+def test_the_copy_node_beside_inputs_that_it_is_not_for():
+    specs = {
+        "x0": StaticInput((None,), "int64", fill=1),
+        "x1": StaticInput((3, None), "int32", fill=2),
+        "x2": StaticInput((5,), "float32"),
+        "x3": StaticInput((None, 1 << 13), "float32", fill=1),
+        "x4": StaticInput((None,), "int64", fill=3, host=True),
+        "x5": StaticInput((None, 2), "float32", fill=0.5),
+    }
+    runner = runner_of(named(6), specs, output_batch_dims=None)
+    assert runner.input_path(key_of(32)) == "node"
+    assert runner.lifecycle.live()[key_of(32)].input_node.inputs == (0, 2, 5)
+    for number, rows in enumerate([32, 3, 17, 5, 8, 1, 32]):
+        values = [small(rows, spec, number) for spec in specs.values()]
+        values[4] = values[4].cpu()
+        if number % 2:
+            values[5] = values[5].t().contiguous().t()
+        bucket = next(size for size in SIZES if size >= rows)
+        got = runner(*values)
+        for one, value, spec in zip(got, values, specs.values(), strict=True):
+            missing = 0 if spec.batch_dim is None else bucket - rows
+            fill = missing * (value.numel() // rows) * spec.fill
+            torch.testing.assert_close(one.cpu(), value.float().sum().cpu() + fill)
+
+
+def test_the_copy_node_on_several_streams_and_threads():
+    inputs = {
+        "x": StaticInput((None, 3), "float32", fill=-1),
+        "y": StaticInput((None,), "int64", fill=7),
+    }
+    runner = runner_of(lambda x, y: x * 2 + y[:, None], inputs)
+    results, failures = [], []
+
+    def work(first):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream() if first else torch.cuda.default_stream()):
+                for number in range(first, first + 60):
+                    rows = number * 7 % 32 + 1
+                    # Let go of at once: the device reads it later, in the stream's order.
+                    x = torch.full((rows, 3), float(number), device=DEVICE)
+                    y = torch.arange(rows, device=DEVICE) + number
+                    torch.cuda._sleep(20_000)
+                    results.append((number, rows, runner(x, y)))
+                    del x, y
+                    torch.full((rows, 3), -5.0, device=DEVICE)
+        except Exception as error:  # noqa: BLE001 - told below
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(100 * number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert failures == []
+    assert len(results) == 180
+    for number, rows, got in results:
+        wanted = 2.0 * number + torch.arange(rows) + number
+        same(got.cpu(), wanted[:, None].expand(rows, 3).float().contiguous())
+    assert runner.input_path(key_of(32)) == "node"
+
+
+def test_the_copy_node_of_several_lanes():
+    runner = runner_of(lambda x: x * 2 + 1, {"x": StaticInput((None,), "int64")}, lanes=3)
+    handles = []
+    for number in range(60):
+        rows = number * 7 % 32 + 1
+        handles.append((number, rows, runner.submit(torch.full((rows,), number, device=DEVICE))))
+    for number, rows, handle in handles:
+        same(handle.result().cpu(), torch.full((rows,), number * 2 + 1))
+
+
+def test_the_copy_node_of_graphs_that_draw():
+    runner = runner_of(
+        lambda x: x + torch.rand_like(x), {"x": StaticInput((None,), "float32", fill=3)}
+    )
+    assert runner.input_path(key_of(32)) == "node"
+    for number in range(5):
+        x = torch.full((32,), 10.0 * number, device=DEVICE)
+        torch.cuda.manual_seed(number)
+        got = runner(x)
+        torch.cuda.manual_seed(number)
+        same(got, x + torch.rand_like(x))
+
+
+def test_the_copy_node_and_steps_in_place_take_turns():
+    inputs = {"x": StaticInput((None,), "int64", fill=2), "y": StaticInput((4,), "float32")}
+    runner = runner_of(lambda x, y: (x.sum(), y + 1), inputs, output_batch_dims=None)
+    for number in range(30):
+        rows = number * 7 % 32 + 1
+        bucket = next(size for size in SIZES if size >= rows)
+        x = torch.full((rows,), number, device=DEVICE)
+        y = torch.full((4,), float(number), device=DEVICE)
+        if number % 3:
+            got = runner(x, y)
+        else:
+            runner.buffers["x"][:rows], runner.buffers["y"][:] = x, y
+            got = runner.step(rows)
+        same(got[0].cpu(), torch.tensor(number * rows + 2 * (bucket - rows)))
+        same(got[1], y + 1)
+
+
+def test_a_graph_captured_anew_has_a_copy_node_of_its_own():
+    runner = runner_of(lambda x: x + 1, {"x": StaticInput((None,), "int64")})
+    x = torch.arange(5, device=DEVICE)
+    same(runner(x), x + 1)
+    runner.invalidate("for a test")
+    runner.capture()
+    same(runner(x * 2), x * 2 + 1)
+    assert runner.input_path(key_of(8)) == "node"
+
+
+def test_check_mode_and_the_switch_off():
+    from dispatchkit.backends.cuda import CudaBackend
+
+    inputs = {"x": StaticInput((None,), "int64", fill=1)}
+    for on in (True, False):
+        runner = GraphRunner(
+            lambda x: x * 2,
+            inputs,
+            sizes=SIZES,
+            policy=SmallestPolicy(),
+            mode="FULL",
+            backend=CudaBackend(0, copy_node=on),
+            check=1,
+            strict=True,
+        )
+        assert runner.capture().failed == {}
+        path = runner.input_path(key_of(32))
+        assert path == ("node" if on else "copy: switched off")
+        for rows in (5, 32, 3):
+            x = torch.arange(rows, device=DEVICE)
+            same(runner(x), x * 2)
