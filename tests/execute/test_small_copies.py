@@ -271,6 +271,7 @@ def test_tensors_whose_memory_is_not_what_they_are(special, holds):
 
 
 def test_a_node_that_cannot_be_set_is_made_up_for(caplog):
+    """Torch copies then, and the launch must not copy again; else it is refused."""
     case = Case(SPECS)
     case.loader(5).load(rows_of(5, 1))
     case.backend.code = 1
@@ -340,6 +341,7 @@ def test_many_inputs(made, keys):
 
 
 def test_steps_in_place_are_not_overwritten_by_an_earlier_call(made):
+    """A launch that brings nothing in copies nothing of the call before."""
     runner, _ = made(outputs="view")
     runner(*rows_of(3, 1))
     runner.buffers["x"][:3], runner.buffers["y"][:3] = 5.0, 6
@@ -348,6 +350,7 @@ def test_steps_in_place_are_not_overwritten_by_an_earlier_call(made):
 
 
 def test_a_failed_launch_leaves_nothing_behind(made, quiet):
+    """Rows that a launch would have filled are not taken for filled."""
     runner, backend = made()
     runner(*rows_of(8, 1))
     play, backend.play = backend.play, None

@@ -356,6 +356,7 @@ def test_the_copy_node_beside_inputs_that_it_is_not_for():
 
 
 def test_the_copy_node_on_several_streams_and_threads():
+    """Each step reads its own tensors, also such as are let go of before the device reads them."""
     inputs = {
         "x": StaticInput((None, 3), "float32", fill=-1),
         "y": StaticInput((None,), "int64", fill=7),
