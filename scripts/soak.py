@@ -8,12 +8,14 @@ composite, two lanes beside it, lazy capture under a budget that evicts. Meanwhi
 at any operation or run out of memory, launches are refused, observers and policies raise, policies
 and limits are swapped, modes and keys switched, weights changed in place and replaced, and threads
 submit at once. A few steps after each of these somebody mends what can be mended, so that most
-steps are replays. One JSON line says what happened; exit 1 and a message say what was wrong.
+steps are replays. One JSON line says what happened; exit 1 and a message say what was wrong, with a
+line that tells the last events and what was held.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import gc
 import json
 import logging
@@ -24,6 +26,8 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +113,7 @@ class Soak:
         self.verdict, self.state_verdict = Verdict(device), Verdict(device)
         self.steps = self.storms = self.raised = 0
         self.heal_after = -1
+        self.recent: collections.deque[str] = collections.deque(maxlen=16)
 
     def _policy(self, members: str) -> Any:
         if members == "grumpy":
@@ -148,6 +153,7 @@ class Soak:
         """Let one thing happen, to be mended a few steps later."""
         what = self.rng.choice(EVENTS)
         self.faults.done[f"event: {what}"] += 1
+        self.recent.append(f"{what} after {self.steps}")
         getattr(self, f"on_{what}")()
         if self.heal_after < 0:
             self.heal_after = self.rng.randrange(3, 9)
@@ -234,6 +240,8 @@ class Soak:
         if self.rng.random() < 0.5:
             self.runner.swap(max_graphs=self.rng.randrange(2, MAX_GRAPHS))
         elif self.runner.num_bytes:
+            if self.rng.random() < 0.2:
+                self.runner.clear()  # what is left of them is to fit, too
             self.runner.swap(max_bytes=int(self.runner.num_bytes * 0.9))
         self.check()
 
@@ -282,6 +290,7 @@ class Soak:
 
     def heal(self) -> None:
         """Mend what can be mended; what was armed and not used is kept for another time."""
+        self.recent.append(f"heal after {self.steps}")
         runner = self.runner
         for mode in ("FULL", "PIECEWISE"):
             runner.set_enabled(True, mode=mode)
@@ -305,6 +314,31 @@ class Soak:
         self.heal()
 
     # -- what must hold -----------------------------------------------------------------------
+
+    def told(self) -> dict[str, Any]:
+        """Return where it stands, to understand a failure by."""
+        runner = self.runner
+        lane = runner._lane  # noqa: SLF001 - what it holds by kind is told nowhere else
+        return {
+            "seed": self.seed,
+            "steps": self.steps,
+            "raised": self.raised,
+            "storms": self.storms,
+            "recent": list(self.recent),
+            "policy": runner.dispatcher.policy_name,
+            "sizes": runner.config.capture_sizes,
+            "budget": str(runner.lifecycle.budget),
+            "bytes": {
+                "pool": lane.backend.pool_bytes(lane.pool),
+                "outputs": lane.outputs.num_bytes,
+                "between": lane.between.num_bytes,
+            },
+            "graphs": {str(key): str(one.state) for key, one in runner.registry.entries.items()},
+            "on device": self.backend.num_live,
+            "happened": dict(sorted(self.faults.done.items())),
+            "stats": runner.stats().to_dict(),
+            "lanes": self.laned.stats().to_dict(),
+        }
 
     def check(self) -> None:
         """Raise SoakError unless results, counts, budget and reasons hold."""
@@ -346,6 +380,19 @@ def resources(device: str) -> dict[str, int]:
 MAY_GROW = {"bytes": 200e6, "files": 2, "threads": 0, "objects": 10_000, "device bytes": 16e6}
 
 
+@contextmanager
+def telling(soak: Soak) -> Iterator[None]:
+    """Print where a soak stands when it fails."""
+    try:
+        yield
+    except Exception:
+        try:
+            print(json.dumps(soak.told(), default=str), file=sys.stderr)
+        except Exception as error:  # noqa: BLE001 - what failed first is what is to be seen
+            print(f"After {soak.steps} steps, {list(soak.recent)}: {error!r}", file=sys.stderr)
+        raise
+
+
 def run(
     steps: int, seed: int, *, every: int = 20, device: str = "cpu", seconds: float = math.inf
 ) -> dict[str, Any]:
@@ -361,7 +408,7 @@ def run(
     logging.getLogger("dispatchkit").setLevel(logging.CRITICAL)  # faults are planted here
     start = time.perf_counter()
     begun: dict[str, int] = {}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), telling(soak):
         warnings.simplefilter("ignore")
         for number in range(steps):
             with soak.backend.use_stream(soak.stream):

@@ -24,19 +24,46 @@ def forget_frames(error: BaseException, handled: BaseException | None) -> None:
     """Drop the local variables of the frames an error came through.
 
     Whoever keeps the error as the reason of a failed key would otherwise keep every tensor
-    that the callable held when it failed.
+    that the callable held when it failed. The functions of those frames stay, so that it can
+    still be told where it failed, and with them what they close over; see ``forget_path``.
 
     Args:
         error: The error of the capture.
         handled: What the caller was handling when the capture began (``sys.exception()``);
             it is in the error's context, and not the capture's to touch.
     """
-    chain: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current is not handled and current not in chain:
-        chain.append(current)
-        traceback.clear_frames(current.__traceback__)
-        current = current.__cause__ or current.__context__
+    for one in _chain(error, handled):
+        traceback.clear_frames(one.__traceback__)
+
+
+def forget_path(error: BaseException, handled: BaseException | None) -> None:
+    """Drop all that an error holds of where it came from: nobody gets to see it.
+
+    A cleared frame still holds its function, and that what it closes over (CPython 3.11 on).
+    The error itself may live on: a callable may raise one that it keeps.
+
+    Args:
+        error: The error of the capture.
+        handled: As for ``forget_frames``.
+    """
+    for one in _chain(error, handled):
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
+
+
+def _chain(error: BaseException, handled: BaseException | None) -> list[BaseException]:
+    """Return an error with its causes, contexts and parts, but for what is not its own."""
+    found: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or one is handled or any(one is other for other in found):
+            continue
+        found.append(one)
+        waiting += [one.__context__, one.__cause__]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+    return found
 
 
 def capture_error(error: BaseException) -> CaptureError:

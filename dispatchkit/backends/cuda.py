@@ -28,6 +28,7 @@ from dispatchkit.backends.capture_guard import (
 from dispatchkit.backends.cuda_capture import CaptureAttempt
 from dispatchkit.backends.cuda_copy import CopyNode, copy_kernel
 from dispatchkit.backends.cuda_device import device_index, require_cuda
+from dispatchkit.backends.cuda_draws import draw_order
 from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury, return_idle_memory
 from dispatchkit.backends.cuda_launch import direct_launch, graph_upload
 from dispatchkit.backends.cuda_memory import growth
@@ -84,6 +85,7 @@ class CudaBackend:
         require_cuda()
         self._index = device_index(device)
         torch.cuda.init()
+        self._order = draw_order(self._index)
         self._mode = capture_error_mode
         self._refuse_host_syncs = refuse_host_syncs
         self._has_copy_node = copy_node
@@ -287,7 +289,10 @@ class CudaBackend:
                     )
                 self._refuse_foreign_capture()
                 hold_workspace(stream.raw)
-                return self._capture(run, stream.raw, pool, own_generators, handled, watched, notes)
+                with self._order.capturing(stream.raw):
+                    return self._capture(
+                        run, stream.raw, pool, own_generators, handled, watched, notes
+                    )
         finally:
             bury()
 
@@ -346,6 +351,7 @@ class CudaBackend:
             holds=[] if seen is None else seen.outside(pool.segments(self._index)),
             host_tensors=watch.host_tensors,
             generators=[default, *generators],
+            order=self._order,
             # Unwatched, nobody knows: the first replay tells.
             draws=watch.draws or not watched,
         )

@@ -6,11 +6,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from dispatchkit.backends.capture_guard import is_any_capturing
+from dispatchkit.backends.cuda_draws import DrawOrder
 from dispatchkit.backends.cuda_memory import Segment, segments_of
 from dispatchkit.errors import ReplayError
 
@@ -25,14 +27,23 @@ _memory_lies_idle = threading.Event()
 
 
 class Burial(NamedTuple):
-    """A graph to destroy, and the pool that it then uses no more."""
+    """A graph to destroy, and the pool that it then uses no more.
+
+    Attributes:
+        order: Where the graph draws, what it took its turns in.
+    """
 
     graph: torch.cuda.CUDAGraph
     pool: CudaPool
     handle: Any
+    order: DrawOrder | None = None
 
     def perform(self) -> None:
         """Destroy the graph."""
+        if self.order is not None:
+            # What a replay reads its seed from goes with the graph, and would at once be
+            # memory for anybody.
+            self.order.settle()
         with self.pool.guard:
             self.graph.reset()
             self.pool.give_back(self.handle)
@@ -150,6 +161,7 @@ class CudaGraph:
         holds: list[Any],
         host_tensors: list[torch.Tensor],
         generators: list[Any],
+        order: DrawOrder,
         draws: bool,
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
@@ -159,6 +171,7 @@ class CudaGraph:
         self.holds: list[Any] = holds
         self.host_tensors: list[torch.Tensor] = host_tensors
         self._generators = generators
+        self._order = order
         self._draws = draws
         self._launch: Callable[[], None] = self._first_replay if draws else graph.replay
 
@@ -215,6 +228,10 @@ class CudaGraph:
         self._launch()
 
     def _first_replay(self) -> None:
+        self._order.replay(self._settle)
+
+    def _settle(self) -> None:
+        """Launch, and see by that whether the graph draws."""
         graph = self._graph
         if graph is None:
             return _refuse_replay()
@@ -224,17 +241,21 @@ class CudaGraph:
         graph.replay()
         after = [generator.get_offset() for generator in self._generators]
         self._draws = before != after
-        self._launch = graph.replay
+        self._launch = partial(self._order.replay, graph.replay) if self._draws else graph.replay
         return None
 
     def release(self) -> None:
-        """Let go of the graph and its memory; replays already queued still run."""
+        """Let go of the graph and its memory; replays already queued still run.
+
+        Waits for the device only where the graph draws random numbers.
+        """
         graph, self._graph = self._graph, None
         self._launch = _refuse_replay
         self._outputs = None
         self.holds, self.host_tensors = [], []
         if graph is not None:
-            _graveyard.append(Burial(graph, self._pool, self._handle))
+            order = self._order if self._draws else None
+            _graveyard.append(Burial(graph, self._pool, self._handle, order))
             bury()
 
     def __del__(self) -> None:

@@ -250,10 +250,12 @@ class Room:
         return lost
 
     def drop_pool(self) -> None:
-        """Start a new pool once the graphs of the old are gone, and see that its memory is."""
-        old = self._lane.pool
-        self._lane.drop_pool()
-        if self._budget.max_bytes is not None and self._lane.backend.pool_bytes(old):
+        """Start anew once the graphs are gone, and see that the memory they had is."""
+        lane, old = self._lane, self._lane.pool
+        lane.drop_pool()
+        limit = self._budget.max_bytes
+        # The new pool has nothing yet: what is counted now is memory of before.
+        if limit is not None and (lane.backend.pool_bytes(old) or lane.num_bytes() > limit):
             gc.collect()  # something in a ring of references still holds outputs of it
 
     def check(self, key: GraphKey, step: CapturedStep) -> None:

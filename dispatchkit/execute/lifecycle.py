@@ -6,12 +6,13 @@ in between; what the device still has in flight is waited for before a graph is 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dispatchkit.backends.capture_errors import forget_frames
+from dispatchkit.backends.capture_errors import forget_path
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, ConfigError, RegistryError
 from dispatchkit.execute.budget import Budget, OverBudgetError, Room
@@ -327,6 +328,7 @@ class Lifecycle:
 
     def _try(self, key: GraphKey, *, evict: bool) -> CaptureError | None:
         """Capture a key; a failure is marked, counted and returned."""
+        handled = sys.exception()
         start, before = time.perf_counter(), self._lane.num_bytes()
         lost: list[GraphKey] = []
         problem = None
@@ -336,10 +338,10 @@ class Lifecycle:
             step = self._capture(key, evict=evict, lost=lost)
             self._room.check(key, step)
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
-            # Frames hold tensors, and with them memory of the pool. An error that names the
-            # frame it is kept in would hold them until a garbage collection.
-            forget_frames(error, None)
-            problem = as_capture_error(error, key).with_traceback(None)
+            # Frames hold tensors, and with them memory of the graphs: for as long as somebody
+            # keeps the error, or until a garbage collection where it names its own frame.
+            forget_path(error, handled)
+            problem = as_capture_error(error, key)
             problem.__cause__ = problem.__context__ = None
         elapsed = (time.perf_counter() - start) * 1e6
         if problem is None:
@@ -370,13 +372,14 @@ class Lifecycle:
             evict: Others may go.
             lost: Gets the keys that went.
         """
+        handled = sys.exception()
         admission, others = self._room.admission(key, evict=evict), self._other_sizes(key)
         try:
             return self._capturer.capture(key, self._lane, others, admission)
         except OverBudgetError as error:
             if not (evict and error.fits_alone):
                 raise
-            forget_frames(error, None)
+            forget_path(error, handled)
         lost += self._room.clear_pool()
         return self._capturer.capture(key, self._lane, others, admission)
 

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.testing.backend_rig import DRAWS, Rig
+
+
+def drawing(rig: Rig, generator: Any = None, work: int = 0) -> Callable[[], Any]:
+    """Return a callable that draws, after so much work."""
+    device = rig.backend.torch_device
+
+    def run() -> Any:
+        rig.occupy(work)
+        return rig.torch.rand(16, device=device, generator=generator)
+
+    return run
+
+
+def capture_apart(rig: Rig, run: Callable[[], Any], generator: Any = None) -> CapturedGraph:
+    """Capture into a pool of its own: the graph may run beside others."""
+    return rig.backend.capture(
+        run,
+        stream=rig.stream,
+        pool=rig.backend.new_pool(),
+        generators=[] if generator is None else [generator],
+    )
+
+
+def draws_as(rig: Rig, drawn: Sequence[Any], expected: Sequence[Any]) -> list[bool]:
+    """Return which of the draws are as expected, once all work is done."""
+    return [rig.equal(one, other) for one, other in zip(drawn, expected, strict=True)]
 
 
 class RandomTests:
@@ -71,3 +100,144 @@ class RandomTests:
         drawing.replay()
         assert not quiet.has_random_state, "A graph that draws nothing says that it draws."
         assert drawing.has_random_state, "A graph that draws says that it does not."
+
+    # -- several streams ------------------------------------------------------------------
+
+    @pytest.mark.parametrize("own_generator", [False, True], ids=["default", "own"])
+    def test_replays_on_two_streams_draw_in_the_order_they_were_asked_for(
+        self, rig: Rig, own_generator: bool
+    ) -> None:
+        """Also while one of them is busy: no number is drawn twice, none is lost."""
+        generator = rig.generator() if own_generator else None
+        source = generator if generator is not None else rig.default_generator()
+        source.manual_seed(11)
+        eager = drawing(rig, generator)
+        expected = [eager().clone() for _ in range(8)]
+        # One draws late in its work, when the other's turn has long been asked for.
+        graphs = [capture_apart(rig, drawing(rig, generator, work), generator) for work in (1, 0)]
+        streams = [rig.backend.new_stream() for _ in graphs]
+        rig.backend.synchronize()
+        source.manual_seed(11)
+        drawn = []
+        for _ in range(4):
+            for graph, stream in zip(graphs, streams, strict=True):
+                with rig.backend.use_stream(stream):
+                    graph.replay()
+                    drawn.append(graph.outputs.clone())
+        right = draws_as(rig, drawn, expected)
+        assert right == [True] * 8, f"Replays on two streams drew each other's numbers: {right}"
+
+    def test_one_graph_draws_anew_on_another_stream(self, rig: Rig) -> None:
+        """Nobody orders the streams where what it draws goes to memory of the caller."""
+        source = rig.default_generator()
+        place = rig.zeros(4, 16)
+        turn = rig.zeros(1, dtype=rig.torch.int64)
+        draw = drawing(rig, work=1)
+
+        def run() -> None:
+            place.index_copy_(0, turn, draw()[None])
+            turn.add_(1)
+
+        graph = rig.capture(run)
+        source.manual_seed(4)
+        expected = [drawing(rig)().clone() for _ in range(4)]
+        streams = [rig.backend.new_stream() for _ in range(2)]
+        rig.backend.synchronize()
+        source.manual_seed(4)
+        for number in range(4):
+            with rig.backend.use_stream(streams[number % 2]):
+                graph.replay()
+        right = draws_as(rig, list(place), expected)
+        assert right == [True] * 4, f"One graph on two streams drew numbers twice: {right}"
+
+    def test_a_capture_leaves_draws_in_flight_alone(self, rig: Rig) -> None:
+        """Whatever torch sets up for it must wait until they have been drawn."""
+        source, stream = rig.default_generator(), rig.backend.new_stream()
+        source.manual_seed(6)
+        expected = [drawing(rig)().clone() for _ in range(3)]
+        graph = capture_apart(rig, drawing(rig, work=3))
+        rig.backend.synchronize()
+        source.manual_seed(6)
+        drawn = [drawing(rig)().clone()]
+        rig.backend.synchronize()
+        with rig.backend.use_stream(stream):
+            graph.replay()
+            drawn.append(graph.outputs.clone())
+        other = capture_apart(rig, drawing(rig))
+        other.replay()
+        drawn.append(other.outputs.clone())
+        right = draws_as(rig, drawn, expected)
+        assert right == [True] * 3, f"A capture changed what a replay in flight drew: {right}"
+
+    def test_a_replay_after_a_capture_draws_with_its_own_seed(self, rig: Rig) -> None:
+        """Also where the stream of the capture has not come to it yet."""
+        source, stream = rig.default_generator(), rig.backend.new_stream()
+        graph = capture_apart(rig, drawing(rig, work=4))
+        source.manual_seed(9)
+        expected = drawing(rig)().clone()
+        source.manual_seed(8)
+        rig.backend.synchronize()
+        with rig.backend.use_stream(rig.stream):
+            rig.occupy(2)
+        other = capture_apart(rig, drawing(rig))
+        source.manual_seed(9)
+        with rig.backend.use_stream(stream):
+            graph.replay()
+        right = rig.equal(graph.outputs, expected)
+        assert right, "A replay drew with the seed that was in force at the capture before it."
+        other.release()
+
+    def test_release_right_after_a_replay_that_draws_is_safe(self, rig: Rig) -> None:
+        """Nobody gets the memory of its seed before it has been read."""
+        source, target = rig.default_generator(), rig.zeros(16)
+        source.manual_seed(2)
+        expected = drawing(rig)().clone()
+        draw = drawing(rig, work=2)
+        graph = rig.capture(lambda: target.copy_(draw()))
+        rig.backend.synchronize()
+        source.manual_seed(2)
+        with rig.backend.use_stream(rig.backend.new_stream()):
+            graph.replay()
+        graph.release()
+        streams = [rig.stream, rig.backend.current_stream()]
+        taken = []
+        for stream in streams:
+            with rig.backend.use_stream(stream):
+                taken += [rig.zeros(1, dtype=rig.torch.int64).fill_(77) for _ in range(64)]
+        assert rig.equal(target, expected), "A replay in flight drew other numbers once released."
+
+    def test_threads_draw_no_number_twice(self, rig: Rig) -> None:
+        """In whatever order they come, together they draw what eager would."""
+        source = rig.default_generator()
+        source.manual_seed(12)
+        expected = [drawing(rig)().clone() for _ in range(16)]
+        graphs = [capture_apart(rig, drawing(rig)) for _ in range(2)]
+        streams = [rig.backend.new_stream() for _ in graphs]
+        for graph in graphs:
+            graph.replay()  # settles whether it draws
+        rig.backend.synchronize()
+        source.manual_seed(12)
+        drawn: list[Any] = []
+        errors: list[BaseException] = []
+
+        def work(graph: CapturedGraph, stream: Any) -> None:
+            try:
+                with rig.backend.use_stream(stream):
+                    for _ in range(8):
+                        graph.replay()
+                        drawn.append(graph.outputs.clone())
+            except BaseException as error:  # noqa: BLE001 - reported by the main thread
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=work, args=pair) for pair in zip(graphs, streams, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rig.backend.synchronize()
+        assert errors == [], f"In a thread a replay failed: {errors[0]!r}"
+        numbers = sorted(tuple(one.tolist()) for one in drawn)
+        wanted = sorted(tuple(one.tolist()) for one in expected)
+        assert numbers == wanted, "Threads drew numbers twice, or others than eager."

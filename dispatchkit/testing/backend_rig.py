@@ -35,6 +35,14 @@ class Rig:
         """Return normal numbers on the backend's device."""
         return self.torch.randn(*shape, device=self.backend.torch_device)
 
+    def occupy(self, times: int = 1) -> None:
+        """Queue work on the current stream, which also a graph may hold; some 10 ms a time."""
+        for _ in range(times):
+            if self.backend.torch_device == "cpu":
+                (self.zeros(8, 8) + 1).mul_(2)
+            else:
+                self.torch.cuda._sleep(20_000_000)  # noqa: SLF001 - nothing public waits there
+
     def generator(self, seed: int = 7) -> Any:
         """Return a generator of one's own on the backend's device."""
         return self.torch.Generator(device=self.backend.torch_device).manual_seed(seed)

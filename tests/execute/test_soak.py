@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_everything_at_once_gives_eager_results_with_faults_at_random(soak):
 
 
 @pytest.mark.parametrize("fault", ["skips a launch", "launches twice", "keeps a graph"])
-def test_planted_fault_ends_the_run(soak, monkeypatch, fault):
+def test_planted_fault_ends_the_run_and_tells_where_it_stood(soak, monkeypatch, capsys, fault):
     graph = importlib.import_module("soak_parts").FaultyGraph
     launch = graph.replay
     changed = {
@@ -54,3 +55,7 @@ def test_planted_fault_ends_the_run(soak, monkeypatch, fault):
     monkeypatch.setattr(graph, *changed)
     with pytest.raises(soak.SoakError):
         soak.run(200, seed=0, every=12)
+    told = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert told["seed"] == 0
+    assert told["recent"]
+    assert {"steps", "budget", "bytes", "graphs", "stats"} <= told.keys()

@@ -149,6 +149,59 @@ class SeedIsBakedBackend(TapeBackend):
         return Graph(graph, replay=replay)
 
 
+class SharedSeedBackend(TapeBackend):
+    """Graphs read seed and offset from one place, which the stream of each launch fills."""
+
+    fills_at_capture = False
+
+    def __init__(self):
+        super().__init__(scheduler=2)
+        self.place = [torch.default_generator.get_state()]
+
+    def fill(self, state):
+        self.current_stream().give(lambda: self.place.__setitem__(0, state))
+
+    def capture(self, run, *, stream, **options):
+        if self.fills_at_capture:
+            with self.use_stream(stream):
+                self.fill(torch.default_generator.get_state())
+        graph = super().capture(run, stream=stream, **options)
+        return Graph(graph, replay=lambda: self.replay(graph)) if graph.has_random_state else graph
+
+    def replay(self, graph):
+        generator = torch.default_generator
+        self.fill(generator.get_state())
+        torch.rand(16)  # offsets of the host move on at once
+        for launch in graph._launches:
+
+            def launched(launch=launch):
+                before = generator.get_state()
+                generator.set_state(self.place[0])
+                launch()
+                generator.set_state(before)
+
+            self.current_stream().give(launched)
+
+
+planted(
+    "test_replays_on_two_streams_draw_in_the_order_they_were_asked_for",
+    r"drew each other's numbers",
+    own_generator=False,
+)(SharedSeedBackend)
+
+
+@planted("test_a_capture_leaves_draws_in_flight_alone", r"capture changed what a replay in flight")
+class CaptureResetsSeedBackend(SharedSeedBackend):
+    """The same, and a capture fills that place too, without a wait for draws in flight."""
+
+    fills_at_capture = True
+
+
+@planted("test_a_replay_after_a_capture_draws_with_its_own_seed", r"in force at the capture")
+class CaptureFillsLateBackend(CaptureResetsSeedBackend):
+    """The same: what the capture's slow stream fills in comes after what a replay does."""
+
+
 @planted("test_a_graph_says_whether_it_draws", r"that draws says that it does not")
 class NeverDrawsBackend(TapeBackend):
     """Random state is never reported; a quick launch would skip it."""
