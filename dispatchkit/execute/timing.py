@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
@@ -37,7 +38,7 @@ def _ran(decision: Decision, batch: Batch) -> GraphKey | int:
     return batch.num_tokens if decision.key is None else decision.key
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Measurement:
     """A step that is being measured, or waits to be read.
 
@@ -47,7 +48,10 @@ class Measurement:
         batch: The cell it ran for.
         decision: The decision it ran under.
         step: How many steps had begun, this one included.
-        queued: Other work was ahead of it on its stream.
+        queued: Other work was ahead of it on its stream, and still so when all of it had been
+            submitted: only then did the device never wait for the host meanwhile.
+        begun_ns: When the host began to submit it, nanoseconds.
+        submit_us: How long the host took for that, microseconds.
     """
 
     start: Event
@@ -56,6 +60,8 @@ class Measurement:
     decision: Decision
     step: int
     queued: bool
+    begun_ns: int = 0
+    submit_us: float = 0.0
 
 
 class Timings:
@@ -116,14 +122,16 @@ class Timings:
         step = self._lane.tick + 1
         self.due = step + self.sample_every - 1
         start.record(stream)
-        return Measurement(start, end, batch, decision, step, queued)
+        return Measurement(start, end, batch, decision, step, queued, time.perf_counter_ns())
 
     def finish(self, measurement: Measurement) -> None:
         """Mark the end of a step; then tell what has been measured before and is done.
 
         The device has work at that moment, so that learning holds it up least.
         """
+        measurement.submit_us = (time.perf_counter_ns() - measurement.begun_ns) / 1e3
         measurement.end.record(self._backend.current_stream())
+        measurement.queued = measurement.queued and not measurement.start.query()
         with self._lock:
             self._pending.append(measurement)
         try:
@@ -162,7 +170,7 @@ class Timings:
                 if not self._pending or self._pending[0] is not head:
                     continue  # another thread told it, or it was let go of
                 self._pending.popleft()
-            elapsed = head.start.elapsed_us(head.end)
+            elapsed = self._elapsed_us(head)
             latest = self._read.setdefault(
                 (_ran(head.decision, head.batch), head.queued), deque(maxlen=KEPT_TIMES)
             )
@@ -175,6 +183,17 @@ class Timings:
                 )
             )
             told += 1
+
+    def _elapsed_us(self, done: Measurement) -> float:
+        """Return what a step took.
+
+        Where the device could catch up with the host, the next step waits for the host, too.
+        Events alone would show less: a part of the submission lay behind other work.
+        """
+        elapsed = done.start.elapsed_us(done.end)
+        if done.queued or self._clock != "device":
+            return elapsed
+        return max(elapsed, done.submit_us)
 
     def _tell(self, outcome: Outcome) -> None:
         for tell in self._listeners:
