@@ -47,6 +47,11 @@ class PlainView(GraphView):
         self.config: DispatchConfig = view.config
         self._view, self._axes = view, axes
 
+    @property
+    def revision(self) -> tuple[object, ...]:
+        """What stays equal as long as everything that it shows stays as it is."""
+        return self._axes, *self._view.revision
+
     def why_not(self, key: GraphKey) -> str | None:
         """Return why a key cannot run now, as a reason to count; None if it can."""
         return self._view.why_not(_with_axes(key, self._axes))

@@ -286,6 +286,7 @@ class Dispatcher(Epochs):
         """Let keys without a graph be dispatched, or no longer; cells are decided anew."""
         with self._lock:
             self._lazy = lazy
+            self.graphs.num_changes += 1
             for mode in _ALL_MODES:
                 self._table.invalidate(mode, self.config.max_num_tokens)
 

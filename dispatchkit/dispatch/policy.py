@@ -28,6 +28,7 @@ class GraphView:
         config: The configuration in force.
         hidden: Keys of the registry that it does not show: those captured ahead for the next
             policy, and those of the last one that are about to go.
+        num_changes: How often what may run has changed apart from the registry.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class GraphView:
     ) -> None:
         self.config = config
         self.hidden = hidden
+        self.num_changes: int = 0
         self._registry = registry
         self._modes = modes
         self._dispatchable = dispatchable
@@ -48,6 +50,11 @@ class GraphView:
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphView:
         """Copy a policy that keeps it, not the graphs that it shows."""
         return self
+
+    @property
+    def revision(self) -> tuple[object, ...]:
+        """What stays equal as long as everything that it shows stays as it is."""
+        return self, self._registry.num_changes, self.hidden, self.num_changes
 
     def why_not(self, key: GraphKey) -> str | None:
         """Return why a key cannot run now, as a reason to count; None if it can."""

@@ -13,15 +13,16 @@ from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher
 from dispatchkit.dispatch.cells import cell_of_batch
 from dispatchkit.errors import ConfigError, InputError, ReplayError
 from dispatchkit.execute.axes import AxisInputs
+from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.check import Checker
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.lanes import Lane
-from dispatchkit.execute.launch import AGAIN
+from dispatchkit.execute.launch import AGAIN, GraphPlan
 from dispatchkit.execute.lifecycle import Lifecycle
 from dispatchkit.execute.sample_inputs import sample_inputs
 from dispatchkit.execute.state import Snapshot, restored
 from dispatchkit.execute.timing import Timings
-from dispatchkit.keys.batch import Batch
+from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.observe.counters import StepCounters
 
@@ -62,6 +63,7 @@ class Decided:
     _inputs: InputSet
     _lane: Lane
     _lock: threading.RLock
+    _make_plan: Callable[..., GraphPlan]
 
     def run_decision(self, decision: Decision, inputs: Mapping[str, Any]) -> Any:
         """Run one step under a decision, that way or not at all.
@@ -137,9 +139,10 @@ class Decided:
 
         A policy asks by ``wants_seeding(graphs)``, which returns runs (batch, decision, how
         often) until it knows enough. Each is done twice as often, on rows of nobody: first
-        with nothing ahead on the stream, then right behind the one before. Nothing of it is
-        counted, and what the step changes is put back. With axes nothing is run: what the
-        policy knows of them is the dispatcher's to say.
+        with nothing ahead on the stream, then right behind the one before; eager behind the
+        largest graph too, so that the device is not done before all of it is submitted.
+        Nothing of it is counted, and what the step changes is put back. With axes nothing is
+        run: what the policy knows of them is the dispatcher's to say.
 
         Returns:
             How many steps were run.
@@ -160,22 +163,39 @@ class Decided:
         return steps
 
     def _sow(self, runs: Iterable[_SeedRun]) -> int:
-        device = torch.device(self._inputs.device)
         steps = 0
+        largest = max(self.lifecycle.live().items(), key=_size, default=None)
         for run in runs:
             if run.decision.key is not None and run.decision.key not in self.lifecycle.live():
                 continue  # a runner that captures lazily: nothing is captured for this
             ceiling, uniform, loras, num_tokens = cell_of_batch(self.dispatcher.config, run.batch)
-            tensors = self._inputs.bind((), sample_inputs(self._inputs.specs, num_tokens, device))
-            if self._inputs.host:
-                tensors = self._inputs.to_arrays(tensors)
+            tensors = self._sample(num_tokens)
+            ahead: Callable[[], Any] | None = None
+            if run.decision.key is None and largest is not None:
+                ahead = self._replay_of(*largest)
             self.dispatcher.update(CellUpdate(run.batch, run.decision, one_shot=True))
             plan = self.dispatcher.dispatch(num_tokens, 0, uniform, loras, ceiling).plan
             with self._lane.alone(), restored(self._snapshot()):
                 for _ in range(run.runs):
                     self.backend.synchronize()
-                    for _ in ("idle", "queued"):
+                    for kind in ("idle", "queued"):
+                        if kind == "queued" and ahead is not None:
+                            ahead()
                         if plan.run(tensors, self.backend.current_stream_handle()) is not AGAIN:
                             steps += 1
                 self.timings.drain(wait=True)
         return steps
+
+    def _sample(self, num_tokens: int) -> Any:
+        device = torch.device(self._inputs.device)
+        tensors = self._inputs.bind((), sample_inputs(self._inputs.specs, num_tokens, device))
+        return self._inputs.to_arrays(tensors) if self._inputs.host else tensors
+
+    def _replay_of(self, key: GraphKey, step: CapturedStep) -> Callable[[], Any]:
+        plan = self._make_plan(self, step, key.num_tokens, self.counters.of_key(key), None)
+        tensors = self._sample(key.num_tokens)
+        return lambda: plan.run(tensors, self.backend.current_stream_handle())
+
+
+def _size(item: tuple[GraphKey, CapturedStep]) -> int:
+    return item[0].num_tokens

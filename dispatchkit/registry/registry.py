@@ -55,6 +55,7 @@ class GraphRegistry:
         lock: What writers hold. Whoever keeps tables of the registry's contents shares it:
             with a lock of its own it would take the two in one order in a listener and in
             the other when it declares keys, and two threads could wait for each other.
+        num_changes: How often a key came, went, changed or was switched.
     """
 
     def __init__(self) -> None:
@@ -65,6 +66,7 @@ class GraphRegistry:
         self._disabled_modes: frozenset[RuntimeMode] = frozenset()
         self._listeners: tuple[Callable[[RegistryEvent], None], ...] = ()
         self._serial = 0
+        self.num_changes: int = 0
 
     # -- reading ----------------------------------------------------------------------
 
@@ -241,6 +243,7 @@ class GraphRegistry:
     def _tell(
         self, key: GraphKey, before: KeyState | None, after: KeyState | None, reason: str = ""
     ) -> None:
+        self.num_changes += 1
         event = RegistryEvent(key, before, after, reason)
         for listener in self._listeners:
             listener(event)

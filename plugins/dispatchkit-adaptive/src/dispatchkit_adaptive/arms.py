@@ -34,6 +34,8 @@ _CHANGE_WINDOWS = (
 )
 # A median of k normal samples has 1.25 times the standard error of their mean.
 _MEDIAN_ERROR = 1.2533
+# How many times slower, or as fast, an arm is taken for without a sample of its own.
+_MOST_SLOWER, _MOST_FASTER = OUTLIER, 1.6
 # Noise that is assumed until it can be measured, and the least that is believed.
 _FIRST_NOISE, _LEAST_NOISE = 0.10, 0.004
 
@@ -155,6 +157,7 @@ class Arm:
         self.samples: list[tuple[float, float]] = []
         self.fresh = 0
         self.last_step = 0
+        self._borrowed = 1.0
         self.noise = _FIRST_NOISE
         self._history_size = history_size
         self._over_tokens = over_tokens
@@ -258,6 +261,16 @@ class Arm:
         self._outliers = []
         self._replace([*((n, us * factor) for n, us in older), *latest], fresh=max(len(latest), 4))
 
+    def borrow(self, factor: float) -> None:
+        """Believe a change that was measured on another arm, within bounds.
+
+        One after the other, such changes would lead anywhere as long as this arm itself is not
+        measured.
+        """
+        believed = min(max(self._borrowed * factor, 1.0 / _MOST_FASTER), _MOST_SLOWER)
+        self.shift(believed / self._borrowed)
+        self._borrowed = believed
+
     # -- inside -------------------------------------------------------------------------
 
     def _take(self, num_tokens: float, us: float) -> None:
@@ -269,6 +282,7 @@ class Arm:
             spare = self._spare()
             del self.samples[spare], self._levels[spare], self._quarters[spare]
         self._added += 1
+        self._borrowed = 1.0
         self.fresh = min(self.fresh + 1, len(self.samples))
 
     def _spare(self) -> int:
@@ -309,6 +323,9 @@ class Arm:
         for window, errors in _CHANGE_WINDOWS:
             if len(ratios) < window:
                 break
+            # A small change takes many samples, and is not looked for after each.
+            if window > 8 and self._added % (window // 8):
+                continue
             middle = median(ratios[-window:])
             limit = errors * _MEDIAN_ERROR * self.noise / math.sqrt(window)
             if abs(math.log(middle)) > max(limit, 0.02):

@@ -21,6 +21,9 @@ from dispatchkit_adaptive.ledger import DRIFT
 
 __all__ = ["ArmId", "Bucket", "Piece", "Stakes"]
 
+# The limit of eager stays where it would move by less of the bucket's size.
+_JITTER = 0.01
+
 
 @attrs.frozen(cache_hash=True)
 class Piece:
@@ -143,6 +146,7 @@ class Bucket:
     follow_ups: int = 0
     last_probe: int = 0
     unproven_us: float = 0.0
+    _answers: dict[ArmId | None, Decision] = attrs.field(factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
         self.to_base()
@@ -183,6 +187,14 @@ class Bucket:
             return self.piece
         return self.key
 
+    def answer(self, num_tokens: int) -> Decision:
+        """Return the decision for a number of tokens, to be measured."""
+        arm = self.choice(num_tokens)
+        decision = self._answers.get(arm)
+        if decision is None:
+            decision = self._answers[arm] = _answer(self, arm)
+        return decision
+
     def choose(self, known: dict[ArmId, Arm], stakes: Stakes) -> bool:
         """Choose anew from what is known; return whether anything changed."""
         before = (self.key, self.limit)
@@ -214,8 +226,17 @@ class Bucket:
         # What was won already pays for waiting until it is sure that eager is slower.
         leave = graph_us * (1.0 + _patience(stakes, graph, eager, at))
         leave = min(leave, stakes.worst(base_us, slack=2.0))
-        self.limit = max(self.limit, line.largest(enter))
-        self.limit = min(self.limit, line.largest(leave))
+        self._move_limit(line.largest(enter), line.largest(leave))
+
+    def _move_limit(self, least: float, most: float) -> None:
+        """Keep the limit between two, which jitter; each move has cells asked for again."""
+        wanted = min(max(self.limit, least), most)
+        jitter = _JITTER * self.top
+        if abs(wanted - self.limit) <= jitter and math.isfinite(self.limit):
+            return
+        if wanted >= self.top:
+            wanted = math.inf
+        self.limit = wanted
 
     def _crossing(self, line: Line, graph_us: float) -> float:
         """Return the tokens, among those measured, at which eager takes as long as a graph."""
@@ -263,8 +284,7 @@ class Bucket:
         at = self._crossing(line, us)
         enter = max(us * (1.0 + _margin(stakes, graph, eager, at)), DRIFT * us - room)
         leave = max(us, DRIFT * us - 2.0 * room)
-        self.limit = min(self.limit, line.largest(enter))
-        self.limit = max(self.limit, line.largest(leave))
+        self._move_limit(line.largest(leave), line.largest(enter))
 
 
 def _level(arm: Arm) -> float:
@@ -288,7 +308,7 @@ def _comfort(stakes: Stakes, arm: Arm) -> float:
     return max(0.0, stakes.lead_us) / (stakes.horizon * max(_level(arm), 1e-9))
 
 
-def answer(bucket: Bucket, arm: ArmId | None) -> Decision:
+def _answer(bucket: Bucket, arm: ArmId | None) -> Decision:
     """Return the decision for an arm of a bucket, to be measured."""
     base = bucket.base
     if arm is None or arm == bucket.base_arm:

@@ -36,7 +36,6 @@ from dispatchkit_adaptive.buckets import (
     Piece,
     Stakes,
     allows_eager,
-    answer,
     band_of,
     bands,
 )
@@ -57,6 +56,8 @@ _LOST = 4096
 # Batches of a bucket that may wait for a probe at once: where sizes seldom come again, one alone
 # would wait for ever.
 _MOST_WAITING, _FEW_WAITING = 24, 2
+# Batches whose bucket is remembered.
+_MOST_ASKED = 65_536
 # Samples since a change in which it is still news.
 _JUST_CHANGED = 5
 _SEED_RUNS, _SEED_ROUNDS = 8, 3
@@ -147,6 +148,10 @@ class AdaptivePolicy:
         self._regimes: deque[_Regime] = deque(maxlen=_REGIME_WINDOW)
         self._buckets: dict[Any, Bucket] = {}
         self._of_cell: dict[Batch, Bucket] = {}
+        # What was answered for batches while the graphs stay as they are; what was learnt
+        # changes the choice of a bucket, and neither it nor the base.
+        self._revision: tuple[object, ...] = ()
+        self._asked: dict[Batch, tuple[Decision | None, Bucket | None]] = {}
         self._eager_news: deque[tuple[Arm, float, float, float]] = deque(maxlen=8)
         self._outcomes = 0
         self._seed_rounds = 0
@@ -165,18 +170,23 @@ class AdaptivePolicy:
         """Return the keys of the base policy."""
         self._buckets.clear()
         self._of_cell.clear()
+        self._asked.clear()
         self._seeded.clear()
         return self.base.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
         """Return what is in use for the batch's bucket; at first what the base answers."""
-        base = self.base.decide(batch, graphs)
-        if base is None:
-            return None
-        bucket = self._bucket(batch, graphs, base)
-        if bucket is None:
-            return base
-        return answer(bucket, bucket.choice(batch.num_tokens))
+        revision = graphs.revision
+        if revision != self._revision or len(self._asked) >= _MOST_ASKED:
+            self._revision = revision
+            self._asked.clear()
+        found = self._asked.get(batch)
+        if found is None:
+            base = self.base.decide(batch, graphs)
+            bucket = None if base is None else self._bucket(batch, graphs, base)
+            found = self._asked[batch] = (base, bucket)
+        base, bucket = found
+        return base if bucket is None else bucket.answer(batch.num_tokens)
 
     def _bucket(self, batch: Batch, graphs: GraphView, base: Decision) -> Bucket | None:
         """Return the bucket of a batch, None where there is nothing to choose."""
@@ -471,7 +481,7 @@ class AdaptivePolicy:
         # What slows eager in one bucket (a busier host, a lower clock) slows it in all.
         for (where, other), one in self._arms.items():
             if where == regime and isinstance(other, Piece) and id(one) not in arms:
-                one.shift(factor)
+                one.borrow(factor)
         self._eager_news.clear()
         return True
 
