@@ -14,15 +14,18 @@ by size). So before the totals each size runs eager once, and both policies have
 filled; ``cold`` says what the first steps took without either. What the policy asks for at capture
 is not part of a total; it is printed as ``seed_s``.
 
-    python bench/policies_gpu.py                       # all four, about 100 seconds
+    python bench/policies_gpu.py                       # all four, about 120 seconds
     python bench/policies_gpu.py --models mlp --traces uniform --steps 1000
 
-One JSON object a line, as soon as it is known; then the goals, and a table of where time was lost:
+One line for each kind of traffic, as soon as it is known, then the goals. All there is to know
+goes to a file (``--details``), one JSON object a line, with what ``adaptive`` knew at the end:
 
-- ``wrong<500``, ``wrong>500``: at steps, before and from step 500 on, whose arm was slower than
-  that of ``hindsight``, by the device's times; ``won``: the same where it was faster.
-- ``rest``: what is left of the difference: measuring, learning, cells that are filled again, a
-  host that is slower than the device.
+- ``gain`` over ``vllm`` and ``over`` the hindsight, in brackets those of the first part.
+- ``device``, ``host``: what the steps whose arm was not that of the hindsight lost and won, by the
+  times of the arms by either clock. Neither is the whole truth where the host is the slower one
+  at some steps and the device at others.
+- ``learn``: the host's time in the policy, per step: the outcomes it was told (``told``), with the
+  cells it emptied, and the times it was asked for an answer again (``asked``).
 
 Each model has a process of its own, so that a failure of one is not one of the other. Without
 CUDA, ``--device cpu`` runs small models on the tape, to see that the program itself works.
@@ -54,7 +57,7 @@ from dispatchkit.observe.trace import read_trace
 
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
 BLOCK = 50
-EARLY = 500
+EARLY = 4000
 #: Without a GPU, sizes are so many times smaller.
 SMALLER = 32
 #: About so many sizes are timed eager for the hindsight, at least two of each bucket.
@@ -130,7 +133,7 @@ class Case:
 
 # Steps and cold steps of the decoder are few since one takes some milliseconds.
 CASES = {
-    "mlp": Case(Mlp, 4096, 8, (512, 768, 1024, 2048), 4000, 1000),
+    "mlp": Case(Mlp, 4096, 8, (512, 768, 1024, 2048), 12_000, 1000),
     "decoder": Case(
         Decoder, 2048, 16, (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), 768, 1024, 2048), 2000
     ),
@@ -148,17 +151,13 @@ def main() -> None:
         lines = Model(models[0], options).run()
         print_ends(lines)
         sys.exit(any("failed" in line for line in lines))
-    lines = []
-    for model in models:
-        command = [sys.executable, __file__, *sys.argv[1:], "--models", model]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-            for text in child.stdout or ():
-                print(text, end="", flush=True)
-                lines += [json.loads(text)] if text.startswith("{") else []
-        if child.returncode and not any("failed" in line for line in lines):
-            lines.append({"model": model, "failed": f"its process ended with {child.returncode}"})
-    print_ends(lines)
-    sys.exit(any("failed" in line for line in lines))
+    codes = [
+        subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], "--models", model], check=False
+        ).returncode
+        for model in models
+    ]
+    sys.exit(any(codes))
 
 
 def parse() -> argparse.Namespace:
@@ -170,8 +169,9 @@ def parse() -> argparse.Namespace:
         default="uniform,azure_conv_high",
         help="`uniform`, or names of tests/data/traces",
     )
-    add("--steps", type=int, help="4000 of the MLP, 2000 of the decoder; a trace is repeated")
+    add("--steps", type=int, help="12000 of the MLP, 2000 of the decoder; a trace is repeated")
     add("--sample-every", type=int, default=16, help="one steady step in so many is measured")
+    add("--details", default="build/policies_gpu", help="folder of the files with all there is")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args()
 
@@ -226,7 +226,7 @@ class Model:
         on_gpu = options.device == "cuda"
         if not on_gpu:
             small = tuple(sorted({max(1, size // SMALLER) for size in case.sizes}))
-            case = attrs.evolve(case, width=64, layers=2, sizes=small)
+            case = attrs.evolve(case, width=64, layers=2, sizes=small, cold_steps=50)
         torch.manual_seed(0)
         self.case = case
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -236,6 +236,10 @@ class Model:
         )
         self.served_cold: set[int] = set()
         self.lines: list[dict[str, Any]] = []
+        folder = Path(options.details)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.details = folder / f"{name}.jsonl"
+        self.details.write_text("")
         self.facts = {
             "bench": "policies_gpu",
             "model": name,
@@ -272,9 +276,10 @@ class Model:
         return Kept(self, part)
 
     def say(self, **line: Any) -> None:
-        """Print a line at once, and keep it."""
+        """Keep a line, in the file at once."""
         self.lines.append({**self.facts, **line})
-        print(json.dumps(self.lines[-1]), flush=True)
+        with self.details.open("a") as file:
+            file.write(json.dumps(self.lines[-1]) + "\n")
 
     def traffic(self, trace: str) -> list[int]:
         """Return the sizes of the steps, 1 to 2048."""
@@ -415,7 +420,7 @@ class Model:
     def take_turns(
         self, cases: dict[str, Callable[[int], Any]], steps: Sequence[int]
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Return what each took in all, and up to step 500, in milliseconds.
+        """Return what each took in all, and in the first part, in milliseconds.
 
         By the host's clock, since what measuring and learning cost the host is part of it.
         """
@@ -448,6 +453,7 @@ class Model:
         fill_s = time.perf_counter() - start
         told: list[Decision] = []
         adaptive.on_decision(told.append)
+        learning = Learning(adaptive.dispatcher.policy)
         cases: dict[str, Callable[[int], Any]] = {
             "vllm": lambda size: vllm(rows[:size]),
             "adaptive": lambda size: adaptive(rows[:size]),
@@ -461,62 +467,118 @@ class Model:
             cases[name] = lambda size, by=ceilings: vllm(rows[:size], ceiling=by[size])
         totals, early = self.take_turns(cases, steps)
         adaptive.on_decision(None)
+        learning.end()
         name = min(best, key=totals.__getitem__)
         for case, total in totals.items():
             ratio = totals["vllm"] / total
             self.say(
                 trace=trace, case=case, n=len(steps), total=total, early=early[case], gain=ratio
             )
-        self.account(trace, steps, told, times["device"], best[name], totals, totals[name], seed_s)
-        self.lines[-1]["fill_s"] = fill_s
-        print(f"{self.name} {trace}: what adaptive knows at the end", file=sys.stderr)
-        for report in adaptive.dispatcher.policy.explain():  # type: ignore[attr-defined]
-            print(report, file=sys.stderr, flush=True)
+        self.account(
+            trace,
+            steps,
+            told,
+            times,
+            best[name],
+            {
+                "vllm": totals["vllm"],
+                "adaptive": totals["adaptive"],
+                "hindsight": totals[name],
+                "gain": totals["vllm"] / totals["adaptive"],
+                "over": totals["adaptive"] / totals[name],
+                "early_gain": early["vllm"] / early["adaptive"],
+                "early_over": early["adaptive"] / early[name],
+                "hindsight_by": name.removeprefix("hindsight_"),
+                "seed_s": seed_s,
+                "fill_s": fill_s,
+                **learning.facts(len(steps)),
+            },
+        )
+        print_summary(self.lines[-1])
+        known = adaptive.dispatcher.policy.explain()  # type: ignore[attr-defined]
+        self.say(trace=trace, case="known", buckets=[attrs.asdict(one) for one in known])
 
     def account(
         self,
         trace: str,
         steps: Sequence[int],
         told: Sequence[Decision],
-        times: Times,
+        times: dict[str, Times],
         best: dict[int, int],
-        totals: dict[str, float],
-        hindsight: float,
-        seed_s: float,
+        facts: dict[str, Any],
     ) -> None:
-        """Say where ``adaptive`` lost time against the best arms, by the times of the arms."""
-        lost = {"early": 0.0, "late": 0.0, "won": 0.0, "probes": 0.0}
+        """Say what other arms than the best ones lost and won, by the times of the arms."""
+        changed = {clock: Counter[str]() for clock in times}
         by_bucket: dict[int, Counter[str]] = {}
         for index, (size, decision) in enumerate(zip(steps, told, strict=False)):
             arm = 0 if decision.key is None else decision.key.num_tokens
             top = bucket_of(size, self.case.sizes)
-            more = times.of(size, arm) - times.of(size, best[top])
-            lost["won" if more < 0 else "early" if index < EARLY else "late"] += abs(more)
-            lost["probes"] += max(0.0, more) if decision.reason == "probe" else 0.0
+            is_probe = decision.reason == "probe"
+            for clock, one in times.items():
+                more = one.of(size, arm) - one.of(size, best[top])
+                kind = "won" if more < 0 else "early" if index < EARLY else "late"
+                changed[clock][kind] += abs(more)  # type: ignore[assignment]
+                if is_probe:
+                    changed[clock]["probes"] += more  # type: ignore[assignment]
             counts = by_bucket.setdefault(top, Counter())
-            counts["probe" if decision.reason == "probe" else "graph" if arm else "eager"] += 1
-        adaptive = totals["adaptive"]
-        rest = adaptive - hindsight - lost["early"] - lost["late"] + lost["won"]
+            counts["probe" if is_probe else "graph" if arm else "eager"] += 1
         self.say(
             trace=trace,
             case="summary",
             n=len(steps),
-            told=len(told),
-            vllm=totals["vllm"],
-            adaptive=adaptive,
-            hindsight=hindsight,
-            gain=totals["vllm"] / adaptive,
-            over=adaptive / hindsight,
+            told_decisions=len(told),
+            **facts,
             probes=sum(counts["probe"] for counts in by_bucket.values()),
-            probes_ms=lost["probes"],
-            wrong_early=lost["early"],
-            wrong_late=lost["late"],
-            won=lost["won"],
-            rest=rest,
-            seed_s=seed_s,
+            changed={
+                clock: {kind: one[kind] for kind in ("early", "late", "won", "probes")}
+                for clock, one in changed.items()
+            },
             best_arm={top: "graph" if arm else "eager" for top, arm in best.items()},
             steps_by_bucket={top: dict(counts) for top, counts in sorted(by_bucket.items())},
         )
+
+
+class Learning:
+    """Counts what a policy is told and asked while it serves, and the host's time for that.
+
+    Args:
+        policy: A policy that learns.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        self.told = self.asked = self.emptied = self.ns = 0
+        observe, decide = policy.observe, policy.decide
+
+        def observed(outcome: Any) -> Any:
+            start = time.perf_counter_ns()
+            updates = observe(outcome)
+            self.ns += time.perf_counter_ns() - start
+            self.told += 1
+            self.emptied += sum(update.decision is None for update in updates)
+            return updates
+
+        def decided(batch: Any, graphs: Any) -> Any:
+            start = time.perf_counter_ns()
+            answer = decide(batch, graphs)
+            self.ns += time.perf_counter_ns() - start
+            self.asked += 1
+            return answer
+
+        policy.observe, policy.decide = observed, decided
+
+    def end(self) -> None:
+        """Count no more."""
+        del self._policy.observe, self._policy.decide
+
+    def facts(self, steps: int) -> dict[str, Any]:
+        """Return the counts, and the microseconds per step."""
+        return {
+            "told": self.told,
+            "asked": self.asked,
+            "emptied": self.emptied,
+            "learn_us": self.ns / 1e3 / steps,
+        }
 
 
 class Kept:
@@ -538,42 +600,42 @@ class Kept:
         return isinstance(error, Exception)
 
 
+def print_summary(line: dict[str, Any]) -> None:
+    """Print what came of one kind of traffic, milliseconds and microseconds."""
+    clocks = "; ".join(
+        f"{clock} lost {one['early']:.0f}+{one['late']:.0f} won {one['won']:.0f}"
+        for clock, one in line["changed"].items()
+    )
+    arms = " ".join(
+        f"{top}:{counts.get('eager', 0)}e/{counts.get('graph', 0)}g"
+        for top, counts in line["steps_by_bucket"].items()
+        if sum(counts.values()) >= line["n"] // 50
+    )
+    print(
+        f"{line['model']} {line['trace']} {line['n']}: vllm {line['vllm']:.0f} adaptive "
+        f"{line['adaptive']:.0f} hindsight {line['hindsight']:.0f} ms ({line['hindsight_by']}); "
+        f"gain {line['gain']:.4f} ({line['early_gain']:.4f}) over {line['over']:.4f} "
+        f"({line['early_over']:.4f}); {clocks}; probes {line['probes']}; "
+        f"learn {line['learn_us']:.1f} us/step: told {line['told']} emptied {line['emptied']} "
+        f"asked {line['asked']}; seed {line['seed_s']:.1f} s; {arms[:120]}",
+        flush=True,
+    )
+
+
 def print_ends(lines: Sequence[dict[str, Any]]) -> None:
-    """Print the goals, and one line of the table for each kind of traffic."""
+    """Print the goals of each kind of traffic, and what failed."""
     found = [line for line in lines if line.get("case") == "summary"]
     for line in found:
-        goals = [("adaptive_over_hindsight", line["over"], OVER_HINDSIGHT, 1)]
+        goals = [("over_hindsight", line["over"], OVER_HINDSIGHT, 1)]
         if line["model"] == "mlp":
-            goals.append(("vllm_over_adaptive", line["gain"], MLP_GAIN, -1))
+            goals.append(("gain_over_vllm", line["gain"], MLP_GAIN, -1))
         else:
-            goals.append(("adaptive_over_vllm", 1.0 / line["gain"], DECODER_LOSS, 1))
-        for goal, value, asked, sign in goals:
-            print(
-                json.dumps(
-                    {
-                        "goal": goal,
-                        "model": line["model"],
-                        "trace": line["trace"],
-                        "found": round(value, 4),
-                        "asked": asked,
-                        "met": sign * value <= sign * asked,
-                    }
-                )
-            )
-    heads = ("vllm", "adaptive", "hindsight", "gain", "over", "probes", "probes_ms")
-    heads = (*heads, "wrong<500", "wrong>500", "won", "rest")
-    print(" ".join((f"{'ms':<24}", *(f"{head:>9}" for head in heads))))
-    for line in found:
+            goals.append(("over_vllm", 1.0 / line["gain"], DECODER_LOSS, 1))
         texts = [
-            *(f"{line[name]:9.1f}" for name in ("vllm", "adaptive", "hindsight")),
-            *(f"{line[name]:9.4f}" for name in ("gain", "over")),
-            f"{line['probes']:9d}",
-            *(
-                f"{line[name]:9.2f}"
-                for name in ("probes_ms", "wrong_early", "wrong_late", "won", "rest")
-            ),
+            f"{goal} {value:.4f} ({'met' if sign * value <= sign * asked else 'NOT met'}: {asked})"
+            for goal, value, asked, sign in goals
         ]
-        print(" ".join((f"{line['model'] + ' ' + line['trace']:<24}", *texts)), flush=True)
+        print(f"{line['model']} {line['trace']}: {', '.join(texts)}", flush=True)
     for line in lines:
         if "failed" in line:
             why = line["failed"].strip().splitlines()[-1]
