@@ -57,7 +57,8 @@ class CudaBackend:
         capture_error_mode: What the driver lets other threads do during a capture; see
             torch.cuda.graph. ``"thread_local"`` lets them copy, allocate and poll.
         refuse_host_syncs: Refuse calls that wait for the device by name, before the driver
-            voids the capture. Turn off for functions that a dispatch mode disturbs: then
+            voids the capture. Turn off for functions that a dispatch mode disturbs (those of
+            torch.compile are not): then
             torch or the driver refuses, without the call's name, and a refusal of torch's
             that the function swallows goes unseen. What comes after a failure is the same.
         copy_node: Graphs begin with a kernel that brings small device inputs in, where it can
@@ -250,6 +251,7 @@ class CudaBackend:
         generators: Iterable[Any] = (),
         watched: bool = True,
         notes: WarmupNotes | None = None,
+        compiled: bool = False,
     ) -> CudaGraph:
         """Capture the callable on a stream into a pool; nothing runs.
 
@@ -266,6 +268,8 @@ class CudaBackend:
                 microseconds each. Who has watched the same operations once may do without:
                 what a watch would refuse then fails as the driver has it.
             notes: What was noted of the same operations in a warmup: not watched then either.
+            compiled: The callable calls functions of torch.compile: no function mode may be
+                on, since they would be compiled anew for it.
 
         Raises:
             CaptureError: With reason ``host_sync``, ``out_of_memory``, ``nested`` or
@@ -291,7 +295,7 @@ class CudaBackend:
                 hold_workspace(stream.raw)
                 with self._order.capturing(stream.raw):
                     return self._capture(
-                        run, stream.raw, pool, own_generators, handled, watched, notes
+                        run, stream.raw, pool, own_generators, handled, watched, notes, compiled
                     )
         finally:
             bury()
@@ -314,9 +318,10 @@ class CudaBackend:
         handled: BaseException | None,
         watched: bool,
         notes: WarmupNotes | None,
+        compiled: bool,
     ) -> CudaGraph:
         watched = watched and notes is None and self._refuse_host_syncs
-        watch = CaptureWatch()
+        watch = CaptureWatch(compiled=compiled)
         attempt = CaptureAttempt(stream, pool, generators, self._mode)
         outputs: Any = None
         failure = attempt.begin()
@@ -352,8 +357,9 @@ class CudaBackend:
             host_tensors=watch.host_tensors,
             generators=[default, *generators],
             order=self._order,
-            # Unwatched, nobody knows: the first replay tells.
-            draws=watch.draws or not watched,
+            # Where not all is seen, nobody knows: the first replay tells.
+            draws=watch.draws or not watched or compiled,
+            num_plain_operations=watch.num_plain_operations,
         )
 
     def _check_generators(self, generators: Iterable[Any]) -> list[Any]:

@@ -149,6 +149,8 @@ class CudaGraph:
     Attributes:
         holds: Storages on the device that are kept alive.
         host_tensors: Host memory that is kept alive; it is another one in each capture.
+        num_plain_operations: Operations of functions of torch.compile that were captured as they
+            run plainly, as far as that was watched.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ class CudaGraph:
         generators: list[Any],
         order: DrawOrder,
         draws: bool,
+        num_plain_operations: int = 0,
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._outputs = outputs
@@ -170,6 +173,7 @@ class CudaGraph:
         self._handle = handle
         self.holds: list[Any] = holds
         self.host_tensors: list[torch.Tensor] = host_tensors
+        self.num_plain_operations: int = num_plain_operations
         self._generators = generators
         self._order = order
         self._draws = draws

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dispatchkit.backends.capture_guard import HostSyncError
+from dispatchkit.backends.compiled_code import Calls
 from dispatchkit.backends.cuda_memory import Segment
 from dispatchkit.backends.dispatch_mode import DispatchMode, PerOperation, tensors_in
 from dispatchkit.backends.host_sync import (
@@ -98,6 +100,11 @@ class WarmupNotes:
 class CaptureWatch(DispatchMode):
     """Refuses what would void a capture, and notes what the graph must hold.
 
+    Args:
+        compiled: The callable calls functions of torch.compile. Their kernels are not seen, and
+            calls that wait for the device are refused by their operations alone: a function
+            mode would have them compiled anew, in the capture.
+
     Attributes:
         first_error: The first refused call, also where the callable swallowed it.
         draws: An operation was seen that may draw.
@@ -106,12 +113,18 @@ class CaptureWatch(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiled: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = Calls() if compiled else None
         self.first_error: HostSyncError | None = None
         self.draws: bool = False
         self.host_tensors: list[torch.Tensor] = []
         self._given = _Given()
+
+    @property
+    def num_plain_operations(self) -> int:
+        """Operations of functions of torch.compile that ran plainly."""
+        return 0 if self._calls is None else self._calls.num_plain
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
         """Return what the graph reads or writes on the device and does not own itself.
@@ -138,12 +151,15 @@ class CaptureWatch(DispatchMode):
     def watching(self) -> ExitStack:
         """Return a context in which everything this thread calls is watched."""
         stack = ExitStack()
-        stack.enter_context(HostSyncGuard(self.note_error, "cuda"))
+        if self._calls is None:
+            stack.enter_context(HostSyncGuard(self.note_error, "cuda"))
         stack.enter_context(self)
         return stack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._calls is not None:
+            self._calls.note(sys._getframe(1))
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         on_device = False

@@ -1,32 +1,21 @@
-"""A dispatch mode that does not load Dynamo for nothing.
+"""A dispatch mode that gets on with Dynamo, and does not load it for nothing.
 
 torch wraps ``__torch_dispatch__`` of every mode so that Dynamo leaves it alone, and that
 wrapper imports the whole of Dynamo on its first call: seconds, in a process that may never
-compile anything. Here the wrapper is used only once Dynamo is loaded.
+compile anything. Here that is done once a mode is entered with Dynamo loaded.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dispatchkit.backends.compiled_code import PLAINLY, dynamo_is_loaded
+
 _Facts = TypeVar("_Facts")
-
-
-def _without_dynamo(raw: Callable[..., Any]) -> Callable[..., Any]:
-    quiet: Callable[..., Any] = torch._disable_dynamo(raw, recursive=True)  # type: ignore[attr-defined]
-
-    @functools.wraps(raw)
-    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = quiet if "torch._dynamo" in sys.modules else raw
-        return run(self, func, types, args, kwargs)
-
-    return dispatch
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -64,14 +53,37 @@ class PerOperation(Generic[_Facts]):
 
 
 class DispatchMode(TorchDispatchMode):
-    """Base of the modes here; a subclass defines ``__torch_dispatch__`` as usual."""
+    """Base of the modes here; a subclass defines ``__torch_dispatch__`` as usual.
+
+    It sees the operations of compiled functions as well, since they run plainly under it. One
+    whose ``ignore_compile_internals`` is True lets them run compiled, and sees what is left.
+    """
+
+    _is_hidden_from_dynamo = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Tell torch (2.12 and later ask) that the wrapping is done here."""
         return False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
-        if "__torch_dispatch__" in cls.__dict__:
-            setattr(cls, "__torch_dispatch__", _without_dynamo(cls.__torch_dispatch__))  # noqa: B010
+    def __enter__(self) -> Any:
+        if dynamo_is_loaded():
+            self._hide_from_dynamo()
+        # Entered again from inside, as for the parts of an operation, it must end as often.
+        begun = self.__dict__.setdefault("_has_begun", [])
+        begun.append(not self.ignore_compile_internals() and PLAINLY.begin())
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self.__dict__["_has_begun"].pop():
+            PLAINLY.end()
+
+    @classmethod
+    def _hide_from_dynamo(cls) -> None:
+        """Have Dynamo leave what handles an operation alone, instead of compiling it."""
+        if not cls.__dict__.get("_is_hidden_from_dynamo"):
+            raw = cls.__torch_dispatch__
+            quiet = torch._disable_dynamo(raw, recursive=True)  # type: ignore[attr-defined]
+            setattr(cls, "__torch_dispatch__", quiet)  # noqa: B010
+            cls._is_hidden_from_dynamo = True

@@ -69,6 +69,7 @@ class Capturer:
     def forget(self) -> None:
         """Look anew at what the step reads: it may be something else from now on."""
         self._maker.forget()
+        self._warmups.forget()
 
     def forecast_bytes(self, key: GraphKey) -> int | None:
         """Return the memory that a graph of a key is expected to need; None if not known."""
@@ -182,7 +183,10 @@ class Capturer:
         if staging is not None:
             notes = None  # the warmup was without that copy
         name = (family_of(key), 0)
-        graph, draws = self._maker.capture(step, lane, places, found, admission, name, notes)
+        compiled = self._warmups.compiled_code(key)
+        graph, draws = self._maker.capture(
+            step, lane, places, found, admission, name, notes, compiled
+        )
         if isinstance(node, InputNode):
             node = node.attached(graph)
         common = self._common(key, lane, found[0], layout, (graph,), draws=draws)
@@ -266,7 +270,10 @@ class Capturer:
                 homes = places if index == last else []
                 call = _calling(piece.fn, args, inputs)
                 name = (family_of(key), index)
-                graph, may_draw = self._maker.capture(call, lane, homes, found, admission, name)
+                compiled = self._warmups.compiled_code(key)
+                graph, may_draw = self._maker.capture(
+                    call, lane, homes, found, admission, name, None, compiled
+                )
                 draws = draws or may_draw
                 graphs.append(graph)
                 parts.append(GraphPart(graph, link, found[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,10 +20,15 @@ from dispatchkit.errors import CaptureError
 from dispatchkit.execute.budget import Admission
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.outputs import SharedMemory
+from dispatchkit.execute.state import CompiledCode
 from dispatchkit.execute.warmup import Family
 
 #: A place of the lane's output memory: its name, and the shape and type of what lies there.
 Place = tuple[int, torch.Size, torch.dtype]
+
+
+class PlainCodeWarning(RuntimeWarning):
+    """A function of torch.compile was captured, and what ran was not compiled."""
 
 
 @attrs.frozen
@@ -89,6 +95,7 @@ class GraphMaker:
         admission: Admission | None,
         name: tuple[Family, int],
         notes: WarmupNotes | None = None,
+        compiled: CompiledCode | None = None,
     ) -> tuple[CapturedGraph, bool]:
         """Capture what is run, its outputs in the lane's memory, if there is room for both.
 
@@ -100,6 +107,8 @@ class GraphMaker:
             admission: Asked for memory; None where there is no limit.
             name: Of the operations: those of one name are the same, at other sizes.
             notes: Of a warmup just now, whose operations were the same.
+            compiled: What is known of functions of torch.compile in it, which a capture on a
+                device runs compiled, and sees little of.
 
         Returns:
             The graph, and whether it may draw random numbers.
@@ -122,6 +131,8 @@ class GraphMaker:
         options: dict[str, Any] = {}
         if may_be_unwatched and known is not None:
             options["watched"] = False
+        elif may_be_unwatched and compiled is not None:
+            options["compiled"] = True
         elif may_be_unwatched and notes is not None and notes.is_plain:
             options["notes"] = notes
         graph: Any = self._backend.capture(
@@ -135,6 +146,10 @@ class GraphMaker:
             graph.holds.extend(known.holds)
             return graph, known.draws
         draws = notes.draws if notes is not None and "notes" in options else graph.has_random_state
+        if may_be_unwatched and compiled is not None:
+            _warn_of_plain_code(graph, compiled)
+            graph.holds.extend(compiled.reads)
+            draws = compiled.draws
         if may_be_unwatched and not graph.host_tensors:
             # The lane's memory is the lane's to give up: kept here it would outlive its graphs.
             holds = tuple(
@@ -142,6 +157,20 @@ class GraphMaker:
             )
             self._watched[name] = _Watched(holds, draws)
         return graph, draws
+
+
+def _warn_of_plain_code(graph: Any, compiled: CompiledCode) -> None:
+    ran_plainly = getattr(graph, "num_plain_operations", 0)
+    if ran_plainly >= compiled.num_operations:
+        warnings.warn(
+            f"The step calls functions of torch.compile, and all of their {ran_plainly} "
+            "operations ran plainly in the capture: Dynamo compiled none of them, so the "
+            "graph holds eager kernels. TORCH_LOGS=dynamo,recompiles says why; code that was "
+            "called under a dispatch mode before, or beyond "
+            "torch._dynamo.config.recompile_limit, stays so until torch._dynamo.reset().",
+            PlainCodeWarning,
+            stacklevel=2,
+        )
 
 
 def _writing_home(

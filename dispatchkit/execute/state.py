@@ -6,11 +6,15 @@ declared. The latter are found by watching the operations of the first warmup (a
 dispatch mode): just before an operation writes a storage that the step did not make itself,
 the storage is saved, up to a limit.
 
+Functions of torch.compile run plainly in that warmup, since what their kernels read and write is
+seen of their operations alone.
+
 Not seen: kernels that are launched without an operator torch knows to be mutating.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dispatchkit.backends.base import WarmupNotes
 from dispatchkit.backends.collectives import is_collective, writes_first_argument
+from dispatchkit.backends.compiled_code import Calls, dynamo_is_loaded
 from dispatchkit.backends.dispatch_mode import DispatchMode, PerOperation, tensors_in
 from dispatchkit.errors import CaptureError
 
@@ -106,6 +111,21 @@ class Snapshot:
             generator.set_state(state)
 
 
+@attrs.frozen
+class CompiledCode:
+    """What a plain run shows of functions of torch.compile.
+
+    Attributes:
+        reads: Storages that they are given from outside: what a graph of them must keep alive.
+        num_operations: Operations that they run plainly.
+        draws: The step may draw random numbers.
+    """
+
+    reads: tuple[torch.UntypedStorage, ...]
+    num_operations: int
+    draws: bool
+
+
 class WriteWatch(DispatchMode):
     """Watches one run: what it writes outside, and how much memory it needs at once.
 
@@ -120,6 +140,7 @@ class WriteWatch(DispatchMode):
     Attributes:
         written: Tensors outside that were written without being declared.
         peak_bytes: Most bytes of tensors made in the run that were alive at one time.
+        draws: An operation was seen that may draw random numbers.
     """
 
     def __init__(
@@ -135,6 +156,9 @@ class WriteWatch(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.written: list[torch.Tensor] = []
         self.peak_bytes: int = 0
+        self.draws: bool = False
+        self._calls = Calls(id(sys._getframe(1))) if dynamo_is_loaded() else None
+        self._given: dict[int, StorageWeakRef] = {}
         self._inputs, self._ignore = inputs, ignore
         self._snapshot, self._left = snapshot, limit
         self._meter, self._notes = meter, notes
@@ -148,6 +172,9 @@ class WriteWatch(DispatchMode):
         if self._notes is not None:
             self._notes.see(func, args, kwargs)
         facts = _facts_of(func)
+        self.draws = self.draws or facts.draws
+        if self._calls is not None and self._calls.note(sys._getframe(1)):
+            self._note_given(args, kwargs)
         for index, name in facts.writes:
             for tensor in tensors_in((args[index] if index < len(args) else kwargs.get(name),)):
                 self._before_write(tensor, func._schema.name)
@@ -158,6 +185,20 @@ class WriteWatch(DispatchMode):
             given = () if facts.is_trusted else (*args, *kwargs.values())
             self._note_new(result, given)
         return result
+
+    def compiled_code(self) -> CompiledCode | None:
+        """Return what was found out about functions of torch.compile; None if there are none."""
+        if self._calls is None or not self._calls.num_plain:
+            return None
+        alive = (torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in self._given.values())
+        reads = tuple(one for one in alive if one is not None and one._cdata not in self._own)
+        return CompiledCode(reads, self._calls.num_plain, self.draws)
+
+    def _note_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in tensors_in((*args, *kwargs.values())):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._given and storage._cdata not in self._own:
+                self._given[storage._cdata] = StorageWeakRef(storage)
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) in self._own
@@ -215,12 +256,14 @@ class _Facts:
         returns_nothing: It has no result.
         makes_new: A result of it may be new memory.
         is_trusted: Results that are not marked as views are new memory for certain.
+        draws: It may draw random numbers.
     """
 
     writes: tuple[tuple[int, str], ...]
     returns_nothing: bool
     makes_new: bool
     is_trusted: bool
+    draws: bool
 
 
 @PerOperation
@@ -238,6 +281,7 @@ def _facts_of(func: Any) -> _Facts:
         returns_nothing=not schema.returns,
         makes_new=any(one.alias_info is None for one in schema.returns),
         is_trusted=schema.name.startswith("aten::") and schema.name != "aten::_unsafe_view",
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
     )
 
 

@@ -17,6 +17,7 @@ from dispatchkit.backends.base import (
     RehearsingBackend,
     WarmupNotes,
 )
+from dispatchkit.backends.compiled_code import every_size_compiled
 from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.lanes import Lane
@@ -28,7 +29,13 @@ from dispatchkit.execute.outputs import (
     measure_layout,
 )
 from dispatchkit.execute.pieces import Step
-from dispatchkit.execute.state import DEFAULT_STATE_LIMIT, Known, Snapshot, WriteWatch
+from dispatchkit.execute.state import (
+    DEFAULT_STATE_LIMIT,
+    CompiledCode,
+    Known,
+    Snapshot,
+    WriteWatch,
+)
 from dispatchkit.keys.batch import GraphKey
 
 if TYPE_CHECKING:
@@ -57,7 +64,8 @@ class Warmups:
         scratch: Tensors that the step may write in a warmup without harm.
         state_limit_bytes: Most bytes of undeclared state to save.
         output_batch_dims: Declared batch dimensions of the outputs.
-        warmups: Eager runs before each capture; the first one of all is watched.
+        warmups: Eager runs before each capture; the first one of all is watched. Where functions
+            of torch.compile are called, which run plainly in that one, another follows it.
         generators: Random generators that the step draws from, beside the default ones.
 
     Attributes:
@@ -104,6 +112,7 @@ class Warmups:
         self._layouts: dict[Family, list[OutputLayout]] = {}
         self._cuts: dict[Family, tuple[AxisCut, ...]] = {}
         self._peaks: dict[Family, tuple[int, int]] = {}
+        self._compiled: dict[Family, CompiledCode] = {}
 
     @property
     def device(self) -> torch.device:
@@ -117,6 +126,16 @@ class Warmups:
         """
         known = self._peaks.get(family_of(key))
         return None if known is None else known[0] * key.num_tokens // known[1]
+
+    def forget(self) -> None:
+        """Look anew at what compiled functions read: it may be something else from now on."""
+        for family in self._compiled:
+            self._peaks.pop(family, None)
+        self._compiled.clear()
+
+    def compiled_code(self, key: GraphKey) -> CompiledCode | None:
+        """Return what is known of functions of torch.compile that a key's step calls, if any."""
+        return self._compiled.get(family_of(key))
 
     def written(self) -> Iterator[torch.UntypedStorage]:
         """Yield the storages that the step is known to change."""
@@ -178,7 +197,7 @@ class Warmups:
             def run(inputs: dict[str, Any]) -> Any:
                 if self._row_count is not None:
                     inputs[self._row_count] = lane.row_count
-                return self._backend.warmup(lambda: self.step(inputs), stream=lane.stream)
+                return self._run(inputs, lane)
 
             self._cuts[family] = self._axes.measure_cuts(key, outputs, run)
         return self._cuts[family]
@@ -240,12 +259,15 @@ class Warmups:
                 self._written.add(tensor)
             self._peaks[family] = (watch.peak_bytes, key.num_tokens)
             left = self._warmups - 1
+            compiled = watch.compiled_code()
+            if compiled is not None:
+                # Compilation and its kernels' tuning happen here, and never in a capture.
+                self._compiled[family] = compiled
+                left = max(left, 1)
         else:
             left = self._warmups
         if left:
-            outputs = self._backend.warmup(
-                lambda: self.step(views), stream=lane.stream, iterations=left
-            )
+            outputs = self._run(views, lane, left)
         if not self._warmups and self._batch_dims == DERIVED and family not in self._layouts:
             raise CaptureError(
                 "With warmups=0 nothing tells the batch dimension of the outputs. Give "
@@ -278,6 +300,13 @@ class Warmups:
         """Return the layout that the user declared, for outputs computed at a size."""
         return declared_layout(outputs, size, self._batch_dims)
 
+    def _run(self, views: dict[str, Any], lane: Lane, iterations: int = 1) -> Any:
+        """Run the step as it is, compiled where it is."""
+        with every_size_compiled():
+            return self._backend.warmup(
+                lambda: self.step(views), stream=lane.stream, iterations=iterations
+            )
+
     def _at_another_size(
         self, key: GraphKey, lane: Lane, other_sizes: Sequence[int]
     ) -> tuple[int, Any]:
@@ -297,7 +326,7 @@ class Warmups:
                     views[name] = spec.full(other, self._inputs.device)
         lane.set_rows(other)
         try:
-            outputs = self._backend.warmup(lambda: self.step(views), stream=lane.stream)
+            outputs = self._run(views, lane)
         except Exception as error:
             raise CaptureError(
                 f"To measure its outputs the step was run at {other} rows, and raised "

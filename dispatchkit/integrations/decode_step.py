@@ -22,6 +22,7 @@ def decode_step(
     forward: Callable[..., Any],
     *,
     wants_logits: bool,
+    compile: Callable[..., Any] | None = None,  # noqa: A002 - torch's own word
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Return one step of decoding.
 
@@ -35,31 +36,42 @@ def decode_step(
         lengths: Positions that it may read, ascending.
         forward: What computes it: the model, or its compiled form.
         wants_logits: Return logits.
+        compile: Is given what a step of one length runs, and returns what runs in its place.
     """
     views = {length: memory.view(length) for length in lengths}
     sink, last = memory.sink, memory.length - 1
     ahead = torch.arange(memory.length, device=probe.device)
+
+    def step_of(length: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        cache, place = views[length]
+
+        def run(tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            place.positions = positions
+            column = positions.unsqueeze(1)
+            output = forward(
+                input_ids=tokens.unsqueeze(1),
+                # Rows without a sequence are at a position that models have no embedding for.
+                position_ids=column.clamp(max=last),
+                attention_mask=probe.mask_of((ahead[:length] <= column).view(-1, 1, 1, length)),
+                **probe.step_arguments(cache),
+            )
+            logits = output.logits[:, -1].float()
+            # A row that waits to be dropped stays at the position that is never read.
+            following = (positions + 1).clamp(max=sink)
+            return (logits if wants_logits else logits.argmax(-1)), following
+
+        return run if compile is None else compile(run)
+
+    steps = {length: step_of(length) for length in lengths}
 
     def step(
         tokens: torch.Tensor, positions: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Without a graph it is the length itself that is given; to find out which outputs follow
         # it, one beyond all of them may be.
-        length = next((one for one in lengths if one >= length), lengths[-1])
-        cache, place = views[length]
-        place.positions = positions
-        column = positions.unsqueeze(1)
-        output = forward(
-            input_ids=tokens.unsqueeze(1),
-            # Rows without a sequence are at a position that models have no embedding for.
-            position_ids=column.clamp(max=last),
-            attention_mask=probe.mask_of((ahead[:length] <= column).view(-1, 1, 1, length)),
-            **probe.step_arguments(cache),
+        return steps[next((one for one in lengths if one >= length), lengths[-1])](
+            tokens, positions
         )
-        logits = output.logits[:, -1].float()
-        # A row that waits to be dropped stays at the position that is never read.
-        following = (positions + 1).clamp(max=sink)
-        return (logits if wants_logits else logits.argmax(-1)), following
 
     return step
 

@@ -76,9 +76,11 @@ class GraphDecoder:
         sizes: Batch sizes to capture; derived from ``max_batch_size`` by default.
         lengths: Lengths of the cache to capture for: a step reads the smallest that covers all
             of its sequences. By default powers of two from 128 on, and ``max_length``.
-        forward: What computes a step in the model's place, such as ``torch.compile(model)``. By
-            default it is warmed up twice, since it is not compiled while its writes are watched,
-            and host synchronisation in its capture is left to the driver to refuse.
+        compile: Capture compiled kernels: True compiles the whole step, the model with the
+            writing of the cache and the choice of tokens, by ``torch.compile``; a function is
+            given the step and returns what runs in its place.
+        forward: What computes the model's part of a step in its place, such as
+            ``torch.compile(model)``.
         policy: Name of the policy, or an object.
         policy_options: Options of a policy chosen by name.
         backend: ``auto``, a backend's name, or an object.
@@ -107,6 +109,7 @@ class GraphDecoder:
         max_length: int,
         sizes: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
+        compile: bool | Callable[[Callable[..., Any]], Callable[..., Any]] = False,  # noqa: A002
         forward: Callable[..., Any] | None = None,
         policy: str | Policy | None = None,
         policy_options: dict[str, Any] | None = None,
@@ -123,13 +126,11 @@ class GraphDecoder:
         self.lengths: tuple[int, ...] = check_lengths(lengths, max_length)
         self.cache: SlotCache = SlotCache(self._probe.states, max_batch_size, max_length)
         self.device: torch.device = self._probe.device
-        if forward is not None:
-            settings.setdefault("warmups", 2)
-            if backend == "auto" and self.device.type == "cuda":
-                from dispatchkit.backends.cuda import CudaBackend
-
-                # Watched, a compiled module would run as if it was not.
-                backend = CudaBackend(self.device, refuse_host_syncs=False)
+        if not isinstance(compile, bool) and not callable(compile):
+            raise ConfigError(
+                "compile", compile, "True, False, or a function that is given the step"
+            )
+        self._compile = torch.compile if compile is True else compile or None
         self._settings = {
             "sizes": sizes,
             "max_num_tokens": max_batch_size,
@@ -298,7 +299,12 @@ class GraphDecoder:
         found = self._runners.get(logits)
         if found is None:
             step = decode_step(
-                self._probe, self.cache, self.lengths, self._forward, wants_logits=logits
+                self._probe,
+                self.cache,
+                self.lengths,
+                self._forward,
+                wants_logits=logits,
+                compile=self._compile,
             )
             found = self._runners[logits] = GraphRunner(
                 step,

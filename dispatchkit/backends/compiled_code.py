@@ -1,0 +1,134 @@
+"""Functions of ``torch.compile`` inside a step that is watched, warmed up or captured.
+
+Under a dispatch mode that must see every operation, Dynamo compiles nothing, and marks the code
+it then skips for good: once called so, a compiled model runs plainly for the rest of the
+process. So such a mode has compiled functions run plainly by torch's own switch for it
+(``torch.compiler.set_stance``), which touches neither their code nor what is compiled already.
+
+Source: ``CatchErrorsWrapper`` in torch/_dynamo/convert_frame.py and ``ConvertFrameReturn`` in
+torch/_dynamo/types.py of torch 2.11 to 2.13, which say when a frame is skipped and for how long.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+
+
+def dynamo_is_loaded() -> bool:
+    """Return whether anything can have been compiled: to load Dynamo takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
+class _Plainly:
+    """Has compiled functions run plainly while anybody asks for it.
+
+    The switch is the process's: a compiled function that another thread calls in that moment
+    runs plainly, too. A capture of one that meets that tells of it.
+
+    Attributes:
+        num_begun: How often somebody asked.
+    """
+
+    num_begun: int
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._stance: Any = None
+        self.num_begun = 0
+
+    def begin(self) -> bool:
+        """Ask; return whether there is something to end."""
+        if not dynamo_is_loaded():
+            return False
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+        if get_eval_frame_callback() not in (None, False):
+            return False  # inside compiled code, where torch allows no switching
+        with self._lock:
+            if not self._depth:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._depth += 1
+            self.num_begun += 1
+        return True
+
+    @property
+    def is_on(self) -> bool:
+        """Whether somebody asks now."""
+        return self._depth > 0
+
+    def end(self) -> None:
+        """Ask no longer."""
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+PLAINLY = _Plainly()
+
+
+class Calls:
+    """Counts operations that functions of torch.compile run plainly.
+
+    What the compiler made is called by way of a function of Dynamo's own, so that operations of
+    it have one more frame of Dynamo's on the stack.
+
+    Args:
+        outermost: Identity of the frame to look no further than: by what it was called does not
+            count, and the frame is not kept.
+
+    Attributes:
+        num_plain: Those so far.
+    """
+
+    def __init__(self, outermost: int = 0) -> None:
+        self.num_plain: int = 0
+        self._outermost = outermost
+
+    def note(self, frame: FrameType | None) -> bool:
+        """Note an operation by the frame that called it; return whether it is such a one."""
+        while frame is not None and _is_of_dynamo(frame):
+            frame = frame.f_back  # around the mode's own handler
+        while frame is not None and id(frame) != self._outermost:
+            if _is_of_dynamo(frame):
+                if frame.f_code.co_name != _WRAPPER:
+                    return False
+                self.num_plain += 1
+                return True
+            frame = frame.f_back
+        return False
+
+
+_WRAPPER = "compile_wrapper"
+
+
+def _is_of_dynamo(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.endswith(("eval_frame.py", "_compile.py")) and "torch" in name
+
+
+@contextmanager
+def every_size_compiled() -> Iterator[None]:
+    """Let Dynamo compile for as many sizes as are warmed up.
+
+    By its own limit (8) a function without dynamic shapes would run plainly from the ninth size
+    on, with nothing but a line in the log. Every size that is warmed up is one the user asked
+    for; the larger limit of all that a function may be compiled for still holds.
+    """
+    if not dynamo_is_loaded():
+        yield
+        return
+    from torch._dynamo import config
+
+    most = max(config.recompile_limit, config.accumulated_recompile_limit)
+    with config.patch(recompile_limit=most) if most > config.recompile_limit else nullcontext():
+        yield
