@@ -10,9 +10,11 @@ is waited for at the end of a round alone.
 - ``eager``: the step, called plainly.
 - ``raw graphs``: torch.cuda.graph by hand, one for each size, on the same cache.
 - ``default``, ``reduce-overhead``: torch.compile of the step; as it is, and with its own graphs.
-- ``graphs``: GraphDecoder. ``graphs, compiled``: the same over ``torch.compile(model)``.
+- ``graphs``: GraphDecoder. ``graphs, compiled``: with ``compile=True``, the whole step compiled;
+  ``graphs, compiled model``: over ``torch.compile(model)``.
 - ``library static``, ``library dynamic``, ``generate``: whole calls of ``generate`` (fixed batches
-  only): with its compiled static cache, without, and through GraphDecoder.
+  only, the first with the smallest alone): with its compiled static cache, without, and through
+  GraphDecoder.
 
 Fixed batches: milliseconds for a step, and tokens a second, once everything is captured. Trace:
 the batch sizes of the first steps of real traffic, from the first step on; captures and
@@ -55,7 +57,9 @@ BENCH = "decoding"
 IS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if IS_GPU else "cpu")
 TRACE = Path(__file__).resolve().parent.parent / "tests/data/traces/step_azure_conv_low.csv.gz"
-COMPILED = ("default", "reduce-overhead", "graphs, compiled", "library static")
+COMPILED = (
+    "default", "reduce-overhead", "graphs, compiled", "graphs, compiled model", "library static",
+)  # fmt: skip
 
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -216,7 +220,7 @@ def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
     return Case(mode, run, memory)
 
 
-def graphs(model: Any, args: argparse.Namespace, *, is_compiled: bool) -> Case:
+def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> Case:
     """GraphDecoder's own runner of this length."""
     decoder = GraphDecoder(
         model,
@@ -224,7 +228,7 @@ def graphs(model: Any, args: argparse.Namespace, *, is_compiled: bool) -> Case:
         max_length=args.length,
         lengths=[args.length],
         sizes=args.sizes,
-        forward=torch.compile(model) if is_compiled else None,
+        **options,
     )
     runner = decoder.runner()
 
@@ -240,22 +244,27 @@ def graphs(model: Any, args: argparse.Namespace, *, is_compiled: bool) -> Case:
             "graph_bytes": runner.num_bytes,
         }
 
-    return Case("graphs, compiled" if is_compiled else "graphs", run, decoder, stats)
+    return Case(name, run, decoder, stats)
 
 
 CASES: dict[str, Callable[[Any, argparse.Namespace], Case]] = {
     "eager": eager,
     "raw graphs": raw_graphs,
-    "default": lambda model, args: compiled(model, args, "default"),
+    "graphs": lambda model, args: graphs("graphs", model, args),
     "reduce-overhead": lambda model, args: compiled(model, args, "reduce-overhead"),
-    "graphs": lambda model, args: graphs(model, args, is_compiled=False),
-    "graphs, compiled": lambda model, args: graphs(model, args, is_compiled=True),
+    "graphs, compiled": lambda model, args: graphs("graphs, compiled", model, args, compile=True),
+    "graphs, compiled model": lambda model, args: graphs(
+        "graphs, compiled model", model, args, forward=torch.compile(model)
+    ),
+    "default": lambda model, args: compiled(model, args, "default"),
 }
 
 
-def wanted(args: argparse.Namespace) -> list[str]:
+def wanted(args: argparse.Namespace, *, of_trace: bool = False) -> list[str]:
     """Return the cases that can run here."""
     left_out = set(args.skip)
+    if of_trace:
+        left_out |= {"default", "graphs, compiled model"}  # each compiles for half a minute
     if not IS_GPU:
         left_out.add("raw graphs")
         if not args.compile:
@@ -306,7 +315,7 @@ def trace(name: str, model: Any, args: argparse.Namespace) -> None:
     cases: list[Case] = []
     seconds: dict[str, list[float]] = {}
     more: dict[str, dict[str, Any]] = {}
-    for one in wanted(args):
+    for one in wanted(args, of_trace=True):
         _dynamo.reset()
         before = compile_seconds()
         synchronize()
@@ -351,6 +360,8 @@ def whole_calls(name: str, model: Any, args: argparse.Namespace) -> None:
             ids, cache_implementation="static", **asked
         )
     for rows in args.batches:
+        if rows != min(args.batches):
+            calls.pop("library static", None)  # compiled anew for each batch
         ids = torch.randint(3, 90, (rows, 8), generator=torch.Generator().manual_seed(3)).to(DEVICE)
         cases = [Case(one, lambda tokens, _: tokens) for one in calls]
         seconds: dict[str, list[float]] = {one: [] for one in calls}

@@ -114,10 +114,13 @@ def test_a_thousand_steps_of_requests_that_come_and_go_keep_memory_flat(model):
     assert used[1] <= used[0] + (1 << 20)
 
 
-def test_graphs_over_a_compiled_forward(model, prompts):
+@pytest.mark.parametrize("part", ["step", "model"])
+@pytest.mark.filterwarnings("error::dispatchkit.execute.graph_maker.PlainCodeWarning")
+def test_graphs_of_compiled_code(model, prompts, part):
+    torch._dynamo.reset()
+    given = {"compile": True} if part == "step" else {"forward": torch.compile(model)}
     decoder = GraphDecoder(
-        model, max_batch_size=8, max_length=64, lengths=[64], sizes=[8],
-        forward=torch.compile(model),
+        model, max_batch_size=8, max_length=64, lengths=[64], sizes=[8], **given
     )  # fmt: skip
     asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
     got = decoder.generate(**prompts, **asked)
@@ -159,5 +162,5 @@ def test_the_benchmark_runs_with_small_models():
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {row["case"] for row in rows} >= {
         "eager", "raw graphs", "default", "reduce-overhead", "graphs", "graphs, compiled",
-        "library static",
+        "graphs, compiled model", "library static",
     }  # fmt: skip
