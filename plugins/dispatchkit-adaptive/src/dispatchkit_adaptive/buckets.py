@@ -21,9 +21,6 @@ from dispatchkit_adaptive.ledger import DRIFT
 
 __all__ = ["ArmId", "Bucket", "Piece", "Stakes"]
 
-# The limit of eager stays where it would move by less of the bucket's size.
-_JITTER = 0.01
-
 
 @attrs.frozen(cache_hash=True)
 class Piece:
@@ -226,17 +223,8 @@ class Bucket:
         # What was won already pays for waiting until it is sure that eager is slower.
         leave = graph_us * (1.0 + _patience(stakes, graph, eager, at))
         leave = min(leave, stakes.worst(base_us, slack=2.0))
-        self._move_limit(line.largest(enter), line.largest(leave))
-
-    def _move_limit(self, least: float, most: float) -> None:
-        """Keep the limit between two, which jitter; each move has cells asked for again."""
-        wanted = min(max(self.limit, least), most)
-        jitter = _JITTER * self.top
-        if abs(wanted - self.limit) <= jitter and math.isfinite(self.limit):
-            return
-        if wanted >= self.top:
-            wanted = math.inf
-        self.limit = wanted
+        self.limit = max(self.limit, line.largest(enter))
+        self.limit = min(self.limit, line.largest(leave))
 
     def _crossing(self, line: Line, graph_us: float) -> float:
         """Return the tokens, among those measured, at which eager takes as long as a graph."""
@@ -284,7 +272,8 @@ class Bucket:
         at = self._crossing(line, us)
         enter = max(us * (1.0 + _margin(stakes, graph, eager, at)), DRIFT * us - room)
         leave = max(us, DRIFT * us - 2.0 * room)
-        self._move_limit(line.largest(leave), line.largest(enter))
+        self.limit = min(self.limit, line.largest(enter))
+        self.limit = max(self.limit, line.largest(leave))
 
 
 def _level(arm: Arm) -> float:
