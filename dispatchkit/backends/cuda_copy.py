@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -209,7 +209,7 @@ class CopyNode:
         self._nothing = Work()
         self._exec, self._node = ctypes.c_void_p(), ctypes.c_void_p()
         self._problem = ""
-        self._stop: Callable[[], int] = lambda: 0
+        self._idle = ctypes.c_void_p()
 
     def record(self, stream: int) -> None:
         """Queue it on a stream: first thing in a capture. It copies nothing.
@@ -230,12 +230,13 @@ class CopyNode:
         if isinstance(found, str):
             return found
         self._exec, self._node = ctypes.c_void_p(handle), ctypes.c_void_p(found)
-        self._stop = self._setter(self._nothing)
+        self._idle = self._params(self._nothing)
         return ""
 
     def stop(self) -> int:
         """Copy nothing from now on; return CUDA's error code."""
-        return self._stop()
+        code = self._kernel.change(self._exec, self._node, self._idle)
+        return self._again(self._idle, code) if code else 0
 
     def sender(
         self, pieces: Sequence[tuple[int, int, int, int]]
@@ -253,33 +254,33 @@ class CopyNode:
         for index, (target, num_bytes, tail_bytes, fill) in enumerate(pieces):
             work.targets[index], work.fills[index] = target, fill
             work.num_bytes[index], work.tail_bytes[index] = num_bytes, tail_bytes
-        change, sources = self._setter(work), work.sources
+        params, again, sources = self._params(work), self._again, work.sources
+        change, handle, node = self._kernel.change, self._exec, self._node
 
         def send(values: Sequence[torch.Tensor]) -> int:
             # One by one: half the price of struct, which asks ctypes for a buffer each time.
             for index, value in enumerate(values):
                 sources[index] = value.data_ptr()
-            return change()
+            code = change(handle, node, params)
+            return again(params, code) if code else 0
 
         return send
 
-    def _setter(self, work: Work) -> Callable[[], int]:
-        """Return what makes the node do some work, with the argument as it is then."""
+    def _params(self, work: Work) -> ctypes.c_void_p:
+        """Return where parameters lie that give the kernel some work; they keep it alive."""
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(work))
         params = NodeParams(self._kernel.function, self._grid, (_THREADS, 1, 1))
         params.params = ctypes.addressof(arguments)
-        place = ctypes.c_void_p(ctypes.addressof(params))
-        change, enter = self._kernel.change, self._kernel.enter
-        handle, node, kept = self._exec, self._node, (work, arguments, params)
+        place: Any = ctypes.c_void_p(ctypes.addressof(params))
+        place.kept = work, arguments, params
+        return cast(ctypes.c_void_p, place)
 
-        def set_params(_: Any = kept) -> int:
-            code = change(handle, node, place)
-            if code == _NO_CONTEXT:  # a thread that has not used the device yet
-                enter()
-                code = change(handle, node, place)
-            return code
-
-        return set_params
+    def _again(self, params: ctypes.c_void_p, code: int) -> int:
+        """Set the node again if that was refused since the thread has not used the device yet."""
+        if code == _NO_CONTEXT:
+            self._kernel.enter()
+            code = self._kernel.change(self._exec, self._node, params)
+        return code
 
 
 def launch_once(kernel: CopyKernel, grid: tuple[int, int, int], work: Work, stream: int) -> int:

@@ -265,6 +265,7 @@ class Loader:
     def load(self, values: Sequence[Any]) -> None:
         """Copy a checked call in, and set stale rows behind it back to fill."""
         buffers = self.buffers
+        buffers.inputs.plain = None
         if buffers.clean_from <= self.num_rows and self.bucket <= buffers.clean_to:
             buffers.clean_from = self.num_rows  # before the copy: one that fails leaves dirt
             if self._all is not None:

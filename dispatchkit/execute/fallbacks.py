@@ -62,6 +62,7 @@ class Fallbacks:
     def run_eager(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
         """Run the step plainly on a checked call, uncounted; None: on what the buffers hold."""
         self._lane.tick += 1
+        self._inputs.plain = None
         if self._axes is not None:
             given = self._axes.plain(tensors)  # type: ignore[arg-type]  # a call made by it
         else:

@@ -181,7 +181,10 @@ class InputSet:
             self.check = self._check_mixed
         elif TensorGuards is not None:
             self.check = self._check_tensors
-        self._quick: dict[int, Callable[..., bool]] = {}
+        self._quick: dict[int, tuple[Callable[..., bool], Callable[..., bool]]] = {}
+        #: The last call checked, if all of it is contiguous and in memory as it is; None, or an
+        #: earlier one, otherwise. Who has used it forgets it, so that nothing is kept alive.
+        self.plain: Any = None
         self._num_remade = 0
         # For a single name it gives the value and not a tuple of one.
         self._pick: Any = itemgetter(*self.names) if len(self.names) > 1 else None
@@ -229,17 +232,24 @@ class InputSet:
         """Check inputs that are all on the device, by what an earlier call of this size was."""
         try:
             rows: int = values[self._lead].shape[self._lead_dim]
-            fits = self._quick.get(rows)
-            if fits is not None and fits(*values):
-                return rows
+            known = self._quick.get(rows)
+            if known is not None:
+                is_plain, fits = known
+                if is_plain(*values):
+                    self.plain = values
+                    return rows
+                if fits(*values):
+                    self.plain = None  # the same call may have been another one before
+                    return rows
         except (AttributeError, IndexError):
             pass  # told below
+        self.plain = None
         rows = self._check_alike(values)
         self._note_fit(rows, values)
         return rows
 
     def _note_fit(self, rows: int, values: Sequence[torch.Tensor]) -> None:
-        """Keep what a call that fits looks like; strides are left open, as they may be any."""
+        """Keep what a call that fits looks like: contiguous, and with any strides."""
         if self._num_remade >= _MAX_REMADE:
             self._quick.clear()
             return
@@ -249,11 +259,19 @@ class InputSet:
             self._quick.clear()
         # A tensor that requires a gradient fits while gradients are off, and not for good.
         if all(type(value) is torch.Tensor and not value.requires_grad for value in values):
-            self._quick[rows] = TensorGuards(
-                *values,
-                dynamic_dims_sizes=[list(value.shape) for value in values],
-                dynamic_dims_strides=[[None] * value.dim() for value in values],
-            ).check
+            shapes = [list(value.shape) for value in values]
+            guards = [
+                TensorGuards(*values, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+                for strides in (
+                    [_contiguous(shape) for shape in shapes],
+                    [[None] * len(shape) for shape in shapes],
+                )
+            ]
+            # The guard knows these flags, and says yes to tensors that have them alike.
+            are_flagged = any(
+                value.is_neg() or value.is_conj() or value._is_zerotensor() for value in values
+            )
+            self._quick[rows] = (_never if are_flagged else guards[0], guards[1])
 
     def _check_alike(self, values: Sequence[Any]) -> int:
         """Check inputs that are all on the device, or all arrays."""
@@ -323,3 +341,16 @@ class InputSet:
         )
         self._expected[rows] = expected
         return expected
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    """Return the strides of contiguous memory of a shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return strides[::-1]
+
+
+def _never(*_: Any) -> bool:
+    return False

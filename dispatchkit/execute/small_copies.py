@@ -137,7 +137,7 @@ class NodeLoader:
 
     def __init__(self, node: InputNode, buffers: InputBuffers, num_rows: int, bucket: int) -> None:
         self.buffers, self.num_rows, self.bucket = buffers, num_rows, bucket
-        self._node = node
+        self._node, self._inputs = node, buffers.inputs
         views = buffers.views(num_rows)
         self._views = [views[index] for index in node.inputs]
         is_all = node.inputs == tuple(range(len(views)))
@@ -154,13 +154,15 @@ class NodeLoader:
         Raises:
             ReplayError: The node can neither be set nor stopped.
         """
-        buffers = self.buffers
+        buffers, inputs = self.buffers, self._inputs
         if buffers.clean_from < self.num_rows:
             buffers.clean_from = self.num_rows
+        is_plain = inputs.plain is values
+        inputs.plain = None
         if self._rest is not None:
             self._load_rest(values)
         picked = values if self._pick is None else self._pick(values)
-        if not self._fits(*picked):
+        if not (is_plain or self._fits(*picked)):
             picked = self._made_plain(picked)
         self._node.is_idle = False
         code = self._send(picked)
