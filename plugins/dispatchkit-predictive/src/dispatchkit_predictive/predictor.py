@@ -1,20 +1,25 @@
-"""Which key comes next, by how often what followed what, of late.
+"""Which key comes next: several forecasts, each believed as far as it has been right.
 
 Only changes count: a key that is asked for a hundred times in a row is one event, as its graph
-is wanted once. Three sources are added up:
+is wanted once. The forecasts are
 
-- what followed the last keys (contexts of up to ``order`` keys, the longer ones first);
-- how far the next key lay from the last one of its kind: batches grow and shrink by a bucket,
-  so that also keys that were never seen are expected beside those that were;
-- how often each key came at all.
+- what came of late;
+- how far the next key lay from the last one of its kind, after a key of this kind: batches grow
+  and shrink by a bucket, so that also keys that were never seen are expected beside others;
+- what followed the last keys (contexts of up to ``order`` keys; what a longer one has not seen
+  often is left to the shorter one);
+- any key of a kind, as often as the kind came.
 
-Every count decays with each new one beside it, so that traffic that changed is forgotten.
+Each spreads one over the keys. Their weights are multiplied by what each gave to the key that
+came (a Bayesian mixture); a part of all weight is shared out anew each time, so that one that was
+wrong for long is believed again soon. Every count decays with each new one beside it, so that
+traffic that changed is forgotten.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
 from typing import TypeVar
 
@@ -22,28 +27,31 @@ from dispatchkit import GraphKey
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import check_count
 
-# How far beside a known key one is expected, in buckets, before any move was seen.
-_REACH, _WIDTH = 6, 1.5
-# What a key is worth that nothing speaks for: less than any that something does.
-_PRIOR = 0.01
-# Buckets that another kind of batch is taken to be away from what was seen.
-_OTHER_KIND = 4.0
+# The decays of how often each key came at all, and of late.
+_SLOW, _FAST = 0.998, 0.95
+# How far beside a key that came one is expected, in buckets: always, beside the last one of its
+# kind, and beside a move that was seen.
+_WIDTH, _NEAR, _MOVED, _REACH = 1.0, 1.5, 0.7, 6
+# The part of all weight that is shared out anew.
+_SHARE = 0.02
+# What counts beside the next change: what comes in the long run is captured, too.
+_LONG, _LATE = 0.3, 0.6
+
+# Of what nobody asks about for long, the older part is not learnt.
+_MOST_UNLEARNT = 10_000
 
 T = TypeVar("T", bound=Hashable)
-_Move = tuple[Hashable, int]  # a kind, and buckets from its last key
 
 
 class KeyPredictor:
     """Learns the order in which keys are asked for.
 
+    ``see`` only notes; what there is to learn of it is learnt when somebody asks.
+
     Args:
         keys: All declared keys.
         order: Longest context, in keys.
-        decay: What an earlier count is worth beside a new one, 0 to 1.
-
-    Attributes:
-        num_predicted: Changes that a key was expected for.
-        num_right: Those at which it came.
+        decay: What an earlier count of a context or a move is worth beside a new one, 0 to 1.
 
     Raises:
         ConfigError: A setting cannot be used.
@@ -54,103 +62,203 @@ class KeyPredictor:
         if not 0.0 < decay <= 1.0:
             raise ConfigError("decay", decay, "above 0 and at most 1")
         self._decay = decay
-        self._kinds: dict[Hashable, list[GraphKey]] = defaultdict(list)
-        self._place: dict[GraphKey, tuple[Hashable, int]] = {}
+        ladders: dict[Hashable, list[GraphKey]] = defaultdict(list)
         for key in sorted(keys, key=lambda one: one.num_tokens):
-            kind = _kind(key)
-            self._place[key] = (kind, len(self._kinds[kind]))
-            self._kinds[kind].append(key)
-        self._after: dict[tuple[GraphKey, ...], dict[GraphKey, float]] = defaultdict(dict)
-        self._moves: dict[Hashable, dict[_Move, float]] = defaultdict(dict)
-        self._often: dict[GraphKey, float] = {}
-        self._recent: list[GraphKey] = []
-        self._last_of: dict[Hashable, int] = {}
-        self._scores: dict[GraphKey, float] | None = None
-        self.num_predicted = self.num_right = 0
+            ladders[_kind(key)].append(key)
+        # Keys are numbers inside: those of one kind in a row, by size.
+        self._keys: list[GraphKey] = []
+        self._ranges: list[tuple[int, int]] = []
+        self._kinds: list[int] = []
+        for ladder in ladders.values():
+            start = len(self._keys)
+            self._keys += ladder
+            self._kinds += [len(self._ranges)] * len(ladder)
+            self._ranges.append((start, len(self._keys)))
+        self._index = {key: index for index, key in enumerate(self._keys)}
+        number = len(self._keys)
+        self._often, self._late = [0.0] * number, [0.0] * number
+        self._smooth = [0.0] * number  # like _often, each count spread over keys beside it
+        self._after: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
+        self._moves: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
+        self._last_of: dict[int, int] = {}
+        self._recent: list[int] = []
+        self._weights: list[float] = []
+        self._forecasts: list[list[float]] = []
+        self._next: list[float] = []
+        self._scores: dict[GraphKey, float] = dict.fromkeys(self._keys, 0.0)
+        self._unlearnt: deque[int] = deque(maxlen=_MOST_UNLEARNT)
+        self._last: int | None = None
+        self._num_predicted = self._num_right = 0
+
+    @property
+    def num_predicted(self) -> int:
+        """Changes that a key was expected for."""
+        self._learn_all()
+        return self._num_predicted
 
     @property
     def hit_rate(self) -> float:
         """Share of the changes at which the key came that was expected most."""
-        return self.num_right / self.num_predicted if self.num_predicted else 0.0
+        self._learn_all()
+        return self._num_right / self._num_predicted if self._num_predicted else 0.0
 
     def see(self, key: GraphKey) -> None:
-        """Learn that a key was asked for; one that is not declared, or the last one, is nothing."""
-        place = self._place.get(key)
-        recent = self._recent
-        if place is None or (recent and recent[-1] == key):
-            return
-        kind, rank = place
-        if recent:
-            # Asked only where an answer is there already: what comes next is seldom wanted.
-            if self._scores is not None:
-                self.num_predicted += 1
-                self.num_right += self.expected() == key
-            for length in range(1, min(self._order, len(recent)) + 1):
-                self._count(self._after[tuple(recent[-length:])], key)
-            if kind in self._last_of:
-                move = (kind, rank - self._last_of[kind])
-                self._count(self._moves[self._place[recent[-1]][0]], move)
-        self._count(self._often, key)
-        self._last_of[kind] = rank
-        self._recent = [*recent, key][-self._order :]
-        self._scores = None
+        """Note that a key was asked for; one that is not declared, or the last one, is nothing."""
+        index = self._index.get(key)
+        if index is not None and index != self._last:
+            self._last = index
+            self._unlearnt.append(index)
 
     def expected(self) -> GraphKey | None:
         """Return the key that is expected next; None before the first."""
-        scores = self.scores()
-        last = self._recent[-1] if self._recent else None
-        return max((key for key in scores if key != last), key=scores.__getitem__, default=None)
+        self._learn_all()
+        best = self._expected()
+        return None if best is None else self._keys[best]
 
     def scores(self) -> dict[GraphKey, float]:
         """Return how much each declared key is expected; only their order means something."""
-        if self._scores is None:
-            self._scores = self._add_up() if self._recent else dict.fromkeys(self._place, 0.0)
+        self._learn_all()
         return self._scores
 
-    # -- inside -------------------------------------------------------------------------
+    # -- learning -----------------------------------------------------------------------
 
-    def _count(self, row: dict[T, float], what: T) -> None:
-        for other in row:
-            row[other] *= self._decay
-        row[what] = row.get(what, 0.0) + 1.0
+    def _learn_all(self) -> None:
+        while self._unlearnt:
+            self._learn(self._unlearnt.popleft())
 
-    def _add_up(self) -> dict[GraphKey, float]:
-        recent, last = self._recent, self._recent[-1]
-        scores = {key: self._prior(key, last) for key in self._place}
-        total = sum(self._often.values())
-        for key, count in self._often.items():
-            scores[key] += count / total
-        weight = 1.0
-        for length in range(len(recent), 0, -1):
-            row = self._after.get(tuple(recent[-length:]))
+    def _learn(self, index: int) -> None:
+        kind = self._kinds[index]
+        recent = self._recent
+        if recent:
+            self._num_predicted += 1
+            self._num_right += self._expected() == index
+            self._believe(index)
+            for length in range(1, min(self._order, len(recent)) + 1):
+                _count(self._after[tuple(recent[-length:])], index, self._decay)
+            if kind in self._last_of:
+                row = self._moves[self._kinds[recent[-1]]]
+                for key in row:
+                    row[key] *= self._decay
+                for away, share in _spread(_MOVED, range(-_REACH, _REACH + 1)):
+                    move = (kind, index - self._last_of[kind] + away)
+                    row[move] = row.get(move, 0.0) + share
+        self._often = [count * _SLOW for count in self._often]
+        self._smooth = [count * _SLOW for count in self._smooth]
+        self._late = [count * _FAST for count in self._late]
+        self._often[index] += 1.0
+        self._late[index] += 1.0
+        start, stop = self._ranges[kind]
+        for away, share in _spread(_WIDTH, range(start - index, stop - index)):
+            self._smooth[index + away] += share
+        self._last_of[kind] = index
+        self._recent = [*recent, index][-self._order :]
+        self._forecast(index)
+
+    def _believe(self, index: int) -> None:
+        """Weigh the forecasts by what they gave to the key that came."""
+        found = [
+            weight * forecast[index]
+            for weight, forecast in zip(self._weights, self._forecasts, strict=True)
+        ]
+        total, even = sum(found), _SHARE / len(found)
+        self._weights = [(1.0 - _SHARE) * one / total + even for one in found]
+
+    # -- forecasts ----------------------------------------------------------------------
+
+    def _forecast(self, last: int) -> None:
+        smooth = _normal(self._smooth)
+        near = _normal(self._beside())
+        even = 0.1 / len(self._keys)
+        base = [0.7 * one + 0.2 * two + even for one, two in zip(smooth, near, strict=True)]
+        late = _mixed(self._late, base)
+        forecasts = [
+            late,
+            _mixed(self._moved(self._kinds[last]), base),
+            self._followed(base),
+            self._of_kind(),
+        ]
+        self._forecasts = [_without(forecast, last) for forecast in forecasts]
+        self._weights = self._weights or [1.0 / len(forecasts)] * len(forecasts)
+        self._next = [0.0] * len(self._keys)
+        for weight, forecast in zip(self._weights, self._forecasts, strict=True):
+            self._next = [one + weight * two for one, two in zip(self._next, forecast, strict=True)]
+        self._scores = {
+            key: one + _LONG * two + _LATE * three
+            for key, one, two, three in zip(self._keys, self._next, smooth, late, strict=True)
+        }
+
+    def _expected(self) -> int | None:
+        """Return the key that comes next; not what is worth most in the long run."""
+        if not self._recent or len(self._keys) == 1:
+            return None
+        return max(range(len(self._keys)), key=self._next.__getitem__)
+
+    def _beside(self) -> list[float]:
+        found = [0.0] * len(self._keys)
+        for kind, index in self._last_of.items():
+            start, stop = self._ranges[kind]
+            for other in range(start, stop):
+                found[other] = math.exp(-abs(other - index) / _NEAR)
+        return found
+
+    def _moved(self, kind: int) -> list[float]:
+        found = [0.0] * len(self._keys)
+        for (other, distance), count in self._moves.get(kind, {}).items():
+            start, stop = self._ranges[other]
+            index = self._last_of[other] + distance
+            if start <= index < stop:
+                found[index] += count
+        return found
+
+    def _followed(self, base: list[float]) -> list[float]:
+        found = base
+        for length in range(1, len(self._recent) + 1):
+            row = self._after.get(tuple(self._recent[-length:]))
             if row:
-                total = sum(row.values())
-                for key, count in row.items():
-                    scores[key] += weight * count / (total + 1.0)
-                weight /= total + 1.0  # what a longer context knows, a shorter need not say
-        moves = self._moves.get(self._place[last][0], {})
-        total = sum(moves.values()) + 2.0
-        for (kind, distance), count in moves.items():
-            self._add_beside(scores, kind, distance, count / total)
-        for kind in self._last_of:
-            for distance in range(-_REACH, _REACH + 1):
-                near = math.exp(-abs(distance) / _WIDTH)
-                self._add_beside(scores, kind, distance, near / total / len(self._last_of))
-        return scores
+                scale = 1.0 / (sum(row.values()) + 1.0)
+                found = [one * scale for one in found]
+                for index, count in row.items():
+                    found[index] += count * scale
+        return found
 
-    def _add_beside(
-        self, scores: dict[GraphKey, float], kind: Hashable, distance: int, worth: float
-    ) -> None:
-        ladder, rank = self._kinds[kind], self._last_of[kind] + distance
-        if 0 <= rank < len(ladder):
-            scores[ladder[rank]] += worth
+    def _of_kind(self) -> list[float]:
+        found: list[float] = []
+        for start, stop in self._ranges:
+            found += [sum(self._often[start:stop]) / (stop - start)] * (stop - start)
+        return found
 
-    def _prior(self, key: GraphKey, last: GraphKey) -> float:
-        kind, rank = self._place[key]
-        away = _OTHER_KIND * (1.0 + abs(math.log2(key.num_tokens / last.num_tokens)))
-        if kind in self._last_of:
-            away = min(away, abs(rank - self._last_of[kind]))
-        return _PRIOR / (1.0 + away)
+
+def _count(row: dict[T, float], what: T, decay: float) -> None:
+    for other in row:
+        row[other] *= decay
+    row[what] = row.get(what, 0.0) + 1.0
+
+
+def _spread(width: float, distances: range) -> list[tuple[int, float]]:
+    """Return a share for each distance, less the farther; all together one."""
+    shares = [math.exp(-abs(away) / width) for away in distances]
+    total = sum(shares)
+    return [(away, share / total) for away, share in zip(distances, shares, strict=True)]
+
+
+def _normal(found: list[float]) -> list[float]:
+    total = sum(found)
+    return [one / total for one in found] if total else found
+
+
+def _mixed(found: list[float], base: list[float]) -> list[float]:
+    """Return nine parts of one with a tenth of the base, or the base alone."""
+    total = sum(found)
+    if not total:
+        return base
+    return [0.9 * one / total + 0.1 * other for one, other in zip(found, base, strict=True)]
+
+
+def _without(forecast: list[float], last: int) -> list[float]:
+    """Return it for a change: the last key does not come, and any other may."""
+    found = [max(one, 1e-9) for one in forecast]
+    found[last] = 1e-9
+    return _normal(found)
 
 
 def _kind(key: GraphKey) -> Hashable:
