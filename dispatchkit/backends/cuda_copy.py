@@ -15,6 +15,7 @@ Source: CUDA Driver API, "Module Management", "Execution Control" and "Graph Man
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -27,7 +28,6 @@ from dispatchkit.backends.cuda_driver import DriverCallError, driver_library
 #: Pieces of one node at most.
 MAX_PIECES = 16
 _THREADS, _MAX_BLOCKS, _WIDEST = 256, 64, 16
-_NO_CONTEXT = 201
 _KERNEL_NODE = 0
 # Options of the compiler of PTX: where its complaints go, and how much room there is.
 _ERROR_LOG, _ERROR_LOG_BYTES, _LOG_BYTES = 5, 6, 4096
@@ -181,6 +181,7 @@ class CopyKernel:
         change: ``cuGraphExecKernelNodeSetParams_v2``.
         find: Returns the node that a raw graph begins with, or why that is not this kernel.
         enter: Makes the device's context the thread's own.
+        thread: Whether this thread has a context, as ``has_context``.
     """
 
     function: ctypes.c_void_p
@@ -188,6 +189,13 @@ class CopyKernel:
     change: Callable[..., int]
     find: Callable[[int], int | str]
     enter: Callable[[], None]
+    thread: threading.local = attrs.field(factory=threading.local, repr=False)
+
+    def ensure_context(self) -> None:
+        """Give this thread a context if it has none: without, ``change`` ends the process."""
+        if not hasattr(self.thread, "has_context"):
+            self.enter()
+            self.thread.has_context = True
 
 
 class CopyNode:
@@ -235,8 +243,8 @@ class CopyNode:
 
     def stop(self) -> int:
         """Copy nothing from now on; return CUDA's error code."""
-        code = self._kernel.change(self._exec, self._node, self._idle)
-        return self._again(self._idle, code) if code else 0
+        self._kernel.ensure_context()
+        return self._kernel.change(self._exec, self._node, self._idle)
 
     def sender(
         self, pieces: Sequence[tuple[int, int, int, int]]
@@ -254,15 +262,17 @@ class CopyNode:
         for index, (target, num_bytes, tail_bytes, fill) in enumerate(pieces):
             work.targets[index], work.fills[index] = target, fill
             work.num_bytes[index], work.tail_bytes[index] = num_bytes, tail_bytes
-        params, again, sources = self._params(work), self._again, work.sources
+        params, sources, thread = self._params(work), work.sources, self._kernel.thread
         change, handle, node = self._kernel.change, self._exec, self._node
+        ensure_context = self._kernel.ensure_context
 
         def send(values: Sequence[torch.Tensor]) -> int:
             # One by one: half the price of struct, which asks ctypes for a buffer each time.
             for index, value in enumerate(values):
                 sources[index] = value.data_ptr()
-            code = change(handle, node, params)
-            return again(params, code) if code else 0
+            if not hasattr(thread, "has_context"):  # asked here, since a call costs more
+                ensure_context()
+            return change(handle, node, params)
 
         return send
 
@@ -274,13 +284,6 @@ class CopyNode:
         place: Any = ctypes.c_void_p(ctypes.addressof(params))
         place.kept = work, arguments, params
         return cast(ctypes.c_void_p, place)
-
-    def _again(self, params: ctypes.c_void_p, code: int) -> int:
-        """Set the node again if that was refused since the thread has not used the device yet."""
-        if code == _NO_CONTEXT:
-            self._kernel.enter()
-            code = self._kernel.change(self._exec, self._node, params)
-        return code
 
 
 def launch_once(kernel: CopyKernel, grid: tuple[int, int, int], work: Work, stream: int) -> int:

@@ -48,7 +48,8 @@ class Played(TapeBackend):
         self.code = self.stop_code = 0
         self.problem = ""
         self.work, self.grids, self.launches = {}, [], []
-        self.no_context = False
+        self.contexts = set()  # threads that have one
+        self.changes = 0
         kernel = ctypes.c_void_p(1)
         self.kernel = CopyKernel(kernel, self.launch, self.change, self.find, self.enter)
 
@@ -63,7 +64,7 @@ class Played(TapeBackend):
         return raw_graph
 
     def enter(self):
-        self.no_context = False
+        self.contexts.add(threading.get_native_id())
 
     def change(self, handle, node, place):
         params = NodeParams.from_address(place.value)
@@ -72,11 +73,12 @@ class Played(TapeBackend):
         argument = ctypes.c_void_p.from_address(params.params).value
         work = Work.from_buffer_copy(ctypes.string_at(argument, ctypes.sizeof(Work)))
         is_stop = not any(work.targets)
-        if self.no_context:
-            return 201
+        if threading.get_native_id() not in self.contexts:
+            raise AssertionError("The driver ends the process where a thread has no context.")
         if self.stop_code if is_stop else self.code:
             return self.stop_code if is_stop else self.code
         self.work[handle.value] = work, params.grid[1]
+        self.changes += 1
         return 0
 
     def play(self, number):
@@ -287,10 +289,15 @@ def test_a_node_that_cannot_be_set_is_made_up_for(caplog):
 
 
 def test_a_thread_without_a_context_gets_one():
+    """Before the driver is asked: it does not refuse such a thread, it ends the process."""
     case = Case(SPECS)
     loader, call = case.loader(5), rows_of(5, 2)
-    case.backend.no_context = True
-    loader.load(call)
+    case.backend.contexts.clear()
+    threads = [threading.Thread(target=loader.load, args=(call,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert case.backend.changes >= 3
     case.launch(8)
     holds(case.buffers, SPECS, call, 5, 8)
 
