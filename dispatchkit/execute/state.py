@@ -190,7 +190,9 @@ class WriteWatch(DispatchMode):
         """Return what was found out about functions of torch.compile; None if there are none."""
         if self._calls is None or not self._calls.num_plain:
             return None
-        alive = (torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in self._given.values())
+        alive: Iterator[Any] = (
+            torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in self._given.values()
+        )
         reads = tuple(one for one in alive if one is not None and one._cdata not in self._own)
         return CompiledCode(reads, self._calls.num_plain, self.draws)
 
