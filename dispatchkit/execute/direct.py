@@ -17,13 +17,14 @@ LaunchCall = Callable[[Any, Any], int | None]
 def direct_call(backend: GraphBackend, step: CapturedStep) -> tuple[LaunchCall, Any] | str:
     """Return the call and the graph to launch it directly, or why its replay must do it.
 
-    A graph that draws random numbers needs torch, which tells it where the generator is.
+    A graph that draws random numbers needs torch, which tells it where the generator is. One
+    whose operations nobody watched counts as such until its first replay has told.
     """
     if not isinstance(step, FullStep):
         return "made of pieces"
     graph = step.graphs[0]
     if graph.has_random_state:
-        return "draws random numbers"
+        return "may draw random numbers"
     find = getattr(backend, "direct_launch", None)
     handle = getattr(graph, "raw_exec_handle", None)
     if find is None or handle is None:

@@ -639,7 +639,8 @@ def test_busy_neighbours_do_not_disturb_a_capture():
 
     def busy():
         try:
-            stream = torch.cuda.Stream()
+            # Of another priority: torch has 32 streams of each, and could give out the rig's.
+            stream = torch.cuda.Stream(priority=-1)
             event = torch.cuda.Event()
             with torch.cuda.stream(stream):
                 while not stop.is_set():

@@ -163,7 +163,8 @@ def test_captures_beside_busy_neighbours(step, mode):
 
     def busy():
         try:
-            stream, event = torch.cuda.Stream(), torch.cuda.Event()
+            # Of another priority: torch has 32 streams of each, and could give out the runner's.
+            stream, event = torch.cuda.Stream(priority=-1), torch.cuda.Event()
             with torch.cuda.stream(stream):
                 while not stop.is_set():
                     there = torch.full((1 << 14,), 2.0).cuda() * 3
