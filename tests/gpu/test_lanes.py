@@ -38,10 +38,10 @@ class Urgent(InTurn):
 
 def make(step, lanes, **settings):
     settings.setdefault("lane_policy", InTurn())
+    settings.setdefault("sizes", (1, 8, 32))
     return GraphRunner(
         step,
         {"x": StaticInput((None, WIDTH), "float32")},
-        sizes=(1, 8, 32),
         max_num_tokens=32,
         mode="FULL",
         backend="cuda",
@@ -103,6 +103,30 @@ def test_inputs_and_results_may_be_let_go_of_at_once():
         whole_numbers(32, 7.0)  # takes the memory, if it is free
     want = [exact(whole_numbers(32, number % 251)).sum() for number in range(2000)]
     assert torch.equal(torch.stack(sums), torch.stack(want))
+
+
+def test_an_only_graph_gives_results_of_their_own():
+    """It writes to memory of its pool and not of the lane; what was given out stays as it was."""
+    runner = make(exact, 4, sizes=(32,))
+    assert not runner.capture().failed
+    handles = [runner.submit(whole_numbers(1 + i % 32, i % 251)) for i in range(400)]
+    for i, handle in enumerate(handles):
+        assert torch.equal(handle.result(), exact(whole_numbers(1 + i % 32, i % 251))), i
+
+
+def test_a_handle_tells_of_its_own_step_however_many_come_after_it():
+    """Events serve again, and not while a handle may ask for its own."""
+    runner = make(exact, 2)
+    runner.capture()
+    kept = []
+    for number in range(300):
+        handle = runner.submit(whole_numbers(8, number % 251))
+        if number % 50 == 0:
+            kept.append((number, handle))
+            handle.synchronize()
+    assert all(handle.is_done() for _, handle in kept)
+    for number, handle in kept:
+        assert torch.equal(handle.result(), exact(whole_numbers(8, number % 251)))
 
 
 def test_steps_that_change_state_do_not_overlap():
