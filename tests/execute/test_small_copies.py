@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 
 import pytest
 
@@ -449,3 +450,24 @@ def test_a_node_that_fails_is_told(made, keys, caplog):
         assert torch.equal(runner(*rows_of(3, number))[0], step(*rows_of(3, number))[0])
     assert "CUDA error 1" in runner.input_path(keys.full(4))
     assert len(caplog.records) == 1
+
+
+def test_nothing_of_a_call_is_kept_alive(made):
+    runner, _ = made()
+    for rows, ceiling in ((3, 2), (3, 2), (8, 2), (8, 0), (3, 2), (3, 0)):
+        call = rows_of(rows, 1)
+        kept = [weakref.ref(value) for value in call]
+        assert torch.equal(runner(*call, ceiling=ceiling)[0], step(*call)[0])
+        del call
+        assert [one() for one in kept] == [None] * 3
+
+
+def test_the_same_arguments_are_looked_at_anew(made):
+    """A tuple of tensors that was contiguous at one call need not be so at the next."""
+    runner, _ = made(lambda x: x + 0, {"x": StaticInput((None, 2), "int64")})
+    args = (torch.arange(4).view(2, 2),)
+    for _ in range(3):
+        assert runner(*args).tolist() == [[0, 1], [2, 3]]
+        args[0].t_()
+        assert runner(*args).tolist() == [[0, 2], [1, 3]]
+        args[0].t_()
