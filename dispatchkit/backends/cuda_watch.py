@@ -9,12 +9,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.backends.compiled_code import Calls
 from dispatchkit.backends.cuda_memory import Segment
-from dispatchkit.backends.dispatch_mode import DispatchMode, PerOperation, tensors_in
+from dispatchkit.backends.dispatch_mode import DispatchMode, PerOperation
 from dispatchkit.backends.host_sync import (
     HostSyncGuard,
     is_composite,
@@ -30,31 +29,47 @@ _COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
 class _Given:
     """Storages on the device that operations were given, without keeping them.
 
-    Most of them are intermediates, whose memory later operations use again.
+    Most of them are intermediates, whose memory later operations use again. Weak references
+    are kept as torch counts them: an object for each would double the price.
     """
 
-    def __init__(self) -> None:
-        self._refs: dict[int, StorageWeakRef] = {}
+    # Kept here, since the module may be gone before the last of these.
+    _free = staticmethod(torch.UntypedStorage._free_weak_ref)
 
-    def note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        identity = storage._cdata
-        # While there is a reference to it, no other storage has its identity.
-        if identity not in self._refs:
-            self._refs[identity] = StorageWeakRef(storage)
+    def __init__(self) -> None:
+        self._refs: set[Any] = set()  # numbers; torch annotates them otherwise
+
+    def note(self, values: Iterable[Any]) -> bool:
+        """Note the tensors among an operation's arguments; return whether one is on a device."""
+        found = False
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if value.is_cuda:
+                    found = True
+                    storage = value.untyped_storage()
+                    # While there is a reference to it, no other storage has its identity.
+                    if storage._cdata not in self._refs:
+                        self._refs.add(storage._weak_ref())
+            elif isinstance(value, (tuple, list)):
+                found = self.note(value) or found
+        return found
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
         """Return what is alive and not in the graph's own pool."""
         spans = [(one["address"], one["address"] + one["total_size"]) for one in segments]
         found = []
-        for ref in self._refs.values():
-            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+        for ref in self._refs:
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref)
             if storage is None:
                 continue  # an intermediate, gone by now
             address = storage.data_ptr()
             if not any(start <= address < end for start, end in spans):
                 found.append(storage)
         return found
+
+    def __del__(self) -> None:
+        for ref in self._refs:
+            self._free(ref)
 
 
 class WarmupNotes:
@@ -73,11 +88,7 @@ class WarmupNotes:
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note an operation before it runs."""
-        on_device = False
-        for tensor in tensors_in((*args, *kwargs.values()) if kwargs else args):
-            if tensor.is_cuda:
-                on_device = True
-                self._given.note(tensor)
+        on_device = self._given.note((*args, *kwargs.values()) if kwargs else args)
         draws, may_wait, copies, hides = _looks_of(func)
         if draws:
             self.draws = True
@@ -162,11 +173,7 @@ class CaptureWatch(DispatchMode):
             self._calls.note(sys._getframe(1))
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        on_device = False
-        for tensor in tensors_in((*args, *kwargs.values())):
-            if tensor.is_cuda:
-                on_device = True
-                self._given.note(tensor)
+        on_device = self._given.note((*args, *kwargs.values()) if kwargs else args)
         error = sync_of(func, args) if on_device else None  # host tensors may be read
         if error is None and func._schema.name in _COPIES:
             error = self._host_copy(func, args, kwargs)

@@ -79,7 +79,7 @@ class Capturer:
         self,
         key: GraphKey,
         lane: Lane,
-        other_sizes: Sequence[int],
+        other_sizes: Callable[[], Sequence[int]],
         admission: Admission | None = None,
     ) -> CapturedStep:
         """Capture a key; the step's state, the generators and other keys are as before.
@@ -87,7 +87,7 @@ class Capturer:
         Args:
             key: What to capture.
             lane: Where.
-            other_sizes: Further sizes the step can be run at, to measure its outputs.
+            other_sizes: Returns further sizes the step can be run at, to measure its outputs.
             admission: Asked before memory is taken; None where there is no limit.
 
         Raises:

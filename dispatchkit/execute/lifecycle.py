@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from dispatchkit.backends.capture_errors import forget_path
@@ -373,7 +374,7 @@ class Lifecycle:
             lost: Gets the keys that went.
         """
         handled = sys.exception()
-        admission, others = self._room.admission(key, evict=evict), self._other_sizes(key)
+        admission, others = self._room.admission(key, evict=evict), partial(self._other_sizes, key)
         try:
             return self._capturer.capture(key, self._lane, others, admission)
         except OverBudgetError as error:

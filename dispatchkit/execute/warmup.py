@@ -6,7 +6,7 @@ batch. Whatever it changes is put back by the caller's snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -278,7 +278,11 @@ class Warmups:
         return outputs, notes
 
     def layout(
-        self, key: GraphKey, lane: Lane, outputs: Any, other_sizes: Sequence[int]
+        self,
+        key: GraphKey,
+        lane: Lane,
+        outputs: Any,
+        other_sizes: Callable[[], Sequence[int]],
     ) -> OutputLayout | None:
         """Return the layout of a key's outputs, measuring it once for each family."""
         if not self._warmups:
@@ -289,7 +293,7 @@ class Warmups:
             if layout.fits(outputs, size):
                 return layout
         if self._batch_dims == DERIVED:
-            other, second = self._at_another_size(key, lane, other_sizes)
+            other, second = self._at_another_size(key, lane, other_sizes())
             layout = measure_layout(outputs, size, second, other)
         else:
             layout = declared_layout(outputs, size, self._batch_dims)

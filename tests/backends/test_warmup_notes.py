@@ -58,3 +58,22 @@ def test_operations_that_hide_others_leave_the_watching_to_the_capture():
 
     assert notes_of(lambda: x.reshape(-1)).is_plain
     assert not notes_of(hiding).is_plain
+
+
+def test_storages_are_noted_without_being_kept():
+    """What is alive at the end is told; the rest is freed as if nobody had looked."""
+    notes, weight, kept = CudaNotes(), torch.ones(3), []
+    device = type("OnDevice", (torch.Tensor,), {"is_cuda": True})
+
+    def on_device(tensor):
+        return tensor.as_subclass(device)
+
+    gone = torch.ones(3) * 2
+    kept.append(torch.ones(3) * 3)
+    assert notes._given.note((on_device(weight), [on_device(gone), 4], on_device(kept[0])))
+    assert not notes._given.note((weight, [weight], "text"))
+    del gone
+    found = {storage._cdata for storage in notes.outside(())}
+    assert found == {one.untyped_storage()._cdata for one in (weight, kept[0])}
+    own = {"address": weight.data_ptr(), "total_size": 512}
+    assert weight.untyped_storage()._cdata not in {one._cdata for one in notes.outside([own])}
