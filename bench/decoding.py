@@ -10,8 +10,7 @@ is waited for at the end of a round alone.
 - ``eager``: the step, called plainly.
 - ``raw graphs``: torch.cuda.graph by hand, one for each size, on the same cache.
 - ``default``, ``reduce-overhead``: torch.compile of the step; as it is, and with its own graphs.
-- ``graphs``: GraphDecoder. ``graphs, compiled``: with ``compile=True``, the whole step compiled;
-  ``graphs, compiled model``: over ``torch.compile(model)``.
+- ``graphs``: GraphDecoder. ``graphs, compiled``: with ``compile=True``.
 - ``library static``, ``library dynamic``, ``generate``: whole calls of ``generate`` (fixed batches
   only, the first with the smallest alone): with its compiled static cache, without, and through
   GraphDecoder.
@@ -57,9 +56,7 @@ BENCH = "decoding"
 IS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if IS_GPU else "cpu")
 TRACE = Path(__file__).resolve().parent.parent / "tests/data/traces/step_azure_conv_low.csv.gz"
-COMPILED = (
-    "default", "reduce-overhead", "graphs, compiled", "graphs, compiled model", "library static",
-)  # fmt: skip
+COMPILED = ("default", "reduce-overhead", "graphs, compiled", "library static")
 
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -253,9 +250,6 @@ CASES: dict[str, Callable[[Any, argparse.Namespace], Case]] = {
     "graphs": lambda model, args: graphs("graphs", model, args),
     "reduce-overhead": lambda model, args: compiled(model, args, "reduce-overhead"),
     "graphs, compiled": lambda model, args: graphs("graphs, compiled", model, args, compile=True),
-    "graphs, compiled model": lambda model, args: graphs(
-        "graphs, compiled model", model, args, forward=torch.compile(model)
-    ),
     "default": lambda model, args: compiled(model, args, "default"),
 }
 
@@ -264,7 +258,7 @@ def wanted(args: argparse.Namespace, *, of_trace: bool = False) -> list[str]:
     """Return the cases that can run here."""
     left_out = set(args.skip)
     if of_trace:
-        left_out |= {"default", "graphs, compiled model"}  # each compiles for half a minute
+        left_out.add("default")  # it compiles for long, and captures nothing
     if not IS_GPU:
         left_out.add("raw graphs")
         if not args.compile:
@@ -314,8 +308,10 @@ def trace(name: str, model: Any, args: argparse.Namespace) -> None:
     views = {rows: (tokens[:rows], positions[:rows]) for rows in set(sizes)}
     cases: list[Case] = []
     seconds: dict[str, list[float]] = {}
-    more: dict[str, dict[str, Any]] = {}
-    for one in wanted(args, of_trace=True):
+    names = wanted(args, of_trace=True)
+    base = "raw graphs" if "raw graphs" in names else names[0]
+    waiting: list[tuple[Case, dict[str, Any]]] = []
+    for one in names:
         _dynamo.reset()
         before = compile_seconds()
         synchronize()
@@ -328,19 +324,28 @@ def trace(name: str, model: Any, args: argparse.Namespace) -> None:
         elapsed = perf_counter() - start - spent
         cases.append(case)
         seconds[case.name] = [elapsed / len(sizes)]
-        more[case.name] = {"compile_s": round(spent, 2), "distinct_sizes": len(set(sizes))}
-        # Once more, with everything there: how it goes on.
-        start = perf_counter()
-        for rows in sizes:
-            case.run(*views[rows])
-        synchronize()
-        more[case.name]["second_pass_ms"] = round((perf_counter() - start) / len(sizes) * 1e3, 4)
-    report(name, f"trace of {len(sizes)}", cases, seconds, sizes, more)
+        more: dict[str, Any] = {
+            "compile_s": round(spent, 2),
+            "distinct_sizes": len(set(sizes)),
+        }
+        if case.name != "eager":
+            # Once more, with everything there: how it goes on.
+            start = perf_counter()
+            for rows in sizes:
+                case.run(*views[rows])
+            synchronize()
+            more["second_pass_ms"] = round((perf_counter() - start) / len(sizes) * 1e3, 4)
+        waiting.append((case, more))
+        if base in seconds:  # each as soon as it can be compared
+            for known, fields in waiting:
+                traffic = f"trace of {len(sizes)}"
+                report(name, traffic, [known], seconds, sizes, {known.name: fields})
+            waiting.clear()
 
 
 def whole_calls(name: str, model: Any, args: argparse.Namespace) -> None:
     """``generate`` itself, of the library and through graphs: prompts, choices and all."""
-    count = min(args.steps, args.length // 2) + 1
+    count = min(args.steps, args.length // 2, 50) + 1
     decoder = GraphDecoder(
         model, max_batch_size=args.most, max_length=args.length, lengths=[args.length],
         sizes=args.sizes,
@@ -368,7 +373,7 @@ def whole_calls(name: str, model: Any, args: argparse.Namespace) -> None:
         for call in calls.values():
             call(ids)
             call(ids)
-        for _ in range(args.rounds):
+        for _ in range(min(args.rounds, 3)):
             for one, call in calls.items():
                 synchronize()
                 start = perf_counter()
@@ -387,7 +392,7 @@ def report(
     more: dict[str, dict[str, Any]] | None = None,
 ) -> None:
     """Print one line for each case."""
-    base = "raw graphs" if "raw graphs" in seconds else cases[0].name
+    base = "raw graphs" if "raw graphs" in seconds else next(iter(seconds))
     medians = {name: statistics.median(samples) for name, samples in seconds.items()}
     for case in cases:
         median = medians[case.name]
@@ -416,7 +421,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=names, choices=sorted(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64] if IS_GPU else [1, 5])
     parser.add_argument("--steps", type=int, default=100 if IS_GPU else 5)
-    parser.add_argument("--rounds", type=int, default=5 if IS_GPU else 2)
+    parser.add_argument("--rounds", type=int, default=3 if IS_GPU else 2)
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--trace-steps", type=int, default=1000 if IS_GPU else 30)
     parser.add_argument("--length", type=int, default=512 if IS_GPU else 64)

@@ -45,7 +45,10 @@ class _Plainly:
         self.num_begun = 0
 
     def begin(self) -> bool:
-        """Ask; return whether there is something to end."""
+        """Ask; return whether there is something to end.
+
+        Within code that Dynamo runs nothing can be asked.
+        """
         if not dynamo_is_loaded():
             return False
         from torch._C._dynamo.eval_frame import get_eval_frame_callback

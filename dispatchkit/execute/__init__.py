@@ -26,6 +26,7 @@ from dispatchkit.execute.context import (
     get_forward_context,
     set_forward_context,
 )
+from dispatchkit.execute.graph_maker import PlainCodeWarning
 from dispatchkit.execute.inputs import StaticInput
 from dispatchkit.execute.markers import eager_region, graph_break
 from dispatchkit.execute.pieces import Piece, eager_piece, graph_piece
@@ -67,6 +68,7 @@ __all__ = [
     "NoForwardContextError",
     "NvtxRanges",
     "Piece",
+    "PlainCodeWarning",
     "RunnerShadow",
     "RunnerStats",
     "StaticInput",

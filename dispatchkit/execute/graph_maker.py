@@ -16,6 +16,7 @@ from dispatchkit.backends.base import (
     RehearsingBackend,
     WarmupNotes,
 )
+from dispatchkit.backends.compiled_code import PLAINLY
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.budget import Admission
 from dispatchkit.execute.lanes import Lane
@@ -135,6 +136,7 @@ class GraphMaker:
             options["compiled"] = True
         elif may_be_unwatched and notes is not None and notes.is_plain:
             options["notes"] = notes
+        begun = PLAINLY.num_begun
         graph: Any = self._backend.capture(
             captured,
             stream=lane.stream,
@@ -142,6 +144,14 @@ class GraphMaker:
             generators=self._generators,
             **options,
         )
+        if may_be_unwatched and compiled is not None and PLAINLY.num_begun != begun:
+            warnings.warn(
+                "Another thread was warming a step up during a capture, which has functions of "
+                "torch.compile run plainly in the whole process: the graph may hold eager "
+                "kernels. Capture one runner after the other, and this one again.",
+                PlainCodeWarning,
+                stacklevel=2,
+            )
         if known is not None and may_be_unwatched:
             graph.holds.extend(known.holds)
             return graph, known.draws

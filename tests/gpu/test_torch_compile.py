@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from dispatchkit import GraphRunner, StaticInput, split_module  # noqa: E402
+from dispatchkit import GraphRunner, StaticInput, graph_piece, split_module  # noqa: E402
+from dispatchkit.execute import PlainCodeWarning  # noqa: E402
 from dispatchkit.execute.context import set_forward_context  # noqa: E402
 from dispatchkit.integrations import torch_compile  # noqa: E402
 from dispatchkit.keys import BatchDescriptor  # noqa: E402
@@ -214,3 +215,118 @@ def test_compiled_model_inside_a_runner_gives_right_results():
     for rows in (5, 8, 2):
         x = torch.randn(rows, 8, device=DEVICE)
         torch.testing.assert_close(runner(x=x), x * 2 + 1)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer that nobody declares, and draws if it is told to."""
+
+    def __init__(self, draws=0.0):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(draws)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.drop(nn.functional.gelu(self.linear(x)) * 2 + x.sum(-1, keepdim=True))
+
+
+def want_of(net, x):
+    return nn.functional.gelu(net.linear(x)) * 2 + x.sum(-1, keepdim=True)
+
+
+def kernels_of(run):
+    """Return the names of the kernels that a call runs on the device."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    return [event.name for event in profile.events() if event.device_type == on_device]
+
+
+@pytest.mark.filterwarnings("error::dispatchkit.execute.PlainCodeWarning")
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_graphs_of_a_compiled_module_hold_its_kernels(mode, dynamic):
+    """Also for more sizes than Dynamo compiles for by itself."""
+    torch.manual_seed(1)
+    net = Counting().to(DEVICE).eval().requires_grad_(False)
+    fast = torch.compile(net, dynamic=dynamic)
+    step = fast if mode == "FULL" else [graph_piece(fast)]
+    inputs = {"x": StaticInput((None, WIDTH), "float32")}
+    sizes = [2, 4, 6, 8] if dynamic else [2, 3, 4, 6]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        runner = GraphRunner(step, inputs, sizes=sizes, mode=mode)
+        report = runner.capture()
+    assert not report.failed
+    assert int(net.calls) == 0
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for number, rows in enumerate((1, 3, sizes[-1], 2), 1):
+        x = torch.randn(rows, WIDTH, device=DEVICE)
+        torch.testing.assert_close(runner(x=x), want_of(net, x), rtol=1e-4, atol=1e-4)
+        assert int(net.calls) == number
+    names = kernels_of(lambda: runner(x=x))
+    assert any(name.startswith("triton_") for name in names), names
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert runner.stats().steps_by_mode["NONE"] == 0
+
+
+def test_a_compiled_module_draws_anew_at_each_replay():
+    torch.manual_seed(1)
+    net = Counting(draws=0.5).to(DEVICE).requires_grad_(False)
+    fast = torch.compile(net)
+    runner = GraphRunner(fast, {"x": StaticInput((None, WIDTH), "float32")}, sizes=[8], mode="FULL")
+    runner.capture()
+    x = torch.ones(8, WIDTH, device=DEVICE)
+    drawn = [runner(x=x) == 0 for _ in range(3)]
+    assert not torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
+    torch.cuda.manual_seed(3)
+    first = runner(x=x)
+    torch.cuda.manual_seed(3)
+    assert torch.equal(runner(x=x), first)
+
+
+def test_weights_that_only_compiled_kernels_read_are_held():
+    """The caller lets go of them; the graph still reads what it read."""
+    torch.manual_seed(1)
+    scale = torch.randn(WIDTH, device=DEVICE)
+    net = {"scale": scale}
+    fast = torch.compile(lambda x: torch.relu(x) * net["scale"] + 1)
+    runner = GraphRunner(fast, {"x": StaticInput((None, WIDTH), "float32")}, sizes=[8], mode="FULL")
+    runner.capture()
+    kept = scale.clone()
+    del scale, net["scale"]
+    gc.collect()
+    litter = [torch.full((WIDTH,), float("nan"), device=DEVICE) for _ in range(64)]
+    x = torch.randn(8, WIDTH, device=DEVICE)
+    torch.testing.assert_close(runner(x=x), torch.relu(x) * kept + 1)
+    del litter
+
+
+def test_a_read_of_the_device_in_compiled_code_is_refused():
+    fast = torch.compile(lambda x: x * float(x.sum().item()) + 1)
+    runner = GraphRunner(fast, {"x": StaticInput((None, WIDTH), "float32")}, sizes=[8], mode="FULL")
+    (reason,) = runner.capture().failed.values()
+    assert reason.startswith("host_sync")
+    x = torch.randn(8, WIDTH, device=DEVICE)
+    torch.testing.assert_close(runner(x=x), x * x.sum() + 1, rtol=1e-4, atol=1e-4)
+
+
+def test_code_that_dynamo_gave_up_is_told_of():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Foreign(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    fast = torch.compile(lambda x: torch.relu(x) * 2 + 1)
+    x = torch.randn(8, WIDTH, device=DEVICE)
+    with Foreign():  # for good
+        fast(x)
+    runner = GraphRunner(fast, {"x": StaticInput((None, WIDTH), "float32")}, sizes=[8], mode="FULL")
+    with pytest.warns(PlainCodeWarning, match="ran plainly"):
+        runner.capture()
+    torch.testing.assert_close(runner(x=x), torch.relu(x) * 2 + 1)

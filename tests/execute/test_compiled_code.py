@@ -1,0 +1,314 @@
+"""Functions of torch.compile in a step: what is captured is what the compiler made.
+
+The tape records operations, so that they run plainly on it. What a device does with them is
+shown by a stand-in for one: it runs a callable, compiled as it is, where a device captures it.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from dispatchkit import GraphRunner, StaticInput  # noqa: E402
+from dispatchkit.backends.compiled_code import PLAINLY  # noqa: E402
+from dispatchkit.backends.cuda_watch import CaptureWatch  # noqa: E402
+from dispatchkit.backends.dispatch_mode import DispatchMode  # noqa: E402
+from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+from dispatchkit.execute import PlainCodeWarning  # noqa: E402
+
+WIDTH = 7  # no size: equal ones would be taken for the same number
+INPUTS = {"x": StaticInput((None, WIDTH), "float32")}
+
+
+class Net(torch.nn.Module):
+    """Counts its calls in a buffer that nobody declares."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return torch.relu(self.linear(x)) * 2 + 1
+
+
+class Compiler:
+    """A compiler that counts: graphs that it was given, and runs of them."""
+
+    def __init__(self):
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph, example_inputs):
+        self.graphs += 1
+
+        def run(*args):
+            self.runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+@attrs.define
+class StandInGraph:
+    run: object
+    num_plain_operations: int
+    outputs: object = None
+    has_random_state: bool = True
+    holds: list = attrs.Factory(list)
+    host_tensors: list = attrs.Factory(list)
+
+    def replay(self):
+        self.run()
+
+    def release(self):
+        self.holds = []
+
+
+class StandIn(TapeBackend):
+    """Runs what a device would capture, with the watch that a device has."""
+
+    def __init__(self, compiler):
+        super().__init__()
+        self.compiler = compiler
+        self.options: list = []
+        self.graphs: list = []
+        self.runs: list = []
+        self.compiled_inside = 0
+
+    @property
+    def capabilities(self):
+        return attrs.evolve(super().capabilities, unwatched_captures=True)
+
+    def capture(self, run, *, stream, pool, generators=(), **options):
+        self.options.append(options)
+        graphs, runs = self.compiler.graphs, self.compiler.runs
+        watch = CaptureWatch(compiled=options.get("compiled", False))
+        if options.get("watched", True):
+            with watch.watching():
+                run()
+        else:
+            run()
+        self.compiled_inside += self.compiler.graphs - graphs
+        self.runs.append(self.compiler.runs - runs)
+        self.graphs.append(StandInGraph(run, watch.num_plain_operations))
+        return self.graphs[-1]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+@pytest.fixture
+def compiler():
+    return Compiler()
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net().eval().requires_grad_(False)
+
+
+def want_of(net, x):
+    return torch.relu(net.linear(x)) * 2 + 1
+
+
+def test_a_watched_warmup_leaves_compiled_code_compiled(compiler, net):
+    fast = torch.compile(net, backend=compiler)
+    runner = GraphRunner(fast, INPUTS, sizes=[2, 8], mode="FULL", backend="tape")
+    assert not runner.capture().failed
+    assert float(net.calls) == 0  # though nobody declared that it is written
+    x = torch.randn(5, WIDTH)
+    assert torch.equal(runner(x=x), want_of(net, x))
+    assert float(net.calls) == 1
+    before = compiler.runs
+    fast(x)
+    assert compiler.runs == before + 1
+
+
+@pytest.mark.slow
+def test_code_compiled_before_stays_so(compiler, net):
+    fast = torch.compile(net, backend=compiler)
+    x = torch.randn(8, WIDTH)
+    with torch.no_grad():
+        fast(x)
+        graphs = compiler.graphs
+        runner = GraphRunner(
+            fast, INPUTS, sizes=[8], mode="FULL", backend="tape", output_batch_dims=0
+        )
+        runner.capture()
+        fast(x)
+    assert compiler.graphs == graphs
+
+
+@pytest.mark.parametrize(
+    "dynamic",
+    [False, pytest.param(True, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)],
+)
+def test_every_size_is_captured_compiled_and_compiled_before(compiler, net, dynamic):
+    """Also beyond Dynamo's limit, from which on it would run code plainly."""
+    fast = torch.compile(net, backend=compiler, dynamic=dynamic)
+    device = StandIn(compiler)
+    sizes = [2, 3, 4, 5, 6]
+    with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner = GraphRunner(fast, INPUTS, sizes=sizes, mode="FULL", backend=device)
+        assert not runner.capture().failed
+    assert device.runs == [1] * len(sizes)
+    assert device.compiled_inside == 0
+    assert device.options == [{"compiled": True}] + [{"watched": False}] * (len(sizes) - 1)
+    assert compiler.graphs == {True: 2, False: len(sizes), None: 2}[dynamic]
+
+
+@pytest.mark.slow
+def test_pieces_are_captured_compiled(compiler, net):
+    from dispatchkit import eager_piece, graph_piece
+
+    fast = torch.compile(net, backend=compiler)
+    pieces = [graph_piece(fast), eager_piece(lambda y: y + 1)]
+    device = StandIn(compiler)
+    runner = GraphRunner(pieces, INPUTS, sizes=[2, 4], mode="PIECEWISE", backend=device)
+    assert not runner.capture().failed
+    assert device.runs == [1, 1]
+    assert device.compiled_inside == 0
+
+
+@pytest.mark.slow
+def test_a_graph_holds_what_compiled_code_reads(compiler, net):
+    fast = torch.compile(net, backend=compiler)
+    device = StandIn(compiler)
+    runner = GraphRunner(fast, INPUTS, sizes=[2, 4], mode="FULL", backend=device)
+    runner.capture()
+
+    def missing():
+        held = [{one.data_ptr() for one in graph.holds} for graph in device.graphs[-2:]]
+        read = {one.data_ptr() for one in net.state_dict().values()}
+        return [read - one for one in held]
+
+    assert missing() == [set(), set()]
+    old = net.linear.weight.data
+    net.linear.weight.data = torch.ones(WIDTH, WIDTH)
+    runner.invalidate()
+    runner.capture()
+    assert missing() == [set(), set()]
+    held = {one.data_ptr() for graph in device.graphs[-2:] for one in graph.holds}
+    assert old.data_ptr() not in held
+
+
+@pytest.mark.slow
+def test_code_that_dynamo_gave_up_is_told_of(compiler, net):
+    class Foreign(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    fast = torch.compile(net, backend=compiler)
+    with Foreign():  # for good, torch 2.11 to 2.13
+        fast(torch.randn(2, WIDTH))
+    device = StandIn(compiler)
+    runner = GraphRunner(fast, INPUTS, sizes=[2], mode="FULL", backend=device)
+    with pytest.warns(PlainCodeWarning, match="all of their 6 operations ran plainly"):
+        runner.capture()
+    assert device.runs == [0]
+
+
+@pytest.mark.slow
+def test_a_capture_while_another_thread_has_code_run_plainly_is_told_of(compiler, net):
+    class Meanwhile(StandIn):
+        def capture(self, run, **options):
+            thread = threading.Thread(target=begin_and_end)
+            thread.start()
+            thread.join(30)
+            return super().capture(run, **options)
+
+    def begin_and_end():
+        with Looking():
+            pass
+
+    runner = GraphRunner(
+        torch.compile(net, backend=compiler), INPUTS, sizes=[2], mode="FULL",
+        backend=Meanwhile(compiler),
+    )  # fmt: skip
+    with pytest.warns(PlainCodeWarning, match="Another thread"):
+        runner.capture()
+
+
+def test_what_handles_an_operation_is_not_compiled(compiler):
+    def fn(x):
+        y = x * 2
+        torch._dynamo.graph_break()
+        y.cos_()
+        return y + 1
+
+    fast = torch.compile(fn, backend=compiler)
+    x = torch.randn(3)
+    fast(x)
+    frames = dict(torch._dynamo.utils.counters["frames"])
+    watch = CaptureWatch(compiled=True)
+    with watch.watching():
+        fast(x)
+    assert dict(torch._dynamo.utils.counters["frames"]) == frames
+    assert watch.num_plain_operations == 0
+
+
+class Looking(DispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        with self:  # as for the parts of an operation
+            pass
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_fails_lets_code_run_compiled_again(compiler):
+    fast = torch.compile(lambda x: x * 2 + 1, backend=compiler)
+    x = torch.randn(3)
+    mode = Looking()
+
+    def fails():
+        with mode:
+            fast(x)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert (mode.seen, compiler.runs) == (2, 0)
+    assert not PLAINLY.is_on
+    fast(x)
+    assert compiler.runs == 1
+
+
+def test_modes_of_several_threads_end_in_any_order(compiler):
+    fast = torch.compile(lambda x: x * 2 + 1, backend=compiler)
+    x = torch.randn(3)
+    first_is_in, second_is_in = threading.Event(), threading.Event()
+
+    def first():
+        with Looking():
+            first_is_in.set()
+            second_is_in.wait(30)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert first_is_in.wait(30)
+    with Looking() as mode:
+        second_is_in.set()
+        thread.join(30)
+        fast(x)
+    assert (mode.seen, compiler.runs) == (2, 0)
+    fast(x)
+    assert compiler.runs == 1
