@@ -238,9 +238,12 @@ class Soak:
     def on_limits(self) -> None:
         """Fewer graphs, or less memory, than there are now."""
         if self.rng.random() < 0.5:
-            self.runner.swap(max_graphs=self.rng.randrange(2, MAX_GRAPHS))
+            fewer = [*range(2, MAX_GRAPHS)]
+            if (now := self.runner.lifecycle.budget.max_graphs) in fewer:
+                fewer.remove(now)  # what is so already is no swap
+            self.runner.swap(max_graphs=self.rng.choice(fewer))
         elif self.runner.num_bytes:
-            if self.rng.random() < 0.2:
+            if self.rng.random() < 0.5:
                 self.runner.clear()  # what is left of them is to fit, too
             self.runner.swap(max_bytes=int(self.runner.num_bytes * 0.9))
         self.check()
