@@ -21,6 +21,8 @@ from contextlib import contextmanager
 
 import torch
 
+from dispatchkit.errors import ReplayError
+
 
 class DrawOrder:
     """Lets graphs of a device that draw, and captures, touch the generators' memory in turn.
@@ -36,31 +38,37 @@ class DrawOrder:
         self._index = device_index
         self._lock = threading.RLock()
         self._last = torch.cuda.Event()
-        self._handle = -1
+        self._handle = _NONE
         self._stream: torch.cuda.Stream | None = None
 
     def replay(self, launch: Callable[[], None]) -> None:
         """Call what launches on the current stream, after all turns before.
 
         Recorded after each, since a stream may be gone, or captured, by the next one's turn.
+
+        Raises:
+            ReplayError: The current stream is being captured: nothing outside can be waited for
+                there, and seed and offset would become part of that graph.
         """
-        # Inside a capture nothing outside can be waited for, nor may its thread be kept
-        # waiting; what cannot be captured torch refuses.
         if torch.cuda.is_current_stream_capturing():
-            return launch()
+            raise ReplayError(
+                "A graph that draws random numbers, or may do so before its first replay, was "
+                "asked to replay inside a capture, whose graph would draw the same ones each "
+                "time. Call the captured function itself there."
+            )
         with self._lock:
-            stream = self._current_stream()
-            self._last.wait(stream)
+            if torch._C._cuda_getCurrentRawStream(self._index) != self._handle:
+                self._come_to(torch.cuda.current_stream(self._index))
             try:
                 launch()
             finally:  # one that failed may have filled the memory
-                self._last.record(stream)
+                self._last.record(self._stream)
 
     @contextmanager
     def capturing(self, stream: torch.cuda.Stream) -> Iterator[None]:
         """Let a capture on a stream, the current one, begin and end in here."""
         with self._lock:
-            self._last.wait(stream)
+            self._come_to(stream)
             try:
                 yield
             finally:
@@ -72,12 +80,24 @@ class DrawOrder:
         """Block until all turns so far are over."""
         self._last.synchronize()
 
-    def _current_stream(self) -> torch.cuda.Stream:
-        handle = torch._C._cuda_getCurrentRawStream(self._index)
-        if self._stream is None or handle != self._handle:
-            # 4 us on torch's side, so not for each replay.
-            self._handle, self._stream = handle, torch.cuda.current_stream(self._index)
-        return self._stream
+    def _come_to(self, stream: torch.cuda.Stream) -> None:
+        """Make a stream wait for the last turn; further ones on it are in its own order."""
+        self._last.wait(stream)
+        self._stream = stream
+        self._handle = stream.cuda_stream if _stays(stream) else _NONE
+
+
+# The handle of no stream.
+_NONE = -1
+
+
+def _stays(stream: torch.cuda.Stream) -> bool:
+    """Return whether a handle is this stream's for good: the default one's, and torch's own.
+
+    One that somebody else made may be destroyed, and another one get its handle. Their ids are
+    their addresses, and those of torch's own are odd (c10/cuda/CUDAStream.cpp).
+    """
+    return stream.stream_id == 0 or stream.stream_id % 2 == 1
 
 
 _orders: dict[int, DrawOrder] = {}

@@ -9,6 +9,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit.backends.cuda_draws import DrawOrder  # noqa: E402
+from dispatchkit.errors import ReplayError  # noqa: E402
+
+
+class Stream:
+    """One of torch's own, or one that somebody else made: its id is even then."""
+
+    def __init__(self, handle, *, is_foreign=False):
+        self.cuda_stream = handle
+        self.stream_id = 16 * handle if is_foreign or not handle else 2 * handle + 1
+
+    def __str__(self):
+        return str(self.cuda_stream)
 
 
 class Device:
@@ -18,6 +30,7 @@ class Device:
         self.said = []
         self.streams = threading.local()
         self.captured = set()
+        self.foreign = set()
 
     @property
     def stream(self):
@@ -44,7 +57,11 @@ def device(monkeypatch):
     device = Device()
     raw = "_cuda_getCurrentRawStream"
     monkeypatch.setattr(torch.cuda, "Event", device.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: device.stream)
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda index: Stream(device.stream, is_foreign=device.stream in device.foreign),
+    )
     monkeypatch.setattr(torch._C, raw, lambda index: device.stream, raising=False)
     monkeypatch.setattr(
         torch.cuda, "is_current_stream_capturing", lambda: device.stream in device.captured
@@ -57,7 +74,17 @@ def test_each_launch_waits_for_the_last_and_is_waited_for(device):
     for device.streams.current in (1, 2, 2):
         order.replay(lambda: device.said.append("launch"))
     one, two = ([f"{stream} waits", "launch", f"recorded on {stream}"] for stream in (1, 2))
-    assert device.said == one + two + two
+    assert device.said == one + two + two[1:]
+
+
+def test_stream_of_somebody_else_waits_each_time(device):
+    """It may have been destroyed, and its handle given to another one."""
+    order = DrawOrder(0)
+    device.foreign.add(3)
+    device.streams.current = 3
+    order.replay(lambda: None)
+    order.replay(lambda: None)
+    assert device.said == ["3 waits", "recorded on 3"] * 2
 
 
 def test_launch_that_fails_is_waited_for_too(device):
@@ -71,22 +98,30 @@ def test_launch_that_fails_is_waited_for_too(device):
     assert device.said == ["0 waits", "recorded on 0"]
 
 
-def test_nothing_is_asked_inside_a_capture_of_the_caller(device):
-    """Events of outside would void it."""
+def test_draw_inside_a_capture_of_the_caller_is_refused_and_leaves_it_alone(device):
+    """Events of outside would void it, and its graph would draw the same numbers each time."""
     order = DrawOrder(0)
     device.captured.add(0)
-    order.replay(lambda: device.said.append("launch"))
-    assert device.said == ["launch"]
+    with pytest.raises(ReplayError, match="inside a capture"):
+        order.replay(lambda: device.said.append("launch"))
+    assert device.said == []
 
 
 def test_capture_comes_after_draws_and_before_the_next(device):
     order = DrawOrder(0)
     device.streams.current = 7
-    with order.capturing(7):
+    with order.capturing(Stream(7)):
         device.captured.add(7)
         device.said.append("capture")
         device.captured.discard(7)
-    assert device.said == ["7 waits", "capture", "recorded on 7"]
+    order.replay(lambda: device.said.append("same stream"))
+    device.streams.current = 1
+    order.replay(lambda: device.said.append("another"))
+    assert device.said == [
+        *("7 waits", "capture", "recorded on 7"),
+        *("same stream", "recorded on 7"),
+        *("1 waits", "another", "recorded on 1"),
+    ]
 
 
 def test_capture_that_could_not_be_ended_is_no_event(device):
@@ -94,7 +129,7 @@ def test_capture_that_could_not_be_ended_is_no_event(device):
     device.streams.current = 7
 
     def lose():
-        with order.capturing(7):
+        with order.capturing(Stream(7)):
             device.captured.add(7)
             raise ValueError("lost")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import threading
 
 import pytest
 
-from dispatchkit.errors import BackendUnavailableError, CaptureError, ConfigError
+from dispatchkit.errors import BackendUnavailableError, CaptureError, ConfigError, ReplayError
 from dispatchkit.testing.backend_rig import HOST_SYNCS
 from dispatchkit.testing.backend_tests import BackendTests, Rig
 
@@ -602,6 +603,57 @@ def test_inside_a_capture_the_caller_began_ours_is_refused_and_theirs_goes_on():
     assert seen == [True]
     graph.replay()
     assert rig.read(z) == [2.0] * 4
+
+
+def test_inside_a_capture_the_caller_began_a_replay_that_draws_is_refused_and_theirs_goes_on():
+    """The numbers of that moment would be drawn by each replay of the caller's graph."""
+    rig = new_rig()
+    torch = rig.torch
+    x = rig.zeros(4)
+    drawing = rig.capture(lambda: torch.rand(4, device=x.device))
+    drawing.replay()
+    rig.backend.synchronize()
+    offset = rig.default_generator().get_offset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        with pytest.raises(ReplayError, match="inside a capture"):
+            drawing.replay()
+        z = y * 2
+    assert rig.default_generator().get_offset() == offset
+    graph.replay()
+    assert rig.read(z) == [2.0] * 4
+    drawing.replay()
+    assert rig.default_generator().get_offset() == offset + 4
+
+
+def test_draws_on_streams_of_somebody_else_come_in_turn():
+    """Such a stream may be destroyed and another one get its handle: no turn is left out."""
+    rig = new_rig()
+    torch = rig.torch
+    cudart = torch.cuda.cudart()
+    source, target = rig.default_generator(), rig.zeros(6, 16)
+    place = rig.zeros(1, dtype=torch.int64)
+
+    def draw():
+        rig.occupy()
+        target.index_copy_(0, place, torch.rand(16, device=target.device)[None])
+        place.add_(1)
+
+    graph = rig.capture(draw)
+    source.manual_seed(3)
+    expected = [torch.rand(16, device=target.device) for _ in range(6)]
+    rig.backend.synchronize()
+    source.manual_seed(3)
+    for number in range(6):
+        handle = ctypes.c_ulonglong(0)
+        assert int(cudart.cudaStreamCreate(ctypes.addressof(handle))) == 0
+        with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
+            graph.replay()
+        if number % 2:  # what is queued there still runs
+            assert int(cudart.cudaStreamDestroy(handle.value)) == 0
+    right = [rig.equal(one, other) for one, other in zip(target, expected, strict=True)]
+    assert right == [True] * 6
 
 
 def test_device_time_grows_with_the_work():
