@@ -12,6 +12,7 @@ lane, so that the caller's stream does not wait for the lane; they are kept aliv
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import deque
@@ -215,26 +216,26 @@ class Traffic:
         entry = self._registry.get(key)
         return entry is not None and entry.state is KeyState.CAPTURED
 
-    def land(self) -> None:
-        """Let go of what finished steps read."""
-        flights = self._flights
-        if not flights or not flights[0].done.query():
-            return
-        # They finish in order: once the last one is done, the others need not be asked.
-        are_done = flights[-1].done.query()
-        self._let_go(flights.popleft())
-        while flights and (are_done or flights[0].done.query()):
-            self._let_go(flights.popleft())
+    def land(self, at_most: int = sys.maxsize) -> None:
+        """Let go of what finished steps read.
 
-    def _let_go(self, flight: _Flight) -> None:
-        self._num_tokens -= flight.num_tokens
-        flight.tensors = None  # the handle keeps the flight, and must not keep these
+        Args:
+            at_most: How many of them; asking a device costs more than a microsecond.
+        """
+        flights = self._flights
+        while at_most and flights and flights[0].done.query():
+            flight = flights.popleft()
+            self._num_tokens -= flight.num_tokens
+            flight.tensors = None  # the handle keeps the flight, and must not keep these
+            at_most -= 1
 
     def take_off(self, num_tokens: int, tensors: Any) -> _Flight:
         """Note a step that was just queued on the lane's stream."""
         done = self._unused.pop() if self._unused else self.member.backend.new_event()
         done.record(self.stream)
-        self.land()
+        # Two for each one that comes: all are let go of in time, and the next lane does not wait
+        # while the host looks through everything that this one has done since.
+        self.land(2)
         flight = _Flight(done, num_tokens, tensors, self._unused)
         self._flights.append(flight)
         self._num_tokens += num_tokens
