@@ -39,7 +39,7 @@ class Rig:
         """Queue work on the current stream, which also a graph may hold; some 10 ms a time."""
         for _ in range(times):
             if self.backend.torch_device == "cpu":
-                (self.zeros(8, 8) + 1).mul_(2)
+                self.zeros(8, 8).add_(1).mul_(2)
             else:
                 self.torch.cuda._sleep(20_000_000)  # noqa: SLF001 - nothing public waits there
 
