@@ -29,7 +29,9 @@ class BackendCapabilities:
         unwatched_captures: ``capture`` takes ``watched=False``, which is quicker, for a
             callable whose operations were watched in an earlier capture; such graphs have
             ``holds`` and ``host_tensors``: what a watched one saw that it must keep alive.
-            Where the backend has ``new_notes``, what watched a warmup counts as well.
+            Where the backend has ``new_notes``, what watched a warmup counts as well. And it
+            takes ``compiled=True`` for a callable that calls functions of torch.compile, which
+            run compiled then.
     """
 
     graphs: bool = True

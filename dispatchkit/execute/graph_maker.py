@@ -136,7 +136,7 @@ class GraphMaker:
             options["compiled"] = True
         elif may_be_unwatched and notes is not None and notes.is_plain:
             options["notes"] = notes
-        begun = PLAINLY.num_begun
+        begun = None if PLAINLY.is_on else PLAINLY.num_begun
         graph: Any = self._backend.capture(
             captured,
             stream=lane.stream,

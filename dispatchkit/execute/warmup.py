@@ -65,7 +65,8 @@ class Warmups:
         state_limit_bytes: Most bytes of undeclared state to save.
         output_batch_dims: Declared batch dimensions of the outputs.
         warmups: Eager runs before each capture; the first one of all is watched. Where functions
-            of torch.compile are called, which run plainly in that one, another follows it.
+            of torch.compile are called, which run plainly in that one, another follows it
+            unless the backend's captures are all watched.
         generators: Random generators that the step draws from, beside the default ones.
 
     Attributes:
@@ -261,9 +262,10 @@ class Warmups:
             left = self._warmups - 1
             compiled = watch.compiled_code()
             if compiled is not None:
-                # Compilation and its kernels' tuning happen here, and never in a capture.
                 self._compiled[family] = compiled
-                left = max(left, 1)
+                if self._backend.capabilities.unwatched_captures:
+                    # Compilation and its kernels' tuning happen here, and never in a capture.
+                    left = max(left, 1)
         else:
             left = self._warmups
         if left:
