@@ -333,13 +333,27 @@ def traced(
         return result
 
     def wrap(config: Any) -> Any:
+        # pluggy has words for a wrapper that does not yield just once, and not whose it is.
+        inner = function(config) if takes else function()
         try:
-            result = yield from function(config) if takes else function()
+            try:
+                next(inner)
+            except StopIteration:
+                raise PluginFault("it is a wrapper and did not yield; yield once.") from None
+            try:
+                answered = yield
+            except BaseException as error:  # noqa: BLE001 - the wrapper's to handle, whatever it is
+                inner.throw(error)
+            else:
+                inner.send(answered)
+            inner.close()
+            raise PluginFault("it is a wrapper and yielded twice; yield once.")
+        except StopIteration as done:
+            outcomes.append((done.value, origin))
+            return done.value
         except (Exception, SystemExit) as error:
             outcomes.append((error, origin))
             raise
-        outcomes.append((result, origin))
-        return result
 
     function_seen: Any = wrap if implementation.options.get("wrapper") else answer
     function_seen.dispatchkit_impl = implementation.options

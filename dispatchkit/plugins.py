@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from dispatchkit._plugin_catalog import Catalog
+from dispatchkit._plugin_check import PluginFault
 from dispatchkit._plugin_discovery import (
     Candidate,
     Filter,
@@ -170,6 +171,10 @@ class PluginSet(Catalog):
             self._outcomes.clear()
             try:
                 name = self._manager.hook.dispatchkit_select_policy(config=config)
+            except PluginFault as fault:
+                raise PluginError(
+                    self._source_of(fault), f"dispatchkit_select_policy cannot be asked: {fault}"
+                ) from fault
             except (Exception, SystemExit) as error:
                 raise PluginError(
                     self._source_of(error),

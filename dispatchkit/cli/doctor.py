@@ -179,7 +179,7 @@ def _torch() -> Any:
     """Yield what there is to say of torch, and return it or None."""
     try:
         import torch
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
         yield Finding(
             Level.PROBLEM,
             "torch",
@@ -245,8 +245,17 @@ def _devices(torch: Any) -> Any:
         )
         return False
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
+        try:
+            properties = torch.cuda.get_device_properties(index)
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError as error:
+            yield Finding(
+                Level.PROBLEM,
+                f"cuda:{index}",
+                f"It is there and cannot be used: {error}",
+                "look at nvidia-smi: is another process using it alone, is it in a fault?",
+            )
+            continue
         yield Finding(
             Level.OK,
             f"cuda:{index}",
@@ -271,8 +280,10 @@ def _self_check(plugins: PluginSet, name: str, options: dict[str, Any]) -> Itera
         backend = plugins.create_backend(name, **options)
         device = _describe(backend)
         eager_us, replay_us = _capture_and_compare(backend)
-    except DispatchkitError as error:
-        yield Finding(Level.PROBLEM, about, str(error), "steps on this backend will run eager.")
+    except Exception as error:  # noqa: BLE001 - a broken device raises anything; it is a finding
+        known = isinstance(error, DispatchkitError)
+        says = str(error) if known else f"It raised {type(error).__name__}: {error}"
+        yield Finding(Level.PROBLEM, about, says, "steps on this backend will run eager.")
         return
     if eager_us is None or replay_us is None:
         yield Finding(

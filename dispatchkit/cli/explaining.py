@@ -147,6 +147,8 @@ def explain_batch(
         else:
             show_account(account, console(), None if show_all else MAX_SHOWN)
         return
+    if show_all:
+        raise ConfigError("--all", show_all, "left out without --trace")
     config = settings.dispatch_config(max_loras=loras)
     variant = _variant(config, loras, values or ())
     dispatcher = dispatcher_of(settings, config)

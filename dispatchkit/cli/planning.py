@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from dispatchkit.cli.output import JsonOption, complain, console, print_json, progress, table
+from dispatchkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from dispatchkit.plan import Emitted, Plan
@@ -102,14 +103,27 @@ def plan(
         ),
     ] = None,
     query_len: Annotated[
-        int, typer.Option("--query-len", metavar="N", help="Tokens per request in decode steps.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--query-len",
+            metavar="N",
+            help="Tokens per request in decode steps, for --engine; 1 where it is not given.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the capture sizes that fit a trace, and compare them with known lists.
 
     Example: dispatchkit plan trace.csv.gz --graphs 24 --fit-on first-half
     """
+    for flag, value, needs, needed in (
+        ("--query-len", query_len, "--engine", engine),
+        ("--bytes-per-graph", bytes_per_graph, "--memory-bytes", memory_bytes),
+        ("--capture-s-per-graph", capture_s_per_graph, "--capture-time-s", capture_time_s),
+    ):
+        if value is not None and needed is None:
+            raise ConfigError(flag, value, f"left out without {needs}")
     from dispatchkit.observe.trace_counts import read_workload
     from dispatchkit.plan import emit, load_cost_model, plan_sizes
 
@@ -130,7 +144,11 @@ def plan(
         align=align,
         cost_model=None if cost_model is None else load_cost_model(cost_model),
     )
-    settings = None if engine is None else emit(made, engine, query_len=query_len)
+    settings = (
+        None
+        if engine is None
+        else emit(made, engine, query_len=1 if query_len is None else query_len)
+    )
     if as_json:
         value: dict[str, Any] = made.to_json()
         if settings is not None:

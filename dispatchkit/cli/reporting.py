@@ -32,8 +32,15 @@ def report(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")
-    ] = Path("report.html"),
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The file to write; by default report.html, or NAME.svg for a figure.",
+            show_default=False,
+        ),
+    ] = None,
     figure: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Write this figure alone, as SVG, such as `waste`."),
@@ -53,6 +60,10 @@ def report(
     from dispatchkit.report import write_report
     from dispatchkit.report.files import check_writable, read_json
 
+    if output is None:
+        # A name is checked with the figures there are; until then it is no path.
+        stem = "report" if figure is None else figure.replace("/", "-")
+        output = Path(f"{stem}.html" if figure is None else f"{stem}.svg")
     check_writable(output)
     given = {"policy": policy, "capture_sizes": sizes, "mode": mode, "cost_model": cost_model}
     settings = settings_of(given)

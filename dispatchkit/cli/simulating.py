@@ -100,6 +100,7 @@ def simulate(
     mention_problems(plugins)
     names = list(dict.fromkeys(policy or [policy_name(settings, plugins, config)]))
     options = settings["policy_options"]
+    sampling = settings.chosen("runner").get("sample_every")
     if options and len(names) > 1:
         raise ConfigError("policy_options", options, "left out where policies are compared")
     scenarios = [
@@ -115,6 +116,7 @@ def simulate(
             seed=seed,
             config=config,
             label=name,
+            **({} if sampling is None else {"sample_every": sampling}),
         )
         for name in names
     ]

@@ -51,7 +51,7 @@ from dispatchkit.dispatch.decision import (
 from dispatchkit.dispatch.epochs import Epochs
 from dispatchkit.dispatch.policy import Policy, policy_name
 from dispatchkit.dispatch.table import EMPTY, Table
-from dispatchkit.errors import NoGraphError, PolicyError
+from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
@@ -212,7 +212,8 @@ class Dispatcher(Epochs):
     def observe(self, outcome: Outcome) -> None:
         """Give an outcome to the policy and put the changes it answers into the table.
 
-        What came of a decision of an earlier policy is nothing to this one.
+        What came of a decision of an earlier policy is nothing to this one, nor what came of a
+        batch that the configuration in force does not have.
         """
         if getattr(self._policy, "observe", None) is None:
             return
@@ -220,6 +221,10 @@ class Dispatcher(Epochs):
             with self._lock:
                 if 0 < outcome.decision.revision < self._since:
                     return
+                try:
+                    cell_of_batch(self.config, outcome.batch)
+                except DescriptorError:
+                    return  # of limits that were swapped since; no answer to it could be used
                 self._learn(outcome)
         finally:
             self._tell_faults()

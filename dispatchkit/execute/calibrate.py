@@ -97,7 +97,7 @@ def calibrate(
     """
     if pace not in ("queued", "waited"):
         raise ConfigError("pace", pace, "'queued' or 'waited'")
-    check_count(samples, "samples")
+    samples = check_count(samples, "samples")
     asked = () if eager_sizes is None else [check_count(n, "eager_sizes") for n in eager_sizes]
     with quietly():
         subject = measuring_subject(

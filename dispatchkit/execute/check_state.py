@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import torch
@@ -69,7 +69,7 @@ class StateCheck:
         return {
             name: typed(storage, dtype).clone()
             for name, (storage, dtype) in self._state().items()
-            if _is_comparable(dtype, storage.device)
+            if is_comparable(dtype, storage.device)
         }
 
     def difference(
@@ -93,9 +93,7 @@ class StateCheck:
                 continue
             wrong = self._compare(name, replayed[name], want, old, is_padded=is_padded)
             if wrong.number:
-                got, eager = (
-                    _comparable(one[wrong.first]).item() for one in (replayed[name], want)
-                )
+                got, eager = (comparable(one[wrong.first]).item() for one in (replayed[name], want))
                 found.append(
                     f"{wrong.number} of {want.numel()} elements of {name} differ, the first at "
                     f"{wrong.first}: {got} by the replay, {eager} by eager."
@@ -142,34 +140,46 @@ class StateCheck:
         found = _Wrong()
         parts = (one.split(_CHUNK) for one in (got, want, old, self._changed[name]))
         for number, (*values, changed) in enumerate(zip(*parts, strict=True)):
-            got, want, old = map(_comparable, values)
+            got, want, old = map(comparable, values)
             by_rows = (want != old) & ~(want.isnan() & old.isnan())
             changed |= by_rows
             if torch.equal(got, want):
                 continue
-            wrong = ~self._is_close(got, want)
+            wrong = ~self._is_close(got, want, tolerance(values[0].dtype, self._relative))
             if is_padded:
                 wrong &= changed
             found.add(wrong, by_rows, number * _CHUNK)
         return found
 
-    def _is_close(self, got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    def _is_close(self, got: torch.Tensor, want: torch.Tensor, relative: float) -> torch.Tensor:
         if not (want.dtype.is_floating_point or want.dtype.is_complex):
             return got == want
-        return torch.isclose(got, want, rtol=self._relative, atol=self._absolute, equal_nan=True)
+        return torch.isclose(got, want, rtol=relative, atol=self._absolute, equal_nan=True)
 
 
-def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+def is_coarse(value: Any) -> bool:
+    """Return whether a value is a tensor of floats of one byte."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize == 1
+
+
+def tolerance(dtype: torch.dtype, relative: float) -> float:
+    """Return the relative tolerance of a type: neighbours of a float of one byte are far apart."""
+    is_float = dtype.is_floating_point and dtype.itemsize == 1
+    return max(relative, torch.finfo(dtype).eps) if is_float else relative
+
+
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of a type that torch compares: not floats of one byte, or half complex."""
     if tensor.dtype is torch.complex32:
         return tensor.to(torch.complex64)
-    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    return tensor.float() if is_coarse(tensor) else tensor
 
 
 @functools.cache
-def _is_comparable(dtype: torch.dtype, device: torch.device) -> bool:
+def is_comparable(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch can compare numbers of a type on a device."""
     try:
-        one = _comparable(torch.empty(1, dtype=dtype, device=device))
+        one = comparable(torch.empty(1, dtype=dtype, device=device))
         torch.isclose(one, one)
         torch.equal(one, one)
     except RuntimeError:  # NotImplementedError is one

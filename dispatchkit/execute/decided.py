@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from dispatchkit.backends.base import GraphBackend
-from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher
+from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, GraphView
 from dispatchkit.dispatch.cells import cell_of_batch
-from dispatchkit.errors import ConfigError, InputError, ReplayError
+from dispatchkit.errors import ConfigError, InputError, PolicyError, ReplayError
 from dispatchkit.execute.axes import AxisInputs
 from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.check import Checker
@@ -19,12 +19,14 @@ from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.launch import AGAIN, GraphPlan
 from dispatchkit.execute.lifecycle import Lifecycle
+from dispatchkit.execute.recording import StepWatcher
 from dispatchkit.execute.sample_inputs import sample_inputs
 from dispatchkit.execute.state import Snapshot, restored
 from dispatchkit.execute.timing import Timings
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.observe.counters import StepCounters
+from dispatchkit.observe.recorder import StepRecorder
 
 
 class _SeedRun(Protocol):
@@ -64,6 +66,27 @@ class Decided:
     _lane: Lane
     _lock: threading.RLock
     _make_plan: Callable[..., GraphPlan]
+    _recorder: StepRecorder | None
+    _shadow_dispatch: Callable[..., Decision] | None
+    _tell: Callable[[Decision], None] | None
+    _watcher: StepWatcher | None
+
+    def decide(
+        self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
+    ) -> Decision:
+        """Return the decision of a step that ``run_decision`` is to run, as of any other.
+
+        What records steps, is told of decisions, or shadows them learns of it. The arguments
+        and errors are those of ``Dispatcher.dispatch``.
+        """
+        with self._lock:
+            dispatch = self._shadow_dispatch or self.dispatcher.dispatch
+            decision = dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
+            if self._tell is not None:
+                self._tell(decision)
+            if self._recorder is not None:
+                self._recorder.add(num_tokens, num_reqs, uniform, loras, ceiling)
+            return decision
 
     def run_decision(self, decision: Decision, inputs: Mapping[str, Any]) -> Any:
         """Run one step under a decision, that way or not at all.
@@ -89,10 +112,7 @@ class Decided:
         plan = decision.plan
         if plan is None or plan.runner is not self:
             raise ConfigError("decision", decision, "one that this runner's dispatcher gave")
-        tensors = self._bind_inputs((), dict(inputs))
-        if self._is_special:
-            tensors = self._to_arrays(tensors)
-        num_tokens = self._check_inputs(tensors)
+        tensors, num_tokens = self._bound_and_checked(inputs)
         if self._axes is not None and decision.key is not None:
             buckets, own = self._axes.buckets(tensors), decision.key.descriptor.axes
             if buckets != own:
@@ -110,17 +130,41 @@ class Decided:
                 "no decided graph can be part of. Call the step itself there."
             )
         with self._lock:
-            self.is_exact = True
+            watcher = self._watcher
+            if watcher is not None:
+                watcher.enter(decision, 0)
+            self.is_exact, failed = True, True
             try:
                 result = plan.run(tensors, stream)
                 if result is AGAIN:
                     self.refuse_if_exact("its graph was given up", decision.key)
+                failed = False
             except Exception:
                 self.counters.failed_steps += 1
                 raise
             finally:
                 self.is_exact = False
+                if watcher is not None:
+                    watcher.leave(failed=failed)
         return result
+
+    def check_inputs(self, inputs: Mapping[str, Any]) -> int:
+        """Return the rows of a call's inputs, without running anything.
+
+        Args:
+            inputs: Inputs, and values of axes, by name.
+
+        Raises:
+            InputError: An input is missing, unknown, of another type, device, shape or number
+                of rows than it should be.
+        """
+        return self._bound_and_checked(inputs)[1]
+
+    def _bound_and_checked(self, inputs: Mapping[str, Any]) -> tuple[Any, int]:
+        tensors = self._bind_inputs((), dict(inputs))
+        if self._is_special:
+            tensors = self._to_arrays(tensors)
+        return tensors, self._check_inputs(tensors)
 
     def refuse_if_exact(self, why: str, what: object) -> None:
         """Raise where a step may only run as it was decided.
@@ -146,6 +190,9 @@ class Decided:
 
         Returns:
             How many steps were run.
+
+        Raises:
+            PolicyError: The policy raised when it was asked. Graphs that were captured stay.
         """
         wants = getattr(self.dispatcher.policy, "wants_seeding", None)
         # In check mode nothing is measured.
@@ -153,7 +200,7 @@ class Decided:
             return 0
         steps = 0
         with self._lock, self.counters.unchanged():
-            while runs := wants(self.dispatcher.graphs):
+            while runs := self._wanted(wants):
                 try:
                     steps += self._sow(runs)
                 except ReplayError:
@@ -161,6 +208,14 @@ class Decided:
                     # the caller's was lost: a capture does not fail for it.
                     break
         return steps
+
+    def _wanted(self, wants: Callable[[GraphView], Iterable[_SeedRun]]) -> list[_SeedRun]:
+        try:
+            return list(wants(self.dispatcher.graphs) or ())
+        except Exception as error:
+            problem = f"raised {type(error).__name__}: {error}"
+            name, origin = self.dispatcher.policy_name, self.dispatcher.policy_origin
+            raise PolicyError(name, "wants_seeding", problem, origin=origin) from error
 
     def _sow(self, runs: Iterable[_SeedRun]) -> int:
         steps = 0

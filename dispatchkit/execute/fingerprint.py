@@ -76,7 +76,8 @@ def _words(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         if isinstance(now.get(name), _Place)
         else f"{name} was {value!r:.40} and is {now.get(name)!r:.40}"
         for name, value in then.items()
-        if now.get(name) != value
+        # The same object first: nan is not even equal to itself.
+        if now.get(name) is not value and now.get(name) != value
     ]
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return "; ".join(found[:_MOST_NAMED]) + more

@@ -213,7 +213,7 @@ def forecast_graph_memory(
         ConfigError: A setting cannot be used.
         CaptureError: One of the sizes could not be captured.
     """
-    check_count(samples, "samples", minimum=2)
+    samples = check_count(samples, "samples", minimum=2)
     with quietly():
         runner = measuring_subject(step, every_size=False, **options).runner
         keys: dict[int, list[GraphKey]] = {}

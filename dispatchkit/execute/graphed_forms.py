@@ -83,14 +83,15 @@ class Form:
 
     def _make(self, rows: int) -> GraphRunner:
         settings = dict(self._settings)
-        if self._grows:
-            self.top = max(8, 1 << (rows - 1).bit_length())
-            settings["sizes"] = geometric_sizes(self.top)
+        top = max(8, 1 << (rows - 1).bit_length()) if self._grows else 0
+        if top:
+            settings["sizes"] = geometric_sizes(top)
         if "backend" not in settings:
             settings.setdefault("device", self.device)
         runner = GraphRunner(self._step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
             runner.guard.add(self._target)
+        self.top = top  # not before: a runner that could not be made has no such room
         return runner
 
     def _step(self, **inputs: torch.Tensor) -> Any:

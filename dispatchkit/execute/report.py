@@ -35,7 +35,9 @@ def ladder(runner: GraphRunner) -> str:
     lines += [f"mode {reason}" for reason in runner.mode_reasons]
     rows = []
     for key in sorted(runner.registry, key=lambda one: (-int(one.mode), one.num_tokens)):
-        entry = runner.registry.entries[key]
+        entry = runner.registry.get(key)
+        if entry is None:  # a swap has just taken it away
+            continue
         state = _state(runner, key) + ("" if runner.registry.is_enabled(key) else ", disabled")
         misses = _misses(runner, key)
         rows.append(
@@ -66,7 +68,10 @@ def _state(runner: GraphRunner, key: GraphKey) -> str:
     """Return the state of a key, and on which lanes where it is not the same on all."""
     lanes: dict[str, list[str]] = {}
     for index, member in enumerate(runner.lanes):
-        lanes.setdefault(str(member.registry.entries[key].state), []).append(str(index))
+        entry = member.registry.get(key)
+        # A graph that was registered by hand is known on the first lane alone.
+        state = "unknown" if entry is None else str(entry.state)
+        lanes.setdefault(state, []).append(str(index))
     if len(lanes) == 1:
         return next(iter(lanes))
     return ", ".join(f"{state} on {' '.join(where)}" for state, where in lanes.items())

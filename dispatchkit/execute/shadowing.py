@@ -123,7 +123,7 @@ class Shadowing(Swapping):
             UnknownNameError: No policy goes by that name.
             PolicyError: The candidate is refused.
         """
-        check_count(sample_every, "sample_every")
+        sample_every = check_count(sample_every, "sample_every")
         runner: Any = self  # a GraphRunner, of which this is a part
         if runner.is_shadowed:
             hint = "Discard or promote the other first."

@@ -66,9 +66,6 @@ class StepCounters:
             if missed == key and count.steps
         }
 
-    def _eager_by_reason(self) -> Iterator[tuple[str, StepCount]]:
-        return ((reason, count) for (reason, _), count in self._eager.items())
-
     def read(self) -> RunnerStats:
         """Put the counts together."""
         by_mode = dict.fromkeys(RuntimeMode.__members__, 0)
@@ -83,7 +80,8 @@ class StepCounters:
                 hit_tokens[str(key)] = count.tokens
             real += count.tokens
             padded += count.steps * key.num_tokens
-        for reason, count in tuple(self._eager_by_reason()):
+        # Copied in one go, as above: steps may add to it meanwhile.
+        for (reason, _), count in tuple(self._eager.items()):
             by_mode[RuntimeMode.NONE.name] += count.steps
             if count.steps:
                 by_reason[reason] = by_reason.get(reason, 0) + count.steps

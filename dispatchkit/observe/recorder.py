@@ -110,15 +110,21 @@ class StepRecorder:
         steps = []
         for number, row in enumerate(rows, start=self.num_lost):
             at_ns, tokens, reqs, uniform, variant, _, *values = row
-            loras, _ = self._config.variants.facts(variant)
+            # Without axes it is the adapters themselves, of whatever limit there was then.
+            loras = self._config.variants.facts(variant)[0] if self._has_axes else variant
             is_uniform, query_len, longest = self._config.query_class(uniform)
             if is_uniform and not reqs:
                 reqs = tokens // query_len
             if is_uniform and reqs * query_len != tokens:
                 is_uniform, longest = False, None  # not the batch it was said to be
+            if not tokens:
+                longest = 0
+            elif longest is not None:  # what its class allows; no request has more than there are
+                longest = min(longest, tokens)
             axes = dict(zip(names, values, strict=True))
             steps.append((number, at_ns, tokens, reqs, longest, is_uniform, loras, axes))
-        knows_reqs = all(step[3] for step in steps)
+        # Of a step without tokens both are known.
+        knows_reqs = all(step[3] or not step[2] for step in steps)
         knows_longest = all(step[4] is not None for step in steps)
         return StepTrace.from_steps(
             (

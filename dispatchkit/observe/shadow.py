@@ -288,6 +288,8 @@ class Shadow:
     def _mirror(self) -> None:
         """Bring the states of graphs that both sides know into the candidate's registry."""
         theirs, mine = self.candidate.registry, self._active.registry
+        if self.candidate.lazy is not self._active.lazy:  # frozen since, or thawed
+            self.candidate.set_lazy(self._active.lazy)
         for mode in self.candidate.modes:
             is_on = mode not in mine.disabled_modes
             if is_on is (mode in theirs.disabled_modes):

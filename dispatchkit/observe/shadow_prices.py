@@ -102,10 +102,13 @@ class Prices:
             return {ladder[size]: 1.0}
         if len(ladder) < 2:
             return None
-        # On both sides of it; beyond the last, the line through the last two goes on.
+        # On both sides of it. Below the first its price holds; beyond the last, the line through
+        # the last two goes on, never downwards: as with a measured curve of a cost model.
         at = min(max(bisect_left(sizes := sorted(ladder), size), 1), len(sizes) - 1)
         below, above = sizes[at - 1], sizes[at]
-        share = (size - below) / (above - below)
+        share = max(0.0, (size - below) / (above - below))
+        if share > 1.0 and self._price(ladder[above]) < self._price(ladder[below]):
+            share = 1.0
         return {ladder[below]: 1.0 - share, ladder[above]: share}
 
     def value(self, form: Form) -> float:
@@ -115,6 +118,9 @@ class Prices:
     def error(self, form: Form) -> float:
         """Return the standard error of a sum."""
         return math.hypot(*(weight * self._estimates[base][1] for base, weight in form.items()))
+
+    def _price(self, base: Hashable) -> float:
+        return self._estimates[base][0]
 
     def _model(self, arm: Arm) -> float:
         if self._times is None:

@@ -218,7 +218,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYT
 def _json_header(name: str, line: int, text: str) -> tuple[str, ...]:
     try:
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(name, line, f"is not a JSON object: {error}.") from error
     return tuple(record)
 

@@ -297,9 +297,13 @@ def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
     if column == "t_s":
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TraceError(name, line, f"t_s must be seconds, got {value!r}.")
-        if not math.isfinite(value) or value < 0:
-            raise TraceError(name, line, f"t_s must be finite and not negative, got {value!r}.")
-        return float(value)
+        try:
+            seconds = float(value)
+        except OverflowError:  # a whole number of hundreds of digits
+            seconds = math.inf
+        if not math.isfinite(seconds) or seconds < 0:
+            raise TraceError(name, line, f"t_s must be finite and not negative, got {seconds!r}.")
+        return seconds
     if column == "uniform_decode" and isinstance(value, bool):
         value = int(value)
     if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -177,7 +177,8 @@ def read_cudagraph_stats(
             if match := re.search(r"- Mode: (?:\w+\.)?(\w+)\s*$", text):
                 config_mode = match[1]
             elif match := re.search(r"- Capture sizes: \[([\d, ]*)\]", text):
-                sizes = tuple(int(size) for size in match[1].split(",") if size.strip())
+                # Of whatever a log has there: what is too long to be a size is none.
+                sizes = tuple(map(int, re.findall(r"\b[0-9]{1,10}\b", match[1])))
             cells = _table_cells(text)
             if cells is None:
                 in_table = False
@@ -250,7 +251,8 @@ def _whole(name: str, line: int, column: str, text: str) -> int:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise TraceError(name, line, f"{column} must be a whole number, got {shown!r}.") from None
     if not 0 <= value <= MAX_COUNT:
-        raise TraceError(name, line, f"{column} must be 0 to {MAX_COUNT}, got {value:.6g}.")
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise TraceError(name, line, f"{column} must be 0 to {MAX_COUNT}, got {shown}.")
     return value
 
 

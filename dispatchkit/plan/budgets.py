@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 import attrs
@@ -91,7 +91,8 @@ def make_budget(
 
 def _positive(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0
+    # Compared, and not asked whether it is finite: that would make a float of any number.
+    return number and 0 < value <= sys.float_info.max
 
 
 def _prices(

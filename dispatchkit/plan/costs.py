@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +45,7 @@ __all__ = [
 COST_MODEL_FORMAT = "dispatchkit-cost-model"
 COST_MODEL_VERSION = 1
 _MAX_FILE_BYTES = 16 * 1024 * 1024
+_LARGEST = 1 << 53  # of whole numbers that floats hold exactly: 285 years, 9 petabytes
 _CURVES = ("eager_us", "graph_us", "piecewise_us", "graph_bytes", "capture_us")
 
 
@@ -102,9 +102,10 @@ def _curve(setting: str, points: Any) -> Curve:
     if short or not pairs:
         raise ConfigError(setting, points, allowed)
     for size, value in pairs:
-        sized = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+        sized = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= _LARGEST
         valued = isinstance(value, int | float) and not isinstance(value, bool)
-        if not sized or not valued or not math.isfinite(value) or value < 0:
+        # Compared, and not asked whether it is finite: that would make a float of any number.
+        if not sized or not valued or not 0 <= value <= _LARGEST:
             raise ConfigError(setting, [size, value], allowed)
     pairs.sort()
     if len({size for size, _ in pairs}) != len(pairs):
@@ -313,8 +314,12 @@ def save_cost_model(model: CostModel, path: str | os.PathLike[str]) -> None:
     """Write a model to a file, which has its name only once it is whole."""
     target = Path(path)
     part = target.with_name(target.name + ".part")
-    part.write_text(json.dumps(model.to_json(), indent=2) + "\n", encoding="utf-8")
-    part.replace(target)
+    try:
+        part.write_text(json.dumps(model.to_json(), indent=2) + "\n", encoding="utf-8")
+        part.replace(target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 _H100 = "One NVIDIA H100 80GB, torch 2.11 (CUDA 13), Python 3.12; medians of device time. {}"

@@ -66,6 +66,9 @@ class Steps:
         query = np.zeros(len(trace), dtype=np.int64)
         for number, length in enumerate(config.query_lens, start=1):
             query[(uniform == 1) & (lengths == length)] = number
+        if config.varlen_decode and "max_query_len" in names:
+            short = (query == 0) & (lengths > 0) & (lengths <= config.query_len)
+            query[short] = config.num_query_classes - 1
         some = tokens > 0
         return cls(
             tokens[some],

@@ -88,12 +88,10 @@ class Scenario:
     label: str = ""
 
     def __attrs_post_init__(self) -> None:
-        check_count(self.lanes, "lanes")
-        check_count(self.capture_after, "capture_after")
-        check_count(self.sample_every, "sample_every")
-        for setting in ("max_graphs", "max_bytes"):
+        for setting in ("lanes", "capture_after", "sample_every", "max_graphs", "max_bytes"):
             if getattr(self, setting) is not None:
-                check_count(getattr(self, setting), setting)
+                # Of text too, which becomes a number; the class is frozen.
+                object.__setattr__(self, setting, check_count(getattr(self, setting), setting))
         if self.eviction not in ("lru", "benefit"):
             raise ConfigError("eviction", self.eviction, "'lru' or 'benefit'")
         if self.config is not None and self.sizes is not None:
@@ -118,13 +116,13 @@ def trace_config(
     """
     names = trace.columns
     tokens = max(trace.column("num_tokens"), default=1)
-    limit = max(tokens, max(sizes, default=1) if sizes else 512, 1)
+    limit = max(tokens, 512 if sizes is None else max(sizes, default=1), 1)
     query_lens: Counter[int] = Counter()
     if "uniform_decode" in names and "max_query_len" in names:
         pairs = zip(trace.column("uniform_decode"), trace.column("max_query_len"), strict=True)
         query_lens = Counter(length for uniform, length in pairs if uniform and length)
     most = max(trace.column("num_reqs"), default=1) if "num_reqs" in names else 1
-    given: dict[str, Any] = {"capture_sizes": tuple(sizes)} if sizes else {}
+    given: dict[str, Any] = {} if sizes is None else {"capture_sizes": tuple(sizes)}
     loras = max(trace.column("num_active_loras"), default=0) if "num_active_loras" in names else 0
     with warnings.catch_warnings():
         # That large steps run eager is a result here, counted among the misses.

@@ -108,6 +108,7 @@ class RankAgreement:
             )
         self.timeout: float = _seconds(timeout, "timeout")
         self.setup_timeout: float = max(self.timeout, _seconds(setup_timeout, "setup_timeout"))
+        place = _device(device)
         parent = dist.group.WORLD if group is None else group
         # As the group below has them: in ascending order.
         self.members: tuple[int, ...] = tuple(sorted(dist.get_process_group_ranks(parent)))
@@ -136,7 +137,7 @@ class RankAgreement:
                 self._notes.group_store(),
                 self.rank,
                 self.size,
-                torch.device(device),
+                place,
                 ROW_WIDTH,
                 self.setup_timeout,
             )
@@ -391,6 +392,20 @@ def _seconds(value: Any, setting: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ConfigError(setting, value, "a number of seconds above 0")
     return float(value)
+
+
+def _device(value: Any) -> torch.device:
+    """Return where rows meet; a wrong one must not look like a rank that does not come."""
+    allowed = "the CPU or a CUDA device"
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError("device", value, allowed) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError("device", value, allowed)
+    if device.type == "cuda" and not dist.is_nccl_available():
+        raise ConfigError("device", value, "the CPU here", "This torch was built without NCCL.")
+    return device
 
 
 def _store_of(group: Any) -> Any:

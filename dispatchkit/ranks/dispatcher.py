@@ -8,7 +8,7 @@ from typing import Any
 
 from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.dispatch.policy import policy_name, policy_traits
-from dispatchkit.errors import ConfigError, NoGraphError, RankError
+from dispatchkit.errors import ConfigError, NoGraphError, PolicyError, RankError
 from dispatchkit.keys import GraphKey, RuntimeMode
 from dispatchkit.ranks.axis_facts import AxisFacts
 from dispatchkit.ranks.facts import ALL_ON, AgreedBatch, Facts
@@ -85,20 +85,38 @@ class RankedDispatcher:
         self.dispatcher, self.ranks = dispatcher, ranks
         self.step = self.epoch = 0
         self._last_epoch, self._epoch_steps = 0, epoch_steps
-        policy = dispatcher.policy
-        self._leader = policy if isinstance(policy, LeaderPolicy) else None
-        if check_every is None:
-            check_every = epoch_steps if self._leader is not None else 0
-        # Steps from one exchange to the next; 0 where there is none.
-        self._every = check_every if same_batches else 1
-        if ranks.size == 1 and self._leader is None:
-            self._every = 0
+        self._same_batches, self._check_every = same_batches, check_every
+        self._switches = tuple(switches)
+        self._compared = dict(facts or {})
         # What the batches since the last exchange were, where all ranks must have the same.
         self._history = 0
+        self._keys = SharedKeys(dispatcher)
+        self.renew()
+
+    def renew(self) -> None:
+        """Go on with what a swap has put in force; all ranks swap and call it at the same point.
+
+        Policy and configuration are compared as at the start. Until then a rank that was
+        swapped refuses to step.
+
+        Raises:
+            ConfigError: The policy learns on every rank, or the dispatcher is lazy.
+            RankError: What is in force is not the same on all ranks, or one does not come.
+        """
+        dispatcher, ranks = self.dispatcher, self.ranks
+        policy = dispatcher.policy
+        self._leader = policy if isinstance(policy, LeaderPolicy) else None
+        check_every = self._check_every
+        if check_every is None:
+            check_every = self._epoch_steps if self._leader is not None else 0
+        # Steps from one exchange to the next; 0 where there is none.
+        self._every = check_every if self._same_batches else 1
+        if ranks.size == 1 and self._leader is None:
+            self._every = 0
         try:
-            _check(dispatcher, self._leader, ranks, check_every, epoch_steps)
+            _check(dispatcher, self._leader, ranks, check_every, self._epoch_steps)
             has_axes = bool(dispatcher.config.axes)
-            self._facts = (AxisFacts if has_axes else Facts)(dispatcher.config, switches)
+            self._facts = (AxisFacts if has_axes else Facts)(dispatcher.config, self._switches)
         except ConfigError as error:
             ranks.fail(error)  # or the others would wait for this rank
             raise
@@ -106,15 +124,16 @@ class RankedDispatcher:
         self._own: Callable[..., AgreedBatch] = AgreedBatch
         if isinstance(self._facts, AxisFacts):
             self._own = self._facts.own
-        self._keys = SharedKeys(dispatcher)
         own = {
-            "same_batches": same_batches,
+            "same_batches": self._same_batches,
             "check_every": check_every,
-            "epoch_steps": epoch_steps,
+            "epoch_steps": self._epoch_steps,
             "switches": self._facts.switches,
         }
         base = None if self._leader is None else self._leader.base
-        ranks.compare(fingerprint(dispatcher, {**own, **(facts or {})}, policy=base))
+        ranks.compare(fingerprint(dispatcher, {**own, **self._compared}, policy=base))
+        # Another object after each swap: what is in force is not what was compared then.
+        self._graphs = dispatcher.graphs
         self.settle()
 
     # -- the step -----------------------------------------------------------------------
@@ -157,8 +176,12 @@ class RankedDispatcher:
             DescriptorError: A fact is outside the configured limits. Nothing has been
                 exchanged: the step can be tried again.
             NoGraphError: The ranks allow no common mode; every rank raises it.
-            RankError: A rank is late, gone or has raised; the agreement has ended.
+            PolicyError: In strict mode, the policy is at fault here. The agreement has ended.
+            RankError: A rank is late, gone or has raised, or this one was swapped without
+                ``renew``; the agreement has ended.
         """
+        if self.dispatcher.graphs is not self._graphs:
+            raise self._swapped()
         every = self._every
         if every != 1 and (not every or (self.step + 1) % every):
             return self._alone(num_tokens, num_reqs, uniform, loras, ceiling, switches)
@@ -289,6 +312,19 @@ class RankedDispatcher:
         except NoGraphError:
             # The others wait: what this batch allows is in the row, and all ranks will see.
             return _FULL
+        except PolicyError as error:
+            self.ranks.fail(error)  # the same batch would raise again: the others learn why
+            raise
+
+    def _swapped(self) -> RankError:
+        error = RankError(
+            "Policy or configuration of this rank were swapped since the ranks compared what "
+            "decides. Swap on all ranks at the same point, and call renew() there.",
+            step=self.step,
+            reason="differs",
+        )
+        self.ranks.fail(error)
+        return error
 
     def _alone(
         self,

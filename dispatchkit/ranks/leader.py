@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
 
 from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, GraphView, Outcome, Policy
 from dispatchkit.dispatch.policy import policy_name, policy_traits
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, DescriptorError, PolicyError
 from dispatchkit.keys import Batch, DispatchConfig, GraphKey, RuntimeMode
 
 _BATCH = tuple(field.name for field in attrs.fields(Batch))
@@ -32,7 +32,8 @@ class LeaderPolicy:
             others.
 
     Attributes:
-        num_learner_errors: How often the learner raised; it is left out then.
+        num_learner_errors: How often the learner raised, or wanted what no policy may choose;
+            it is left out then.
         is_listening: Outcomes are given to the learner. Off until ranks run steps together:
             what a step takes while others are still starting is no measure of it.
 
@@ -66,7 +67,7 @@ class LeaderPolicy:
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
         """Return the keys of the base; the learner chooses among them."""
         if self.learner is not None:
-            self._ask("declare", config)
+            self._ask("declare", config, read=list)
         return self.base.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
@@ -75,7 +76,7 @@ class LeaderPolicy:
         if served is None or (served.key is not None and not graphs.is_ready(served.key)):
             served = self.base.decide(batch, graphs)
         if self.learner is not None and batch.num_reqs is None:
-            wanted = self._ask("decide", batch, graphs)
+            wanted = self._ask("decide", batch, graphs, read=_decision)
             if wanted is not None and wanted != served:
                 self._steady[batch] = wanted
         return served
@@ -84,7 +85,7 @@ class LeaderPolicy:
         """Let the learner learn; what it wants changed waits to be made known."""
         if self.learner is None or not self.is_listening:
             return
-        for update in self._ask("observe", outcome) or ():
+        for update in self._ask("observe", outcome, read=_updates) or ():
             if update.one_shot and update.decision is not None:
                 self._one_shots.append((update.batch, update.decision))
             elif not update.one_shot:
@@ -107,36 +108,63 @@ class LeaderPolicy:
         )
 
     def put_news(self, text: str, dispatcher: Dispatcher) -> int:
-        """Serve from now on what the leader made known; how many cells it concerns."""
+        """Serve from now on what the leader made known; how many cells it concerns.
+
+        What no policy may choose is left out, on all ranks alike, and is the learner's fault.
+        """
         keys = {str(key): key for key in dispatcher.registry}
-        updates = [_decoded(item, keys) for item in json.loads(text)]
-        for update in updates:
+        served = 0
+        for update in [_decoded(item, keys) for item in json.loads(text)]:
+            try:
+                dispatcher.update(update)
+            except (DescriptorError, PolicyError) as error:
+                if self.learner is not None:
+                    self._blame("observe", error)
+                continue
+            served += 1
             if not update.one_shot:
                 if update.decision is None:
                     self._known.pop(update.batch, None)
                 else:
                     self._known[update.batch] = update.decision
-            dispatcher.update(update)
-        return len(updates)
+        return served
 
     # -- inside -------------------------------------------------------------------------
 
-    def _ask(self, method: str, *args: Any) -> Any:
-        """Call the learner; one that raises changes nothing of what is served."""
+    def _ask(self, method: str, *args: Any, read: Callable[[Any], Any]) -> Any:
+        """Call the learner and read its answer; one at fault changes nothing of what is served."""
         call = getattr(self.learner, method, None)
         try:
-            return None if call is None else call(*args)
+            return None if call is None else read(call(*args))
         except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
-            self.num_learner_errors += 1
-            if self.num_learner_errors == 1:
-                warnings.warn(
-                    f"Policy {policy_name(self.learner)!r}, {method}: raised "
-                    f"{type(error).__name__}: {error}. The ranks go on with what it had made "
-                    "known before.",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
+            self._blame(method, error)
             return None
+
+    def _blame(self, method: str, error: Exception) -> None:
+        self.num_learner_errors += 1
+        if self.num_learner_errors == 1:
+            warnings.warn(
+                f"Policy {policy_name(self.learner)!r}, {method}: raised "
+                f"{type(error).__name__}: {error}. The ranks go on with what it had made "
+                "known before.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _updates(answer: Any) -> list[CellUpdate]:
+    """Return what a learner wants changed; all of it is there before any is taken up."""
+    updates = list(answer or ())
+    for update in updates:
+        if not isinstance(update, CellUpdate):
+            raise TypeError(f"it answered {update!r:.60}; only CellUpdates are updates")
+    return updates
+
+
+def _decision(answer: Any) -> Decision | None:
+    if answer is not None and not isinstance(answer, Decision):
+        raise TypeError(f"it answered {answer!r:.60}; a Decision or None is allowed")
+    return answer
 
 
 def _encoded(batch: Batch, decision: Decision | None, one_shot: bool) -> list[Any]:

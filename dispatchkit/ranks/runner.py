@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dispatchkit.errors import ConfigError, InputError, NoGraphError, RankError
-from dispatchkit.keys import GraphKey, RuntimeMode
+from dispatchkit.keys import ALLOWED_MODES, GraphKey, RuntimeMode
 from dispatchkit.ranks.dispatcher import RankedDispatcher
 from dispatchkit.ranks.facts import ALL_ON, AgreedBatch
 from dispatchkit.ranks.protocol import Ranks
@@ -68,6 +68,17 @@ class RankedRunner:
         self._made_under = self.runner.guard.now()
         return self.ranked.capture(self._capture_one, keys)
 
+    def renew(self) -> None:
+        """Go on with what a ``swap`` of the runner has put in force; see ``RankedDispatcher``.
+
+        All ranks swap and call it at the same point.
+
+        Raises:
+            ConfigError: The policy learns on every rank.
+            RankError: What is in force is not the same on all ranks, or one does not come.
+        """
+        self.ranked.renew()
+
     def __call__(
         self,
         *,
@@ -94,7 +105,8 @@ class RankedRunner:
             which dimensions follow one.
 
         Raises:
-            InputError: An input is missing or has no rows. Nothing has been exchanged.
+            InputError: An input is missing, unknown, has no rows or is another tensor than was
+                declared. Nothing has been exchanged.
             DescriptorError: A fact is outside the limits. Nothing has been exchanged.
             NoGraphError: The ranks allow no common mode; every rank raises it.
             RankError: A rank is late, gone or has raised; or another rank's axes are larger, and
@@ -107,6 +119,11 @@ class RankedRunner:
         ceiling = self._ceiling(ceiling)
         if self._names:
             return self._run_with_axes(tensors, own, num_reqs, uniform, loras, ceiling, switches)
+        # Before anybody waits for this rank.
+        for name, given in tensors.items():
+            if not isinstance(given, torch.Tensor):
+                raise InputError(name, f"Input {name!r} must be a tensor to be padded.")
+        self.runner.check_inputs(tensors)
         agreed = self.ranked.agree(own, num_reqs, uniform, loras, ceiling, switches)
         rows = agreed.num_tokens
         if rows == own:
@@ -138,9 +155,11 @@ class RankedRunner:
 
     def _ceiling(self, ceiling: int) -> int:
         """Return the modes that this rank allows: eager alone under another autocast, say."""
-        if ceiling > int(RuntimeMode.FULL) or self.runner.guard.now() == self._made_under:
+        if self.runner.guard.now() == self._made_under:
             return ceiling
-        return int(RuntimeMode.NONE)
+        # Where that is excluded, or is no code at all, the agreement says so.
+        has_eager = 0 <= ceiling < len(ALLOWED_MODES) and RuntimeMode.NONE in ALLOWED_MODES[ceiling]
+        return int(RuntimeMode.NONE) if has_eager else ceiling
 
     def _run(
         self,
@@ -156,7 +175,7 @@ class RankedRunner:
             cut: Makes of the result what is returned.
         """
         try:
-            decision = self.runner.dispatcher.dispatch(*agreed[:5])
+            decision = self.runner.decide(*agreed[:5])
             result = self.runner.run_decision(decision, inputs(decision.key))
             return result if cut is None else cut(result)
         except NoGraphError:
@@ -195,8 +214,6 @@ class RankedRunner:
                 padded[name] = self._fill_rows(name, 0) if given is None else given
                 continue
             fill = self._fill_rows(name, rows).narrow(dim, 0, rows - own)
-            if given is not None and not isinstance(given, torch.Tensor):
-                raise InputError(name, f"Input {name!r} must be a tensor to be padded.")
             # Always new memory: a step may keep, or write to, what it is given.
             padded[name] = fill.clone() if given is None else torch.cat([given, fill], dim)
         return padded
@@ -217,6 +234,7 @@ class RankedRunner:
                 raise InputError(
                     name, f"Input {name!r} must be a tensor of {tuple(shape)} here, got {found}."
                 )
+        self.runner.check_inputs(given | values)
         agreed = self.ranked.agree(own, num_reqs, uniform, variant, *rest)
         # An exact axis of which ranks have different values: eager, each with its own.
         wanted = {

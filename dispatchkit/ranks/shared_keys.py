@@ -92,11 +92,13 @@ class SharedKeys:
 
     @contextmanager
     def _settling(self) -> Iterator[None]:
-        self._is_settling = True
-        try:
-            yield
-        finally:
-            self._is_settling = False
+        # Under the registry's lock: what another thread changes meanwhile is news, and waits.
+        with self._registry.lock:
+            self._is_settling = True
+            try:
+                yield
+            finally:
+                self._is_settling = False
 
     def _give_back(self, key: GraphKey) -> None:
         """Withhold a key no longer; a user's own wish stays."""
@@ -119,9 +121,12 @@ class SharedKeys:
         if self._is_settling:
             return
         self.has_news = True
-        if event.before is event.after:
+        if event.after is None:
+            self.withheld.pop(event.key, None)
+            self._disabled_by_user.discard(event.key)
+        if event.before is event.after and not event.by_mode:
             # Switched on or off by the user, where it may be withheld at the same time.
-            if event.reason == "disabled" and event.key.mode not in self._registry.disabled_modes:
+            if event.reason == "disabled":
                 self._disabled_by_user.add(event.key)
             elif event.reason == "enabled":
                 self._disabled_by_user.discard(event.key)

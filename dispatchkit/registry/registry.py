@@ -37,12 +37,21 @@ def _family(key: GraphKey) -> _Family:
 
 @attrs.frozen
 class RegistryEvent:
-    """A key changed: ``before`` is None when it is new, ``after`` when it is gone."""
+    """A key changed: ``before`` is None when it is new, ``after`` when it is gone.
+
+    Attributes:
+        key: The key.
+        before: Its state before.
+        after: Its state now; that before where it was switched on or off.
+        reason: Why, as its entry has it; ``enabled`` or ``disabled`` where it was switched.
+        by_mode: Not this key was switched but its whole mode.
+    """
 
     key: GraphKey
     before: KeyState | None
     after: KeyState | None
     reason: str = ""
+    by_mode: bool = False
 
 
 class GraphRegistry:
@@ -214,7 +223,7 @@ class GraphRegistry:
             for each in self._largest_first():
                 if each == key or each.mode is mode:
                     state = self._entries[each].state
-                    self._tell(each, state, state, reason)
+                    self._tell(each, state, state, reason, by_mode=each != key)
 
     # -- inside -----------------------------------------------------------------------
 
@@ -241,9 +250,15 @@ class GraphRegistry:
             return entry
 
     def _tell(
-        self, key: GraphKey, before: KeyState | None, after: KeyState | None, reason: str = ""
+        self,
+        key: GraphKey,
+        before: KeyState | None,
+        after: KeyState | None,
+        reason: str = "",
+        *,
+        by_mode: bool = False,
     ) -> None:
         self.num_changes += 1
-        event = RegistryEvent(key, before, after, reason)
+        event = RegistryEvent(key, before, after, reason, by_mode)
         for listener in self._listeners:
             listener(event)

@@ -276,7 +276,9 @@ def _arguments(trace: StepTrace, config: DispatchConfig) -> Iterable[tuple[int, 
     number: Mapping[int, int] = {
         length: index for index, length in enumerate(config.query_lens, start=1)
     }
-    lengths = column("max_query_len") if "max_query_len" in names else column("uniform_decode")
+    knows_lengths = "max_query_len" in names
+    lengths = column("max_query_len") if knows_lengths else column("uniform_decode")
+    varlen = config.num_query_classes - 1 if config.varlen_decode and knows_lengths else 0
     for tokens, reqs, uniform, length, loras in zip(
         trace.column("num_tokens"),
         column("num_reqs"),
@@ -286,9 +288,7 @@ def _arguments(trace: StepTrace, config: DispatchConfig) -> Iterable[tuple[int, 
         strict=True,
     ):
         if tokens:
-            yield (
-                tokens,
-                min(reqs, config.max_num_seqs),
-                number.get(length, 0) if uniform else 0,
-                loras,
-            )
+            kind = number.get(length, 0) if uniform else 0
+            if not kind and 0 < length <= config.query_len:
+                kind = varlen
+            yield tokens, min(reqs, config.max_num_seqs), kind, loras

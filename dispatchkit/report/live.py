@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError
+from dispatchkit.report.account import MAX_BINS
 from dispatchkit.report.charts import Band, Bars, Pairs, Series, Shares, Stacked
 from dispatchkit.report.from_account import MODE_NAMES
 from dispatchkit.report.page import Figure, Missing, Report, Table, Tile
@@ -20,12 +21,18 @@ __all__ = ["STATISTICS_FORMAT", "LiveStatistics", "report_of_statistics"]
 
 STATISTICS_FORMAT = "dispatchkit-statistics"
 STATISTICS_VERSION = 1
+MAX_SAMPLES = 1024
+"""Samples that are kept: with one more, every second one goes."""
 _TOKENS = re.compile(r"\btokens=(\d{1,9})\b")
 _NOT_STATISTICS = "statistics, as LiveStatistics.save writes them"
 
 
 class LiveStatistics:
     """Samples of a runner's counters, in order; each sample costs one reading, no step.
+
+    A server may sample for weeks: of more than ``MAX_SAMPLES`` the first and every second one
+    after it are kept. Counters only grow, so that the others take nothing with them but how
+    things went between.
 
     Example::
 
@@ -51,6 +58,8 @@ class LiveStatistics:
         """Read a GraphRunner's counters, and what its policy has learnt."""
         self.policy = runner.dispatcher.policy_name
         self.samples.append(attrs.asdict(runner.stats()))
+        if len(self.samples) > MAX_SAMPLES:
+            self.samples = self.samples[::2]
         explains = getattr(runner.dispatcher.policy, "explain", None)
         if callable(explains):
             # A policy that learns may say what it knows of each bucket; any other says nothing.
@@ -208,7 +217,10 @@ def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | Missing:
     ends: list[int] = []
     parts: list[dict[str, int]] = []
     before: Mapping[str, int] = {}
-    for sample in samples:
+    # Evenly, with the last one: more bars than that could not be told apart.
+    bars = min(MAX_BINS, len(samples))
+    for number in range(1, bars + 1):
+        sample = samples[number * len(samples) // bars - 1]
         now = sample["steps_by_mode"]
         part = {mode: now.get(mode, 0) - before.get(mode, 0) for mode in MODE_NAMES}
         if any(count > 0 for count in part.values()):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dispatchkit.cli import facts
-from dispatchkit.cli.doctor import Finding, Level, examine
+from dispatchkit.cli.doctor import Finding, Level, _self_check, examine
 from dispatchkit.errors import BackendUnavailableError
 from dispatchkit.hookspecs import BackendSpec, hookimpl
 from dispatchkit.plugins import PluginSet, load_plugins
@@ -180,3 +180,19 @@ def test_a_problem_is_found_wanting(run: Any, plugins_with: Any) -> None:
     done = run("doctor", "--json")
     assert done.code == 1
     assert json.loads(done.out)["ok"] is False
+
+
+def test_a_device_that_raises_is_a_finding_and_no_traceback() -> None:
+    """A broken driver raises errors of torch: to say so is what the command is for."""
+
+    class Broken:
+        torch_device = "cpu"
+        warmup = capture = new_pool = None
+
+        def device_info(self) -> dict[str, str]:
+            raise RuntimeError("CUDA error: unknown error")
+
+    broken = types.SimpleNamespace(create_backend=lambda name: Broken())
+    (finding,) = _self_check(broken, "cuda", {})  # type: ignore[arg-type]
+    assert finding.level is Level.PROBLEM
+    assert "RuntimeError: CUDA error: unknown error" in finding.says

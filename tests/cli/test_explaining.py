@@ -82,6 +82,7 @@ def test_text_shows_the_same_in_80_columns(run: Any) -> None:
         (["3", "--query-len", "0"], "query_lens"),
         (["3", "--max-num-tokens", "0"], "max_num_tokens"),
         (["3", "--max-num-seqs", "-4"], "max_num_seqs"),
+        (["3", "--all"], "--trace"),
     ],
 )
 def test_bad_input_is_one_message_and_code_2(run: Any, args: list[str], says: str) -> None:

@@ -73,6 +73,9 @@ def test_settings_to_paste_are_one_whole_line(run: Any, engine: str, holds: str)
         (["--graphs", "8", "--engine", "vlm"], "'vllm'"),
         (["--graphs", "8", "--cost-model", "nowhere.json"], "nowhere.json"),
         (["--graphs", "8", "--align", "0"], "align"),
+        (["--graphs", "8", "--query-len", "4"], "--engine"),
+        (["--graphs", "8", "--bytes-per-graph", "4"], "--memory-bytes"),
+        (["--graphs", "8", "--capture-s-per-graph", "1"], "--capture-time-s"),
     ],
 )
 def test_bad_input_is_a_message_and_code_2(run: Any, args: list[str], says: str) -> None:

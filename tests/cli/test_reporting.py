@@ -49,6 +49,14 @@ def test_one_figure_is_written_alone(run: Any, tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_figure_without_a_file_of_its_own_is_no_page(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("report", TRACE, "--figure", "padding").code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["padding.svg"]
+
+
 def test_the_picture_of_the_pages_is_what_its_command_draws(run: Any, tmp_path: Path) -> None:
     """So that it shows what the planner does, and not what it did once."""
     root = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from dispatchkit.dispatch import Decision, Dispatcher, Reason, explain
+from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, Outcome, Reason, explain
 from dispatchkit.dispatch.lanes import lane_homes, lane_priorities
 from dispatchkit.errors import PolicyError
 from dispatchkit.keys import BatchDescriptor, DispatchConfig, GraphKey, RuntimeMode
@@ -92,3 +92,26 @@ def test_lane_policy_that_raises_is_named_with_what_it_raised():
         lane_homes(Raises(), [key(8)], 2, name="mine")
     with pytest.raises(PolicyError, match=r"mine.*stream_priorities: raised TypeError"):
         lane_priorities(Raises(), 2, name="mine")
+
+
+def test_what_came_of_a_batch_that_the_new_limits_exclude_is_no_fault_of_the_policy():
+    """The same policy goes on under another configuration, and measured steps come in late."""
+
+    class Learner:
+        name = "learner"
+
+        def declare(self, config):
+            return [GraphKey(RuntimeMode.FULL, BatchDescriptor(n)) for n in config.capture_sizes]
+
+        def decide(self, batch, graphs):
+            return Decision.eager("x", timed=True)
+
+        def observe(self, outcome):
+            return [CellUpdate(outcome.batch, None)]
+
+    wide = DispatchConfig(capture_sizes=(8, 64), max_num_tokens=64)
+    dispatcher = Dispatcher(Learner(), wide, strict=True)
+    outcome = Outcome(dispatcher.batch(50), dispatcher.dispatch(50), 10.0)
+    dispatcher.swap(config=DispatchConfig(capture_sizes=(8, 32), max_num_tokens=32))
+    dispatcher.observe(outcome)
+    assert dispatcher.num_policy_errors == 0

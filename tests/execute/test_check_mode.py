@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.errors import ConfigError  # noqa: E402
 from dispatchkit.execute import CheckWarning, check_state  # noqa: E402
 from dispatchkit.execute.state import Snapshot  # noqa: E402
@@ -500,3 +500,54 @@ def test_state_of_a_type_that_is_not_compared_is_left_out(make_runner):
     for rows in (8, 3):
         runner(torch.ones(rows, 4))
     assert runner.stats().eager_by_reason == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_results_and_state_of_one_byte_are_compared_as_coarsely_as_they_are(dtype):
+    """A bucket is another shape, and rounding may give the neighbour, an eighth further."""
+    kept = torch.zeros(8).to(dtype)
+
+    def step(x):
+        out = (x * (1.0 + 1e-3 * len(x))).to(dtype)
+        kept[: len(x)].copy_(out)
+        return out
+
+    eps = torch.finfo(dtype).eps
+    between = (1.0 + eps / 2) / (1.0 + 3.5e-3)  # rounded down in three rows, up in four
+    runner = GraphRunner(
+        step,
+        {"x": StaticInput((None,), "float32")},
+        sizes=(4,),
+        state=[kept],
+        policy="vllm",
+        mode="FULL",
+        backend="tape",
+        check=1,
+    )
+    runner.capture()
+    for rows in (3, 4):
+        runner(torch.full((rows,), between))
+    assert runner.stats().steps_by_mode["FULL"] == 2
+
+
+def test_one_byte_that_is_really_another_is_found():
+    scale = torch.ones(())
+    held = [scale]
+
+    def step(x):
+        return (x * held[0]).to(torch.float8_e5m2)
+
+    runner = GraphRunner(
+        step,
+        {"x": StaticInput((None,), "float32")},
+        sizes=(4,),
+        policy="vllm",
+        mode="FULL",
+        backend="tape",
+        check=1,
+    )
+    runner.capture()
+    held[0] = scale * 2  # the graph reads the one before
+    with pytest.warns(CheckWarning):
+        runner(torch.full((4,), 8.0))
+    assert runner.stats().eager_by_reason == {"check_failed": 1}

@@ -7,8 +7,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import Axis, Batch, Decision, StaticInput  # noqa: E402
-from dispatchkit.errors import CaptureError, ConfigError, InputError, ReplayError  # noqa: E402
+from dispatchkit import Axis, Batch, Decision, StaticInput, load_plugins  # noqa: E402
+from dispatchkit.errors import (  # noqa: E402
+    CaptureError,
+    ConfigError,
+    InputError,
+    PolicyError,
+    ReplayError,
+)
 
 
 def plus_one(tokens):
@@ -224,3 +230,23 @@ def test_an_old_plan_of_a_lazy_key_does_not_capture_it_again(make_runner, keys):
     plan.run([torch.arange(3)], runner.backend.current_stream_handle())
     assert runner.get(keys.full(4)) is graph
     assert runner.stats().captures == 1
+
+
+def test_a_policy_that_raises_when_asked_for_runs_is_named_and_its_graphs_stay(make_runner):
+    class Asking(load_plugins().create_policy("vllm").__class__):
+        def wants_seeding(self, graphs):
+            raise ZeroDivisionError
+
+    runner = make_runner(plus_one, policy=Asking())
+    with pytest.raises(PolicyError, match="wants_seeding: raised ZeroDivisionError"):
+        runner.capture()
+    assert runner.stats().captures == len(runner.registry)
+
+
+def test_inputs_can_be_checked_without_running(make_runner):
+    ran = []
+    runner = make_runner(lambda tokens: (ran.append(1), tokens + 1)[1])
+    assert runner.check_inputs({"tokens": torch.arange(3)}) == 3
+    with pytest.raises(InputError):
+        runner.check_inputs({"tokens": torch.ones(3)})
+    assert not ran

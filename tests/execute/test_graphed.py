@@ -16,7 +16,11 @@ from torch import nn  # noqa: E402
 import dispatchkit  # noqa: E402
 from dispatchkit import graphed  # noqa: E402
 from dispatchkit.errors import ConfigError, InputError  # noqa: E402
-from dispatchkit.execute import CheckWarning, EagerStepWarning  # noqa: E402
+from dispatchkit.execute import (  # noqa: E402
+    CheckWarning,
+    EagerStepWarning,
+    graphed_forms,
+)
 from dispatchkit.execute.graphed import GraphedFunction  # noqa: E402
 from dispatchkit.execute.graphed_forms import geometric_sizes  # noqa: E402
 
@@ -414,3 +418,19 @@ def test_sizes_have_at_most_a_third_of_padding():
 
 def test_the_name_is_exported():
     assert "graphed" in dispatchkit.__all__
+
+
+def test_a_form_that_could_not_grow_grows_at_the_next_call(monkeypatch):
+    """Memory was short for a moment; the runner of the small batches must not get the large."""
+    times_two = graphed(lambda x: x * 2, backend="tape")
+    times_two(torch.ones(4))
+    made = graphed_forms.GraphRunner
+
+    def short(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(graphed_forms, "GraphRunner", short)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        times_two(torch.ones(20))
+    monkeypatch.setattr(graphed_forms, "GraphRunner", made)
+    assert torch.equal(times_two(torch.ones(20)), torch.full((20,), 2.0))

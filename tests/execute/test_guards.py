@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.errors import InputError  # noqa: E402
+from dispatchkit.execute.fingerprint import Facts, changed  # noqa: E402
 
 INPUT = {"x": StaticInput((None, 4), "float32")}
 X = torch.arange(12.0).view(3, 4) / 8
@@ -145,3 +148,8 @@ def test_each_runner_has_graphs_of_its_own_function(make_runner):
         runners[-1].capture()
     for factor, runner in zip((2, 3), runners, strict=True):
         same(runner(X), X * factor)
+
+
+def test_a_number_that_is_not_even_itself_is_no_change():
+    then = Facts({}, {"fill": math.nan, "scale": 1})
+    assert changed(then, Facts({}, {"fill": math.nan, "scale": 2})) == "scale was 1 and is 2"

@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,16 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from dispatchkit import Axis, GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    Axis,
+    BatchDescriptor,
+    GraphKey,
+    GraphRunner,
+    RuntimeMode,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, InputError, PolicyError, ReplayError  # noqa: E402
 from dispatchkit.execute import LanePolicyWarning, StepHandle  # noqa: E402
@@ -616,3 +626,19 @@ def test_axes_go_with_lanes(make_lanes):
     for x, handle in zip(given, handles, strict=True):
         torch.testing.assert_close(handle.result(), torch.tanh(x * 2))
     assert runner.stats().steps_by_mode["NONE"] == 0
+
+
+def test_a_runner_of_several_lanes_shows_a_graph_that_was_registered_on_one(backend):
+    runner = GraphRunner(
+        lambda x: x * 2,
+        {"x": StaticInput((None,), "float32")},
+        sizes=(4, 8),
+        policy="vllm",
+        mode="FULL",
+        backend=backend,
+        lanes=2,
+    )
+    key = GraphKey(RuntimeMode.FULL, BatchDescriptor(6, uniform=True))
+    graph = SimpleNamespace(replay=lambda: None)
+    runner.register(key, graph, inputs={"x": torch.zeros(6)}, outputs=torch.zeros(6))
+    assert "captured on 0, unknown on 1" in str(runner)

@@ -132,3 +132,9 @@ def test_no_change_and_no_such_policy_are_refused(runner):
     with pytest.raises(ConfigError, match="sample_every"):
         runner.start_shadow(sizes=(3, 8), sample_every=0)
     assert not runner.is_shadowed
+
+
+def test_how_often_a_step_is_timed_may_be_text(runner):
+    runner.start_shadow(policy="threshold", sample_every="2")
+    serve(runner)
+    assert runner.stats().steps == 3

@@ -231,3 +231,45 @@ def test_observers_made_by_name_are_contained_too(caplog: Any) -> None:
     plugins.create_observer("bad")
     plugins.notify(CAPTURE)
     assert "'bad' (passed in as 'mine')" in caplog.text
+
+
+def _yields_never(config: Any) -> Any:
+    if config is None:
+        yield
+    return None
+
+
+def _yields_twice(config: Any) -> Any:
+    yield
+    yield
+
+
+def _yields_again_after_a_fault(config: Any) -> Any:
+    try:
+        yield
+    except ValueError:
+        yield
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "says"),
+    [
+        (_yields_never, "did not yield"),
+        (_yields_twice, "yielded twice"),
+        (_yields_again_after_a_fault, "yielded twice"),
+    ],
+)
+def test_a_wrapper_that_does_not_yield_just_once_is_named(wrapper: Any, says: str) -> None:
+    class Chooser:
+        @hookimpl
+        def dispatchkit_select_policy(self) -> str:
+            raise ValueError("inner")
+
+    plugins = PluginSet()
+    if wrapper is _yields_again_after_a_fault:
+        plugins.register("chooser", Chooser())
+    marked = hookimpl(wrapper=True)(wrapper)
+    plugins.register("around", SimpleNamespace(dispatchkit_select_policy=marked))
+    with pytest.raises(PluginError, match=says) as raised:
+        plugins.select_policy(SimpleNamespace())
+    assert raised.value.origin.plugin == "around"

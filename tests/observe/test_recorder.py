@@ -118,3 +118,29 @@ def test_values_beyond_what_a_trace_holds_stay_outside():
     recorder = StepRecorder(config)
     recorder.add(1, 1, 0, config.variant(length=10**30))
     assert recorder.trace()[0].axes["length"] == 2**31 - 1
+
+
+def test_a_step_without_tokens_costs_the_others_no_fact():
+    """Nothing of it is unknown: it has no request, and no longest one."""
+    recorder = StepRecorder(CONFIG)
+    recorder.add(6, 3, 1, 0)
+    recorder.add(0, 0, 1, 0)
+    recorder.add(0, 0, 0, 0)
+    trace = recorder.trace()
+    assert list(trace.column("num_reqs")) == [3, 0, 0]
+    assert list(trace.column("max_query_len")) == [2, 0, 0]
+
+
+def test_no_request_is_longer_than_the_step():
+    """The class of requests of at most four tokens holds a step of two."""
+    recorder = StepRecorder(DispatchConfig(query_lens=4, varlen_decode=True))
+    recorder.add(2, 1, 2, 0)
+    recorder.add(6, 2, 2, 0)
+    assert list(recorder.trace().column("max_query_len")) == [2, 4]
+
+
+def test_adapters_above_the_limit_there_was_at_first_are_recorded():
+    """A swap may raise the limit while steps are recorded."""
+    recorder = StepRecorder(CONFIG)
+    recorder.add(4, 4, 0, 5)
+    assert [step.num_active_loras for step in recorder.trace()] == [5]

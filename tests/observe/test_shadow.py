@@ -15,6 +15,7 @@ from dispatchkit.keys import CaptureSizeWarning
 from dispatchkit.observe import read_trace
 from dispatchkit.observe.recorder import StepRecorder
 from dispatchkit.observe.shadow import Shadow
+from dispatchkit.observe.shadow_prices import Prices
 from dispatchkit.plan import CostModel, Noise, load_cost_model, trace_config
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
@@ -307,3 +308,23 @@ def test_a_learning_candidate_hears_that_it_did_not_run(active):
     measure(shadow, active, 3, [10.0])
     assert [(one.won, one.elapsed_us) for one in heard] == [(False, 10.0)]
     assert any("learns" in note for note in shadow.report().notes)
+
+
+def test_no_price_is_negative_however_far_it_lies_from_what_was_measured():
+    prices = Prices({8: [100.0] * 3, 16: [300.0] * 3}, None)
+    assert prices.value(prices.of(1)) == 100.0
+    assert prices.value(prices.of(32)) == 700.0
+    noisy = Prices({8: [100.0] * 3, 16: [90.0] * 3}, None)
+    assert noisy.value(noisy.of(512)) == 90.0
+
+
+def test_a_candidate_is_frozen_and_thawed_with_the_dispatcher_in_force():
+    """Else it would seem to replay what nobody may capture any more."""
+    config = DispatchConfig(capture_sizes=(8,), max_num_tokens=8)
+    create = load_plugins().create_policy
+    active = Dispatcher(create("vllm"), config, lazy=True)
+    shadow = Shadow(active, create("vllm"))
+    for lazy in (False, True):
+        active.set_lazy(lazy)
+        shadow.follow([(4, 4, 0, 0, 2)])
+        assert shadow.report().differences == ()

@@ -147,6 +147,8 @@ def test_a_slice_is_a_trace():
         ('{"num_tokens": true}\n', 1, "whole number, got True"),
         ('{"num_tokens": "3"}\n', 1, "whole number, got '3'"),
         ('{"num_tokens": 3, "t_s": 1e999}\n', 1, "t_s must be finite"),
+        ('{"num_tokens": 3, "t_s": 1' + "0" * 400 + "}\n", 1, "t_s must be finite"),
+        ('{"num_tokens": ' + "[" * 50_000 + "\n", 1, "is not a JSON object"),
     ],
 )
 def test_a_damaged_file_is_named_by_line(text, line, message, tmp_path):

@@ -149,3 +149,17 @@ def test_a_file_is_told_apart_by_its_content(tmp_path):
     ]:
         with pytest.raises(TraceError, match=message):
             read_workload(write(tmp_path / "e", text))
+
+
+def test_a_count_of_hundreds_of_digits_is_named_and_no_overflow(tmp_path):
+    path = tmp_path / "sizes.csv"
+    path.write_text("size,count\n4," + "1" * 400 + "\n")
+    with pytest.raises(TraceError, match=r"line 2: count must be 0 to \d+, got 1{40}\.\.\."):
+        read_histogram(path)
+
+
+def test_a_list_of_sizes_is_read_however_a_log_writes_it(tmp_path):
+    path = tmp_path / "server.log"
+    table = "| Unpadded Tokens | Padded Tokens | Num Paddings | Runtime Mode | Count |"
+    path.write_text(f"- Capture sizes: [1 2 4, 8]\n{table}\n| 1 | 1 | 0 | FULL | 3 |\n")
+    assert read_cudagraph_stats(path).capture_sizes == (1, 2, 4, 8)

@@ -124,3 +124,16 @@ def test_pieces_have_times_of_their_own_where_they_were_measured():
     assert whole.step_us(3, 8, piecewise=True) == 2.0
     with pytest.raises(ConfigError, match="clock"):
         CostModel.from_json(model.to_json() | {"clock": "sundial"})
+
+
+@pytest.mark.parametrize("points", [[(1, 10**400)], [(10**400, 1.0)]], ids=["value", "size"])
+def test_a_number_of_hundreds_of_digits_is_refused(points):
+    with pytest.raises(ConfigError, match="eager_us"):
+        CostModel(name="x", eager_us=points, graph_us=[(1, 1.0)])
+
+
+def test_a_model_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    (tmp_path / "costs.json").mkdir()
+    with pytest.raises(OSError, match=r"costs\.json"):
+        save_cost_model(BUILTIN_COST_MODELS["mlp-h100"], tmp_path / "costs.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]

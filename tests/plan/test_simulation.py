@@ -22,9 +22,11 @@ from dispatchkit.keys import (  # noqa: E402
     RuntimeMode,
 )
 from dispatchkit.observe.trace import StepTrace, TraceStep, read_trace  # noqa: E402
-from dispatchkit.plan.costs import BUILTIN_COST_MODELS, CostModel  # noqa: E402
+from dispatchkit.plan.costs import BUILTIN_COST_MODELS, CostModel, load_cost_model  # noqa: E402
 from dispatchkit.plan.scenario import Noise, Scenario, trace_config  # noqa: E402
 from dispatchkit.plan.simulation import simulate, simulate_all  # noqa: E402
+from dispatchkit.plugins import load_plugins  # noqa: E402
+from dispatchkit.report import account_for  # noqa: E402
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 MODEL = CostModel(
@@ -331,3 +333,27 @@ def test_noise_is_around_the_truth():
     assert 95 < seen[1000] < 105
     assert seen[0] >= 20
     assert seen[-1] > 500
+
+
+def test_counts_of_a_scenario_may_be_text():
+    """As in settings and on a command line; what is checked is what is used."""
+    scenario = Scenario(lanes="2", max_graphs="3", sample_every="4", capture_after="1")
+    assert (scenario.lanes, scenario.max_graphs, scenario.sample_every) == (2, 3, 4)
+
+
+def test_an_empty_list_of_sizes_is_a_list():
+    trace = StepTrace({"num_tokens": [1, 2, 3]})
+    found = simulate(trace, Scenario(sizes=()))
+    assert (found.num_graphs, found.modes["NONE"]) == (0, 3)
+
+
+def test_short_requests_run_in_decode_graphs_that_take_varying_lengths():
+    trace = StepTrace({"num_tokens": [6, 9], "num_reqs": [2, 2], "max_query_len": [4, 8]})
+    config = DispatchConfig(
+        capture_sizes=(8, 16), max_num_tokens=16, query_lens=4, varlen_decode=True
+    )
+    scenario = Scenario(policy="vllm@0.33-manager", config=config)
+    assert simulate(trace, scenario).modes == {"NONE": 0, "PIECEWISE": 1, "FULL": 1}
+    rule = load_plugins().create_policy("vllm@0.33-manager")
+    account = account_for(trace, Dispatcher(rule, config, lazy=True), load_cost_model("mlp-h100"))
+    assert account.modes() == {"NONE": 0, "PIECEWISE": 1, "FULL": 1}

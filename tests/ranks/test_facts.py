@@ -116,3 +116,11 @@ def test_what_there_is_too_much_of_is_named():
         Facts(config)
     most = int(caught.value.args[0].split("at most ")[1].split()[0])
     Facts(DispatchConfig(max_num_tokens=64, query_lens=tuple(range(1, most + 1))))
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", 3.5])
+def test_a_place_that_rows_cannot_meet_at_is_no_rank_that_is_late(device):
+    """Each rank would wait for the others' notes, and then name one of them."""
+    agreement = pytest.importorskip("dispatchkit.ranks.agreement")
+    with pytest.raises(ConfigError, match="device must be the CPU or a CUDA device"):
+        agreement._device(device)

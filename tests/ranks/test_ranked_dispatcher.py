@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import threading
+import warnings
 
 import attrs
 import pytest
@@ -24,8 +27,15 @@ from dispatchkit import (
     RuntimeMode,
     load_plugins,
 )
-from dispatchkit.errors import ConfigError, DescriptorError, NoGraphError, RankError
+from dispatchkit.errors import (
+    ConfigError,
+    DescriptorError,
+    NoGraphError,
+    PolicyError,
+    RankError,
+)
 from dispatchkit.ranks import LeaderPolicy, RankedDispatcher, differences, fingerprint
+from dispatchkit.ranks.shared_keys import SharedKeys
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 # An example makes several threads and dispatchers: a quarter of what small ones get.
@@ -303,6 +313,114 @@ def test_a_learner_that_raises_changes_nothing_of_what_is_served():
 
     found = all_good(run_ranks(2, run))
     assert found == [(["PIECEWISE tokens=4"] * 2, 1), (["PIECEWISE tokens=4"] * 2, 0)]
+
+
+def test_what_no_policy_may_choose_is_left_out_of_the_table_on_all_ranks():
+    """A learner is the leader's alone, and its fault must not end a step anywhere."""
+
+    class Small(Wilful):
+        def observe(self, outcome):
+            yield CellUpdate(
+                outcome.batch, Decision.replay(GraphKey(PIECEWISE, BatchDescriptor(1)))
+            )
+
+    def run(ranks):
+        policy = LeaderPolicy(Smallest(), Small() if ranks.rank == 0 else None)
+        dispatcher = make_dispatcher(policy)
+        ranked = RankedDispatcher(dispatcher, ranks, epoch_steps=1)
+        decision = ranked.dispatch(3)
+        dispatcher.observe(Outcome(dispatcher.batch(3), decision, elapsed_us=1.0))
+        found = [str(ranked.dispatch(3).key) for _ in range(2)]
+        return found, policy.num_learner_errors, dispatcher.num_policy_errors
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = all_good(run_ranks(2, run))
+    assert found == [(["PIECEWISE tokens=4"] * 2, 1, 0), (["PIECEWISE tokens=4"] * 2, 0, 0)]
+
+
+def test_a_learner_that_stops_half_way_through_its_answer_changes_nothing():
+    class HalfWay(Wilful):
+        def observe(self, outcome):
+            yield CellUpdate(outcome.batch, Decision.eager("x"))
+            raise ZeroDivisionError
+
+    policy = LeaderPolicy(Smallest(), HalfWay())
+    policy.is_listening = True
+    with pytest.warns(RuntimeWarning, match="'wilful', observe: raised ZeroDivisionError"):
+        policy.observe(Outcome(Batch(3), Decision.eager("x"), elapsed_us=1.0))
+    assert not policy.has_news
+    assert policy.num_learner_errors == 1
+
+
+def test_a_fault_of_the_policy_on_one_rank_is_told_to_the_others():
+    """In strict mode it raises before the exchange, in which the others wait for it."""
+
+    class Faulty(Smallest):
+        is_faulty = False
+
+        def decide(self, batch, graphs):
+            if self.is_faulty and batch.num_tokens == 3:
+                raise ZeroDivisionError
+            return super().decide(batch, graphs)
+
+    def run(ranks):
+        plain, policy = make_dispatcher(), Faulty()
+        dispatcher = Dispatcher(policy, plain.config, registry=plain.registry, strict=True)
+        ranked = RankedDispatcher(dispatcher, ranks)
+        policy.is_faulty = True
+        with pytest.raises(PolicyError if ranks.rank else RankError):
+            ranked.agree(3 if ranks.rank else 2)
+        return ranks.meeting.failed[0]
+
+    assert all_good(run_ranks(2, run)) == [1, 1]
+
+
+def withheld_on_this_rank():
+    """Return what withholds keys, its report, and a key that another rank has lost."""
+    dispatcher = make_dispatcher()
+    keys = SharedKeys(dispatcher)
+    key = next(iter(dispatcher.registry))
+    mine = keys.report()
+    other = json.loads(mine)
+    other["ready"].remove(str(key))
+    return dispatcher.registry, keys, mine, json.dumps({**other, "lost": {str(key): "lost"}}), key
+
+
+def test_a_key_that_is_switched_off_stays_so_whatever_becomes_of_its_mode():
+    registry, keys, mine, other, key = withheld_on_this_rank()
+    keys.settle([mine, other])
+    registry.set_enabled(False, key=key)
+    registry.set_enabled(False, mode=key.mode)
+    registry.set_enabled(True, mode=key.mode)
+    keys.settle([mine, mine])
+    assert not registry.is_enabled(key)
+
+
+def test_a_key_that_changes_on_another_thread_while_keys_are_settled_is_news():
+    registry, keys, mine, other, key = withheld_on_this_rank()
+    threads = []
+
+    def is_enabled(one):
+        if not threads:  # in the middle of the settling
+            lost = next(each for each in registry if each != key)
+            threads.append(threading.Thread(target=registry.failed, args=(lost, "broken")))
+            threads[0].start()
+            threads[0].join(0.05)  # without the registry's lock it is through by then
+        return key not in registry._disabled_keys
+
+    registry.is_enabled = is_enabled
+    keys.settle([mine, other])
+    threads[0].join()
+    assert keys.has_news
+
+
+def test_a_withheld_key_that_is_forgotten_is_withheld_no_more():
+    registry, keys, mine, other, key = withheld_on_this_rank()
+    keys.settle([mine, other])
+    registry.forget(key)
+    keys.give_all_back()
+    assert not keys.withheld
 
 
 def test_nothing_is_exchanged_where_nothing_can_differ():

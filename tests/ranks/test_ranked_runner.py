@@ -12,6 +12,8 @@ from rank_policies import AlwaysFull, make_dispatcher  # noqa: E402
 from dispatchkit import Axis, GraphRunner, StaticInput  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import DescriptorError, InputError, RankError, ReplayError  # noqa: E402
+from dispatchkit.keys import allowed_modes_code  # noqa: E402
+from dispatchkit.observe import Timeline  # noqa: E402
 from dispatchkit.ranks import RankedRunner  # noqa: E402
 
 INPUTS = {"x": StaticInput((None,), "float32")}
@@ -75,19 +77,42 @@ def test_a_replay_that_fails_on_one_rank_runs_no_other_way_there():
     assert all_good(run_ranks(2, run)) == [(1,), []]
 
 
-def test_an_input_that_is_refused_after_the_agreement_stops_the_others():
+TWO_INPUTS = {**INPUTS, "y": StaticInput((None,), "float32")}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"x": torch.ones(3, dtype=torch.float64), "y": torch.ones(3)},
+        {"x": torch.ones(3)},
+        {"x": torch.ones(3), "y": torch.ones(2)},
+        {"x": torch.ones(3), "y": torch.ones(3), "z": torch.ones(3)},
+        {"x": torch.ones(3), "y": torch.ones(3).numpy()},
+    ],
+    ids=["type", "missing", "rows", "unknown", "array"],
+)
+def test_an_input_that_does_not_fit_is_refused_before_anything_is_exchanged(wrong):
+    """Else the agreement would end for it, or fill would stand in where another rank is larger."""
+
     def run(ranks):
-        ranked, _, _ = make_runner(ranks)
+        runner = GraphRunner(
+            lambda x, y: x + y,
+            TWO_INPUTS,
+            config=make_dispatcher().config,
+            policy=AlwaysFull(),
+            backend="tape",
+        )
+        ranked = RankedRunner(runner, ranks, TWO_INPUTS)
+        ranked.capture()
+        before = ranks.num_exchanges
         if ranks.rank == 1:
             with pytest.raises(InputError):
-                ranked(x=torch.ones(3, dtype=torch.float64))
-            return None
-        ranked(x=torch.ones(3))
-        with pytest.raises(RankError) as caught:
-            ranked(x=torch.ones(3))
-        return caught.value.ranks
+                ranked(**wrong)
+        assert ranks.num_exchanges == before
+        rows = 3 if ranks.rank == 1 else 7
+        return ranked(x=torch.ones(rows), y=torch.ones(rows)).tolist()
 
-    assert all_good(run_ranks(2, run)) == [(1,), None]
+    assert all_good(run_ranks(2, run)) == [[2.0] * 7, [2.0] * 3]
 
 
 def test_a_rank_under_another_autocast_has_all_run_eager():
@@ -101,6 +126,48 @@ def test_a_rank_under_another_autocast_has_all_run_eager():
         return ran, ranked.runner.stats().steps_by_mode["FULL"]
 
     assert all_good(run_ranks(2, run)) == [([3], 1)] * 2
+
+
+def test_a_rank_under_another_autocast_runs_eager_where_eager_is_among_what_it_allows():
+    """A set of allowed modes is no ceiling, and has eager in it all the same."""
+
+    def run(ranks):
+        ranked, _, ran = make_runner(ranks)
+        neither_or_full = allowed_modes_code(invalid=["PIECEWISE"])
+        with torch.autocast("cpu", enabled=ranks.rank == 1):
+            ranked(x=torch.ones(3), ceiling=neither_or_full)
+        return ran
+
+    assert all_good(run_ranks(2, run)) == [[3]] * 2
+
+
+def test_steps_of_several_ranks_are_recorded_and_watched():
+    def run(ranks):
+        ranked, _, _ = make_runner(ranks)
+        recorder, timeline = ranked.runner.start_recording(), Timeline()
+        ranked.runner.watch_steps(timeline)
+        ranked(x=torch.ones(3 + ranks.rank))
+        ranked.idle() if ranks.rank else ranked(x=torch.ones(1))
+        spans = [one for one in timeline.to_json()["traceEvents"] if one["ph"] == "X"]
+        return [step.num_tokens for step in recorder.trace()], len(spans)
+
+    assert all_good(run_ranks(2, run)) == [([4, 1], 2)] * 2
+
+
+def test_a_swap_is_taken_up_by_all_ranks_or_no_step_is_run():
+    """The next policy might learn on each rank, and the ranks choose apart from then on."""
+
+    def run(ranks):
+        ranked, _, _ = make_runner(ranks)
+        ranked.runner.swap(sizes=(1, 2, 8))
+        ranked.renew()
+        assert ranked(x=torch.ones(3)).tolist() == [2.0] * 3
+        assert ranked.runner.stats().hits.keys() == {"FULL tokens=8"}
+        ranked.runner.swap(sizes=(1, 4, 8))
+        with pytest.raises(RankError, match=r"call renew\(\)"):
+            ranked(x=torch.ones(3))
+
+    all_good(run_ranks(2, run))
 
 
 AXES_INPUTS = {
@@ -249,28 +316,5 @@ def test_an_input_that_is_no_tensor_is_refused_before_anybody_waits():
                 with pytest.raises(InputError, match="'scale' must be a tensor"):
                     ranked(scale=scale, **given)
         assert ranked(scale=torch.ones(2), **given)["long"].shape == (2, 3)
-
-    all_good(run_ranks(2, run))
-
-
-def test_an_input_that_cannot_be_padded_stops_the_others():
-    """A fault while padding comes after the agreement: the others are in their step by then."""
-    inputs = {"x": StaticInput((None,), "float32"), "scale": StaticInput((None,), "float32")}
-
-    def run(ranks):
-        runner = GraphRunner(
-            lambda x, scale: x * scale,
-            inputs,
-            config=make_dispatcher().config,
-            policy=AlwaysFull(),
-            backend=TapeBackend(),
-        )
-        ranked = RankedRunner(runner, ranks, inputs)
-        ranked.capture()
-        rows = (2, 4)[ranks.rank]
-        scale = torch.ones(rows)
-        given = {"x": torch.ones(rows), "scale": scale if ranks.rank else scale.numpy()}
-        match = "'scale' must be a tensor to be padded"
-        stops_both(ranks, lambda: ranked(**given), InputError, match, 0)
 
     all_good(run_ranks(2, run))

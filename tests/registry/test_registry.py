@@ -234,9 +234,11 @@ def test_switching_a_mode_tells_of_each_key_largest_first(registry, told):
     """The event of the largest key empties most of a table; the others find little left."""
     registry.set_enabled(False, mode=PIECEWISE)
     assert told == [
-        RegistryEvent(key(16), KeyState.DECLARED, KeyState.DECLARED, "disabled"),
-        RegistryEvent(key(8), KeyState.DECLARED, KeyState.DECLARED, "disabled"),
+        RegistryEvent(key(16), KeyState.DECLARED, KeyState.DECLARED, "disabled", by_mode=True),
+        RegistryEvent(key(8), KeyState.DECLARED, KeyState.DECLARED, "disabled", by_mode=True),
     ]
+    registry.set_enabled(False, key=key(8))
+    assert told[-1] == RegistryEvent(key(8), KeyState.DECLARED, KeyState.DECLARED, "disabled")
 
 
 def test_end_of_subscription_ends_one_listener(registry, told):

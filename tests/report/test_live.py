@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 
 from dispatchkit.errors import ConfigError
+from dispatchkit.observe import RunnerStats
 from dispatchkit.report import LiveStatistics, render, report_of_statistics, write_report
 from dispatchkit.report.files import read_json
+from dispatchkit.report.live import MAX_SAMPLES
 
 torch = pytest.importorskip("torch")
 
@@ -115,3 +118,26 @@ def test_a_file_that_is_something_else_is_refused(
     """With what is wrong in it."""
     with pytest.raises(ConfigError, match=says):
         report_of_statistics({**statistics, **change}, source="x")
+
+
+def counters(steps):
+    """What a runner has counted after so many steps, half of them replayed."""
+    counts = dict.fromkeys(RunnerStats.__annotations__, 0)
+    tables = {"hits": {}, "hit_tokens": {}, "eager_by_reason": {"x": steps // 2}}
+    modes = {"FULL": steps - steps // 2, "PIECEWISE": 0, "NONE": steps // 2}
+    return RunnerStats(**{**counts, **tables, "steps": steps, "steps_by_mode": modes})
+
+
+def test_sampling_for_weeks_keeps_file_and_page_small():
+    steps = iter(range(1, 10_000))
+    dispatcher = SimpleNamespace(policy_name="vllm", policy=None)
+    runner = SimpleNamespace(dispatcher=dispatcher, stats=lambda: counters(next(steps)))
+    live = LiveStatistics()
+    for _ in range(4001):
+        live.sample(runner)
+    assert len(live.samples) <= MAX_SAMPLES
+    assert [live.samples[0]["steps"], live.samples[-1]["steps"]] == [1, 4001]
+    report = report_of_statistics(live.to_json(), source="x")
+    modes = next(one for one in report.figures if one.name == "modes")
+    assert len(modes.chart.ends) <= 96
+    assert modes.chart.ends[-1] == 4001

@@ -99,3 +99,11 @@ def test_bad_options_are_refused_by_name(options: dict[str, object], setting: st
     with pytest.raises(ConfigError, match=setting) as caught:
         ThresholdPolicy(**options)
     assert caught.value.setting == setting
+
+
+def test_the_limit_of_tokens_leaves_each_kind_of_batch_the_graph_it_is_padded_to():
+    """Uniform batches have sizes of whole requests only: 24 is the one that holds 12 of them."""
+    config = DispatchConfig(capture_sizes=(8, 16, 24), max_num_tokens=24, query_lens=3)
+    dispatcher = Dispatcher(ThresholdPolicy(1, 12), config, lazy=True)
+    assert str(dispatcher.dispatch(12, 4, 1).key) == "FULL tokens=24 reqs=8 uniform=3"
+    assert dispatcher.dispatch(12).padded_num_tokens == 16

@@ -288,3 +288,11 @@ def test_more_streams_than_the_device_gives_are_refused():
     tape = pytest.importorskip("dispatchkit.backends.tape")
     with pytest.raises(ConfigError, match="at most 2"):
         StreamDispatcher(print, 3, backend=tape.TapeBackend(max_streams=2))
+
+
+def test_numbers_may_be_text_and_are_numbers_from_then_on():
+    key = create_dispatch_key("6", "2", "0")
+    assert (key.num_tokens, key.num_reqs, key.max_seq_len) == (6, 2, 0)
+    assert get_padded_key(key, "4").num_tokens == 8
+    policy = DefaultDispatchPolicy("2", "9")
+    assert policy.should_use_graph(key, graph_available=True)

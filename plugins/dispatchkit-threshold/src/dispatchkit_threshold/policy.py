@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dispatchkit import (
     Batch,
@@ -63,7 +64,7 @@ class ThresholdPolicy:
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
         """Return a key for each size and kind of batch that the limits let through."""
-        return [key for key in _keys(config) if self._is_useful(key.num_tokens, config)]
+        return list(_keys(config, self._useful))
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
         """Return the smallest graph of the first mode that has one within the limits."""
@@ -91,24 +92,29 @@ class ThresholdPolicy:
             f"prefer_piecewise={self.prefer_piecewise}, max_waste={self.max_waste})"
         )
 
-    def _is_useful(self, size: int, config: DispatchConfig) -> bool:
-        """Tell whether any batch within the limits is padded to a size."""
-        below = max((other for other in config.capture_sizes if other < size), default=0)
-        return size >= self.min_tokens and (self.max_tokens is None or below < self.max_tokens)
+    def _useful(self, sizes: Sequence[int]) -> list[int]:
+        """Return those of a kind's ascending sizes that a batch within the limits may get."""
+        return [
+            size
+            for below, size in itertools.pairwise((0, *sizes))
+            if size >= self.min_tokens and (self.max_tokens is None or below < self.max_tokens)
+        ]
 
 
-def _keys(config: DispatchConfig) -> Iterator[GraphKey]:
+def _keys(
+    config: DispatchConfig, useful: Callable[[Sequence[int]], list[int]]
+) -> Iterator[GraphKey]:
     counts = sorted({config.max_loras, *([0] if config.specialize_lora else [])})
     mixed = config.mode.mixed_mode()
     for loras in counts:
         if mixed is not CUDAGraphMode.NONE:
             mode = mixed.runtime_mode
-            for size in config.capture_sizes:
+            for size in useful(config.capture_sizes):
                 reqs = min(size, config.max_num_seqs) if mode is RuntimeMode.FULL else None
                 yield GraphKey(mode, BatchDescriptor(size, reqs, num_active_loras=loras))
         if config.mode.decode_mode() is CUDAGraphMode.FULL and config.mode.separate_routine():
             for query_len in config.query_lens:
-                for size in _uniform_sizes(config, query_len):
+                for size in useful(_uniform_sizes(config, query_len)):
                     reqs = size // query_len
                     facts = BatchDescriptor(size, reqs, True, loras, query_len)
                     yield GraphKey(RuntimeMode.FULL, facts)

@@ -103,9 +103,9 @@ def create_dispatch_key(
     Raises:
         ConfigError: A number is negative, or there are more requests than tokens.
     """
-    check_count(num_tokens, "num_tokens")
-    check_count(num_reqs, "num_reqs")
-    check_count(max_seq_len, "max_seq_len", minimum=0)
+    num_tokens = check_count(num_tokens, "num_tokens")
+    num_reqs = check_count(num_reqs, "num_reqs")
+    max_seq_len = check_count(max_seq_len, "max_seq_len", minimum=0)
     if num_reqs > num_tokens:
         raise ConfigError("num_reqs", num_reqs, f"at most num_tokens ({num_tokens})")
     return DispatchKey(num_tokens, num_reqs, max_seq_len, is_prefill)
@@ -117,7 +117,7 @@ def get_padded_key(key: DispatchKey, pad_to: int) -> DispatchKey:
     Raises:
         ConfigError: The multiple is not a number of at least one.
     """
-    check_count(pad_to, "pad_to")
+    pad_to = check_count(pad_to, "pad_to")
     return attrs.evolve(key, num_tokens=-(-key.num_tokens // pad_to) * pad_to)
 
 
@@ -172,16 +172,14 @@ class DefaultDispatchPolicy(DispatchPolicy):
         max_tokens_for_graph: int = 8192,
         prefer_piecewise: bool = False,
     ) -> None:
-        check_count(min_tokens_for_graph, "min_tokens_for_graph", minimum=0)
-        check_count(max_tokens_for_graph, "max_tokens_for_graph")
-        if min_tokens_for_graph > max_tokens_for_graph:
+        least = check_count(min_tokens_for_graph, "min_tokens_for_graph", minimum=0)
+        most = check_count(max_tokens_for_graph, "max_tokens_for_graph")
+        if least > most:
             raise ConfigError(
-                "min_tokens_for_graph",
-                min_tokens_for_graph,
-                f"at most max_tokens_for_graph ({max_tokens_for_graph})",
+                "min_tokens_for_graph", least, f"at most max_tokens_for_graph ({most})"
             )
-        self.min_tokens_for_graph = min_tokens_for_graph
-        self.max_tokens_for_graph = max_tokens_for_graph
+        self.min_tokens_for_graph = least
+        self.max_tokens_for_graph = most
         self.prefer_piecewise = prefer_piecewise
 
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
@@ -461,7 +459,7 @@ class StreamDispatcher(CudagraphDispatcher):
         backend: Any = "auto",
     ) -> None:
         super().__init__(eager_runner, policy, max_cached_graphs)
-        check_count(num_streams, "num_streams")
+        num_streams = check_count(num_streams, "num_streams")
         plugins = load_plugins()
         if _LANE_POLICY not in plugins.lane_policies:
             raise NotBuiltError("StreamDispatcher", "multistream")
