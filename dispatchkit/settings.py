@@ -390,8 +390,13 @@ class Settings:
         return options
 
     def plugin_filter(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``load_plugins``."""
-        return {"allow": self["plugins"], "block": self["disable"] or None}
+        """Return the keyword arguments of ``load_plugins``.
+
+        Where the settings name plugins, the environment is one of the places that they are from,
+        and not another list that takes away.
+        """
+        found: dict[str, Any] = {"allow": self["plugins"], "block": self["disable"] or None}
+        return {**found, "environ": {}} if self.chosen("plugins") else found
 
     def disagreements(self) -> tuple[str, ...]:
         """Return a sentence for each setting that file and environment give differently.

@@ -15,6 +15,7 @@ from dispatchkit.cli.output import (
     print_json,
     table,
 )
+from dispatchkit.plugins import PluginState
 
 
 def policies(as_json: JsonOption = False) -> None:
@@ -37,7 +38,10 @@ def policies(as_json: JsonOption = False) -> None:
         cells = [[row["name"], row["distribution"], row["version"], row["summary"]] for row in rows]
         console().print(table(["Policy", "Distribution", "Version", "Summary"], cells))
     if not rows:
-        complain("No policy is installed. Next: pip install dispatchkit-vllm, the default one.")
+        if any(info.state is not PluginState.LOADED for info in plugins.describe()):
+            complain("No policy is loaded. Next: `dispatchkit plugins` says what was left out.")
+        else:
+            complain("No policy is installed. Next: pip install dispatchkit-vllm, the default one.")
         raise typer.Exit(1)
 
 

@@ -82,18 +82,19 @@ def load_installed_plugins(settings: Settings | None = None) -> PluginSet:
         from dispatchkit.cli.options import settings_of
 
         settings = settings_of()
-    return _load(settings["plugins"], settings["disable"])
+    return _load(settings["plugins"], settings["disable"], bool(settings.chosen("plugins")))
 
 
 @functools.cache
-def _load(allow: tuple[str, ...] | None, block: tuple[str, ...]) -> PluginSet:
+def _load(allow: tuple[str, ...] | None, block: tuple[str, ...], is_whole: bool) -> PluginSet:
     from dispatchkit.plugins import load_plugins
 
     # The command line reports problems itself, in one line or in full (`plugins`).
     log = logging.getLogger("dispatchkit.plugins")
     log.addHandler(logging.NullHandler())
     log.propagate = False
-    return load_plugins(allow=allow, block=block or None)
+    # Settings that name plugins have read the environment, too.
+    return load_plugins(allow=allow, block=block or None, environ={} if is_whole else None)
 
 
 def forget_plugins() -> None:

@@ -117,13 +117,13 @@ def plan(
 
     Example: dispatchkit plan trace.csv.gz --graphs 24 --fit-on first-half
     """
-    for flag, value, needs, needed in (
+    for flag, given, needs, needed in (
         ("--query-len", query_len, "--engine", engine),
         ("--bytes-per-graph", bytes_per_graph, "--memory-bytes", memory_bytes),
         ("--capture-s-per-graph", capture_s_per_graph, "--capture-time-s", capture_time_s),
     ):
-        if value is not None and needed is None:
-            raise ConfigError(flag, value, f"left out without {needs}")
+        if given is not None and needed is None:
+            raise ConfigError(flag, given, f"left out without {needs}")
     from dispatchkit.observe.trace_counts import read_workload
     from dispatchkit.plan import emit, load_cost_model, plan_sizes
 

@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterable, Iterator
 
 import attrs
 
-from dispatchkit.dispatch import CellUpdate, Dispatcher, Outcome, Policy, Reason
+from dispatchkit.dispatch import (
+    TRAITS,
+    CellUpdate,
+    Dispatcher,
+    Outcome,
+    Policy,
+    Reason,
+    policy_traits,
+)
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.errors import ConfigError, NoGraphError
 from dispatchkit.keys import ALLOWED_MODES, Batch, CUDAGraphMode, GraphKey, RuntimeMode
@@ -447,6 +455,17 @@ class PolicyTests(CaseRunner):
             case.fail(f"observe raised {type(error).__name__}: {error}", outcome.batch, cause=error)
 
     # -- traits ---------------------------------------------------------------------------
+
+    def test_traits_are_known(self) -> None:
+        """What is claimed is a trait that there is.
+
+        A misspelt one is tested by nobody, and whoever relies on it (ranks that want a policy
+        without state, say) finds that it is not claimed.
+        """
+        unknown = policy_traits(self.make_policy()) - TRAITS
+        if unknown:
+            claimed, known = ", ".join(sorted(unknown)), ", ".join(sorted(TRAITS))
+            raise AssertionError(f"claims {claimed}; traits are {known}")
 
     @for_all_cases(trait="smallest_bucket")
     def test_trait_smallest_bucket(self, case: Case) -> None:

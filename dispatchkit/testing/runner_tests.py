@@ -186,6 +186,8 @@ class RunnerTests:
             for number in range(self.num_steps):
                 pair.backend.refuse_launches = number % 5 == 4
                 pair.call(pair.rng.randint(1, pair.largest))
+            stats = pair.runner.stats()
+            assert stats.steps == self.num_steps, f"{stats.steps} of {self.num_steps} were counted."
 
     def test_graphs_given_up_leave_no_memory(self) -> None:
         """Capturing and giving up all graphs again and again holds no more than once."""

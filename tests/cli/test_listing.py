@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dispatchkit.hookspecs import PolicySpec, hookimpl
+from dispatchkit.settings import load_settings
 
 
 def policy_plugin(*names: str) -> object:
@@ -49,13 +50,16 @@ def test_policies_as_text_fit_80_columns_and_brackets_are_text(run: Any, plugins
 def test_no_policy_at_all_is_found_wanting(
     run: Any, plugins_with: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty list is JSON too; what to install is on the other stream."""
+    """An empty list is JSON too; what to do is on the other stream.
+
+    Nothing is missing that could be installed: a list leaves all of it out.
+    """
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "")
     plugins_with()
     done = run("policies", "--json")
     assert done.code == 1
     assert json.loads(done.out) == []
-    assert "pip install dispatchkit-vllm" in done.err
+    assert "`dispatchkit plugins` says what was left out" in done.err
 
 
 def test_a_broken_plugin_is_shown_with_its_reason(run: Any, plugins_with: Any) -> None:
@@ -93,3 +97,14 @@ def test_a_blocked_plugin_is_shown_and_is_no_fault(
     rows = {row["name"]: row for row in json.loads(done.out)}
     assert rows["vllm"]["state"] == "blocked"
     assert "DISPATCHKIT_DISABLE" in rows["vllm"]["reason"]
+
+
+def test_the_later_place_says_which_plugins_are_loaded(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `config show` has it; the lists of two places together would leave nothing."""
+    monkeypatch.setenv("DISPATCHKIT_PLUGINS", "none-of-those")
+    rows = json.loads(run("--set", "plugins=vllm", "policies", "--json").out)
+    assert {row["distribution"] for row in rows} == {"dispatchkit-vllm"}
+    loaded = load_settings(plugins=["vllm"]).runner_options()["plugins"]
+    assert "vllm" in loaded.policies

@@ -373,6 +373,13 @@ class ClaimsOrderPolicy(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
+@planted("traits are known", r"claims stateles; traits are ")
+class MisspeltTraitPolicy(SmallestPolicy):
+    """A trait that nobody tests."""
+
+    traits = ("stateles",)
+
+
 @planted("trait stateless", r"answered .*, and later")
 class ClaimsStatelessPolicy(CountingPolicy):
     """Learns, and claims that it does not."""
