@@ -62,7 +62,9 @@ class StepCounters:
         """Return eager steps by reason that a key could have served."""
         return {
             reason: count.steps
-            for (reason, missed), count in sorted(self._eager.items(), key=lambda item: item[0][0])
+            for (reason, missed), count in sorted(
+                self._eager.copy().items(), key=lambda item: item[0][0]
+            )
             if missed == key and count.steps
         }
 
@@ -73,15 +75,16 @@ class StepCounters:
         hit_tokens: dict[str, int] = {}
         by_reason: dict[str, int] = {}
         real = padded = 0
-        for key, count in tuple(self._hits.items()):
+        # Copies, which are made at once: steps may add to the tables meanwhile. A tuple of their
+        # items is not; collecting garbage in between lets other threads run.
+        for key, count in self._hits.copy().items():
             by_mode[key.mode.name] += count.steps
             if count.steps:
                 hits[str(key)] = count.steps
                 hit_tokens[str(key)] = count.tokens
             real += count.tokens
             padded += count.steps * key.num_tokens
-        # Copied in one go, as above: steps may add to it meanwhile.
-        for (reason, _), count in tuple(self._eager.items()):
+        for (reason, _), count in self._eager.copy().items():
             by_mode[RuntimeMode.NONE.name] += count.steps
             if count.steps:
                 by_reason[reason] = by_reason.get(reason, 0) + count.steps

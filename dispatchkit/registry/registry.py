@@ -91,7 +91,7 @@ class GraphRegistry:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[GraphKey]:
-        return iter(tuple(self._entries))
+        return iter(self._entries.copy())  # at once: writers go on meanwhile
 
     def get(self, key: GraphKey) -> GraphEntry | None:
         """Return the entry of a key, or None."""
@@ -113,7 +113,7 @@ class GraphRegistry:
         more special one (uniform before mixed).
         """
         streams = []
-        for family, members in tuple(self._families.items()):
+        for family, members in self._families.copy().items():
             if family[0] is mode:
                 rank = 0 if family[1] else 1 if family[2] is not None else 2
                 streams.append(_from_size(members, batch.num_tokens, family[3], rank))
