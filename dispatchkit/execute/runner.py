@@ -266,7 +266,11 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._decide: Callable[..., Decision] = self.dispatcher.dispatch
         self.timings: Timings = Timings(
-            self.backend, self.dispatcher.observe, self._lane, sample_every
+            self.backend,
+            self.dispatcher.observe,
+            self._lane,
+            sample_every,
+            lambda: getattr(self.dispatcher.policy, "pace", 1),
         )
         warm = Warmups(
             self._step,

@@ -72,6 +72,7 @@ class Timings:
         tell: Called with each outcome when it is read.
         lane: Counts the steps.
         sample_every: Of the steps whose steady decision is timed, one in so many is measured.
+        pace: How many times as seldom it is just now; asked at each measured step.
 
     Attributes:
         due: The lane's tick from which on the next such step is measured.
@@ -83,7 +84,9 @@ class Timings:
         tell: Callable[[Outcome], None],
         lane: Lane,
         sample_every: int = SAMPLE_EVERY,
+        pace: Callable[[], int] = lambda: 1,
     ) -> None:
+        self._pace = pace
         self._backend, self._lane = backend, lane
         self._listeners: tuple[Callable[[Outcome], None], ...] = (tell,)
         self.sample_every: int = check_count(sample_every, "sample_every")
@@ -120,7 +123,7 @@ class Timings:
             events = self._spare.pop() if self._spare else None
         start, end = events or (self._new_event(), self._new_event())
         step = self._lane.tick + 1
-        self.due = step + self.sample_every - 1
+        self.due = step + self.sample_every * self._pace() - 1
         start.record(stream)
         return Measurement(start, end, batch, decision, step, queued, time.perf_counter_ns())
 

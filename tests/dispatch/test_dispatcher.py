@@ -1448,3 +1448,19 @@ def test_decision_needs_a_reason_to_be_counted_by(reason):
     policy.bad = True
     with pytest.warns(RuntimeWarning, match="without a reason"):
         assert dispatcher.dispatch(8).reason == Reason.POLICY_ERROR
+
+
+def test_a_view_tells_that_what_it_shows_has_changed():
+    """So that a policy may keep what it worked out from it."""
+    dispatcher = make()
+    seen = [dispatcher.graphs.revision]
+    for change in (
+        lambda: dispatcher.registry.evicted(mixed(8)),
+        lambda: dispatcher.registry.set_enabled(False, mode=FULL),
+        lambda: dispatcher.set_lazy(True),
+        lambda: dispatcher.swap(),
+    ):
+        assert dispatcher.graphs.revision == seen[-1]
+        change()
+        assert dispatcher.graphs.revision not in seen
+        seen.append(dispatcher.graphs.revision)

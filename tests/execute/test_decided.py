@@ -180,6 +180,16 @@ def test_a_policy_gets_its_runs_after_a_capture(make_runner, policy, keys):
     assert runner.stats().steps == 1
 
 
+def test_eager_is_also_timed_behind_the_largest_graph(make_runner, policy, keys):
+    """Behind its like the device would wait for the host, and nothing tell its own time."""
+    runner = make_runner(plus_one, policy=Asking(policy, keys.full(4)))
+    runner.capture()
+    sizes = sorted(key.num_tokens for key in runner.registry)
+    assert sizes[-1] > 4
+    assert runner.get(keys.full(sizes[-1])).hits == 3  # as many runs of eager were asked for
+    assert runner.stats().steps == 0
+
+
 def test_no_runs_where_nothing_was_captured(make_runner, policy, keys):
     asking = Asking(policy, keys.full(4))
     runner = make_runner(plus_one, policy=asking)

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import CellUpdate, Decision, GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import Batch, CellUpdate, Decision, GraphRunner, StaticInput  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, PolicyError  # noqa: E402
 
@@ -308,3 +308,83 @@ def test_steps_are_not_measured_in_check_mode(make_runner, learning):
 def test_a_wrong_rate_of_sampling_is_refused(make_runner, bad):
     with pytest.raises(ConfigError, match="sample_every"):
         make_runner(lambda tokens: tokens + 1, sample_every=bad)
+
+
+class _Device:
+    """A device with a clock of its own: what is recorded is reached after all work so far."""
+
+    class capabilities:
+        device_timing = True
+
+    def __init__(self):
+        self.now_us = self.busy_until_us = 0.0
+
+    def current_stream(self):
+        return self
+
+    def query(self):
+        return self.now_us >= self.busy_until_us
+
+    def new_event(self, *, timing):
+        return _Mark(self)
+
+    def submit(self, host_us, device_us):
+        self.now_us += host_us
+        self.busy_until_us = max(self.busy_until_us, self.now_us) + device_us
+
+
+class _Mark:
+    def __init__(self, device):
+        self._device, self._at = device, 0.0
+
+    def record(self, stream):
+        self._at = max(self._device.now_us, self._device.busy_until_us)
+
+    def query(self):
+        return self._device.now_us >= self._at
+
+    def synchronize(self):
+        pass
+
+    def elapsed_us(self, end):
+        return end._at - self._at
+
+
+@pytest.mark.parametrize(
+    ("ahead_us", "queued", "elapsed_us"),
+    [
+        pytest.param(0.0, False, 270.0, id="idle: the host gives the pace"),
+        pytest.param(100.0, False, 260.0, id="the device is done ahead of the host"),
+        pytest.param(900.0, True, 10.0, id="the device is behind all the while"),
+    ],
+)
+def test_a_step_the_device_waits_for_costs_the_time_of_the_host(
+    monkeypatch, ahead_us, queued, elapsed_us
+):
+    """Behind a little work, events alone would show less than the next step has to wait."""
+    from dispatchkit.execute import timing
+
+    device, heard = _Device(), []
+    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: int(device.now_us * 1e3))
+    lane = type("Lane", (), {"tick": 0})()
+    timings = timing.Timings(device, heard.append, lane, 1)
+    device.submit(0.0, ahead_us)
+    step = timings.begin(Batch(3), Decision.eager("test", timed=True))
+    device.submit(260.0, 10.0)
+    timings.finish(step)
+    timings.drain(wait=True)
+    (told,) = heard
+    assert told.queued is queued
+    assert told.elapsed_us == pytest.approx(elapsed_us)
+
+
+def test_a_policy_may_ask_for_fewer_steps_to_be_measured(make_runner, learning):
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=2)
+    runner.capture()
+    learning.pace = 3
+    for index in range(20):
+        if index == 13:
+            learning.pace = 1
+        runner(torch.arange(3))
+    runner.drain(wait=True)
+    assert [outcome.step for outcome in learning.heard] == [1, 7, 13, 19]

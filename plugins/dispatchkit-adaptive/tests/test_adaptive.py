@@ -503,3 +503,64 @@ def test_a_runner_measures_what_the_policy_asks_for() -> None:
     assert samples["eager"] >= 8
     assert samples[str(GraphKey(RuntimeMode.FULL, BatchDescriptor(4, 4)))] >= 8
     assert sum(samples.values()) >= 16 + 20
+
+
+# -- what it costs --------------------------------------------------------------------------------
+
+
+class Counted:
+    """The default policy; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.inner, self.asked = PLUGINS.create_policy("vllm"), 0
+
+    def declare(self, config: DispatchConfig) -> Any:
+        return self.inner.declare(config)
+
+    def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
+        self.asked += 1
+        return self.inner.decide(batch, graphs)
+
+
+def test_what_is_learnt_asks_the_base_nothing_again() -> None:
+    """Only a change of the graphs does."""
+    base = Counted()
+    table = serve(adaptive(base=base))
+    batch = table.batch(300)
+    first = table.decide(batch)
+    asked = base.asked
+    assert table.decide(batch) == first
+    assert base.asked == asked
+    table.registry.evicted(key(512))
+    assert table.decide(batch).key != key(512)
+    assert base.asked > asked
+
+
+def test_fewer_steps_are_measured_once_nothing_changes_and_more_at_an_odd_one() -> None:
+    policy = adaptive()
+    device = Device(serve(policy), 1.2, 900.0)
+    device.seed()
+    step = paces = 0
+
+    def tell(us: float) -> None:
+        nonlocal step
+        step += 16 * policy.pace
+        batch = device.dispatcher.batch(500)
+        decision = device.dispatcher.dispatch(500)
+        device.dispatcher.observe(Outcome(batch, decision, us, step=step))
+
+    for _ in range(400):
+        tell(device.us(500, device.dispatcher.dispatch(500).key) * device.chance.gauss(1.0, 0.02))
+        paces = max(paces, policy.pace)
+    assert paces == 8
+    tell(1200.0)
+    assert policy.pace == 1
+
+
+def test_who_measures_every_step_is_asked_for_no_fewer() -> None:
+    policy = adaptive()
+    device = Device(serve(policy), 1.2, 900.0)
+    device.seed()
+    for _ in range(400):
+        device.step(500)
+        assert policy.pace == 1

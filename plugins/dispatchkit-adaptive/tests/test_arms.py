@@ -142,3 +142,18 @@ def test_history_is_bounded() -> None:
         arm = Arm(16, over_tokens=over_tokens)
         feed(arm, lambda n: 100.0 + n, sizes(1, 100, 500))
         assert len(arm.samples) == 16
+
+
+def test_changes_of_other_arms_lead_only_so_far() -> None:
+    """One after the other they would lead anywhere; a sample of its own ends that."""
+    arm = Arm(64, over_tokens=True)
+    feed(arm, lambda n: 1000.0, sizes(600, 700, 50))
+    for _ in range(10):
+        arm.borrow(0.7)
+    assert arm.expect(650) == pytest.approx(1000.0 / 1.6, rel=0.05)
+    for _ in range(10):
+        arm.borrow(1.4)
+    assert arm.expect(650) == pytest.approx(2500.0, rel=0.05)
+    arm.add(650, 2500.0)
+    arm.borrow(0.7)
+    assert arm.expect(650) == pytest.approx(1750.0, rel=0.05)

@@ -58,8 +58,12 @@ class Ledger:
     @property
     def horizon(self) -> float:
         """Steps that run before a change is noticed."""
-        late = self.spacing if self.spacing > 1.5 else 0.0
-        return NOTICED_AFTER * self.spacing + late
+        return self.horizon_at(self.spacing)
+
+    def horizon_at(self, spacing: float) -> float:
+        """Return the same for another number of steps from one measured step to the next."""
+        late = spacing if spacing > 1.5 else 0.0
+        return NOTICED_AFTER * spacing + late
 
     def probe_allowance(self, *, far: bool) -> float:
         """Return what probes may cost now."""

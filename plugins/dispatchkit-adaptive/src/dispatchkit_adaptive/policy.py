@@ -58,6 +58,12 @@ _LOST = 4096
 _MOST_WAITING, _FEW_WAITING = 24, 2
 # Batches whose bucket is remembered.
 _MOST_ASKED = 65_536
+# How many times what it risks has to be there before fewer steps are measured.
+_AFFORDED = 3.0
+# Outcomes without a change after which half as many steps are measured, and how seldom at most.
+_CALM, _SLOWEST_PACE = 24, 8
+# Whoever measures more than one step in so many is taken to have nothing to save there.
+_WORTH_SAVING = 8.0
 # Samples since a change in which it is still news.
 _JUST_CHANGED = 5
 _SEED_RUNS, _SEED_ROUNDS = 8, 3
@@ -105,6 +111,8 @@ class AdaptivePolicy:
 
     Attributes:
         ledger: The account kept against the base.
+        pace: How many times as seldom as usual it needs steps measured now: more than 1 where
+            nothing has changed for long, and what was won pays for noticing a change later.
 
     Raises:
         ConfigError: An option cannot be used.
@@ -154,6 +162,9 @@ class AdaptivePolicy:
         self._asked: dict[Batch, tuple[Decision | None, Bucket | None]] = {}
         self._eager_news: deque[tuple[Arm, float, float, float]] = deque(maxlen=8)
         self._outcomes = 0
+        self._calm = 0
+        self._plain_spacing = 1.0
+        self.pace: int = 1
         self._seed_rounds = 0
         self._seeded: set[tuple[Batch, GraphKey | None]] = set()
         self._step = 0
@@ -252,6 +263,8 @@ class AdaptivePolicy:
             concerned = self._buckets_with(ran)
             return self._choose_anew(self._buckets.values() if changed else concerned)
         self._account(bucket, outcome, ran, expected, us)
+        self._calm = 0 if changed else self._calm + 1
+        self.pace = self._next_pace(arm)
         if changed:
             updates = self._choose_anew(self._buckets.values())
         else:
@@ -527,6 +540,21 @@ class AdaptivePolicy:
         cautious = base_us * (1.0 - base.error(num_tokens))
         ledger.account(steps, cautious, cost)
         bucket.unproven_us += steps * base_us
+
+    def _next_pace(self, arm: Arm) -> int:
+        """Return how seldom steps are to be measured from now on."""
+        ledger = self.ledger
+        if self.pace == 1:
+            self._plain_spacing = ledger.spacing
+        if arm.is_suspicious or self._plain_spacing < _WORTH_SAVING or not ledger.steps:
+            return 1  # an odd time: look again soon
+        pace, mean_us = 1, ledger.base_us / ledger.steps
+        while pace < _SLOWEST_PACE and self._calm >= _CALM * pace:
+            risk_us = ledger.horizon_at(2 * pace * self._plain_spacing) * mean_us * (DRIFT - 1.0)
+            if ledger.allowance(mean_us) < _AFFORDED * risk_us:
+                break
+            pace *= 2
+        return pace
 
     def _prove(self, bucket: Bucket, base: Arm, before_us: float | None, us: float) -> None:
         """Settle what was unproven when the base's arm has been measured."""

@@ -99,7 +99,8 @@ def rehearse(
         cost: What a step costs.
         base: The policy that the prefix is compared with.
         seed: Of the noise.
-        sample_every: One steady step in so many is measured; one-shot ones always are.
+        sample_every: One steady step in so many is measured, more seldom where the policy's
+            ``pace`` says so; one-shot ones always are.
         delay: Steps until an outcome is told.
         noise: How measured times differ from true ones.
         grace: Steps from which on prefixes are compared.
@@ -128,7 +129,8 @@ def rehearse(
         if step + 1 >= grace:
             behind = 100.0 * (total / base_total - 1.0)
             worst = behind if worst is None else max(worst, behind)
-        if decision.timed and (decision.one_shot or step - last_measured >= sample_every):
+        spacing = sample_every * getattr(policy, "pace", 1)
+        if decision.timed and (decision.one_shot or step - last_measured >= spacing):
             last_measured = step
             measured += 1
             outcome = _outcome(served, num_tokens, decision, noise(us, chance), step + 1)
