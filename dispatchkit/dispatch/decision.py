@@ -108,7 +108,7 @@ class Outcome:
         decision: The bound decision it ran under.
         elapsed_us: Microseconds on its stream, or None where it was not measured.
         clock: ``device`` for timing events, ``host`` for a host clock.
-        queued: Other work was ahead of it on the stream until all of it had been submitted.
+        queued: Other work was ahead of it on the stream when it was launched.
         completed: It ran to its end; an outcome that did not teaches nothing.
         won: False when another policy's decision ran instead (inside a composite).
         step: How many steps had begun, measured or not, this one included; 0: not known.

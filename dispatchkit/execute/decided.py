@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -230,7 +231,7 @@ class Decided:
                 ahead = self._replay_of(*largest)
             self.dispatcher.update(CellUpdate(run.batch, run.decision, one_shot=True))
             plan = self.dispatcher.dispatch(num_tokens, 0, uniform, loras, ceiling).plan
-            with self._lane.alone(), restored(self._snapshot()):
+            with self._lane.alone(), restored(self._snapshot()), self._holding():
                 for _ in range(run.runs):
                     self.backend.synchronize()
                     for kind in ("idle", "queued"):
@@ -238,8 +239,17 @@ class Decided:
                             ahead()
                         if plan.run(tensors, self.backend.current_stream_handle()) is not AGAIN:
                             steps += 1
-                self.timings.drain(wait=True)
+            self.timings.drain(wait=True)
         return steps
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Have nothing learnt inside."""
+        self.timings.is_held = True
+        try:
+            yield
+        finally:
+            self.timings.is_held = False
 
     def _sample(self, num_tokens: int) -> Any:
         device = torch.device(self._inputs.device)

@@ -27,6 +27,10 @@ MAX_PENDING = 256
 #: Of the steps whose steady decision is timed, one in so many is measured.
 SAMPLE_EVERY = 16
 
+#: What a host that is slower than the device counts for: now and then there is work ahead, and
+#: it is not waited for.
+HOST_SHARE = 0.9
+
 # Times kept of each graph, and of eager at each size: for explanations, not for policies.
 KEPT_TIMES = 64
 
@@ -48,8 +52,7 @@ class Measurement:
         batch: The cell it ran for.
         decision: The decision it ran under.
         step: How many steps had begun, this one included.
-        queued: Other work was ahead of it on its stream, and still so when all of it had been
-            submitted: only then did the device never wait for the host meanwhile.
+        queued: Other work was ahead of it on its stream.
         begun_ns: When the host began to submit it, nanoseconds.
         submit_us: How long the host took for that, microseconds.
     """
@@ -76,6 +79,7 @@ class Timings:
 
     Attributes:
         due: The lane's tick from which on the next such step is measured.
+        is_held: Nothing is told after a step: learning in between would slow the next one.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Timings:
         self._listeners: tuple[Callable[[Outcome], None], ...] = (tell,)
         self.sample_every: int = check_count(sample_every, "sample_every")
         self.due: int = 0
+        self.is_held: bool = False
         self._clock = "device" if backend.capabilities.device_timing else "host"
         self._pending: deque[Measurement] = deque(maxlen=MAX_PENDING)
         self._spare: list[tuple[Event, Event]] = []
@@ -134,9 +139,10 @@ class Timings:
         """
         measurement.submit_us = (time.perf_counter_ns() - measurement.begun_ns) / 1e3
         measurement.end.record(self._backend.current_stream())
-        measurement.queued = measurement.queued and not measurement.start.query()
         with self._lock:
             self._pending.append(measurement)
+        if self.is_held:
+            return
         try:
             self.drain()
         except PolicyError as fault:
@@ -188,15 +194,15 @@ class Timings:
             told += 1
 
     def _elapsed_us(self, done: Measurement) -> float:
-        """Return what a step took.
+        """Return what a step took: of the device, or of the host where that is slower.
 
-        Where the device could catch up with the host, the next step waits for the host, too.
-        Events alone would show less: a part of the submission lay behind other work.
+        Behind other work the events show what the device needs. If all steps ran that way, the
+        device would soon have caught up with a host that needs longer.
         """
         elapsed = done.start.elapsed_us(done.end)
-        if done.queued or self._clock != "device":
+        if self._clock != "device":
             return elapsed
-        return max(elapsed, done.submit_us)
+        return max(elapsed, HOST_SHARE * done.submit_us)
 
     def _tell(self, outcome: Outcome) -> None:
         for tell in self._listeners:

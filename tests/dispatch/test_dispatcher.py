@@ -1458,7 +1458,7 @@ def test_a_view_tells_that_what_it_shows_has_changed():
         lambda: dispatcher.registry.evicted(mixed(8)),
         lambda: dispatcher.registry.set_enabled(False, mode=FULL),
         lambda: dispatcher.set_lazy(True),
-        lambda: dispatcher.swap(),
+        dispatcher.swap,
     ):
         assert dispatcher.graphs.revision == seen[-1]
         change()

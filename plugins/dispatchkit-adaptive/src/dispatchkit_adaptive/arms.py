@@ -36,6 +36,8 @@ _CHANGE_WINDOWS = (
 _MEDIAN_ERROR = 1.2533
 # How many times slower, or as fast, an arm is taken for without a sample of its own.
 _MOST_SLOWER, _MOST_FASTER = OUTLIER, 1.6
+# Samples from which on a time can be told to be usual.
+_WELL_KNOWN = 16
 # Noise that is assumed until it can be measured, and the least that is believed.
 _FIRST_NOISE, _LEAST_NOISE = 0.10, 0.004
 
@@ -252,6 +254,22 @@ class Arm:
             return self._move(self.samples[-found:])
         self._read()
         return None
+
+    def is_usual(self, num_tokens: float, us: float) -> bool:
+        """Tell whether a time is what is well known already."""
+        shape = self._shape
+        if shape is None or self.fresh < _WELL_KNOWN or self._outliers:
+            return False
+        if self._over_tokens and not shape.low <= num_tokens <= shape.high:
+            return False
+        return abs(us / (shape(num_tokens) * self._scale) - 1.0) < 2.0 * self.noise
+
+    def add_usual(self, samples: Iterable[tuple[float, float]]) -> None:
+        """Take samples that show no change."""
+        for num_tokens, us in samples:
+            self._ratios.append(us / (self.expect(num_tokens) or us))
+            self._take(num_tokens, us)
+        self._read()
 
     def shift(self, factor: float, latest: Sequence[tuple[float, float]] = ()) -> None:
         """Move all samples but the latest, which show the change, to another level."""

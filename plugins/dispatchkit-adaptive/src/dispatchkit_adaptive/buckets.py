@@ -124,6 +124,7 @@ class Bucket:
         key: The graph in use; None where there is none.
         limit: Eager is used up to so many tokens.
         cells: The batches that were asked for.
+        served: Those whose last answer may be in use still.
         waiting: Batches with a probe that has no outcome yet, by the number of the outcome
             after which it was sent.
         follow_ups: Probes in a row that came at once after an odd one.
@@ -139,6 +140,7 @@ class Bucket:
     key: GraphKey | None = attrs.field(init=False)
     limit: float = attrs.field(init=False)
     cells: dict[Batch, None] = attrs.field(factory=dict, repr=False)
+    served: dict[Batch, None] = attrs.field(factory=dict, repr=False)
     waiting: dict[Batch, int] = attrs.field(factory=dict, repr=False)
     follow_ups: int = 0
     last_probe: int = 0
@@ -191,6 +193,13 @@ class Bucket:
         if decision is None:
             decision = self._answers[arm] = _answer(self, arm)
         return decision
+
+    def outdated(self, low: float, high: float) -> list[Batch]:
+        """Return the batches served whose tokens are above one number, up to another."""
+        found = [batch for batch in self.served if low < batch.num_tokens <= high]
+        for batch in found:
+            del self.served[batch]
+        return found
 
     def choose(self, known: dict[ArmId, Arm], stakes: Stakes) -> bool:
         """Choose anew from what is known; return whether anything changed."""

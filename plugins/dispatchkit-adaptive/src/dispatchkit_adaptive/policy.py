@@ -58,6 +58,8 @@ _LOST = 4096
 _MOST_WAITING, _FEW_WAITING = 24, 2
 # Batches whose bucket is remembered.
 _MOST_ASKED = 65_536
+# Samples that are learnt from together.
+_MOST_PUT_OFF = 12
 # How many times what it risks has to be there before fewer steps are measured.
 _AFFORDED = 3.0
 # Outcomes without a change after which half as many steps are measured, and how seldom at most.
@@ -162,6 +164,7 @@ class AdaptivePolicy:
         self._asked: dict[Batch, tuple[Decision | None, Bucket | None]] = {}
         self._eager_news: deque[tuple[Arm, float, float, float]] = deque(maxlen=8)
         self._outcomes = 0
+        self._backlog: list[tuple[Arm, Bucket, float, float]] = []
         self._calm = 0
         self._plain_spacing = 1.0
         self.pace: int = 1
@@ -182,6 +185,7 @@ class AdaptivePolicy:
         self._buckets.clear()
         self._of_cell.clear()
         self._asked.clear()
+        self._catch_up()
         self._seeded.clear()
         return self.base.declare(config)
 
@@ -197,7 +201,10 @@ class AdaptivePolicy:
             bucket = None if base is None else self._bucket(batch, graphs, base)
             found = self._asked[batch] = (base, bucket)
         base, bucket = found
-        return base if bucket is None else bucket.answer(batch.num_tokens)
+        if bucket is None:
+            return base
+        bucket.served[batch] = None
+        return bucket.answer(batch.num_tokens)
 
     def _bucket(self, batch: Batch, graphs: GraphView, base: Decision) -> Bucket | None:
         """Return the bucket of a batch, None where there is nothing to choose."""
@@ -228,6 +235,7 @@ class AdaptivePolicy:
             self._of_cell[batch] = bucket
         if old is not None and old is not bucket:
             old.cells.pop(batch, None)
+            old.served.pop(batch, None)
             if bucket is None:
                 del self._of_cell[batch]
         return bucket
@@ -245,6 +253,9 @@ class AdaptivePolicy:
         ran = outcome.decision.key or (None if bucket is None else bucket.piece)
         if ran is None:
             return []
+        if self._put_off(bucket, outcome, ran, us):
+            return []
+        late = self._catch_up()
         is_seed = outcome.decision.reason == SEED
         regime = (outcome.clock, outcome.queued)
         if not is_seed:
@@ -260,7 +271,7 @@ class AdaptivePolicy:
         else:
             changed |= self._learn(arm, ran, regime, num_tokens, us)
         if bucket is None or is_seed or not outcome.won:
-            concerned = self._buckets_with(ran)
+            concerned = {**late, **dict.fromkeys(self._buckets_with(ran))}
             return self._choose_anew(self._buckets.values() if changed else concerned)
         self._account(bucket, outcome, ran, expected, us)
         self._calm = 0 if changed else self._calm + 1
@@ -268,7 +279,7 @@ class AdaptivePolicy:
         if changed:
             updates = self._choose_anew(self._buckets.values())
         else:
-            updates = self._choose_anew([bucket])
+            updates = self._choose_anew({**late, bucket: None})
         return updates + self._probe(bucket, outcome.batch, ran)
 
     def record(
@@ -398,6 +409,7 @@ class AdaptivePolicy:
         target = self.state_path if path is None else Path(path)
         if target is None:
             raise ConfigError("path", None, "given, where the policy has no state file")
+        self._catch_up()
         write_state(target, self.fingerprint, self._arms)
         return target
 
@@ -410,6 +422,7 @@ class AdaptivePolicy:
         """
         self._arms = read_state(Path(path), self.fingerprint, self.history_size)
         self._seen = sorted({regime for regime, _ in self._arms})
+        self._backlog.clear()
         self._choose_anew(self._buckets.values())
 
     def __repr__(self) -> str:
@@ -541,6 +554,48 @@ class AdaptivePolicy:
         ledger.account(steps, cautious, cost)
         bucket.unproven_us += steps * base_us
 
+    def _put_off(self, bucket: Bucket | None, outcome: Outcome, ran: ArmId, us: float) -> bool:
+        """Account for a step that says nothing new; learn from it later, with others like it.
+
+        Learning takes the host longer than many a step. Where every step is measured nobody
+        can mind that, and it goes on as it is.
+        """
+        regime, num_tokens = (outcome.clock, outcome.queued), outcome.batch.num_tokens
+        if (
+            bucket is None
+            or outcome.decision.one_shot
+            or not outcome.won
+            or regime != self._regime
+            or self.ledger.spacing < _WORTH_SAVING
+            or len(self._backlog) >= _MOST_PUT_OFF
+        ):
+            return False
+        arm = self._arms.get((regime, ran))
+        if arm is None or not arm.is_usual(num_tokens, us):
+            return False
+        expected = arm.expect(num_tokens) or us
+        self._outcomes += 1
+        self._step = arm.last_step = outcome.step or self._step + 1
+        self._regimes.append(regime)
+        self._backlog.append((arm, bucket, num_tokens, us))
+        if isinstance(ran, Piece):
+            self._eager_news.append((arm, num_tokens, us, us / expected))
+        self._account(bucket, outcome, ran, expected, us)
+        self._calm += 1
+        return True
+
+    def _catch_up(self) -> dict[Bucket, None]:
+        """Learn from what was put off; return the buckets it concerns."""
+        samples: dict[Arm, list[tuple[float, float]]] = {}
+        buckets: dict[Bucket, None] = {}
+        for arm, bucket, num_tokens, us in self._backlog:
+            samples.setdefault(arm, []).append((num_tokens, us))
+            buckets[bucket] = None
+        self._backlog.clear()
+        for arm, own in samples.items():
+            arm.add_usual(own)
+        return buckets
+
     def _next_pace(self, arm: Arm) -> int:
         """Return how seldom steps are to be measured from now on."""
         ledger = self.ledger
@@ -577,9 +632,7 @@ class AdaptivePolicy:
             low, high = sorted((limit, bucket.limit))
             if bucket.key != key:
                 high = math.inf
-            updates += [
-                CellUpdate(batch, None) for batch in bucket.cells if low < batch.num_tokens <= high
-            ]
+            updates += [CellUpdate(batch, None) for batch in bucket.outdated(low, high)]
         return updates
 
     # -- probes -------------------------------------------------------------------------
