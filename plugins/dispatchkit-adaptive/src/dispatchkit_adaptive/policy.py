@@ -58,8 +58,8 @@ _LOST = 4096
 _MOST_WAITING, _FEW_WAITING = 24, 2
 # Batches whose bucket is remembered.
 _MOST_ASKED = 65_536
-# Samples that are learnt from together.
-_MOST_PUT_OFF = 12
+# Samples that are learnt from together, and outcomes without a change from which on they are.
+_MOST_PUT_OFF, _SETTLED = 12, 96
 # How many times what it risks has to be there before fewer steps are measured.
 _AFFORDED = 3.0
 # Outcomes without a change after which half as many steps are measured, and how seldom at most.
@@ -567,6 +567,7 @@ class AdaptivePolicy:
             or not outcome.won
             or regime != self._regime
             or self.ledger.spacing < _WORTH_SAVING
+            or self._calm < _SETTLED
             or len(self._backlog) >= _MOST_PUT_OFF
         ):
             return False
