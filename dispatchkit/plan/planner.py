@@ -86,7 +86,8 @@ def plan_sizes(
         dispatch: With a cost model: ``always`` replay, or run eager where that is ``best``.
         align: Only multiples of this many tokens, ``max_size`` among them.
         token_budget: A size above max_size to weigh one graph for; ``auto`` takes the most
-            frequent one. It is captured only if the cost model says that it pays.
+            frequent one. It is captured only if the cost model says that it pays, and weighed
+            only where the budget is a number of graphs: it takes the place of one.
         bytes_per_graph: Memory per graph, for ``memory_bytes``.
         capture_s_per_graph: Time per graph, for ``capture_time_s``.
         lora_overhead: Extra cost of a graph per adapter it is captured for, as a share.
@@ -120,7 +121,7 @@ def plan_sizes(
         )
     warnings = _warnings(fit, demand, max_size)
     candidates = _candidates(max_size, align, fit, warnings)
-    if graphs is not None and token_budget != "auto" and token_budget is not None:
+    if token_budget != "auto" and token_budget is not None:
         token_budget = check_count(token_budget, "token_budget", minimum=max_size + 1)
     planner = _Planner(
         fit=fit,
@@ -327,9 +328,9 @@ class _Planner:
         else:
             sizes = curve.sizes(graphs or 1)
         tokens = weigh_token_budget(
-            self.fit, self.max_size, self.token_budget, self.objective, curve, len(sizes)
+            self.fit, self.max_size, self.token_budget, self.objective, curve, graphs
         )
-        if tokens is not None and tokens.pays and graphs is not None:
+        if tokens is not None and tokens.pays:
             sizes = (*curve.sizes(len(sizes) - 1), tokens.size)
         judged = self.judged.demand(self.max_size)
         padding = PaddingObjective()

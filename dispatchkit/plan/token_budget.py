@@ -57,7 +57,7 @@ def weigh_token_budget(
     wanted: int | Literal["auto"] | None,
     objective: Objective,
     curve: SizeCurve,
-    num_graphs: int,
+    num_graphs: int | None,
 ) -> TokenBudget | None:
     """Return whether one of the graphs is better spent on the token budget.
 
@@ -68,7 +68,8 @@ def weigh_token_budget(
             none.
         objective: What the plan minimises.
         curve: The plans without it.
-        num_graphs: Graphs in all; with the budget's, one fewer is left for the others.
+        num_graphs: Graphs in all; with the budget's, one fewer is left for the others. None
+            where they are limited by something else.
     """
     over = work.chosen(work.num_tokens > max_size)
     if wanted is None or not len(over.num_tokens):
@@ -90,6 +91,10 @@ def weigh_token_budget(
         last = min(model.eager_us.last, model.graph_us.last)
         return verdict(
             False, None, f"The cost model was measured up to {last} tokens; beyond is a guess."
+        )
+    if num_graphs is None:
+        return verdict(
+            False, None, "It is weighed against another graph; give a number of graphs for that."
         )
     if num_graphs < 2:
         return verdict(False, None, "There is no second graph to spend on it.")

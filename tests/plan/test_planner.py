@@ -138,6 +138,7 @@ def test_alignment_restricts_every_size():
         ({"graphs": 2, "hedge": "strong"}, "'auto', 'none'"),
         ({"graphs": 2, "keyed": True}, "uniform_decode"),
         ({"graphs": 2, "token_budget": 9}, "at least 17"),
+        ({"memory_bytes": 1e9, "bytes_per_graph": 1.0, "token_budget": 9}, "at least 17"),
         ({"memory_bytes": 1e9}, "bytes_per_graph"),
         ({"memory_bytes": float("nan"), "bytes_per_graph": 1.0}, "above 0"),
         ({"memory_bytes": 100.0, "bytes_per_graph": 200.0}, "largest size alone"),
@@ -204,6 +205,11 @@ def test_the_token_budget_is_captured_only_where_it_pays():
         assert plan.sizes[-1] == 16
         assert not plan.token_budget.pays
         assert why in plan.token_budget.reason
+    by_memory = {"memory_bytes": 300.0, "bytes_per_graph": 100.0, "max_size": 16, "hedge": "none"}
+    plan = plan_sizes(steps, cost_model=fast, **by_memory)
+    assert plan.sizes[-1] == 16
+    assert (plan.token_budget.pays, plan.token_budget.saved_pct) == (False, None)
+    assert "give a number of graphs" in plan.token_budget.reason
     assert plan_sizes(steps, token_budget=None, **kinds).token_budget is None
     assert plan_sizes(trace_of([3] * 9), **kinds).token_budget is None
 

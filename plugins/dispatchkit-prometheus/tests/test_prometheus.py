@@ -253,3 +253,15 @@ def test_names_are_taken_when_the_first_runner_is_watched(registry: CollectorReg
     watch(make_runner(), registry=registry)
     with pytest.raises(ValueError, match="Duplicated"):
         client.Counter("dispatchkit_steps", "Mine.", registry=registry)
+
+
+def test_a_collector_that_was_unregistered_is_registered_by_the_next_watch(
+    registry: CollectorRegistry,
+) -> None:
+    runner = make_runner()
+    collector = watch(runner, registry=registry)
+    registry.unregister(collector)
+    assert b"dispatchkit_steps" not in client.generate_latest(registry)
+    assert watch(runner, registry=registry) is collector
+    assert watch(runner, registry=registry) is collector
+    assert b"dispatchkit_steps" in client.generate_latest(registry)

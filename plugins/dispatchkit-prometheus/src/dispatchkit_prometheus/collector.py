@@ -143,10 +143,13 @@ def watch(
         ConfigError: Another runner is watched under that name.
     """
     with _COLLECTORS_LOCK:
-        collector = _COLLECTORS.get(registry)
-        if collector is None:
-            collector = RunnerCollector()
-            registry.register(collector)
-            _COLLECTORS[registry] = collector
+        known = _COLLECTORS.get(registry)
+        collector = RunnerCollector() if known is None else known
+        try:
+            registry.register(collector)  # again too, where somebody has unregistered it
+        except ValueError:
+            if known is None:  # others have its names; else it is there already
+                raise
+        _COLLECTORS[registry] = collector
     collector.add(name, runner)
     return collector
