@@ -172,6 +172,21 @@ def test_a_compiled_forward_takes_the_models_place(one_model, prompts):
     assert torch.equal(want, got)
 
 
+def test_a_step_may_be_compiled_whole(one_model, prompts):
+    steps = []
+
+    def compiler(step):
+        steps.append(step)
+        return torch.compile(step, backend="aot_eager")
+
+    decoder = decoder_of(one_model, compile=compiler, sizes=[8])
+    want, got = both(one_model, decoder, prompts, max_new_tokens=20, do_sample=False)
+    assert torch.equal(want, got)
+    assert len(steps) == len(LENGTHS)
+    with pytest.raises(ConfigError, match="compile"):
+        decoder_of(one_model, compile="inductor")
+
+
 # -- a server's loop ------------------------------------------------------------------------
 
 
