@@ -126,6 +126,7 @@ def want_of(net, x):
 
 
 def test_a_watched_warmup_leaves_compiled_code_compiled(compiler, net):
+    """Code that Dynamo skips under a mode once, it would skip for good."""
     fast = torch.compile(net, backend=compiler)
     runner = GraphRunner(fast, INPUTS, sizes=[2, 8], mode="FULL", backend="tape")
     assert not runner.capture().failed
