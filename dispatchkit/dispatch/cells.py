@@ -14,7 +14,11 @@ from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 #: Code of the allowed modes, query class, variant (adapters and axes), tokens.
 Cell = tuple[int, int, int, int]
 
-_RAISE_LIMIT = "The limit is a setting of the DispatchConfig."
+_MORE_TOKENS = (
+    "For larger batches give GraphRunner or DispatchConfig a larger max_num_tokens; those above "
+    "every capture size then run eager."
+)
+_MORE_LORAS = "For more adapters give the DispatchConfig a larger max_loras."
 _CODES = "RuntimeMode.PIECEWISE is one; allowed_modes_code makes one of a set of modes."
 
 
@@ -29,11 +33,11 @@ def cell_of_call(
     classes = config.num_query_classes - 1
     most = min(config.max_num_seqs, num_tokens) if _is_whole(num_tokens) else 0
     which = "max_num_seqs" if most == config.max_num_seqs else "the batch has no more tokens"
-    variants = ("max_loras", _RAISE_LIMIT)
+    variants = ("max_loras", _MORE_LORAS)
     if config.axes:
         variants = ("of the configured axes", "DispatchConfig.variant makes one.")
     for field, value, limit, limit_name, hint in (
-        ("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens", _RAISE_LIMIT),
+        ("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens", _MORE_TOKENS),
         ("loras", loras, config.variants.count - 1, *variants),
         ("uniform", uniform, classes, "the number of query lengths", ""),
         ("ceiling", ceiling, len(ALLOWED_MODES) - 1, "the codes of allowed modes", _CODES),

@@ -29,6 +29,14 @@ class CaptureReport:
     failed: dict[GraphKey, str]
     skipped: dict[GraphKey, str]
 
+    def __str__(self) -> str:
+        """Return what was captured, and of what was not the first with its reason."""
+        text = f"{self.num_graphs} graphs captured in {self.seconds:.2f} s; {self.num_bytes} bytes"
+        for what, keys in (("failed", self.failed), ("skipped", self.skipped)):
+            for key, reason in list(keys.items())[:1]:
+                text += f"\n{len(keys)} {what}, {key} first: {reason}"
+        return text
+
     @classmethod
     def total(cls, parts: Iterable[CaptureReport]) -> CaptureReport:
         """Return what the sessions of several lanes did together."""

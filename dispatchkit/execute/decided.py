@@ -110,7 +110,7 @@ class Decided:
             ReplayError: The graph was given up, was captured under other facts (autocast,
                 training mode), or its launch failed; or this stream is being captured.
         """
-        plan = decision.plan
+        plan = getattr(decision, "plan", None)
         if plan is None or plan.runner is not self:
             raise ConfigError("decision", decision, "one that this runner's dispatcher gave")
         tensors, num_tokens = self._bound_and_checked(inputs)

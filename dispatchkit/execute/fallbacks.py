@@ -21,6 +21,7 @@ from dispatchkit.execute.reasons import (
     CHECK_FAILED,
     DOWNGRADES,
     INSIDE_CAPTURE,
+    NEXT_STEPS,
     REPLAY_FAILED,
     EagerStepWarning,
 )
@@ -147,11 +148,11 @@ class Fallbacks:
         near = sorted(self.lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
         nearest = tuple(str(key) for key in near[:3])
         what = f"{num_tokens} tokens" + (f" (graph {missed})" if missed else "")
-        have = f"Nearest captured: {', '.join(nearest) or 'none'}."
+        have = f"Nearest captured: {', '.join(nearest) or 'none'}. {NEXT_STEPS[reason]}"
         if self.strict:
             raise NoGraphError(
-                f"A step of {what} has no graph to run: {reason}. {have} Capture one for it, "
-                "or make the runner with strict=False.",
+                f"A step of {what} has no graph to run: {reason}. {have} "
+                "With strict=False such steps run eager.",
                 reason=reason,
                 nearest=nearest,
             )

@@ -49,8 +49,10 @@ def facts_of(
     inputs = zip(buffers.inputs.names, buffers.tensors, strict=True)
     places = {f"input {name!r}": _place(tensor) for name, tensor in inputs}
     values: dict[str, Any] = {}
-    for module in modules:
+    for number, module in enumerate(modules, 1):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in places:  # of two modules that are built alike
+                name = f"{name} of module {number}"
             places[name] = _place(tensor)
         for path, one in module.named_modules():
             prefix = f"{path}." if path else ""

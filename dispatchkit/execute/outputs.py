@@ -117,10 +117,11 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
             elif _same(leaf, size) and _same(other, other_size):
                 found.append(LeafLayout("rows"))
             else:
-                raise _undeclared(
-                    index,
-                    f"is the Python value {leaf!r:.40} at {size} rows and {other!r:.40} "
-                    f"at {other_size}; a graph cannot compute Python values",
+                raise CaptureError(
+                    f"Output {index} is no tensor: {leaf!r:.40} ({type(leaf).__name__}), and "
+                    f"differs between {size} rows and {other_size}. A graph computes tensors "
+                    "alone; return those, in tuples, lists or dictionaries.",
+                    reason="output_layout",
                 )
             continue
         if not isinstance(other, torch.Tensor) or other.dim() != leaf.dim():

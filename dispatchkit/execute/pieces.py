@@ -17,6 +17,7 @@ import attrs
 import torch
 
 from dispatchkit.errors import ConfigError
+from dispatchkit.execute.held_modules import held_modules
 from dispatchkit.keys.modes import AttentionSupport
 
 
@@ -119,16 +120,9 @@ class Step:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """The modules that the pieces are, are methods of, or hold in their closures."""
-        found: dict[int, torch.nn.Module] = {}
-        for piece in self.pieces:
-            fn = piece.fn
-            cells = getattr(fn, "__closure__", None) or ()
-            held = [cell.cell_contents for cell in cells if not _is_empty(cell)]
-            for one in (fn, getattr(fn, "__self__", None), *held):
-                if isinstance(one, torch.nn.Module):
-                    found[id(one)] = one
-        return list(found.values())
+        """The modules that the pieces are, are methods of, or name in their code."""
+        found = [module for piece in self.pieces for module in held_modules(piece.fn)]
+        return list({id(module): module for module in found}.values())
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Run all pieces plainly, in order."""
@@ -180,11 +174,3 @@ def _names_taken(piece: Piece, known: Sequence[str], *, is_first: bool) -> tuple
             f"{', '.join(required)}",
         )
     return tuple(name for name in known if name in usable)
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises where nothing was put in yet
-    except ValueError:
-        return True
-    return False

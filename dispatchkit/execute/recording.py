@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher
-from dispatchkit.errors import RegistryError
+from dispatchkit.errors import ConfigError, RegistryError
 from dispatchkit.execute.captured import CapturedStep
 from dispatchkit.execute.direct import launch_path
 from dispatchkit.execute.launch import AGAIN
@@ -139,7 +139,14 @@ class Recording:
             watcher: ``dispatchkit.observe.Timeline``, ``NvtxRanges``, or anything else with
                 their ``enter`` and ``leave``. It runs in the step, under the runner's lock: it
                 must be quick, and what it raises is raised by the step.
+
+        Raises:
+            ConfigError: It lacks one of the two.
         """
+        if watcher is not None:
+            for name in ("enter", "leave"):
+                if not callable(getattr(watcher, name, None)):
+                    raise ConfigError("watcher", watcher, "None, or an object with enter and leave")
         with self._lock:
             self._watcher = watcher
             self._listen()

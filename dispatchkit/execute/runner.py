@@ -59,6 +59,14 @@ if TYPE_CHECKING:
 _NOT_ARGUMENTS = ("self", "__class__")
 
 
+def _each(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return a list of tensors as a tuple; one tensor alone would be its rows."""
+    if isinstance(tensors, torch.Tensor):
+        hint = f"Put it into one: {name}=[cache]."
+        raise ConfigError(name, type(tensors).__name__, "a list of tensors", hint)
+    return tuple(tensors)
+
+
 def _remake(settings: dict[str, Any]) -> GraphRunner:
     return GraphRunner(**settings)
 
@@ -185,24 +193,31 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         sample_every: int = SAMPLE_EVERY,
         plugins: PluginSet | None = None,
     ) -> None:
-        state, scratch, generators = tuple(state), tuple(scratch), tuple(generators)
+        state, scratch = _each("state", state), _each("scratch", scratch)
+        generators = tuple(generators)
         # Every argument, for copies: they are made anew, without graphs.
         given = {name: value for name, value in locals().items() if name not in _NOT_ARGUMENTS}
         if isinstance(step, GraphRunner):
             raise ConfigError("step", step, "not a GraphRunner itself", "Wrap its step once.")
         if (inputs is None) == (example is None):
             raise ConfigError("inputs", inputs, "given, or an example of them, and not both")
+        for name, by_name in (("inputs", inputs), ("example", example)):
+            if by_name is not None and not isinstance(by_name, Mapping):
+                allowed = "a dictionary by the names of the step's parameters"
+                raise ConfigError(name, type(by_name).__name__, allowed)
         if outputs not in ("owned", "view"):
             raise ConfigError("outputs", outputs, "'owned' or 'view'")
         asked = make_config(
             config,
-            capture_sizes=None if sizes is None else tuple(sizes),
+            capture_sizes=sizes,
             max_num_tokens=max_num_tokens,
             max_num_seqs=max_num_seqs,
             query_lens=query_len,
             mode=mode,
             axes=axes,
         )
+        if sizes is not None:
+            given["sizes"] = asked.capture_sizes  # a generator gives them once
         check_lanes(lanes, policy=policy, outputs=outputs, check=check)
         self._made_from, self._asked = given, asked
         self.strict = strict

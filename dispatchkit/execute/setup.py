@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,10 +135,13 @@ def make_policy(
         plugins: Loaded when a name must be found.
 
     Raises:
-        ConfigError: Options were given without a name, or its factory does not take them.
+        ConfigError: Options are no dictionary, were given without a name, or its factory does
+            not take them.
         UnknownNameError: No policy goes by that name; the nearest are named.
         PluginError: The hook that selects one raised, or answered with no name.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError("policy_options", options, "a dictionary of options by name")
     if options and not isinstance(policy, str):
         raise ConfigError("policy_options", options, "given with a policy's name alone")
     if policy is not None and not isinstance(policy, str):

@@ -95,7 +95,7 @@ class SwapRequests:
         """
         asked = self._asked_config(
             config,
-            capture_sizes=None if sizes is None else tuple(sizes),
+            capture_sizes=sizes,
             max_num_tokens=max_num_tokens,
             max_num_seqs=max_num_seqs,
             mode=mode,

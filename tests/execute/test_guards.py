@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -49,11 +50,70 @@ def as_closure(layer):
     return step
 
 
+def as_global(layer):
+    """The way of a script: a module at its top, and a lambda that names it."""
+    names = {"layer": layer}
+    exec("step = lambda x: layer(x)", names)  # noqa: S102 - a module's globals, one for each test
+    return names["step"]
+
+
+class Engine:
+    """Holds a module, as an engine does."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def step(self, x):
+        return self.layer(x)
+
+    @torch.no_grad()
+    def decorated(self, x):
+        return self.layer(x)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+def as_method_of_an_engine(layer):
+    return Engine(layer).step
+
+
+def as_decorated_method(layer):
+    return Engine(layer).decorated
+
+
+def as_called_object(layer):
+    return Engine(layer)
+
+
+def as_closure_over_an_engine(layer):
+    engine = Engine(layer)
+    return lambda x: engine.layer(x) * 1
+
+
+def as_partial(layer):
+    return functools.partial(lambda layer, x: layer(x), layer)
+
+
 def as_pieces(layer):
     return [graph_piece(lambda x: x * 1), eager_piece(lambda h: h + 0), graph_piece(layer)]
 
 
-forms = pytest.mark.parametrize("form", [as_module, as_method, as_closure, as_pieces])
+forms = pytest.mark.parametrize(
+    "form",
+    [
+        as_module,
+        as_method,
+        as_closure,
+        as_global,
+        as_method_of_an_engine,
+        as_decorated_method,
+        as_called_object,
+        as_closure_over_an_engine,
+        as_partial,
+        as_pieces,
+    ],
+)
 
 
 @forms

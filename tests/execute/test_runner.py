@@ -21,6 +21,7 @@ from dispatchkit.errors import (  # noqa: E402
     UnknownNameError,
 )
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
+from dispatchkit.execute.reasons import DOWNGRADES, NEXT_STEPS  # noqa: E402
 from dispatchkit.keys import CaptureSizeWarning  # noqa: E402
 
 TWO = {
@@ -125,6 +126,29 @@ def test_each_downgrade_warns_once_and_is_counted_each_time(make_runner, model):
     for _ in range(2):
         runner(**batch(3))  # a second warning would be an error here
     assert runner.stats().eager_by_reason == {"not_captured": 3}
+
+
+def test_each_downgrade_says_the_next_step(make_runner, model):
+    """A warning that a newcomer reads says what to do, and so does a strict runner's error."""
+    assert set(NEXT_STEPS) == set(DOWNGRADES)
+    with pytest.warns(EagerStepWarning, match=r"Call runner.capture\(\), or .*lazy=True"):
+        make_runner(model, TWO)(**batch(3))
+    with pytest.raises(NoGraphError, match="make the runner with mode='FULL'"):
+        make_runner(model, TWO, mode="PIECEWISE", strict=True)(**batch(3))
+
+
+def test_batch_above_the_limit_says_how_to_raise_it(make_runner, model):
+    with pytest.raises(DescriptorError, match=r"give GraphRunner .* a larger max_num_tokens"):
+        make_runner(model, TWO)(**batch(9))
+
+
+def test_report_of_a_capture_reads_well(make_runner):
+    """Of many keys that failed alike one is named, with its reason."""
+    runner = make_runner(lambda tokens: {tokens}, sizes=[4, 8])
+    words = str(runner.capture())
+    assert words.startswith("0 graphs captured in ")
+    assert "2 failed, FULL tokens=8 first: output_layout: Output 0 is no tensor: {" in words
+    assert "return those, in tuples, lists or dictionaries" in words
 
 
 def test_strict_runner_raises_before_the_step_runs(make_runner):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -231,3 +232,41 @@ def test_observer_that_raises_disturbs_nothing(policy, caplog):
     assert runner.capture().failed == {}
     assert runner(torch.arange(3)).tolist() == [0, 2, 4]
     assert "the raising one" in caplog.text
+
+
+# -- settings that cannot be used ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"inputs": [StaticInput((None,), "int64")]}, "inputs must be a dictionary .* got 'list'"),
+        ({"inputs": None, "example": torch.zeros(2)}, "example must be a dictionary"),
+        ({"inputs": None, "example": (torch.zeros(2),)}, "example must be a dictionary"),
+        ({"sizes": 8}, r"capture_sizes must be a list .* One size: \[8\]"),
+        ({"policy": "vllm", "policy_options": ["a"]}, "policy_options must be a dictionary"),
+        ({"state": torch.zeros(3)}, r"state must be a list of tensors.*state=\[cache\]"),
+        ({"scratch": torch.zeros(3)}, "scratch must be a list of tensors"),
+    ],
+)
+def test_setting_of_a_wrong_kind_is_told_by_name(policy, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        GraphRunner(
+            lambda tokens: tokens, **{"inputs": INPUTS, "sizes": [4], "policy": policy} | settings
+        )
+
+
+def test_sizes_given_once_serve_copies_too(policy):
+    sizes = (size for size in (4, 8))
+    runner = GraphRunner(lambda tokens: tokens, INPUTS, sizes=sizes, policy=policy)
+    assert copy.copy(runner).config.capture_sizes == (4, 8)
+
+
+def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
+    runner = GraphRunner(lambda tokens: tokens, INPUTS, sizes=[4], policy=policy)
+    with pytest.raises(ConfigError, match="capture_sizes must be a list"):
+        runner.swap(sizes=4)
+    with pytest.raises(ConfigError, match="watcher must be None, or an object with enter"):
+        runner.watch_steps(print)
+    with pytest.raises(ConfigError, match="decision must be one that this runner's"):
+        runner.run_decision(None, {})

@@ -1,0 +1,86 @@
+"""Which modules a step runs through, as far as its code names them."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def held_modules(fn: Callable[..., Any]) -> list[torch.nn.Module]:
+    """Return the modules that a callable is, is bound to, or names in its code.
+
+    Those are a module itself and the owner of a method; what stands in its closure, its globals
+    and the arguments bound to it by ``partial``; and what it reads from any of them by name, one
+    step deep: the ``model`` of ``lambda x: model(x)``, and of ``self.model(x)``. Nothing is found
+    through lists, or in functions that the callable calls.
+    """
+    found: dict[int, torch.nn.Module] = {}
+    for one in (fn, *_held(fn)):
+        own = () if isinstance(one, torch.nn.Module) else _named(one, _names(fn))
+        for module in (one, *own):
+            if isinstance(module, torch.nn.Module):
+                found[id(module)] = module
+    return list(found.values())
+
+
+def _held(fn: Any) -> Iterator[Any]:
+    """Yield the objects that a callable holds or names."""
+    if isinstance(fn, functools.partial):
+        yield from (fn.func, *fn.args, *fn.keywords.values(), *_held(fn.func))
+        return
+    if (owner := getattr(fn, "__self__", None)) is not None:
+        yield owner
+    for plain in _functions(fn):
+        for cell in plain.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # nothing was put in yet
+                continue
+        for name in sorted(_globals_named(plain.__code__)):
+            if name in plain.__globals__:
+                yield plain.__globals__[name]
+
+
+def _functions(fn: Any) -> Iterator[types.FunctionType]:
+    """Yield the function that a callable runs, and those that decorators put around it."""
+    if isinstance(fn, functools.partial):
+        fn = fn.func
+    if not isinstance(fn, (types.FunctionType, types.MethodType, torch.nn.Module)):
+        fn = getattr(type(fn), "__call__", None)  # noqa: B004 - its code, not whether it has one
+    seen: set[int] = set()
+    while isinstance(fn := getattr(fn, "__func__", fn), types.FunctionType) and id(fn) not in seen:
+        seen.add(id(fn))
+        yield fn
+        fn = getattr(fn, "__wrapped__", None)
+
+
+def _names(fn: Any) -> set[str]:
+    """Return all names that the code of a callable uses, of attributes too."""
+    codes = [code for plain in _functions(fn) for code in _codes(plain.__code__)]
+    return {name for code in codes for name in code.co_names}
+
+
+def _globals_named(code: types.CodeType) -> set[str]:
+    """Return the names of globals; ``co_names`` has those of attributes among them."""
+    parts = [one for part in _codes(code) for one in dis.get_instructions(part)]
+    return {one.argval for one in parts if one.opname == "LOAD_GLOBAL"}
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code and those of the functions and comprehensions inside it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _codes(const)
+
+
+def _named(holder: Any, names: set[str]) -> Iterator[Any]:
+    """Yield what an object holds under one of these names."""
+    held = getattr(holder, "__dict__", None)
+    if isinstance(held, (dict, types.MappingProxyType)):
+        yield from (held[name] for name in sorted(names & held.keys()))
