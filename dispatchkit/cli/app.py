@@ -253,7 +253,13 @@ def _as_ours(error: Any) -> Exception:
     if ctx is not None and type(error).__name__ == "NoSuchOption":
         flags = {flag for one in ctx.command.get_params(ctx) for flag in one.opts}
         known = [flag for flag in flags if flag.startswith("-")]
-        return UnknownNameError("option", error.option_name, known)
+        if error.option_name[1:2].isdigit():
+            return UsageError(f"A number must be 0 or more, got {error.option_name}.")
+        hint = ""
+        before = ctx.find_root().command
+        if any(error.option_name in one.opts for one in before.get_params(ctx.find_root())):
+            hint = f"It stands before the command: dispatchkit {error.option_name} ..."
+        return UnknownNameError("option", error.option_name, known, hint)
     text = " ".join(error.format_message().split()).removesuffix(".")
     hint = f" Next: {ctx.command_path} --help." if ctx is not None else ""
     made: Exception = UsageError(f"{text}.{hint}")

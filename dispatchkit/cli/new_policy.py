@@ -81,9 +81,14 @@ def write_distribution(name: str, directory: Path) -> Path:
         ConfigError: The name cannot be used, the folder exists, or cannot be written.
     """
     package = "dispatchkit_" + name.replace("-", "_")
-    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+    if not _NAME.fullmatch(name):
         allowed = "small letters, digits and single hyphens, beginning with a letter"
         raise ConfigError("NAME", name, allowed)
+    if keyword.iskeyword(name):
+        raise ConfigError("NAME", name, "a word that means nothing to Python itself")
+    if name.startswith("dispatchkit-"):
+        hint = f"That of the distribution is made from it; give {name.partition('-')[2]!r}."
+        raise ConfigError("NAME", name, "the name of the policy alone", hint)
     target = directory / f"dispatchkit-{name}"
     if target.exists():
         hint = "Nothing is overwritten; choose another name or directory."

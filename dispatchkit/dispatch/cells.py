@@ -15,10 +15,9 @@ from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 Cell = tuple[int, int, int, int]
 
 _MORE_TOKENS = (
-    "For larger batches give GraphRunner or DispatchConfig a larger max_num_tokens; those above "
-    "every capture size then run eager."
+    "For larger batches set a larger max_num_tokens; those above every capture size then run eager."
 )
-_MORE_LORAS = "For more adapters give the DispatchConfig a larger max_loras."
+_MORE_LORAS = "For more adapters set a larger max_loras."
 _CODES = "RuntimeMode.PIECEWISE is one; allowed_modes_code makes one of a set of modes."
 
 

@@ -6,14 +6,15 @@ from typing import Any
 
 from dispatchkit.dispatch.decision import Decision
 from dispatchkit.dispatch.policy import GraphView
-from dispatchkit.keys.batch import Batch
+from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
 
 def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | None:
     """Return which hard constraint an answer breaks, in words; None if it may stand."""
     if not isinstance(answer, Decision):
-        return f"answered {answer!r}; a Decision or None is allowed."
+        how = " Decision.replay(key) makes one." if isinstance(answer, GraphKey) else ""
+        return f"answered {answer!r}; a Decision or None is allowed.{how}"
     if not answer.reason:
         return f"answered {answer!r} without a reason; each step is counted by one."
     key = answer.key

@@ -83,7 +83,7 @@ class Explanation:
     Attributes:
         batch: The batch asked about.
         decision: What would happen now.
-        policy: Name of the policy, with where it comes from.
+        policy: Name of the policy, with where it comes from, and of its member that decided.
         candidates: Per runtime mode, the smallest graphs that cover the batch.
         largest: Tokens of the largest declared graph; 0 where there is none.
         fault: What the policy did wrong, where it did; nothing is counted for it here.
@@ -206,11 +206,12 @@ def explain(
                 )
             )
     origin = f" ({dispatcher.policy_origin})" if dispatcher.policy_origin else ""
+    member = f", member {policy}" if policy != dispatcher.policy_name else ""
     largest = max((key.num_tokens for key in dispatcher.registry), default=0)
     return Explanation(
         batch,
         decision,
-        dispatcher.policy_name + origin,
+        dispatcher.policy_name + origin + member,
         tuple(candidates),
         largest,
         "" if fault is None else str(fault),

@@ -6,7 +6,7 @@ import functools
 import random
 import unittest
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import attrs
@@ -195,7 +195,8 @@ class CaseRunner:
     ) -> Case | None:
         policy = self.make_policy()
         try:
-            keys: list[Any] = list(policy.declare(config))
+            answer: Any = policy.declare(config)
+            keys: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
         except ConfigError:
             return None  # its right
         except Exception as error:

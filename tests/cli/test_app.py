@@ -232,6 +232,8 @@ def test_no_command_shows_the_help_and_is_bad_input(run: Any) -> None:
         (["config", "sho"], "'config show'"),
         (["config"], "dispatchkit config --help"),
         (["--sett", "x"], "'--set'"),
+        (["explain", "-5"], "A number must be 0 or more, got -5"),
+        (["explain", "3", "--set", "x"], "before the command: dispatchkit --set ..."),
         (["explain", "3", "--polcy", "x"], "'--policy'"),
         (["explain"], "--trace"),
         (["explain", "3", "--trace", "x.csv"], "not both"),

@@ -102,7 +102,9 @@ def test_its_plugin_object_joins_a_composite_by_name(
     assert [one.name for one in policy.members] == ["joining-rule", "vllm"]
 
 
-@pytest.mark.parametrize("name", ["", "My", "a_b", "1st", "a--b", "-a", "a-", "../x", "class"])
+@pytest.mark.parametrize(
+    "name", ["", "My", "a_b", "1st", "a--b", "-a", "a-", "../x", "class", "dispatchkit-a"]
+)
 def test_names_that_cannot_be_used_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="NAME"):
         write_distribution(name, tmp_path)

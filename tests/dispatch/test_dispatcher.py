@@ -671,7 +671,7 @@ FAULTS = [
     (Decision(FULL, None, "x"), "chose mode FULL without a key"),
     (Decision(FULL, mixed(16), "x"), "chose mode FULL with a key of mode PIECEWISE"),
     ((PIECEWISE, mixed(16)), "a Decision or None is allowed"),
-    (mixed(16), "a Decision or None is allowed"),
+    (mixed(16), r"a Decision or None is allowed. Decision.replay\(key\) makes one"),
     (True, "a Decision or None is allowed"),
     (ZeroDivisionError("by zero"), "raised ZeroDivisionError on .*: by zero"),
 ]

@@ -23,6 +23,7 @@ from dispatchkit import (
     GraphView,
     Outcome,
     RuntimeMode,
+    explain,
     load_plugins,
 )
 from dispatchkit.errors import ConfigError, PolicyError, UnknownNameError
@@ -272,6 +273,18 @@ def test_text_gives_names_policies_and_priorities() -> None:
         ("small", "threshold", 10),
         ("vllm", "vllm", 0),
     ]
+
+
+@pytest.mark.parametrize("members", ["", " , ", 5])
+def test_members_of_no_known_form_are_refused(members: Any) -> None:
+    with pytest.raises(ConfigError, match="members must be"):
+        CompositePolicy(members)
+
+
+def test_explain_names_the_member_that_decided() -> None:
+    table = serve(CompositePolicy([Member("small", Scripted(up_to=4)), Member("rest", Scripted())]))
+    assert explain(table, 3).policy == "composite, member small"
+    assert "policy composite, member rest" in explain(table, 5).because
 
 
 def test_file_gives_members_with_options(tmp_path: Path) -> None:

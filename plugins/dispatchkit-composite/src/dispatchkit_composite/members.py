@@ -101,6 +101,10 @@ def read_members(members: str | Iterable[Member | str | Mapping[str, Any]]) -> l
     items: Iterable[Member | str | Mapping[str, Any]] = members
     if isinstance(members, str):
         items = [part for part in members.split(",") if part.strip()]
+        if not items:
+            raise ConfigError("members", members, "at least one name[=policy][:priority]")
+    if not isinstance(items, Iterable):
+        raise ConfigError("members", members, "Members, tables or text")
     return [_read(item) for item in items]
 
 
