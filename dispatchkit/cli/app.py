@@ -254,7 +254,8 @@ def _as_ours(error: Any) -> Exception:
         flags = {flag for one in ctx.command.get_params(ctx) for flag in one.opts}
         known = [flag for flag in flags if flag.startswith("-")]
         if error.option_name[1:2].isdigit():
-            return UsageError(f"A number must be 0 or more, got {error.option_name}.")
+            refused: Exception = UsageError(f"A number must be 0 or more, got {error.option_name}.")
+            return refused
         hint = ""
         before = ctx.find_root().command
         if any(error.option_name in one.opts for one in before.get_params(ctx.find_root())):

@@ -63,7 +63,9 @@ def make_budget(
             "budget",
             given or None,
             "exactly one of graphs, memory_bytes and capture_time_s",
-            "Several would contradict each other; plan for the tighter one.",
+            "Several would contradict each other; plan for the tighter one."
+            if given
+            else "For example graphs=24, or --graphs 24 on the command line.",
         )
     if graphs is not None:
         graphs = check_count(graphs, "graphs")

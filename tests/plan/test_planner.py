@@ -125,7 +125,7 @@ def test_alignment_restricts_every_size():
 @pytest.mark.parametrize(
     ("settings_", "message"),
     [
-        ({}, "exactly one of graphs"),
+        ({}, "exactly one of graphs.*For example graphs=24"),
         ({"graphs": 2, "memory_bytes": 1e9}, "exactly one of graphs"),
         ({"graphs": 0}, "at least 1"),
         ({"graphs": 2.5}, "whole number"),
