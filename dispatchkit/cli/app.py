@@ -8,6 +8,7 @@ and exit code 2; anything else keeps its traceback, since it is a defect of ours
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import sys
@@ -235,6 +236,12 @@ def run(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _let_go_of_stdout()
         return READER_GONE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _let_go_of_stdout()
+        complain("There is no room left where the output goes; nothing more was written.")
+        return BAD_INPUT
     except SystemExit as done:  # from completion, and from commands of plugins
         if isinstance(done.__context__, BrokenPipeError):  # rich would have it that this is code 1
             return READER_GONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -246,3 +247,14 @@ def test_a_mistake_is_one_line(run: Any, args: list[str], says: str) -> None:
     assert (done.code, done.out) == (2, "")
     assert says in done.err
     assert len(done.err.splitlines()) == 1
+
+
+def test_full_device_is_told_in_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(value: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dispatchkit.cli.listing.print_json", full)
+    monkeypatch.setattr("dispatchkit.cli.app._let_go_of_stdout", lambda: None)
+    done = run("policies", "--json")
+    assert (done.code, done.out) == (2, "")
+    assert "no room left" in done.err
