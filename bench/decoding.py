@@ -2,6 +2,7 @@
 
     python bench/decoding.py [--models NAME ...] [--batches N ...] [--steps N] [--rounds N]
         [--trace FILE] [--trace-steps N] [--length N] [--skip CASE ...] [--compile]
+        [--parts fixed trace calls]
 
 Random weights; every case decodes on one cache of the same size and gives the same tokens. A
 step takes a token for each row and returns the next, on the device. Cases take turns; the device
@@ -9,7 +10,8 @@ is waited for at the end of a round alone.
 
 - ``eager``: the step, called plainly.
 - ``raw graphs``: torch.cuda.graph by hand, one for each size, on the same cache.
-- ``default``, ``reduce-overhead``: torch.compile of the step; as it is, and with its own graphs.
+- ``reduce-overhead``, ``default``: torch.compile of the step with its own graphs, and as it is (for
+  the smallest of the fixed batches alone: each size compiles for up to half a minute).
 - ``graphs``: GraphDecoder. ``graphs, compiled``: with ``compile=True``.
 - ``library static``, ``library dynamic``, ``generate``: whole calls of ``generate`` (fixed batches
   only, the first with the smallest alone): with its compiled static cache, without, and through
@@ -279,6 +281,8 @@ def fixed(name: str, model: Any, args: argparse.Namespace) -> None:
     tokens, positions = inputs(args)
     cases = [CASES[one](model, args) for one in wanted(args)]
     for rows in args.batches:
+        if rows != args.batches[0]:
+            cases = [case for case in cases if case.name != "default"]
         given = (tokens[:rows], positions[:rows])
         for case in cases:
             for _ in range(3):
@@ -383,6 +387,13 @@ def whole_calls(name: str, model: Any, args: argparse.Namespace) -> None:
         report(name, f"generate, batch {rows}", cases, seconds, [rows] * count)
 
 
+PARTS: dict[str, Callable[[str, Any, argparse.Namespace], None]] = {
+    "fixed": fixed,
+    "trace": trace,
+    "calls": whole_calls,
+}
+
+
 def report(
     model: str,
     traffic: str,
@@ -427,15 +438,16 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512 if IS_GPU else 64)
     parser.add_argument("--most", type=int, default=128 if IS_GPU else 16, help="largest batch")
     parser.add_argument("--skip", nargs="+", default=[], help="cases to leave out")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--compile", action="store_true", help="torch.compile on a CPU too")
     args = parser.parse_args()
-    args.batches = [rows for rows in args.batches if rows <= args.most]
+    args.batches = sorted(rows for rows in args.batches if rows <= args.most)
     args.sizes = [one for one in (1, 2, 4, *range(8, 513, 8)) if one < args.most] + [args.most]
     with quiet():
         for name in args.models:
             model = make_model(name)
-            for part in (fixed, trace, whole_calls):
-                part(name, model, args)
+            for part in args.parts:
+                PARTS[part](name, model, args)
                 _dynamo.reset()
                 gc.collect()
                 if IS_GPU:
