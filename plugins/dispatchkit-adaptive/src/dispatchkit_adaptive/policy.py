@@ -409,7 +409,7 @@ class AdaptivePolicy:
         target = self.state_path if path is None else Path(path)
         if target is None:
             raise ConfigError("path", None, "given, where the policy has no state file")
-        self._catch_up()
+        # What was put off is left out: steps may be learnt from meanwhile by another thread.
         write_state(target, self.fingerprint, self._arms)
         return target
 
