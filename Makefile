@@ -40,7 +40,7 @@ test: $(READY) ## Run all tests but the slow ones and those for a GPU
 
 test-slow: export PYTEST_TIMEOUT := 900
 test-slow: $(READY) ## Run the slow tests: package builds, full vectors, many processes
-	$(PYTEST) $(SHARED) -m "slow and not gpu" $(ARGS)
+	$(PYTEST) $(SHARED) --no-loadscope-reorder -m "slow and not gpu" $(ARGS)
 
 nightly: export HYPOTHESIS_PROFILE := nightly
 nightly: export PYTEST_TIMEOUT := 7200

@@ -111,7 +111,7 @@ class Soak:
         self.streams = [self.backend.current_stream(), *(self.backend.new_stream() for _ in "ab")]
         self.stream = self.streams[0]
         self.verdict, self.state_verdict = Verdict(device), Verdict(device)
-        self.steps = self.storms = self.raised = 0
+        self.steps = self.storms = self.swaps = self.raised = 0
         self.heal_after = -1
         self.recent: collections.deque[str] = collections.deque(maxlen=16)
 
@@ -203,6 +203,7 @@ class Soak:
     def _swap(self, **changes: Any) -> None:
         try:
             self.runner.swap(**changes)
+            self.swaps += 1
         except PolicyError:  # it raised when it was tried: what was in force stays so
             self.faults.done["swap refused"] += 1
 
@@ -242,10 +243,12 @@ class Soak:
             if (now := self.runner.lifecycle.budget.max_graphs) in fewer:
                 fewer.remove(now)  # what is so already is no swap
             self.runner.swap(max_graphs=self.rng.choice(fewer))
+            self.swaps += 1
         elif self.runner.num_bytes:
             if self.rng.random() < 0.5:
                 self.runner.clear()  # what is left of them is to fit, too
             self.runner.swap(max_bytes=int(self.runner.num_bytes * 0.9))
+            self.swaps += 1
         self.check()
 
     def on_idle(self) -> None:
@@ -302,6 +305,7 @@ class Soak:
         budget = runner.lifecycle.budget
         if (budget.max_graphs, budget.max_bytes) != (MAX_GRAPHS, None):
             runner.swap(max_graphs=MAX_GRAPHS, max_bytes=None)
+            self.swaps += 1
         self.mend_captures()
 
     def mend_captures(self) -> None:
@@ -446,6 +450,7 @@ def run(
         "steps": soak.steps,
         "raised": soak.raised,
         "storms": soak.storms,
+        "swaps": soak.swaps,
         "seconds": round(time.perf_counter() - start, 1),
         "replayed": round(replays / max(1, soak.steps), 3),
         "by_mode": stats.steps_by_mode,

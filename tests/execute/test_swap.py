@@ -500,8 +500,11 @@ def follow(schedule, lazy, seed, backend, new_policy):
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_a_thousand_swaps_in_a_hundred_thousand_steps(make_runner, policy):
-    """Sizes, policy and limits come and go in turn; nothing of what is gone is kept."""
+def test_memory_is_flat_over_hundreds_of_swaps(make_runner, policy):
+    """Sizes, policy and limits come and go in turn; nothing of what is gone is kept.
+
+    The soak has a thousand, among everything else.
+    """
     step, counter, weight = model()
     runner = make_runner(
         step, {"x": StaticInput((None, 2), "float32")}, state=[counter], outputs="view"
@@ -525,14 +528,14 @@ def test_memory_is_flat_over_a_thousand_swaps_in_a_hundred_thousand_steps(make_r
                 if index % 25 == 0:
                     torch.testing.assert_close(result, wanted[at])
 
-    serve(0, 200)
+    serve(0, 100)
     objects, resident, graphs = in_use(), resident_bytes(), runner.num_bytes
-    serve(200, 800)
-    assert int(counter) == runner.stats().steps == 100_000
-    assert runner.dispatcher.epoch == 1000
+    serve(100, 200)
+    assert int(counter) == runner.stats().steps == 30_000
+    assert runner.dispatcher.epoch == 300
     assert runner.num_bytes == graphs
     assert in_use() < objects + 500
-    # A leak of 20 kB per swap would be twice as much; the allocator's own growth is far less.
+    # A leak of 50 kB per swap would be more; the allocator's own growth is far less.
     assert resident_bytes() < resident + 8_000_000
 
 
