@@ -3,14 +3,21 @@
 torch wraps ``__torch_dispatch__`` of every mode so that Dynamo leaves it alone, and that
 wrapper imports the whole of Dynamo on its first call: seconds, in a process that may never
 compile anything. Here that is done once a mode is entered with Dynamo loaded.
+
+Whether any mode is on that Dynamo has to leave alone, torch keeps for the whole process, and each
+mode puts it back at its end as it was at its beginning (``TorchDispatchMode.__enter__``). Two
+threads whose modes overlap would leave it on for good, and from then on nothing is compiled.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch._C._dynamo import guards
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatchkit.backends.compiled_code import PLAINLY, dynamo_is_loaded
@@ -52,6 +59,40 @@ class PerOperation(Generic[_Facts]):
         return known[1]
 
 
+class _Overlaps:
+    """Puts torch's flags back once the last mode of ours ends, whichever thread it was in."""
+
+    _NAMES = (
+        "_is_in_torch_dispatch_mode",
+        "_is_in_non_infra_torch_dispatch_mode",
+        "_is_in_any_mode_without_ignore_compile_internals",
+    )
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._num_on = 0
+        self._were_off: list[str] = []
+
+    def begin(self) -> None:
+        """Note that a mode is about to begin; under the lock."""
+        if not self._num_on:
+            self._were_off = [name for name in self._NAMES if not getattr(_python_dispatch, name)]
+        self._num_on += 1
+
+    def end(self) -> None:
+        """Note that a mode has ended; under the lock."""
+        self._num_on -= 1
+        if self._num_on:
+            return
+        for name in self._were_off:
+            setattr(_python_dispatch, name, False)
+        if self._NAMES[-1] in self._were_off:
+            guards.set_is_in_mode_without_ignore_compile_internals(False)
+
+
+_OVERLAPS = _Overlaps()
+
+
 class DispatchMode(TorchDispatchMode):
     """Base of the modes here; a subclass defines ``__torch_dispatch__`` as usual.
 
@@ -72,10 +113,14 @@ class DispatchMode(TorchDispatchMode):
         # Entered again from inside, as for the parts of an operation, it must end as often.
         begun = self.__dict__.setdefault("_has_begun", [])
         begun.append(not self.ignore_compile_internals() and PLAINLY.begin())
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        with _OVERLAPS.lock:
+            _OVERLAPS.begin()
+            return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        with _OVERLAPS.lock:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+            _OVERLAPS.end()
         if self.__dict__["_has_begun"].pop():
             PLAINLY.end()
 

@@ -132,7 +132,7 @@ def test_a_watched_warmup_leaves_compiled_code_compiled(compiler, net):
     assert not runner.capture().failed
     assert float(net.calls) == 0  # though nobody declared that it is written
     x = torch.randn(5, WIDTH)
-    assert torch.equal(runner(x=x), want_of(net, x))
+    torch.testing.assert_close(runner(x=x), want_of(net, x))
     assert float(net.calls) == 1
     before = compiler.runs
     fast(x)
@@ -313,3 +313,27 @@ def test_modes_of_several_threads_end_in_any_order(compiler):
     assert (mode.seen, compiler.runs) == (2, 0)
     fast(x)
     assert compiler.runs == 1
+
+
+def test_modes_that_overlap_in_two_threads_leave_code_to_be_compiled(compiler):
+    """torch's own flag for it would stay on for good."""
+    fast = torch.compile(lambda x: x * 2 + 1, backend=compiler)
+    first, second = Looking(), Looking()
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def overlap():
+        with second:
+            is_in.set()
+            assert may_end.wait(30)
+
+    thread = threading.Thread(target=overlap)
+    with first:
+        thread.start()
+        assert is_in.wait(30)
+    may_end.set()
+    thread.join(30)
+    fast(torch.randn(3))
+    assert compiler.runs == 1
+    with CaptureWatch(compiled=True).watching():
+        fast(torch.randn(3))
+    assert (compiler.runs, compiler.graphs) == (2, 1)
