@@ -11,7 +11,7 @@ export PYTEST_TIMEOUT ?= 120
 # Processes that share the tests, a file each at a time; 0 runs them in one.
 WORKERS ?= 2
 PYTEST := $(VENV_PY) -m pytest
-SHARED := -n $(WORKERS) --dist loadfile
+SHARED = -n $(WORKERS) --dist loadfile
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -38,6 +38,8 @@ demo: $(READY) ## Replay a real trace through a small decoder (options: ARGS="--
 test: $(READY) ## Run all tests but the slow ones and those for a GPU
 	$(PYTEST) $(SHARED) -m "not slow and not gpu" $(ARGS)
 
+# Many of them wait for other processes; and one alone takes minutes.
+test-slow: WORKERS = 3
 test-slow: export PYTEST_TIMEOUT := 900
 test-slow: $(READY) ## Run the slow tests: package builds, full vectors, many processes
 	$(PYTEST) $(SHARED) --no-loadscope-reorder -m "slow and not gpu" $(ARGS)
