@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -115,8 +116,16 @@ _WRAPPER = "compile_wrapper"
 
 
 def _is_of_dynamo(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.endswith(("eval_frame.py", "_compile.py")) and "torch" in name
+    return frame.f_code.co_filename in _files_of_dynamo()
+
+
+@cache
+def _files_of_dynamo() -> frozenset[str | None]:
+    """Return the files whose functions are around compiled ones and around disabled ones."""
+    import torch._compile
+    from torch._dynamo import eval_frame
+
+    return frozenset((eval_frame.__file__, torch._compile.__file__))
 
 
 @contextmanager

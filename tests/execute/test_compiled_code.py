@@ -173,6 +173,19 @@ def test_every_size_is_captured_compiled_and_compiled_before(compiler, net, dyna
     assert compiler.graphs == {True: 2, False: len(sizes), None: 2}[dynamic]
 
 
+def test_a_file_of_the_user_is_not_taken_for_one_of_dynamo(compiler):
+    """Whatever it is called: what it compiles is captured compiled."""
+    source = "def fn(x):\n    return x * 2 + 1\n"
+    names = {}
+    exec(compile(source, "/home/me/torch/test_torch_compile.py", "exec"), names)  # noqa: S102
+    device = StandIn(compiler)
+    fast = torch.compile(names["fn"], backend=compiler)
+    runner = GraphRunner(fast, INPUTS, sizes=[2], mode="FULL", backend=device)
+    assert not runner.capture().failed
+    assert device.options == [{"compiled": True}]
+    assert device.runs == [1]
+
+
 @pytest.mark.slow
 def test_pieces_are_captured_compiled(compiler, net):
     from dispatchkit import eager_piece, graph_piece

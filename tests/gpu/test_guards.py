@@ -23,13 +23,10 @@ INPUT = {"x": StaticInput((None, WIDTH), "float32")}
 
 
 def runner_of(step, inputs=None, **settings):
-    from dispatchkit.backends.cuda import CudaBackend
-
     settings.setdefault("sizes", (1, 2, 4, 8, 16))
     settings.setdefault("mode", "FULL")
-    return GraphRunner(
-        step, inputs or INPUT, policy="vllm", backend=CudaBackend(DEVICE), **settings
-    )
+    settings.setdefault("backend", CudaBackend(DEVICE))
+    return GraphRunner(step, inputs or INPUT, policy="vllm", **settings)
 
 
 def rows_of(number, seed=0, width=WIDTH):
@@ -197,7 +194,7 @@ def test_planted_corruption_is_found(plant, quiet):
     """Each kind that was planted is reported by check mode, on a device too."""
     step = Planted().to(DEVICE)
     # A graph whose first node brings the inputs in fills their tails anew each time.
-    more = {"backend": CudaBackend(0, copy_node=False)} if plant is stale_tail else {}
+    more = {"backend": CudaBackend(DEVICE, copy_node=False)} if plant is stale_tail else {}
     runner = runner_of(step, check=1, **more)
     runner.capture()
     x = rows_of(3)
