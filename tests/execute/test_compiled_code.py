@@ -329,7 +329,7 @@ def test_modes_of_several_threads_end_in_any_order(compiler):
 
 
 def test_modes_that_overlap_in_two_threads_leave_code_to_be_compiled(compiler):
-    """torch's own flag for it would stay on for good."""
+    """By itself torch's flag for it would stay on, and nothing be compiled from then on."""
     fast = torch.compile(lambda x: x * 2 + 1, backend=compiler)
     first, second = Looking(), Looking()
     is_in, may_end = threading.Event(), threading.Event()
