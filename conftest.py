@@ -23,7 +23,7 @@ if "torch" in sys.modules:
 # No deadlines: a test fails for a wrong answer, never for a busy machine.
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=20, **_common)
-settings.register_profile("ci", max_examples=100, derandomize=True, **_common)
+settings.register_profile("ci", max_examples=80, derandomize=True, **_common)
 settings.register_profile("nightly", max_examples=10_000, print_blob=True, **_common)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)

@@ -86,8 +86,15 @@ def test_a_late_rank_is_named_and_finds_out_itself(worlds):
     assert late["decisions"] == good["decisions"]
 
 
-@pytest.mark.parametrize("kind", ["die", "freeze"])
-@pytest.mark.parametrize(("host", "bad_rank"), [("agent", 1), ("rank 0", 0)])
+@pytest.mark.parametrize(
+    ("host", "bad_rank", "kind"),
+    [
+        ("agent", 1, "die"),
+        ("agent", 1, "freeze"),
+        ("rank 0", 0, "die"),
+        pytest.param("rank 0", 0, "freeze", marks=pytest.mark.slow),
+    ],
+)
 def test_a_dead_or_frozen_rank_is_named(worlds, kind, host, bad_rank):
     """Also where it is the one whose process serves the store."""
     found = worlds.run_one(

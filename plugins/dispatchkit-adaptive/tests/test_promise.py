@@ -84,7 +84,7 @@ def traffic(kind: int, steps: int, seed: int) -> list[int]:
     return [chance.choice(few) for _ in range(steps)]
 
 
-@hypothesis.settings(max_examples=max(5, hypothesis.settings.default.max_examples // 5))
+@hypothesis.settings(max_examples=max(5, hypothesis.settings.default.max_examples // 10))
 @hypothesis.given(
     adversaries(), st.none() | st.floats(0.7, 1.1), st.integers(0, 2), st.integers(0, 10**6)
 )
