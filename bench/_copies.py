@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from _common import emit
 
+from dispatchkit.backends.cuda_copy import LaunchConfig, NodeParams
+
 BENCH = "floors"
 ROWS, ROOM = 200, 512
 COUNTS = (1, 3, 8)
@@ -62,34 +64,6 @@ class Work(ctypes.Structure):
         ("source", V * MAX_INPUTS),
         ("target", V * MAX_INPUTS),
         ("bytes", ctypes.c_uint * MAX_INPUTS),
-    )
-
-
-class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", V),
-        ("attrs", V),
-        ("num_attrs", ctypes.c_uint),
-    )
-
-
-class KernelNode(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS, version 2."""
-
-    _fields_ = (
-        ("func", V),
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("params", V),
-        ("extra", V),
-        ("kern", V),
-        ("ctx", V),
     )
 
 
@@ -438,7 +412,7 @@ class Inputs:
         must(runtime().cudaGraphNodeGetType(root, ctypes.byref(kind)))
         if count.value != 1 or kind.value != 0:
             raise RuntimeError("the graph does not begin with the kernel")
-        node = KernelNode(function, (self.count, 1, 1), (256, 1, 1))
+        node = NodeParams(function, (self.count, 1, 1), (256, 1, 1))
         node.params = ctypes.addressof(params)
         change = call_of(driver(), "cuGraphExecKernelNodeSetParams_v2", V, V, V)
         at, run, source = V(ctypes.addressof(node)), self.run, work.source

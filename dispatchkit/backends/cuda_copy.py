@@ -36,48 +36,43 @@ _KINDS = {16: "v4.u32", 8: "u64", 4: "u32", 2: "u16", 1: "u8"}
 _VALUES = {16: "{%w0, %w1, %w2, %w3}", 8: "%long"}
 
 
-def _copy_loop(width: int) -> str:
-    kind, value = _KINDS[width], _VALUES.get(width, "%word")
+def _loop(name: str, width: int, num_bytes: str, end: str, body: str) -> str:
+    """Return a loop over words of a width; it is left out where the mask is no multiple of it."""
     return f"""
     and.b64 %low, %mask, {width - 1};
     setp.ne.u64 %done, %low, 0;
-    @%done bra NOT_COPY_{width};
+    @%done bra NOT_{name}_{width};
     mul.lo.u32 %at, %first, {width};
     mul.lo.u32 %step, %all, {width};
-COPY_{width}:
-    setp.ge.u32 %done, %at, %bytes;
-    @%done bra TAIL;
-    cvt.u64.u32 %offset, %at;
+{name}_{width}:
+    setp.ge.u32 %done, %at, {num_bytes};
+    @%done bra {end};
+    cvt.u64.u32 %offset, %at;{body}
+    add.u32 %at, %at, %step;
+    bra {name}_{width};
+NOT_{name}_{width}:"""
+
+
+def _copy_loop(width: int) -> str:
+    kind, value = _KINDS[width], _VALUES.get(width, "%word")
+    body = f"""
     add.s64 %source, %from, %offset;
     add.s64 %target, %to, %offset;
     ld.global.{kind} {value}, [%source];
-    st.global.{kind} [%target], {value};
-    add.u32 %at, %at, %step;
-    bra COPY_{width};
-NOT_COPY_{width}:"""
+    st.global.{kind} [%target], {value};"""
+    return _loop("COPY", width, "%bytes", "TAIL", body)
 
 
 def _fill_loop(width: int) -> str:
     kind, value = _KINDS[width], _VALUES.get(width, "%word")
     narrow = "" if width == 8 else "\n    cvt.u32.u64 %word, %long;"
-    return f"""
-    and.b64 %low, %mask, {width - 1};
-    setp.ne.u64 %done, %low, 0;
-    @%done bra NOT_FILL_{width};
-    mul.lo.u32 %at, %first, {width};
-    mul.lo.u32 %step, %all, {width};
-FILL_{width}:
-    setp.ge.u32 %done, %at, %tail;
-    @%done bra END;
-    cvt.u64.u32 %offset, %at;
+    body = f"""
     add.s64 %target, %to, %offset;
     and.b32 %word, %at, 7;
     shl.b32 %word, %word, 3;
     shr.u64 %long, %fill, %word;{narrow}
-    st.global.{kind} [%target], {value};
-    add.u32 %at, %at, %step;
-    bra FILL_{width};
-NOT_FILL_{width}:"""
+    st.global.{kind} [%target], {value};"""
+    return _loop("FILL", width, "%tail", "END", body)
 
 
 def kernel_text() -> str:

@@ -13,7 +13,7 @@ import torch
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.backends.compiled_code import Calls
 from dispatchkit.backends.cuda_memory import Segment
-from dispatchkit.backends.dispatch_mode import DispatchMode, PerOperation
+from dispatchkit.backends.dispatch_mode import DispatchMode, PerOperation, WeakStorages
 from dispatchkit.backends.host_sync import (
     HostSyncGuard,
     is_composite,
@@ -26,18 +26,11 @@ from dispatchkit.backends.host_sync import (
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
 
 
-class _Given:
-    """Storages on the device that operations were given, without keeping them.
+class _Given(WeakStorages):
+    """Storages on the device that operations were given.
 
-    Most of them are intermediates, whose memory later operations use again. Weak references
-    are kept as torch counts them: an object for each would double the price.
+    Most of them are intermediates, whose memory later operations use again.
     """
-
-    # Kept here, since the module may be gone before the last of these.
-    _free = staticmethod(torch.UntypedStorage._free_weak_ref)
-
-    def __init__(self) -> None:
-        self._refs: set[Any] = set()  # numbers; torch annotates them otherwise
 
     def note(self, values: Iterable[Any]) -> bool:
         """Note the tensors among an operation's arguments; return whether one is on a device."""
@@ -46,10 +39,7 @@ class _Given:
             if isinstance(value, torch.Tensor):
                 if value.is_cuda:
                     found = True
-                    storage = value.untyped_storage()
-                    # While there is a reference to it, no other storage has its identity.
-                    if storage._cdata not in self._refs:
-                        self._refs.add(storage._weak_ref())
+                    self.add(value.untyped_storage())
             elif isinstance(value, (tuple, list)):
                 found = self.note(value) or found
         return found
@@ -58,18 +48,11 @@ class _Given:
         """Return what is alive and not in the graph's own pool."""
         spans = [(one["address"], one["address"] + one["total_size"]) for one in segments]
         found = []
-        for ref in self._refs:
-            storage = torch.UntypedStorage._new_with_weak_ptr(ref)
-            if storage is None:
-                continue  # an intermediate, gone by now
+        for storage in self.alive():
             address = storage.data_ptr()
             if not any(start <= address < end for start, end in spans):
                 found.append(storage)
         return found
-
-    def __del__(self) -> None:
-        for ref in self._refs:
-            self._free(ref)
 
 
 class WarmupNotes:

@@ -59,6 +59,36 @@ class PerOperation(Generic[_Facts]):
         return known[1]
 
 
+class WeakStorages:
+    """Storages, without keeping them.
+
+    Weak references are kept as torch counts them: an object for each would double the price.
+    """
+
+    # Kept here, since the module may be gone before the last of these.
+    _free = staticmethod(torch.UntypedStorage._free_weak_ref)
+
+    def __init__(self) -> None:
+        self._refs: set[Any] = set()  # numbers; torch annotates them otherwise
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Remember a storage."""
+        # While there is a reference to it, no other storage has its identity.
+        if storage._cdata not in self._refs:
+            self._refs.add(storage._weak_ref())
+
+    def alive(self) -> Iterator[torch.UntypedStorage]:
+        """Yield those that somebody keeps."""
+        for ref in self._refs:
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref)
+            if storage is not None:
+                yield storage
+
+    def __del__(self) -> None:
+        for ref in self._refs:
+            self._free(ref)
+
+
 class _Overlaps:
     """Puts torch's flags back once the last mode of ours ends, whichever thread it was in."""
 

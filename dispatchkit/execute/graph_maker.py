@@ -129,12 +129,14 @@ class GraphMaker:
         # Keys that differ in size only run the same operations: one of them is watched.
         known = self._watched.get(name)
         may_be_unwatched = self._backend.capabilities.unwatched_captures
+        if not may_be_unwatched:  # each is watched in full, and by itself
+            notes = compiled = None
         options: dict[str, Any] = {}
-        if may_be_unwatched and known is not None:
+        if known is not None:
             options["watched"] = False
-        elif may_be_unwatched and compiled is not None:
+        elif compiled is not None:
             options["compiled"] = True
-        elif may_be_unwatched and notes is not None and notes.is_plain:
+        elif notes is not None and notes.is_plain:
             options["notes"] = notes
         begun = None if PLAINLY.is_on else PLAINLY.num_begun
         graph: Any = self._backend.capture(
@@ -144,7 +146,7 @@ class GraphMaker:
             generators=self._generators,
             **options,
         )
-        if may_be_unwatched and compiled is not None and PLAINLY.num_begun != begun:
+        if compiled is not None and PLAINLY.num_begun != begun:
             warnings.warn(
                 "Another thread was warming a step up during a capture, which has functions of "
                 "torch.compile run plainly in the whole process: the graph may hold eager "
@@ -152,11 +154,11 @@ class GraphMaker:
                 PlainCodeWarning,
                 stacklevel=2,
             )
-        if known is not None and may_be_unwatched:
+        if known is not None:
             graph.holds.extend(known.holds)
             return graph, known.draws
-        draws = notes.draws if notes is not None and "notes" in options else graph.has_random_state
-        if may_be_unwatched and compiled is not None:
+        draws = options["notes"].draws if "notes" in options else graph.has_random_state
+        if compiled is not None:
             _warn_of_plain_code(graph, compiled)
             graph.holds.extend(compiled.reads)
             draws = compiled.draws

@@ -268,10 +268,8 @@ class InputSet:
                 )
             ]
             # The guard knows these flags, and says yes to tensors that have them alike.
-            are_flagged = any(
-                value.is_neg() or value.is_conj() or value._is_zerotensor() for value in values
-            )
-            self._quick[rows] = (_never if are_flagged else guards[0], guards[1])
+            is_plain = never if any(map(is_flagged, values)) else guards[0]
+            self._quick[rows] = (is_plain, guards[1])
 
     def _check_alike(self, values: Sequence[Any]) -> int:
         """Check inputs that are all on the device, or all arrays."""
@@ -352,5 +350,11 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
     return strides[::-1]
 
 
-def _never(*_: Any) -> bool:
+def is_flagged(value: torch.Tensor) -> bool:
+    """Return whether torch changes what is in a tensor's memory on the way."""
+    return value.is_neg() or value.is_conj() or value._is_zerotensor()
+
+
+def never(*_: Any) -> bool:
+    """Return False: the check of calls that are not known yet."""
     return False

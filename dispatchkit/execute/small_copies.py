@@ -25,7 +25,7 @@ import torch
 from dispatchkit.backends.base import CapturedGraph, GraphBackend
 from dispatchkit.errors import ReplayError
 from dispatchkit.execute.buffers import InputBuffers, Loader, picker
-from dispatchkit.execute.inputs import TensorGuards
+from dispatchkit.execute.inputs import TensorGuards, is_flagged, never
 
 if TYPE_CHECKING:
     from dispatchkit.execute.captured import CapturedStep
@@ -145,7 +145,7 @@ class NodeLoader:
         is_rest = len(node.inputs) < len(views)
         self._rest = Loader(buffers, num_rows, bucket, node.inputs) if is_rest else None
         self._send = node.sender([self._piece(index) for index in node.inputs])
-        self._fits: Callable[..., bool] = _never
+        self._fits: Callable[..., bool] = never
         self._whole: Loader | None = None
 
     def load(self, values: Sequence[Any]) -> None:
@@ -220,7 +220,7 @@ class NodeLoader:
         """Return tensors to read: where one cannot be, its place, which then holds its rows."""
         are_plain = [_is_plain(value) for value in values]
         if all(are_plain):
-            if TensorGuards is not None and self._fits is _never:
+            if TensorGuards is not None and self._fits is never:
                 self._fits = TensorGuards(
                     *values,
                     dynamic_dims_sizes=[list(value.shape) for value in values],
@@ -235,15 +235,11 @@ class NodeLoader:
         return made
 
 
-def _never(*_: Any) -> bool:
-    return False
-
-
 def _is_plain(value: torch.Tensor) -> bool:
     """Return whether a tensor's memory is what it says, row by row."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
         and value.is_contiguous()
-        and not (value.is_neg() or value.is_conj() or value._is_zerotensor())
+        and not is_flagged(value)
     )

@@ -26,7 +26,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dispatchkit.backends.base import WarmupNotes
 from dispatchkit.backends.collectives import is_collective, writes_first_argument
 from dispatchkit.backends.compiled_code import Calls, dynamo_is_loaded
-from dispatchkit.backends.dispatch_mode import DispatchMode, PerOperation, tensors_in
+from dispatchkit.backends.dispatch_mode import (
+    DispatchMode,
+    PerOperation,
+    WeakStorages,
+    tensors_in,
+)
 from dispatchkit.errors import CaptureError
 
 DEFAULT_STATE_LIMIT = 64 << 20
@@ -158,7 +163,7 @@ class WriteWatch(DispatchMode):
         self.peak_bytes: int = 0
         self.draws: bool = False
         self._calls = Calls(id(sys._getframe(1))) if dynamo_is_loaded() else None
-        self._given: dict[int, StorageWeakRef] = {}
+        self._given = WeakStorages()
         self._inputs, self._ignore = inputs, ignore
         self._snapshot, self._left = snapshot, limit
         self._meter, self._notes = meter, notes
@@ -190,17 +195,13 @@ class WriteWatch(DispatchMode):
         """Return what was found out about functions of torch.compile; None if there are none."""
         if self._calls is None or not self._calls.num_plain:
             return None
-        alive: Iterator[Any] = (
-            torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in self._given.values()
-        )
-        reads = tuple(one for one in alive if one is not None and one._cdata not in self._own)
+        reads = tuple(one for one in self._given.alive() if one._cdata not in self._own)
         return CompiledCode(reads, self._calls.num_plain, self.draws)
 
     def _note_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in tensors_in((*args, *kwargs.values())):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._given and storage._cdata not in self._own:
-                self._given[storage._cdata] = StorageWeakRef(storage)
+            if not self._is_own(tensor):
+                self._given.add(tensor.untyped_storage())
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) in self._own
