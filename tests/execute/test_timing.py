@@ -349,6 +349,28 @@ class _Mark:
         return end._at - self._at
 
 
+@pytest.fixture
+def measured(monkeypatch):
+    """Return what measures a step on a device, and what it told of the last one."""
+    from dispatchkit.execute import timing
+
+    device, heard = _Device(), []
+    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: int(device.now_us * 1e3))
+    lane = type("Lane", (), {"tick": 0})()
+    timings = timing.Timings(device, heard.append, lane, 1)
+
+    def run(*, ahead_us, host_us, device_us=10.0):
+        device.now_us = max(device.now_us, device.busy_until_us)
+        device.submit(0.0, ahead_us)
+        step = timings.begin(Batch(3), Decision.eager("test", timed=True))
+        device.submit(host_us, device_us)
+        timings.finish(step)
+        timings.drain(wait=True)
+        return heard[-1]
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("ahead_us", "queued", "elapsed_us"),
     [
@@ -358,23 +380,31 @@ class _Mark:
     ],
 )
 def test_a_step_costs_the_time_of_the_host_where_that_is_slower(
-    monkeypatch, ahead_us, queued, elapsed_us
+    measured, ahead_us, queued, elapsed_us
 ):
     """Behind other work, events alone would show less than steps in a row have to wait."""
-    from dispatchkit.execute import timing
-
-    device, heard = _Device(), []
-    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: int(device.now_us * 1e3))
-    lane = type("Lane", (), {"tick": 0})()
-    timings = timing.Timings(device, heard.append, lane, 1)
-    device.submit(0.0, ahead_us)
-    step = timings.begin(Batch(3), Decision.eager("test", timed=True))
-    device.submit(260.0, 10.0)
-    timings.finish(step)
-    timings.drain(wait=True)
-    (told,) = heard
+    told = measured(ahead_us=ahead_us, host_us=260.0)
     assert told.queued is queued
     assert told.elapsed_us == pytest.approx(elapsed_us)
+
+
+def test_a_host_that_waits_for_room_in_the_queue_is_not_slow(measured):
+    """What it needs is known from steps that the device had come to meanwhile."""
+    for _ in range(3):
+        measured(ahead_us=0.0, host_us=260.0)
+    told = measured(ahead_us=9000.0, host_us=4000.0)
+    assert told.elapsed_us == pytest.approx(0.9 * 260.0)
+    told = measured(ahead_us=9000.0, host_us=200.0)
+    assert told.elapsed_us == pytest.approx(0.9 * 200.0)
+
+
+def test_a_host_that_has_become_slower_is_noticed(measured):
+    """By steps that the device has to wait for, which there are then."""
+    for _ in range(20):
+        measured(ahead_us=0.0, host_us=260.0)
+    for _ in range(20):
+        measured(ahead_us=100.0, host_us=500.0)
+    assert measured(ahead_us=9000.0, host_us=500.0).elapsed_us == pytest.approx(0.9 * 500.0)
 
 
 def test_a_policy_may_ask_for_fewer_steps_to_be_measured(make_runner, learning):
