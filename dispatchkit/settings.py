@@ -263,9 +263,9 @@ SETTINGS: Mapping[str, Setting] = _schema(
     Setting("warmups", "Eager runs before each capture.", _count(0), 1, group="runner"),
     Setting("lazy", "Capture a key when a call asks for it.", _flag, default=False, group="runner"),
     Setting("capture_after", "Calls before a key is captured lazily.", _count(), 1, group="runner"),
-    Setting("max_graphs", "Most live graphs.", _count(), derived="no limit", group="runner"),
+    Setting("max_graphs", "Most live graphs.", _count(0), derived="no limit", group="runner"),
     Setting(
-        "max_bytes", "Most bytes of graph memory.", _count(), derived="no limit", group="runner"
+        "max_bytes", "Most bytes of graph memory.", _count(0), derived="no limit", group="runner"
     ),
     Setting(
         "eviction",

@@ -65,8 +65,7 @@ def check_or_say(
         elif not isinstance(tensor, torch.Tensor):
             raise InputError(
                 name,
-                f"Input {name!r} must be a tensor of {spec.dtype}, got {tensor!r:.60} "
-                f"({type(tensor).__name__}).",
+                f"Input {name!r} must be a tensor of {spec.dtype}, got {_no_tensor(tensor)}.",
             )
         elif tensor.dtype is not spec.dtype:
             raise InputError(
@@ -105,6 +104,14 @@ def check_or_say(
                 "inputs of a call have the same number.",
             )
     return rows or 0
+
+
+def _no_tensor(value: Any) -> str:
+    """Say what was given for a device input, and how it can be given, if it can."""
+    hint = ". Declared with StaticInput(..., host=True) it may be an array or a list"
+    if hasattr(value, "__array_interface__"):
+        return f"an array of {value.dtype}{hint}"
+    return f"{value!r:.60} ({type(value).__name__})" + (hint if isinstance(value, list) else "")
 
 
 def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:

@@ -205,6 +205,10 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
             if by_name is not None and not isinstance(by_name, Mapping):
                 allowed = "a dictionary by the names of the step's parameters"
                 raise ConfigError(name, type(by_name).__name__, allowed)
+        flags = {"lazy": lazy, "strict": strict, "share_outputs": share_outputs}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):  # a word would count as true, "no" as well
+                raise ConfigError(name, flag, "True or False")
         if outputs not in ("owned", "view"):
             raise ConfigError("outputs", outputs, "'owned' or 'view'")
         asked = make_config(

@@ -336,6 +336,9 @@ class TestSettings:
             ("eviction", "oldest"),
             ("state", [3]),
             ("output_batch_dims", "x"),
+            ("lazy", "no"),
+            ("strict", 1),
+            ("share_outputs", None),
         ],
     )
     def test_bad_settings_are_refused(self, make_runner, model, setting, value):

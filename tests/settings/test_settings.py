@@ -52,6 +52,7 @@ VALUES: list[tuple[str, Any, Any]] = [
     ("varlen_decode", True, True),
     ("max_loras", 0, 0),
     ("lazy", False, False),
+    ("max_graphs", 0, 0),
     ("eviction", "benefit", "benefit"),
     ("cost_model", "mlp-h100", "mlp-h100"),
     ("axes", "length=16,64; kind=3,1 exact", (LENGTH, KIND)),
