@@ -162,5 +162,5 @@ def test_the_benchmark_runs_with_small_models():
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {row["case"] for row in rows} >= {
         "eager", "raw graphs", "default", "reduce-overhead", "graphs", "graphs, compiled",
-        "library static",
+        "graphs, compiled, planned", "library static",
     }  # fmt: skip

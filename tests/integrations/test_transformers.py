@@ -413,6 +413,7 @@ def test_the_benchmark_of_decoding_runs_with_tiny_models_on_a_cpu():
         ("batch 2", "graphs"),
         ("trace of 4", "eager"),
         ("trace of 4", "graphs"),
+        ("trace of 4, again", "graphs"),
         ("generate, batch 2", "library dynamic"),
         ("generate, batch 2", "generate"),
     }

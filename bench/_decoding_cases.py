@@ -1,0 +1,251 @@
+"""Models with random weights, and the ways to run a decoding step of them.
+
+A case takes tokens and positions of any batch size and returns the next tokens. Each has a
+cache and memory of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import _dynamo
+
+from dispatchkit.backends.cuda_workspace import hold_workspace
+from dispatchkit.integrations.decode_step import decode_step
+from dispatchkit.integrations.slot_cache import SlotCache
+from dispatchkit.integrations.static_models import probe
+from dispatchkit.integrations.transformers import GraphDecoder
+from dispatchkit.observe.trace import StepTrace, read_trace
+from dispatchkit.plan import plan_sizes
+
+IS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda:0" if IS_GPU else "cpu")
+
+PLANNED = "graphs, compiled, planned"
+COMPILED = ("default", "graphs, compiled", PLANNED, "reduce-overhead", "library static")
+
+Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def gpt2(hidden: int, layers: int, heads: int, positions: int, vocabulary: int) -> Any:
+    """Return a GPT-2-like model."""
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=positions,
+            n_embd=hidden,
+            n_layer=layers,
+            n_head=heads,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+def llama(hidden: int, middle: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> Any:
+    """Return a Llama-like model."""
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=middle,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=4096,
+        )
+    )
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "gpt2-tiny": lambda: gpt2(32, 2, 4, 256, 97),
+    "llama-tiny": lambda: llama(32, 64, 2, 4, 2, 97),
+    "gpt2": lambda: gpt2(768, 12, 12, 1024, 50257),
+    "llama-small": lambda: llama(1024, 2816, 12, 16, 8, 32000),
+    "llama-1b": lambda: llama(2048, 5632, 16, 32, 8, 32000),
+}
+
+
+def make_model(name: str) -> Any:
+    """Return a model by name with random weights, always the same."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if IS_GPU else torch.float32
+    with torch.device(DEVICE):
+        return MODELS[name]().to(dtype).eval()
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if IS_GPU:
+        torch.cuda.synchronize()
+
+
+def start_afresh() -> None:
+    """Leave nothing of earlier cases to what comes next: no garbage, no idle memory."""
+    _dynamo.reset()
+    gc.collect()
+    if IS_GPU:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+class Case:
+    """One way to run a step of any batch size.
+
+    Args:
+        name: What it is called.
+        run: Takes tokens and positions (B,), returns the next tokens (B,).
+        held: What it needs to live.
+        stats: Further fields of its lines.
+    """
+
+    def __init__(
+        self, name: str, run: Run, held: Any = (), stats: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
+        self.name, self.run, self.held = name, run, held
+        self.stats = stats or dict
+
+
+def plain_step(model: Any, args: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the step on a cache of its own, and that cache."""
+    found = probe(model, args.length)
+    memory = SlotCache(found.states, args.most, args.length)
+    step = decode_step(found, memory, [args.length], model, wants_logits=False)
+
+    def run(tokens: torch.Tensor, positions: torch.Tensor) -> Any:
+        with torch.no_grad():
+            return step(tokens, positions, args.length)
+
+    return run, memory
+
+
+def eager(model: Any, args: argparse.Namespace) -> Case:
+    """The step as it is."""
+    step, memory = plain_step(model, args)
+    return Case("eager", lambda tokens, positions: step(tokens, positions)[0], memory)
+
+
+def raw_graphs(model: Any, args: argparse.Namespace) -> Case:
+    """By hand, as one would write it: static inputs, one graph for each size, one pool."""
+    step, memory = plain_step(model, args)
+    tokens = torch.zeros(args.most, dtype=torch.int64, device=DEVICE)
+    positions = torch.full((args.most,), memory.sink, dtype=torch.int64, device=DEVICE)
+    graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+    pool = None
+    # As many as here, the largest first.
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        # `reduce-overhead` in this process would have them write into the memory of others.
+        hold_workspace(side)
+    for size in sorted(args.sizes, reverse=True):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step(tokens[:size], positions[:size])
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=side):
+            result = step(tokens[:size], positions[:size])[0]
+        pool = graph.pool()
+        graphs[size] = (graph, result)
+    padded = [min(size for size in args.sizes if size >= rows) for rows in range(1, args.most + 1)]
+
+    def run(given: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        rows = given.shape[0]
+        graph, result = graphs[padded[rows - 1]]
+        tokens[:rows].copy_(given)
+        positions[:rows].copy_(at)
+        # Rows of an earlier, larger batch must not write to slots that are in use.
+        positions[rows:].fill_(memory.sink)
+        graph.replay()
+        return result[:rows]
+
+    return Case("raw graphs", run, (memory, graphs))
+
+
+def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
+    """torch.compile of the same step, on a cache whose addresses it is told are fixed."""
+    step, memory = plain_step(model, args)
+    for pair in memory.layers:
+        for one in pair:
+            _dynamo.mark_static_address(one)
+    fast = torch.compile(step, mode=None if mode == "default" else mode)
+
+    def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        # The next step's graph writes over this one's result, which is its input.
+        result: torch.Tensor = fast(tokens, positions)[0].clone()
+        return result
+
+    return Case(mode, run, memory)
+
+
+def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> Case:
+    """GraphDecoder's own runner of this length."""
+    options = {"sizes": args.sizes, **options}
+    decoder = GraphDecoder(
+        model,
+        max_batch_size=args.most,
+        max_length=args.length,
+        lengths=[args.length],
+        **options,
+    )
+    runner = decoder.runner()
+
+    def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = runner(tokens=tokens, positions=positions, length=args.length)[0]
+        return result
+
+    def stats() -> dict[str, Any]:
+        done = runner.stats()
+        return {
+            "captures": done.captures,
+            "eager_steps": done.steps_by_mode["NONE"],
+            "graph_bytes": runner.num_bytes,
+            "padded_rows": round(done.padded_tokens / done.steps, 2),
+            "sizes": len(runner.config.capture_sizes),
+        }
+
+    return Case(name, run, decoder, stats)
+
+
+def graphs_compiled(name: str, model: Any, args: argparse.Namespace, **options: Any) -> Case:
+    """GraphDecoder over compiled kernels, dynamic as asked for."""
+    dynamic = {"auto": None, "yes": True, "no": False}[args.dynamic]
+    step = functools.partial(torch.compile, dynamic=dynamic)
+    return graphs(name, model, args, compile=step, **options)
+
+
+def trace_sizes(args: argparse.Namespace) -> list[int]:
+    """Return the batch sizes of real traffic: one token for each request in a step."""
+    return _batches(args, slice(0, args.trace_steps))
+
+
+def planned_sizes(args: argparse.Namespace) -> list[int]:
+    """Return the capture sizes planned from what comes after the steps that are measured."""
+    later = _batches(args, slice(args.trace_steps, None)) or trace_sizes(args)
+    most = min(args.graphs, args.most)
+    plan = plan_sizes(StepTrace({"num_tokens": later}), graphs=most, max_size=args.most)
+    return list(plan.robust.sizes)
+
+
+def _batches(args: argparse.Namespace, steps: slice) -> list[int]:
+    requests: Sequence[int] = read_trace(args.trace)[steps].column("num_reqs")
+    return [max(1, min(args.most, one)) for one in requests]
+
+
+# `reduce-overhead` is the last: what the others reset between them would be its own.
+CASES: dict[str, Callable[[Any, argparse.Namespace], Case]] = {
+    "eager": eager,
+    "raw graphs": raw_graphs,
+    "graphs": lambda model, args: graphs("graphs", model, args),
+    "graphs, compiled": lambda model, args: graphs_compiled("graphs, compiled", model, args),
+    PLANNED: lambda model, args: graphs_compiled(PLANNED, model, args, sizes=args.planned),
+    "default": lambda model, args: compiled(model, args, "default"),
+    "reduce-overhead": lambda model, args: compiled(model, args, "reduce-overhead"),
+}
