@@ -26,7 +26,7 @@ from dispatchkit.backends.capture_guard import (
     refuse_nested,
 )
 from dispatchkit.backends.cuda_capture import CaptureAttempt
-from dispatchkit.backends.cuda_copy import CopyNode, copy_kernel
+from dispatchkit.backends.cuda_copy import CopyNode, copy_node
 from dispatchkit.backends.cuda_device import device_index, require_cuda
 from dispatchkit.backends.cuda_draws import draw_order
 from dispatchkit.backends.cuda_graph import CudaGraph, CudaPool, bury, return_idle_memory
@@ -61,8 +61,9 @@ class CudaBackend:
             torch.compile are not): then
             torch or the driver refuses, without the call's name, and a refusal of torch's
             that the function swallows goes unseen. What comes after a failure is the same.
-        copy_node: Graphs begin with a kernel that brings small device inputs in, where it can
-            be had; otherwise, and without it, torch copies them before each launch.
+        copy_node: Graphs begin with a kernel that brings small inputs in, where it can be had;
+            otherwise, and without it, torch copies device inputs before each launch, and
+            graphs copy host inputs from pinned memory.
 
     Raises:
         BackendUnavailableError: This torch has no CUDA, or it finds no device.
@@ -172,17 +173,17 @@ class CudaBackend:
         """Return the runtime's own launch call for graphs of this device; None without one."""
         return direct_launch(self._index)
 
-    def copy_node(self, num_pieces: int, num_bytes: int) -> CopyNode | str:
+    def copy_node(self, num_pieces: int, num_bytes: int, data_bytes: int = 0) -> CopyNode | str:
         """Return a copy for the beginning of a graph, or why there is none.
 
         Args:
             num_pieces: How many inputs it brings in.
             num_bytes: Bytes of the largest.
+            data_bytes: Bytes of those in host memory, all of them together.
         """
         if not self._has_copy_node:
             return "switched off"
-        kernel = copy_kernel(self._index)
-        return kernel if isinstance(kernel, str) else CopyNode(kernel, num_pieces, num_bytes)
+        return copy_node(self._index, num_pieces, num_bytes, data_bytes)
 
     def upload(self, graph: Any, stream: CudaStream) -> bool:
         """Queue what a graph's first launch would bring to the device; False if it cannot be.

@@ -1,15 +1,24 @@
-"""The first node of a graph: one kernel that brings all small device inputs in.
+"""The first node of a graph: one kernel that brings all small inputs in.
 
 A copy by torch before each launch costs more on the host than the launch itself. A kernel that
 is a node of the graph costs one call: its parameters are set anew, by value, before the launch.
+
+What lies in host memory goes into the parameters themselves: CUDA has copied them when they are
+set, so that the memory may be written again at once. That call takes the longer the more room
+for data the kernel has, used or not: there are kernels of several ``CAPACITIES``. One that a
+driver cannot load is not used.
 
 The kernel is given in PTX, which every driver compiles for its device when it is loaded, so that
 no compiler of CUDA is needed. ``blockIdx.y`` is the number of the piece. Each piece is copied in
 the widest words that its addresses and length allow, and behind it as much fill is written as is
 asked for. A piece whose source is its target is not copied.
 
-Source: CUDA Driver API, "Module Management", "Execution Control" and "Graph Management"; PTX ISA
-7.0.
+Measured on one H200 (torch 2.11, driver 580), three pieces written by numpy, parameters set and
+graph launched: 4.0 us with up to 2 KiB of data, 4.5 with 8, 5.3 with 16, 6.5 with 29. A graph
+that copies pinned memory instead, with an event to guard that, takes 8.2, and a step must wait
+for the one before.
+
+Source: CUDA Driver API, "Module Management", "Execution Control" and "Graph Management".
 """
 
 from __future__ import annotations
@@ -23,111 +32,19 @@ from typing import Any, cast
 import attrs
 import torch
 
+from dispatchkit.backends.cuda_copy_text import MAX_PIECES, kernel_text
 from dispatchkit.backends.cuda_driver import DriverCallError, driver_library
 
-#: Pieces of one node at most.
-MAX_PIECES = 16
+#: Bytes of data that kernels have room for. CUDA allows 32,764 bytes of parameters in all.
+CAPACITIES = (0, 2 << 10, 8 << 10, 16 << 10, 29 << 10)
 _THREADS, _MAX_BLOCKS, _WIDEST = 256, 64, 16
 _KERNEL_NODE = 0
 # Options of the compiler of PTX: where its complaints go, and how much room there is.
 _ERROR_LOG, _ERROR_LOG_BYTES, _LOG_BYTES = 5, 6, 4096
 
-_KINDS = {16: "v4.u32", 8: "u64", 4: "u32", 2: "u16", 1: "u8"}
-_VALUES = {16: "{%w0, %w1, %w2, %w3}", 8: "%long"}
-
-
-def _loop(name: str, width: int, num_bytes: str, end: str, body: str) -> str:
-    """Return a loop over words of a width; it is left out where the mask is no multiple of it."""
-    return f"""
-    and.b64 %low, %mask, {width - 1};
-    setp.ne.u64 %done, %low, 0;
-    @%done bra NOT_{name}_{width};
-    mul.lo.u32 %at, %first, {width};
-    mul.lo.u32 %step, %all, {width};
-{name}_{width}:
-    setp.ge.u32 %done, %at, {num_bytes};
-    @%done bra {end};
-    cvt.u64.u32 %offset, %at;{body}
-    add.u32 %at, %at, %step;
-    bra {name}_{width};
-NOT_{name}_{width}:"""
-
-
-def _copy_loop(width: int) -> str:
-    kind, value = _KINDS[width], _VALUES.get(width, "%word")
-    body = f"""
-    add.s64 %source, %from, %offset;
-    add.s64 %target, %to, %offset;
-    ld.global.{kind} {value}, [%source];
-    st.global.{kind} [%target], {value};"""
-    return _loop("COPY", width, "%bytes", "TAIL", body)
-
-
-def _fill_loop(width: int) -> str:
-    kind, value = _KINDS[width], _VALUES.get(width, "%word")
-    narrow = "" if width == 8 else "\n    cvt.u32.u64 %word, %long;"
-    body = f"""
-    add.s64 %target, %to, %offset;
-    and.b32 %word, %at, 7;
-    shl.b32 %word, %word, 3;
-    shr.u64 %long, %fill, %word;{narrow}
-    st.global.{kind} [%target], {value};"""
-    return _loop("FILL", width, "%tail", "END", body)
-
-
-def kernel_text() -> str:
-    """Return the kernel in PTX; its one argument is a ``Work``."""
-    return f""".version 7.0
-.target sm_70
-.address_size 64
-
-.visible .entry dispatchkit_copy(.param .align 8 .b8 work[{32 * MAX_PIECES}])
-{{
-    .reg .pred %done;
-    .reg .b32 %at, %step, %first, %all, %bytes, %tail, %piece;
-    .reg .b32 %blocks, %threads, %block, %thread, %word, %w0, %w1, %w2, %w3;
-    .reg .b64 %base, %of_8, %of_4, %offset, %from, %to, %fill, %mask, %low;
-    .reg .b64 %source, %target, %long;
-
-    mov.b64 %base, work;
-    mov.u32 %piece, %ctaid.y;
-    mul.wide.u32 %offset, %piece, 8;
-    add.s64 %of_8, %base, %offset;
-    mul.wide.u32 %offset, %piece, 4;
-    add.s64 %of_4, %base, %offset;
-    ld.param.u64 %from, [%of_8];
-    ld.param.u64 %to, [%of_8+{8 * MAX_PIECES}];
-    ld.param.u64 %fill, [%of_8+{16 * MAX_PIECES}];
-    ld.param.u32 %bytes, [%of_4+{24 * MAX_PIECES}];
-    ld.param.u32 %tail, [%of_4+{28 * MAX_PIECES}];
-    mov.u32 %block, %ctaid.x;
-    mov.u32 %blocks, %nctaid.x;
-    mov.u32 %thread, %tid.x;
-    mov.u32 %threads, %ntid.x;
-    mad.lo.u32 %first, %block, %threads, %thread;
-    mul.lo.u32 %all, %blocks, %threads;
-    cvta.to.global.u64 %from, %from;
-    cvta.to.global.u64 %to, %to;
-    setp.eq.u64 %done, %from, %to;
-    @%done bra TAIL;
-    cvt.u64.u32 %mask, %bytes;
-    or.b64 %mask, %mask, %from;
-    or.b64 %mask, %mask, %to;
-{"".join(map(_copy_loop, (16, 8, 4, 2, 1)))}
-TAIL:
-    cvt.u64.u32 %offset, %bytes;
-    add.s64 %to, %to, %offset;
-    cvt.u64.u32 %mask, %tail;
-    or.b64 %mask, %mask, %to;
-{"".join(map(_fill_loop, (8, 4, 2, 1)))}
-END:
-    ret;
-}}
-"""
-
 
 class Work(ctypes.Structure):
-    """The kernel's argument; fill is repeated every eight bytes."""
+    """The kernel's first argument; fill is repeated every eight bytes."""
 
     _fields_ = (
         ("sources", ctypes.c_uint64 * MAX_PIECES),
@@ -176,6 +93,7 @@ class CopyKernel:
         change: ``cuGraphExecKernelNodeSetParams_v2``.
         find: Returns the node that a raw graph begins with, or why that is not this kernel.
         enter: Makes the device's context the thread's own.
+        capacity: Bytes of data that it takes as a second argument; 0: it takes none.
         thread: Whether this thread has a context, as ``has_context``.
     """
 
@@ -184,6 +102,7 @@ class CopyKernel:
     change: Callable[..., int]
     find: Callable[[int], int | str]
     enter: Callable[[], None]
+    capacity: int = 0
     thread: threading.local = attrs.field(factory=threading.local, repr=False)
 
     def ensure_context(self) -> None:
@@ -203,6 +122,9 @@ class CopyNode:
         kernel: The kernel.
         num_pieces: How many pieces it brings in, at most ``MAX_PIECES``.
         num_bytes: Bytes of the largest.
+
+    Attributes:
+        data: Memory of the host that each setting takes with it.
     """
 
     def __init__(self, kernel: CopyKernel, num_pieces: int, num_bytes: int) -> None:
@@ -210,6 +132,7 @@ class CopyNode:
         self._kernel = kernel
         self._grid = (max(1, min(_MAX_BLOCKS, blocks)), num_pieces, 1)
         self._nothing = Work()
+        self.data: Any = (ctypes.c_ubyte * kernel.capacity)()
         self._exec, self._node = ctypes.c_void_p(), ctypes.c_void_p()
         self._problem = ""
         self._idle = ctypes.c_void_p()
@@ -220,7 +143,7 @@ class CopyNode:
         Args:
             stream: The raw handle.
         """
-        code = launch_once(self._kernel, self._grid, self._nothing, stream)
+        code = launch_once(self._kernel, self._grid, self._nothing, stream, self.data)
         if code:
             self._problem = f"its capture failed with CUDA error {code}"
 
@@ -242,21 +165,24 @@ class CopyNode:
         return self._kernel.change(self._exec, self._node, self._idle)
 
     def sender(
-        self, pieces: Sequence[tuple[int, int, int, int]]
+        self, pieces: Sequence[tuple[int, int, int, int]], offsets: Sequence[int] = ()
     ) -> Callable[[Sequence[torch.Tensor]], int]:
         """Return what sets the node for calls of one size, from contiguous tensors.
 
         It returns CUDA's error code. The tensors are read when the graph runs, in the order of
-        the stream it is launched on.
+        the stream it is launched on; ``data`` is read before it returns.
 
         Args:
             pieces: For each tensor where it goes, how many bytes of it are copied, how many
                 bytes of fill are written behind, and eight bytes of fill as a number.
+            offsets: Where in ``data`` the last of the pieces lie, for which no tensor is given.
         """
         work = Work()
         for index, (target, num_bytes, tail_bytes, fill) in enumerate(pieces):
             work.targets[index], work.fills[index] = target, fill
             work.num_bytes[index], work.tail_bytes[index] = num_bytes, tail_bytes
+        for index, offset in enumerate(offsets, len(pieces) - len(offsets)):
+            work.sources[index] = offset
         params, sources, thread = self._params(work), work.sources, self._kernel.thread
         change, handle, node = self._kernel.change, self._exec, self._node
         ensure_context = self._kernel.ensure_context
@@ -273,40 +199,56 @@ class CopyNode:
 
     def _params(self, work: Work) -> ctypes.c_void_p:
         """Return where parameters lie that give the kernel some work; they keep it alive."""
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(work))
+        arguments = _arguments(work, self.data)
         params = NodeParams(self._kernel.function, self._grid, (_THREADS, 1, 1))
         params.params = ctypes.addressof(arguments)
         place: Any = ctypes.c_void_p(ctypes.addressof(params))
-        place.kept = work, arguments, params
+        place.kept = work, self.data, arguments, params
         return cast(ctypes.c_void_p, place)
 
 
-def launch_once(kernel: CopyKernel, grid: tuple[int, int, int], work: Work, stream: int) -> int:
-    """Queue the kernel on a stream; return CUDA's error code."""
+def _arguments(work: Work, data: Any) -> Any:
+    """Return where the kernel's arguments lie; a kernel without data looks at the first alone."""
+    return (ctypes.c_void_p * 2)(ctypes.addressof(work), ctypes.addressof(data))
+
+
+def launch_once(
+    kernel: CopyKernel, grid: tuple[int, int, int], work: Work, stream: int, data: Any
+) -> int:
+    """Queue the kernel on a stream, with as much data as it takes; return CUDA's error code."""
     config = LaunchConfig(grid, (_THREADS, 1, 1))
     config.stream = stream
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(work))
+    arguments = _arguments(work, data)
     return kernel.launch(
         ctypes.addressof(config), kernel.function, ctypes.addressof(arguments), None
     )
 
 
+def copy_node(device_index: int, num_pieces: int, num_bytes: int, data: int) -> CopyNode | str:
+    """Return a node with room for so many bytes of data, or why there is none."""
+    capacity = next((one for one in CAPACITIES if one >= data), None)
+    if capacity is None:
+        return f"{data} bytes of data are more than the {CAPACITIES[-1]} that fit"
+    kernel = copy_kernel(device_index, capacity)
+    return kernel if isinstance(kernel, str) else CopyNode(kernel, num_pieces, num_bytes)
+
+
 @lru_cache(maxsize=64)
-def copy_kernel(device_index: int) -> CopyKernel | str:
-    """Return the kernel, loaded on a device, or why there is none. Not inside a capture."""
+def copy_kernel(device_index: int, capacity: int = 0) -> CopyKernel | str:
+    """Return a kernel, loaded on a device, or why there is none. Not inside a capture."""
     try:
         with torch.cuda.device(device_index):
             torch.cuda.current_stream().synchronize()  # gives this thread a context
-            kernel = _loaded(driver_library(), device_index)
+            kernel = _loaded(driver_library(), device_index, capacity)
             stream = torch.cuda.current_stream().cuda_stream
             # Whatever a first launch brings about is not brought about inside a capture.
-            code = launch_once(kernel, (1, 1, 1), Work(), stream)
+            code = launch_once(kernel, (1, 1, 1), Work(), stream, (ctypes.c_ubyte * capacity)())
     except (DriverCallError, AttributeError, RuntimeError) as error:
         return f"the kernel cannot be had: {error}"
     return f"the kernel's launch failed with CUDA error {code}" if code else kernel
 
 
-def _loaded(driver: ctypes.CDLL, device_index: int) -> CopyKernel:
+def _loaded(driver: ctypes.CDLL, device_index: int, capacity: int) -> CopyKernel:
     launch = driver.cuLaunchKernelEx
     launch.argtypes = (ctypes.c_void_p,) * 4
     change = driver.cuGraphExecKernelNodeSetParams_v2
@@ -315,7 +257,7 @@ def _loaded(driver: ctypes.CDLL, device_index: int) -> CopyKernel:
     log = ctypes.create_string_buffer(_LOG_BYTES)
     options = (ctypes.c_int * 2)(_ERROR_LOG, _ERROR_LOG_BYTES)
     values = (ctypes.c_void_p * 2)(ctypes.addressof(log), _LOG_BYTES)
-    text = ctypes.c_char_p(kernel_text().encode())
+    text = ctypes.c_char_p(kernel_text(capacity).encode())
     code = driver.cuModuleLoadDataEx(ctypes.byref(module), text, 2, options, values)
     if code:
         problem = log.value.decode(errors="replace").strip()
@@ -331,7 +273,7 @@ def _loaded(driver: ctypes.CDLL, device_index: int) -> CopyKernel:
         with torch.cuda.device(device_index):
             torch.cuda.current_stream().query()
 
-    return CopyKernel(function, launch, change, find, enter)
+    return CopyKernel(function, launch, change, find, enter, capacity)
 
 
 def _first_node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p) -> int | str:

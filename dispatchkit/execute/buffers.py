@@ -1,16 +1,13 @@
-"""The memory that graphs read their inputs from, and how a call gets in.
+"""The memory that graphs read their inputs from; how a call gets in is in ``loaders``.
 
 A graph reads its inputs at the addresses of the capture. Each lane holds one buffer per
 input, as large as its largest bucket; a call copies its rows to the front. Behind them a
-graph must see nothing but fill, up to its bucket: what an earlier, larger call left there is
-set back together with the copy, in the same operation, and only where something is stale.
+graph must see nothing but fill, up to its bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
-from operator import itemgetter
-from typing import Any
+from collections.abc import Iterator, KeysView, Sequence
 
 import torch
 
@@ -18,8 +15,6 @@ from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import ConfigError, InputError, UnknownNameError
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.staging import Staging
-
-_copy: Any = torch._foreach_copy_  # its stub takes lists and tuples only
 
 
 class InputBuffers:
@@ -92,6 +87,17 @@ class InputBuffers:
             views[index] = views[index].narrow(dim, 0, num_rows)
         return views
 
+    def host_rows(self, num_rows: int) -> list[tuple[int, torch.Tensor]]:
+        """Return the first rows of each host input in its pinned memory, with its index."""
+        if self.staging is None:
+            return []
+        dims = dict(self.inputs.batched)
+        found = [(index, self.staging.host[self.inputs.names[index]]) for index in self.inputs.host]
+        return [
+            (index, rows.narrow(dims[index], 0, num_rows) if index in dims else rows)
+            for index, rows in found
+        ]
+
     def fill_of(self, index: int, num_rows: int) -> torch.Tensor:
         """Return so many rows of an input's fill, to copy from."""
         source = self._fills[index]
@@ -114,12 +120,9 @@ class InputBuffers:
                 f"A step of {num_rows} rows cannot run in place: the buffers hold "
                 f"{self.num_rows} rows, those of the largest graph. Call the runner with tensors.",
             )
-        sources = list(self.tensors)
-        if self.staging is not None:
-            for index in self.inputs.host:
-                sources[index] = self.staging.host[self.inputs.names[index]]
-        for index, dim in self.inputs.batched:
-            sources[index] = sources[index].narrow(dim, 0, num_rows)
+        sources = self.views(num_rows)
+        for index, rows in self.host_rows(num_rows):
+            sources[index] = rows
         return [source.to(self.inputs.device, copy=True) for source in sources]
 
     def reset(self) -> None:
@@ -208,144 +211,3 @@ class StaticBuffers:
         """Return once host inputs may be written again: the last step's copy has run."""
         if self._buffers.staging is not None:
             self._buffers.staging.wait()
-
-
-class Loader:
-    """Brings calls of one size into the buffers, for graphs of one bucket.
-
-    Views are kept, so that a call slices nothing. Device inputs go in one fused copy for
-    each dtype, since torch fuses copies of one dtype only.
-
-    Args:
-        buffers: Where to.
-        num_rows: Rows of the calls.
-        bucket: Rows that the graph reads.
-        skip: Inputs to leave alone, by index: somebody else brings them.
-    """
-
-    buffers: InputBuffers
-    num_rows: int
-    bucket: int
-
-    def __init__(
-        self,
-        buffers: InputBuffers,
-        num_rows: int,
-        bucket: int,
-        skip: Collection[int] = (),
-    ) -> None:
-        self.buffers, self.num_rows, self.bucket = buffers, num_rows, bucket
-        views = buffers.views(num_rows)
-        inputs = buffers.inputs
-        staging = buffers.staging
-        self._staging = staging
-        self._to_host: list[tuple[int, Any]] = []
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, (name, spec) in enumerate(inputs.specs.items()):
-            if staging is not None and spec.host:
-                array = staging.arrays[name]
-                dim = spec.batch_dim
-                cut = () if dim is None else (slice(None),) * dim + (slice(0, num_rows),)
-                # Three dots: a view, also where an index would give a plain number.
-                self._to_host.append((index, array[(*cut, ...)]))
-            elif index not in skip:
-                by_dtype.setdefault(spec.dtype, []).append(index)
-        self._groups = list(by_dtype.values())
-        self._copies = [
-            ([views[index] for index in group], picker(group)) for group in self._groups
-        ]
-        # A graph captured elsewhere reads device tensors, also for inputs given on the host.
-        self._must_move = bool(inputs.host) and staging is None
-        is_one = len(self._groups) == 1 and not (self._to_host or self._must_move or skip)
-        # All of a call in declared order: nothing to pick.
-        self._all: list[torch.Tensor] | None = self._copies[0][0] if is_one else None
-        self._tails: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
-        self._host_tails: list[tuple[Any, Any]] = []
-
-    def load(self, values: Sequence[Any]) -> None:
-        """Copy a checked call in, and set stale rows behind it back to fill."""
-        buffers = self.buffers
-        buffers.inputs.plain = None
-        if buffers.clean_from <= self.num_rows and self.bucket <= buffers.clean_to:
-            buffers.clean_from = self.num_rows  # before the copy: one that fails leaves dirt
-            if self._all is not None:
-                _copy(self._all, values)
-                return
-            is_stale = False
-        else:
-            is_stale = self.num_rows < self.bucket
-            buffers.written(self.num_rows)
-        if self._must_move:
-            values = buffers.inputs.to_tensors(values)
-        if self._staging is not None:
-            self._staging.wait()
-            for index, view in self._to_host:
-                view[...] = values[index]
-        tails = self._ready_tails() if is_stale else None
-        for number, (targets, pick) in enumerate(self._copies):
-            sources = pick(values)
-            if tails is None:
-                _copy(targets, sources)
-            else:
-                stale, fills = tails[number]
-                _copy([*targets, *stale], [*sources, *fills])
-        if is_stale:
-            self._end_tails()
-
-    def is_settled(self) -> bool:
-        """Note a call whose rows are in the buffers already; True if those behind are fill."""
-        buffers = self.buffers
-        if buffers.clean_from <= self.num_rows and self.bucket <= buffers.clean_to:
-            buffers.clean_from = self.num_rows
-            return True
-        return False
-
-    def settle(self) -> None:
-        """Set stale rows behind a call whose rows are in the buffers already back to fill."""
-        self.buffers.written(self.num_rows)
-        if self.num_rows < self.bucket:
-            tails = self._ready_tails()
-            if self._staging is not None:
-                self._staging.wait()
-            for stale, fills in tails:
-                if stale:
-                    _copy(stale, fills)
-            self._end_tails()
-
-    def _end_tails(self) -> None:
-        for view, fill in self._host_tails:
-            view[...] = fill
-        self.buffers.filled(self.num_rows, self.bucket)
-
-    def _ready_tails(self) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Return, for each dtype, the rows behind a call and as many rows of fill."""
-        if self._tails is None:
-            length = self.bucket - self.num_rows
-            dims = dict(self.buffers.inputs.batched)
-            self._tails = [
-                (
-                    [
-                        self.buffers.tensors[index].narrow(dims[index], self.num_rows, length)
-                        for index in group
-                        if index in dims
-                    ],
-                    [self.buffers.fill_of(index, length) for index in group if index in dims],
-                )
-                for group in self._groups
-            ]
-            if self._staging is not None:
-                for index in self.buffers.inputs.host:
-                    if index in dims:
-                        name = self.buffers.inputs.names[index]
-                        fill = self._staging.fill_arrays[name]
-                        cut = (slice(None),) * dims[index] + (slice(self.num_rows, self.bucket),)
-                        self._host_tails.append((self._staging.arrays[name][cut], fill))
-        return self._tails
-
-
-def picker(group: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return what takes a group's values out of a call."""
-    if len(group) == 1:
-        index = group[0]
-        return lambda values: (values[index],)
-    return itemgetter(*group)

@@ -169,9 +169,9 @@ class Capturer:
         notes: WarmupNotes | None,
     ) -> CapturedStep:
         views = self._warmups.views(key, lane, key.num_tokens)
-        staging = lane.buffers_of(key).staging
         found: list[Any] = []
-        node = input_node(self._backend, lane.buffers_of(key), key.num_tokens)
+        node, why_staged = input_node(self._backend, lane.buffers_of(key), key.num_tokens)
+        staging = lane.buffers_of(key).staging if why_staged else None
 
         def step() -> Any:
             if isinstance(node, InputNode):
@@ -190,7 +190,7 @@ class Capturer:
         if isinstance(node, InputNode):
             node = node.attached(graph)
         common = self._common(key, lane, found[0], layout, (graph,), draws=draws)
-        return FullStep(**common, input_node=node)
+        return FullStep(**common, input_node=node, staging=staging, why_staged=why_staged)
 
     def _common(
         self,
@@ -295,7 +295,8 @@ class Capturer:
         for part in parts:
             if isinstance(part, GraphPart):
                 part.outputs = tree_map_only(torch.Tensor, weak_tensor, part.outputs)
-        return PiecewiseStep(**common, parts=tuple(parts), ends_eager=ends_eager)
+        staging = lane.buffers_of(key).staging
+        return PiecewiseStep(**common, parts=tuple(parts), ends_eager=ends_eager, staging=staging)
 
     def _stays(self, leaf: torch.Tensor) -> bool:
         return self._warmups.is_state(leaf) or self._warmups.is_scratch(leaf)

@@ -18,6 +18,7 @@ from dispatchkit.execute.lanes import Lane
 from dispatchkit.execute.outputs import OutputLayout
 from dispatchkit.execute.pieces import Piece
 from dispatchkit.execute.small_copies import InputNode
+from dispatchkit.execute.staging import Staging
 from dispatchkit.keys.batch import GraphKey
 
 
@@ -54,7 +55,9 @@ class CapturedStep:
         facts: Addresses and numbers it has built in; None outside check mode.
         has_effect: A replay changes more than its outputs: state, or random generators.
         axis_cuts: Dimensions of its outputs that follow an axis (see ``execute.axes``).
-        input_node: What its graph begins with, to bring device inputs in; or why it does not.
+        input_node: What its graph begins with, to bring inputs in; or why it does not.
+        staging: The pinned memory of host inputs that a launch copies; None where it copies none.
+        why_staged: Why it does that.
         own_bytes: Memory of the pool that no other graph can use while this one lives.
         released: It may not be launched any more.
         last_used: The lane's tick at its last launch.
@@ -74,6 +77,8 @@ class CapturedStep:
     has_effect: bool = False
     axis_cuts: tuple[tuple[int, int, int], ...] = ()
     input_node: InputNode | str = "made of pieces, or captured elsewhere"
+    staging: Staging | None = None
+    why_staged: str = "made of pieces"
     own_bytes: int = 0
     released: bool = False
     last_used: int = 0

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from dispatchkit.dispatch import Decision
-from dispatchkit.execute.buffers import Loader
 from dispatchkit.execute.captured import CapturedStep, FullStep, LaunchError
 from dispatchkit.execute.direct import LaunchCall, direct_call, refused
 from dispatchkit.execute.guard import Watched, difference
+from dispatchkit.execute.loaders import Loader
+from dispatchkit.execute.node_loaders import NodeLoader, loader_of
 from dispatchkit.execute.outputs import builder, cut
-from dispatchkit.execute.small_copies import NodeLoader, loader_of
 from dispatchkit.execute.timing import Timer
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCount
@@ -252,7 +252,7 @@ class GraphPlan:
         direct = direct_call(self.runner.backend, self.step)
         if isinstance(direct, str):
             return self._launch_step, None
-        staging = self.step.buffers.staging
+        staging = self.step.staging
         if staging is None:
             return direct
         launch, graph = direct
@@ -280,7 +280,7 @@ class GraphPlan:
     def _launch_step(self, graph: Any, stream: Any) -> None:
         """Launch by the graph itself; from its first replay on it may turn out to draw nothing."""
         step = self.step
-        staging = step.buffers.staging
+        staging = step.staging
         if staging is not None and not isinstance(step, FullStep):
             staging.queue_copy(step.key.num_tokens)  # before all pieces: it is in no graph
         padded = step.launch()

@@ -196,14 +196,16 @@ class Recording:
         return launch_path(self.backend, self._live_step(key))
 
     def input_path(self, key: GraphKey) -> str:
-        """Say how device inputs of a key come in: ``node``, or by torch's ``copy`` and why.
+        """Say how inputs of a key come in: ``node``, or by torch's ``copy`` and why.
 
-        With a node, inputs that it is not for still go by a copy, step by step.
+        With a node, device inputs that it is not for still go by a copy, step by step. Host
+        inputs that it is not for are copied by the graph from pinned memory: ``staging``, and
+        why, behind how device inputs come in.
 
         Raises:
             RegistryError: The key has no graph.
         """
-        return input_path(self._live_step(key).input_node)
+        return input_path(self._live_step(key))
 
     def _live_step(self, key: GraphKey) -> CapturedStep:
         captured = self.lifecycle.live().get(key)

@@ -1,5 +1,8 @@
 """Host inputs: pinned memory that a graph copies to the device itself.
 
+So do graphs whose host inputs are too large for their first node (see ``small_copies``), and
+steps of pieces.
+
 The memory is one block, with one region per host input. A call writes its rows there, which
 takes a fraction of a microsecond, and the graph begins with the copy of it. All of the block
 goes in one copy while it is small: on a device every further copy costs more, on the host
@@ -77,6 +80,7 @@ class Staging:
         }
         self._specs = specs
         self._used = backend.new_event()
+        self._is_used = False
 
     def queue_copy(self, num_rows: int) -> None:
         """Queue the copy of so many rows on the current stream, also inside a capture."""
@@ -92,10 +96,11 @@ class Staging:
     def note_launch(self, stream: Stream) -> None:
         """Note that what was queued on a stream last reads the memory."""
         self._used.record(stream)
+        self._is_used = True  # for good: a wait on another thread may be under way
 
     def wait(self) -> None:
         """Return once the memory may be written: the last step that reads it has run."""
-        if not self._used.query():
+        if self._is_used and not self._used.query():
             self._used.synchronize()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.backends.cuda_copy import (  # noqa: E402
+    CAPACITIES,
     CopyKernel,
     CopyNode,
     LaunchConfig,
@@ -23,10 +25,13 @@ from dispatchkit.backends.cuda_copy import (  # noqa: E402
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ReplayError  # noqa: E402
-from dispatchkit.execute.buffers import InputBuffers, Loader  # noqa: E402
+from dispatchkit.execute.buffers import InputBuffers  # noqa: E402
 from dispatchkit.execute.check import CheckWarning  # noqa: E402
 from dispatchkit.execute.inputs import InputSet  # noqa: E402
-from dispatchkit.execute.small_copies import MAX_BYTES, NodeLoader, input_node  # noqa: E402
+from dispatchkit.execute.loaders import Loader, UnstagedLoader  # noqa: E402
+from dispatchkit.execute.node_loaders import loader_of  # noqa: E402
+from dispatchkit.execute.small_copies import MAX_BYTES, InputNode, input_node  # noqa: E402
+from dispatchkit.execute.staging import Staging  # noqa: E402
 
 CPU = torch.device("cpu")
 SPECS = {
@@ -38,6 +43,12 @@ OTHERS = {
     "wide": StaticInput((3, None), "int32", fill=4),
     "pairs": StaticInput((None,), "complex128", fill=2),
     "host": StaticInput((None,), "int64", fill=9, host=True),
+}
+HOSTS = {
+    "tokens": StaticInput((None,), "int64", fill=7, host=True),
+    "half": StaticInput((None, 3), "bfloat16", fill=1, host=True),
+    "flags": StaticInput((None,), "bool", fill=True, host=True),
+    "table": StaticInput((2,), "float32", host=True),
 }
 
 
@@ -51,11 +62,18 @@ class Played(TapeBackend):
         self.work, self.grids, self.launches = {}, [], []
         self.contexts = set()  # threads that have one
         self.changes = 0
-        kernel = ctypes.c_void_p(1)
-        self.kernel = CopyKernel(kernel, self.launch, self.change, self.find, self.enter)
+        self.most_data = CAPACITIES[-1]
+        self.capacities = {}  # by the number of the kernel
 
-    def copy_node(self, num_pieces, num_bytes):
-        return self.problem or CopyNode(self.kernel, num_pieces, num_bytes)
+    def copy_node(self, num_pieces, num_bytes, data_bytes=0):
+        if self.problem or data_bytes > self.most_data:
+            return self.problem or f"{data_bytes} bytes are too many"
+        capacity = next(one for one in CAPACITIES if one >= data_bytes)
+        number = 1 + CAPACITIES.index(capacity)
+        self.capacities[number] = capacity
+        function = ctypes.c_void_p(number)
+        kernel = CopyKernel(function, self.launch, self.change, self.find, self.enter, capacity)
+        return CopyNode(kernel, num_pieces, num_bytes)
 
     def launch(self, config, function, params, extra):
         self.launches.append(LaunchConfig.from_address(config).stream)
@@ -71,23 +89,27 @@ class Played(TapeBackend):
         params = NodeParams.from_address(place.value)
         assert handle.value == node.value
         assert list(params.block) == [256, 1, 1]
-        argument = ctypes.c_void_p.from_address(params.params).value
-        work = Work.from_buffer_copy(ctypes.string_at(argument, ctypes.sizeof(Work)))
+        first, second = (ctypes.c_void_p * 2).from_address(params.params)
+        work = Work.from_buffer_copy(ctypes.string_at(first, ctypes.sizeof(Work)))
+        capacity = self.capacities[params.function]
+        data = ctypes.create_string_buffer(ctypes.string_at(second, capacity), capacity)
         is_stop = not any(work.targets)
         if threading.get_native_id() not in self.contexts:
             raise AssertionError("The driver ends the process where a thread has no context.")
         if self.stop_code if is_stop else self.code:
             return self.stop_code if is_stop else self.code
-        self.work[handle.value] = work, params.grid[1]
+        self.work[handle.value] = work, params.grid[1], data
         self.changes += 1
         return 0
 
     def play(self, number):
-        work, num_pieces = self.work.get(number, (None, 0))
+        work, num_pieces, data = self.work.get(number, (None, 0, b""))
         for index in range(num_pieces):
             size, tail, target = work.num_bytes[index], work.tail_bytes[index], work.targets[index]
-            if work.sources[index] != target:
-                ctypes.memmove(target, work.sources[index], size)
+            source = work.sources[index]
+            if source != target:
+                source += ctypes.addressof(data) if source < len(data) else 0
+                ctypes.memmove(target, source, size)
             fill = work.fills[index].to_bytes(8, "little")
             ctypes.memmove(target + size, fill * -(-tail // 8), tail)
 
@@ -122,6 +144,15 @@ def others_of(rows, number):
     ]
 
 
+def hosts_of(rows, number):
+    return [
+        torch.full((rows,), number),
+        torch.full((rows, 3), number, dtype=torch.bfloat16),
+        torch.full((rows,), number % 2 == 0),
+        torch.full((2,), float(number)),
+    ]
+
+
 def holds(buffers, specs, call, rows, bucket):
     for (_, spec), seen, value in zip(specs.items(), buffers.views(bucket), call, strict=True):
         dim, value = spec.batch_dim, torch.as_tensor(value)
@@ -134,73 +165,103 @@ def holds(buffers, specs, call, rows, bucket):
 
 
 class Case:
-    """Buffers, and a node for each bucket, as after captures."""
+    """Buffers, and a step for each bucket, as after captures."""
 
-    def __init__(self, specs):
+    def __init__(self, specs, *, most_data=CAPACITIES[-1], problem=""):
         self.specs, self.backend = specs, Played()
+        self.backend.most_data = most_data
+        if problem:
+            self.backend.find = lambda raw: problem
         self.buffers = InputBuffers(InputSet(specs, CPU), 16, backend=self.backend)
-        self.nodes, self.loaders = {}, {}
+        self.steps, self.loaders = {}, {}
+
+    def step(self, bucket):
+        if bucket not in self.steps:
+            stream, pool = self.backend.new_stream(), self.backend.new_pool()
+            node, why_staged = input_node(self.backend, self.buffers, bucket)
+            is_node = isinstance(node, InputNode)
+            record = (lambda: node.record(3)) if is_node else lambda: None
+            graph = self.backend.capture(record, stream=stream, pool=pool)
+            self.steps[bucket] = SimpleNamespace(
+                input_node=node.attached(graph) if is_node else node,
+                buffers=self.buffers,
+                key=SimpleNamespace(num_tokens=bucket),
+                staging=self.buffers.staging if why_staged else None,
+                graph=graph,
+            )
+        return self.steps[bucket]
 
     def node(self, bucket):
-        if bucket not in self.nodes:
-            stream, pool = self.backend.new_stream(), self.backend.new_pool()
-            node = input_node(self.backend, self.buffers, bucket)
-            graph = self.backend.capture(lambda: node.record(3), stream=stream, pool=pool)
-            self.nodes[bucket] = node.attached(graph), graph
-        return self.nodes[bucket]
+        return self.step(bucket).input_node
 
     def loader(self, rows, *, by_node=True):
         bucket = next(size for size in (1, 2, 4, 8, 16) if size >= rows)
         known = self.loaders.setdefault((rows, by_node), None)
         if known is None:
-            node = self.node(bucket)[0]
-            known = (
-                NodeLoader(node, self.buffers, rows, bucket)
-                if by_node
-                else Loader(self.buffers, rows, bucket)
-            )
+            step = self.step(bucket)
+            known = loader_of(step, rows) if by_node else Loader(self.buffers, rows, bucket)
             self.loaders[rows, by_node] = known
         return known
 
+    def load(self, loader, call):
+        """Load a call; the host's values are gone at once."""
+        given = [
+            torch.as_tensor(value).clone() if spec.host else value
+            for spec, value in zip(self.specs.values(), call, strict=True)
+        ]
+        loader.load(self.buffers.inputs.to_arrays(given))
+        for spec, value in zip(self.specs.values(), given, strict=True):
+            if spec.host:
+                value.zero_()
+
+    def write(self, loader, call):
+        """Write a call in place, and have it brought in."""
+        rows, step = loader.num_rows, self.step(loader.bucket)
+        places = self.buffers.views(rows)
+        for index, host in self.buffers.host_rows(rows):
+            places[index] = host
+        for place, value in zip(places, call, strict=True):
+            place.copy_(torch.as_tensor(value))
+        if not loader.is_settled():
+            loader.settle()
+        if step.staging is None:  # what was brought in may be written again at once
+            for _, host in self.buffers.host_rows(rows):
+                host.fill_(77)
+
     def launch(self, bucket):
-        self.node(bucket)[1].replay()
-        if self.buffers.staging is not None:  # the copy that such a graph has too
-            self.buffers.staging.queue_copy(bucket)
+        step = self.step(bucket)
+        step.graph.replay()
+        if step.staging is not None:  # the copy that such a graph has too
+            step.staging.queue_copy(bucket)
 
 
 def run(case, steps, make):
+    on_device = [not spec.host for spec in case.specs.values()]
     for number, (what, rows) in enumerate(steps, 1):
         if what == "poison":
             case.buffers.poison()
             continue
         loader, call = case.loader(rows), make(rows, number)
         bucket = loader.bucket
-        if what == "strided":
+        if what == "strided" and on_device[0]:
             call[0] = torch.arange(3.0 * rows).view(3, rows).T
-        if what == "negated":
+        if what == "negated" and on_device[1]:
             call[1] = torch._neg_view(call[1])
-        if what == "in place":
+        case.backend.code = int(what.startswith("refused"))
+        if "in place" in what:
             case.launch(bucket)
-            for view, value in zip(case.buffers.views(rows), call, strict=True):
-                view.copy_(torch.as_tensor(value))
-            if case.buffers.staging is not None:
-                case.buffers.staging.arrays["host"][:rows] = call[-1]
-            if not loader.is_settled():
-                loader.settle()
-        elif what == "not launched":
-            loader.load(call)
-            continue
+            case.write(loader, call)
         else:
-            loader.load(call)
+            case.load(loader, call)
+        if what == "not launched":
+            continue
         case.launch(bucket)
         holds(case.buffers, case.specs, call, rows, bucket)
 
 
+WAYS = ["call", "strided", "negated", "in place", "not launched", "poison", "refused"]
 STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["call", "strided", "negated", "in place", "not launched", "poison"]),
-        st.integers(1, 16),
-    )
+    st.tuples(st.sampled_from([*WAYS, "refused in place"]), st.integers(1, 16)), min_size=2
 )
 
 
@@ -214,8 +275,36 @@ def test_a_graph_sees_the_rows_of_its_call_and_fill_behind(steps):
 @given(STEPS)
 def test_inputs_that_the_node_is_not_for_come_beside_it(steps):
     case = Case(SPECS | OTHERS)
-    assert case.node(4)[0].inputs == (0, 1, 2)
+    assert (case.node(4).inputs, case.node(4).host) == ((0, 1, 2), {5: 0})
     run(case, steps, lambda rows, number: rows_of(rows, number) + others_of(rows, number))
+
+
+def both_of(rows, number):
+    return rows_of(rows, number) + hosts_of(rows, number)
+
+
+@pytest.mark.parametrize(
+    ("specs", "make"), [(HOSTS, hosts_of), (SPECS | HOSTS, both_of)], ids=["host", "mixed"]
+)
+@settings(max_examples=25)
+@given(steps=STEPS)
+def test_host_inputs_come_by_the_node_or_by_pinned_memory_where_they_are_large(specs, make, steps):
+    """In turn: the node up to 8 rows, the graph's own copy of pinned memory at 16."""
+    case = Case(specs, most_data=200)
+    assert [len(case.node(8).host), case.step(8).staging] == [4, None]
+    assert case.step(16).staging is case.buffers.staging
+    run(case, steps, make)
+
+
+@pytest.mark.parametrize(
+    ("specs", "make"), [(HOSTS, hosts_of), (SPECS | HOSTS, both_of)], ids=["host", "mixed"]
+)
+@settings(max_examples=10)
+@given(steps=STEPS)
+def test_torch_brings_host_inputs_to_graphs_whose_node_is_not_found(specs, make, steps):
+    case = Case(specs, most_data=200, problem="the graph begins with another kernel")
+    assert type(case.loader(3)) is UnstagedLoader
+    run(case, steps, make)
 
 
 @settings(max_examples=20)
@@ -225,7 +314,7 @@ def test_calls_by_the_node_and_by_torch_take_turns(steps):
     for number, (by_node, rows) in enumerate(steps, 1):
         loader, call = case.loader(rows, by_node=by_node), rows_of(rows, number)
         if not by_node:
-            case.node(loader.bucket)[0].stop()
+            case.node(loader.bucket).stop()
         loader.load(call)
         case.launch(loader.bucket)
         holds(case.buffers, SPECS, call, rows, loader.bucket)
@@ -282,9 +371,9 @@ def test_a_node_that_cannot_be_set_is_made_up_for(caplog):
     case.buffers.tensors[1][1] = 44  # a launch that still copied would overwrite it
     case.launch(8)
     assert case.buffers.tensors[1].tolist()[:6] == [2, 44, 2, 2, 2, 7]
-    assert "copied by torch from now on" in caplog.text
+    assert "copied by torch instead" in caplog.text
     case.backend.stop_code = 1
-    case.node(8)[0].is_idle = False
+    case.node(8).is_idle = False
     with pytest.raises(ReplayError, match="CUDA error 1"):
         case.loader(5).load(rows_of(5, 2))
 
@@ -471,3 +560,168 @@ def test_the_same_arguments_are_looked_at_anew(made):
         args[0].t_()
         assert runner(*args).tolist() == [[0, 2], [1, 3]]
         args[0].t_()
+
+
+# -- host inputs through the runner --------------------------------------------------------------
+
+
+def host_step(tokens, half, flags, table):
+    total = tokens.sum() + half.float().sum() + flags.sum()
+    return tokens * 2 + flags, half.float() + table.sum(), total
+
+
+def mixed_step(x, y, scale, tokens, half, flags, table):
+    return x.sum(-1) + y + tokens, half.float() + scale.sum() + table.sum(), flags.sum()
+
+
+CHECKED = {name: HOSTS[name] for name in ("tokens", "half")}
+RUNS = {"host": (host_step, HOSTS, hosts_of), "mixed": (mixed_step, SPECS | HOSTS, both_of)}
+BUCKETS = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}
+EITHER = pytest.mark.parametrize("what", list(RUNS))
+
+
+def expected(what, call, bucket):
+    """Return what a graph gives: the last result counts fill too."""
+    run, specs, _ = RUNS[what]
+    rows, padded = len(call[0]), []
+    for spec, value in zip(specs.values(), call, strict=True):
+        full = spec.full(bucket, CPU)
+        (full if spec.batch_dim is None else full[:rows]).copy_(value)
+        padded.append(full)
+    *by_row, total = run(*padded)
+    return [*(one[:rows] for one in by_row), total]
+
+
+def same(got, want):
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
+def run_calls(runner, what, numbers, in_place=lambda number: False, ceiling=lambda number: 2):
+    _, specs, make = RUNS[what]
+    for number in numbers:
+        rows = number * 5 % 8 + 1
+        call = make(rows, number)
+        want = expected(what, call, BUCKETS[rows] if ceiling(number) else rows)
+        if in_place(number):
+            runner.buffers.wait()
+            for (name, spec), value in zip(specs.items(), call, strict=True):
+                place = runner.buffers[name]
+                (place if spec.batch_dim is None else place[:rows]).copy_(value)
+            got = runner.step(rows, ceiling=ceiling(number))
+        else:
+            got = runner(*call, ceiling=ceiling(number))
+        same(got, want)
+
+
+@EITHER
+def test_host_inputs_in_any_order_of_calls(made, keys, monkeypatch, what):
+    """Calls, steps in place and eager ones; no copy of pinned memory, and no event, is there."""
+    for name in ("queue_copy", "note_launch"):
+        monkeypatch.setattr(Staging, name, None)
+    runner, backend = made(*RUNS[what][:2])
+    assert {runner.input_path(keys.full(size)) for size in (1, 2, 4, 8)} == {"node"}
+    run_calls(runner, what, range(40), lambda number: number % 3 == 1, lambda n: 2 * (n % 7 != 5))
+    assert backend.changes >= 30
+    assert runner.stats().eager_by_reason == {"ceiling": 5}
+
+
+@EITHER
+def test_large_host_inputs_go_by_pinned_memory_beside(made, keys, what):
+    backend = Played()
+    backend.most_data = 100
+    runner, _ = made(*RUNS[what][:2], backend=backend)
+    assert runner.input_path(keys.full(4)) == "node"
+    staged = "staging: 136 bytes are too many"
+    wanted = staged if what == "host" else f"node; host inputs: {staged}"
+    assert runner.input_path(keys.full(8)) == wanted
+    run_calls(runner, what, range(30), lambda number: number % 3 == 1)
+
+
+@EITHER
+def test_host_inputs_of_graphs_whose_node_is_not_found(made, keys, what):
+    backend = Played()
+    backend.find = lambda raw: "the graph begins with another kernel"
+    runner, _ = made(*RUNS[what][:2], backend=backend)
+    path = "copy: the graph begins with another kernel"
+    assert runner.input_path(keys.full(4)) == path
+    run_calls(runner, what, range(30), lambda number: number % 3 == 1)
+    assert runner.stats().eager_by_reason == {}
+
+
+@EITHER
+def test_host_inputs_where_the_node_fails_for_a_while(made, keys, what, caplog):
+    runner, backend = made(*RUNS[what][:2])
+    for number in range(30):
+        backend.code = int(number % 4 == 2)
+        run_calls(runner, what, [number], lambda number: number % 3 == 1)
+    assert runner.input_path(keys.full(4)) == "copy: the node failed with CUDA error 1"
+    assert len(caplog.records) == 2  # the graphs of 4 and of 8 rows, once each
+
+
+def test_why_host_inputs_do_not_come_by_the_node(made, keys):
+    runner, _ = made(*RUNS["mixed"][:2], backend=TapeBackend())
+    problem = "this backend has no such node"
+    assert runner.input_path(keys.full(4)) == f"copy: {problem}; host inputs: staging: {problem}"
+    wide = {"x": SPECS["x"], "wide": StaticInput((3, None), "int32", host=True)}
+    runner, _ = made(lambda x, wide: x.sum(-1) + wide.sum(0), wide)
+    assert "another dimension" in runner.input_path(keys.full(4))
+    many = {f"x{index}": StaticInput((None,), "int64", host=True) for index in range(17)}
+    scope = {}
+    exec(f"def named({', '.join(many)}): return x0 + x16", scope)  # noqa: S102
+    runner, _ = made(scope["named"], many)
+    assert runner.input_path(keys.full(4)) == (
+        "staging: there are 17 and the node has room for 16 more inputs"
+    )
+    assert torch.equal(runner(*[torch.full((3,), n) for n in range(17)]), torch.full((3,), 16))
+    pieces = [graph_piece(lambda tokens: tokens), eager_piece(lambda x: x)]
+    runner, _ = made(pieces, {"tokens": HOSTS["tokens"]})
+    assert runner.input_path(keys.piecewise(4)) == "staging: made of pieces"
+
+
+def test_host_inputs_under_check_mode(made):
+    runner, backend = made(lambda tokens, half: (tokens * 2, half.float()), CHECKED, check=1)
+    for number in range(16):
+        tokens, half, *_ = hosts_of(number % 8 + 1, number)
+        same(runner(tokens, half), (tokens * 2, half.float()))
+    assert runner.stats().eager_by_reason == {}
+    backend.play = lambda number: None
+    with pytest.warns(CheckWarning):
+        same(runner(tokens + 1, half), (tokens * 2 + 2, half.float()))
+
+
+@EITHER
+def test_host_inputs_of_lanes_are_taken_when_they_are_given(made, what):
+    run, specs, make = RUNS[what]
+    runner, _ = made(run, specs, lanes=2)
+    handles = []
+    for number in range(16):
+        rows = number % 8 + 1
+        call = make(rows, number)
+        want = expected(what, call, BUCKETS[rows])
+        handles.append((runner.submit(*call), want))
+        for spec, value in zip(specs.values(), call, strict=True):
+            if spec.host:
+                value.zero_()
+    for handle, want in handles:
+        same(handle.result(), want)
+
+
+def test_host_inputs_from_several_threads(made):
+    runner, backend = made(*RUNS["host"][:2])
+    run_calls(runner, "host", range(8))
+    backend.contexts.clear()
+    wrong = []
+
+    def work(first):
+        try:
+            run_calls(runner, "host", range(first, first + 30))
+        except AssertionError as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(100 * index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

@@ -12,8 +12,9 @@ from hypothesis import strategies as st  # noqa: E402
 from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import InputError, ReplayError, UnknownNameError  # noqa: E402
-from dispatchkit.execute.buffers import InputBuffers, Loader  # noqa: E402
+from dispatchkit.execute.buffers import InputBuffers  # noqa: E402
 from dispatchkit.execute.inputs import InputSet  # noqa: E402
+from dispatchkit.execute.loaders import Loader  # noqa: E402
 
 TWO_TYPES = {
     "tokens": StaticInput((None,), "int64", fill=-1),
@@ -91,7 +92,7 @@ def test_inputs_of_one_type_and_their_tails_go_in_one_copy(monkeypatch):
         made.append(len(targets))
         return plain(targets, sources)
 
-    monkeypatch.setattr("dispatchkit.execute.buffers._copy", counted)
+    monkeypatch.setattr("dispatchkit.execute.loaders._copy", counted)
     buffers = InputBuffers(InputSet(TWO_TYPES, torch.device("cpu")), 16)
     for rows, copies in ((16, [2, 2, 1]), (16, [2, 2, 1]), (5, [4, 3, 2]), (5, [2, 2, 1])):
         made.clear()
@@ -109,7 +110,7 @@ def test_a_copy_that_fails_leaves_nothing_marked_clean(monkeypatch):
     call = list(rows_of(TWO_TYPES, 12, 0).values())
     Loader(buffers, 16, 16).load(list(rows_of(TWO_TYPES, 16, 1).values()))
     with monkeypatch.context() as patched:
-        patched.setattr("dispatchkit.execute.buffers._copy", broken)
+        patched.setattr("dispatchkit.execute.loaders._copy", broken)
         with pytest.raises(RuntimeError, match="no copy"):
             Loader(buffers, 12, 16).load(call)
     Loader(buffers, 3, 16).load(list(rows_of(TWO_TYPES, 3, 2).values()))

@@ -20,6 +20,7 @@ from dispatchkit import (  # noqa: E402
     eager_piece,
     graph_piece,
 )
+from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
 from dispatchkit.execute.staging import Staging  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +53,8 @@ def runner_of(step, inputs, **settings):
     settings.setdefault("sizes", SIZES)
     settings.setdefault("policy", SmallestPolicy())
     settings.setdefault("mode", "FULL")
-    runner = GraphRunner(step, inputs, backend="cuda", device=DEVICE, **settings)
+    settings.setdefault("backend", CudaBackend(0))
+    runner = GraphRunner(step, inputs, **settings)
     report = runner.capture()
     assert report.failed == {}
     return runner
@@ -66,7 +68,7 @@ def same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-# -- host memory ------------------------------------------------------------------------------
+# -- host memory that graphs copy; test_host_inputs.py has what their first node brings ----------
 
 BLOCKS = pytest.mark.parametrize("is_whole", [True, False], ids=["one block", "by input"])
 HOST = {
@@ -74,6 +76,10 @@ HOST = {
     "scale": StaticInput((None, 3), "float32", fill=0.5, host=True),
 }
 STEPS = 60
+
+
+def staged(**settings):
+    return runner_of(doubled, HOST, backend=CudaBackend(0, copy_node=False), **settings)
 
 
 def late_steps(runner, ceiling=2, in_place=False, sizes=(32,)):
@@ -110,13 +116,13 @@ def doubled(tokens, scale):
 def test_host_memory_is_not_written_before_its_copy(monkeypatch, is_whole, in_place, sizes):
     if not is_whole:
         monkeypatch.setattr("dispatchkit.execute.staging.WHOLE_BLOCK_BYTES", 0)
-    runner = runner_of(doubled, HOST)
+    runner = staged()
     assert runner.launch_path(key_of(32)) == "direct"
     assert late_steps(runner, in_place=in_place, sizes=sizes) == []
 
 
 def test_without_the_guard_steps_on_a_late_device_are_wrong(monkeypatch):
-    runner = runner_of(doubled, HOST)
+    runner = staged()
     monkeypatch.setattr(Staging, "wait", lambda self: None)
     assert len(late_steps(runner)) > STEPS // 2
 
@@ -341,7 +347,8 @@ def test_the_copy_node_beside_inputs_that_it_is_not_for():
     }
     runner = runner_of(named(6), specs, output_batch_dims=None)
     assert runner.input_path(key_of(32)) == "node"
-    assert runner.lifecycle.live()[key_of(32)].input_node.inputs == (0, 2, 5)
+    node = runner.lifecycle.live()[key_of(32)].input_node
+    assert (node.inputs, node.host) == ((0, 2, 5), {4: 0})
     for number, rows in enumerate([32, 3, 17, 5, 8, 1, 32]):
         values = [small(rows, spec, number) for spec in specs.values()]
         values[4] = values[4].cpu()
@@ -444,8 +451,6 @@ def test_a_graph_captured_anew_has_a_copy_node_of_its_own():
 
 
 def test_check_mode_and_the_switch_off():
-    from dispatchkit.backends.cuda import CudaBackend
-
     inputs = {"x": StaticInput((None,), "int64", fill=1)}
     for on in (True, False):
         runner = GraphRunner(
