@@ -4,8 +4,9 @@
 
 Host time of single calls: finding the current stream, locks, reading a tensor's properties,
 copies, launches, events, and writing to pinned memory; device time of graphs that begin with a copy
-from pinned memory, in one block or by input; and every way to bring device inputs in and launch, as
-one step (``_copies.py``). Without a GPU it says so and ends.
+from pinned memory, in one block or by input; and every way to bring inputs in and launch, as one
+step: device inputs (``_copies.py``) and host inputs (``_host.py``). Without a GPU it says so and
+ends.
 """
 
 # ruff: noqa: SLF001 - what torch keeps private is part of what is measured
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from _common import emit
 from _copies import ROOM, ROWS, captured, copies_and_launch
+from _host import host_and_launch
 
 BENCH = "floors"
 BUCKET = 256
@@ -171,6 +173,7 @@ def main() -> None:
         copies(rounds)
         launches(rounds)
         copies_and_launch(rounds)
+        host_and_launch(rounds)
 
 
 if __name__ == "__main__":

@@ -503,27 +503,36 @@ def host_group(sizes: list[int], rounds: int) -> None:
     """Inputs in host memory: one step at a time, as where each waits for its tokens."""
     case = Case(sizes, [INT64] * 3, 50, host=True)
     case.capture()
-    view = case.runner("view")
+    view, staged = case.runner("view"), case.runner("view", CudaBackend(copy_node=False))
+    paths = {what: one.input_path(FULL_KEY) for what, one in (("with", view), ("out", staged))}
 
-    def in_place(rows: int) -> Any:
-        buffers = view.buffers
-        buffers.wait()
-        for target, array in zip(targets, case.arrays[rows], strict=True):
-            target[:rows] = array
-        return view.step(rows)
+    def in_place(runner: GraphRunner) -> Run:
+        buffers = runner.buffers
+        targets = [buffers[name].numpy() for name in buffers]
 
-    targets = [view.buffers[name].numpy() for name in view.buffers]
+        def step(rows: int) -> Any:
+            buffers.wait()
+            for target, array in zip(targets, case.arrays[rows], strict=True):
+                target[:rows] = array
+            return runner.step(rows)
+
+        return step
+
     cases = {
         "by hand, pinned": case.by_hand(case.pinned, non_blocking=True),
         "by hand, not pinned": case.by_hand(case.given),
         "runner, arrays": case.call(view, case.arrays),
         "runner, CPU tensors": case.call(view, case.given),
         "runner, owned, arrays": case.call(case.runner("owned"), case.arrays),
-        "runner, written in place": in_place,
+        "runner, arrays, by position": case.call(view, case.arrays, by_name=False),
+        "runner, written in place": in_place(view),
+        "runner, arrays, without the copy node": case.call(staged, case.arrays),
+        "runner, written in place, without the copy node": in_place(staged),
+        "bare launch": case.bare_launch(),
     }
     for together in (1, 10):
         samples = in_turns(cases, sizes, rounds=rounds, together=together)
-        tell("host", samples, "by hand, pinned", steps_between_waits=together)
+        tell("host", samples, "by hand, pinned", steps_between_waits=together, inputs_by=paths)
         if together == 1:
             tell_ratios("host", samples, [("runner, arrays", "by hand, pinned", 1 / 3)])
 

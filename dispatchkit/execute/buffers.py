@@ -170,7 +170,8 @@ class StaticBuffers:
     """The static inputs of a runner by name, for callers that write them in place.
 
     A device input is a tensor on the device: write its first rows on the stream that the
-    steps run on. A host input is pinned memory: write its first rows after ``wait()``.
+    steps run on. A host input is pinned memory: write its first rows after ``wait()``. What
+    calls gave may be elsewhere: write all inputs of a step.
 
     Args:
         buffers: Whose memory.
@@ -208,6 +209,6 @@ class StaticBuffers:
         return self._buffers.num_rows
 
     def wait(self) -> None:
-        """Return once host inputs may be written again: the last step's copy has run."""
+        """Return once host inputs may be written again: the last copy of them has run."""
         if self._buffers.staging is not None:
             self._buffers.staging.wait()
