@@ -7,6 +7,7 @@ cache and memory of its own.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import gc
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from dispatchkit.backends.cuda_workspace import hold_workspace
 from dispatchkit.integrations.decode_step import decode_step
 from dispatchkit.integrations.slot_cache import SlotCache
 from dispatchkit.integrations.static_models import probe
-from dispatchkit.integrations.transformers import GraphDecoder
+from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder
 from dispatchkit.observe.trace import StepTrace, read_trace
 from dispatchkit.plan import plan_sizes
 
@@ -28,7 +29,10 @@ IS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if IS_GPU else "cpu")
 
 PLANNED = "graphs, compiled, planned"
-COMPILED = ("default", "graphs, compiled", PLANNED, "reduce-overhead", "library static")
+OWN, OWN_COMPILED = "graphs, decode attention", "graphs, compiled, decode attention"
+COMPILED = (
+    "default", "graphs, compiled", PLANNED, OWN_COMPILED, "reduce-overhead", "library static",
+)  # fmt: skip
 
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -221,6 +225,14 @@ def graphs_compiled(name: str, model: Any, args: argparse.Namespace, **options: 
     return graphs(name, model, args, compile=step, **options)
 
 
+def with_decode_attention(model: Any) -> Any:
+    """Return a model of the same weights that has GraphDecoder's own attention."""
+    shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
+    other = copy.deepcopy(model, shared)
+    other.set_attn_implementation(DECODE_ATTENTION)
+    return other
+
+
 def trace_sizes(args: argparse.Namespace) -> list[int]:
     """Return the batch sizes of real traffic: one token for each request in a step."""
     return _batches(args, slice(0, args.trace_steps))
@@ -246,6 +258,10 @@ CASES: dict[str, Callable[[Any, argparse.Namespace], Case]] = {
     "graphs": lambda model, args: graphs("graphs", model, args),
     "graphs, compiled": lambda model, args: graphs_compiled("graphs, compiled", model, args),
     PLANNED: lambda model, args: graphs_compiled(PLANNED, model, args, sizes=args.planned),
+    OWN: lambda model, args: graphs(OWN, with_decode_attention(model), args),
+    OWN_COMPILED: lambda model, args: graphs_compiled(
+        OWN_COMPILED, with_decode_attention(model), args
+    ),
     "default": lambda model, args: compiled(model, args, "default"),
     "reduce-overhead": lambda model, args: compiled(model, args, "reduce-overhead"),
 }

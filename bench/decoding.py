@@ -13,6 +13,8 @@ is waited for at the end of a round alone.
 - ``graphs``: GraphDecoder. ``graphs, compiled``: with ``compile=True``.
 - ``graphs, compiled, planned``: with the ``--graphs`` capture sizes that ``plan_sizes``
   recommends from the steps of the trace behind those that are measured (traces only).
+- ``graphs, decode attention``, ``graphs, compiled, decode attention``: of the model with
+  ``DECODE_ATTENTION``; all other cases have the library's ``sdpa``.
 - ``reduce-overhead``, ``default``: torch.compile of the step with its own graphs, and as it is (for
   the smallest of the fixed batches alone).
 - ``library static``, ``library dynamic``, ``generate``: whole calls of ``generate`` (fixed batches

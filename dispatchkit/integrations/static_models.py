@@ -10,10 +10,11 @@ import attrs
 import torch
 
 from dispatchkit.errors import ConfigError
+from dispatchkit.integrations.decode_attention import DECODE_ATTENTION
 from dispatchkit.integrations.slot_cache import states_of
 
 # Kinds of attention that take a mask of a step's own, and what it is made of.
-_ATTENTION = ("sdpa", "eager")
+_ATTENTION = ("sdpa", "eager", DECODE_ATTENTION)
 _ADVICE = "Decode it with the model's own generate()."
 
 
@@ -116,7 +117,7 @@ def probe(model: Any, max_length: int) -> Probe:
         raise ConfigError(
             "attn_implementation",
             attention,
-            f"{' or '.join(_ATTENTION)}, which take a mask of their own for each row",
+            f"{', '.join(_ATTENTION)}: those that take a mask of its own for each row",
             "model.set_attn_implementation('sdpa') changes it.",
         )
     limit = getattr(text, "max_position_embeddings", None)
@@ -130,7 +131,7 @@ def probe(model: Any, max_length: int) -> Probe:
         states=(),
         dtype=first.dtype,
         device=first.device,
-        mask_of=_same if attention == "sdpa" else _additive(first.dtype),
+        mask_of=_additive(first.dtype) if attention == "eager" else _same,
         cache_name=cache_name,
         takes_last="logits_to_keep" in parameters,
     )

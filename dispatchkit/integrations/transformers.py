@@ -25,6 +25,7 @@ from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput
 from dispatchkit.keys import Axis
 
 try:
+    from dispatchkit.integrations.decode_attention import DECODE_ATTENTION
     from dispatchkit.integrations.decode_step import (
         check_count,
         check_lengths,
@@ -40,7 +41,7 @@ except ImportError as _error:
         f"does not do: {_error}. Run: pip install 'dispatchkit[transformers]'."
     ) from _error
 
-__all__ = ["DecoderStats", "GraphDecoder"]
+__all__ = ["DECODE_ATTENTION", "DecoderStats", "GraphDecoder"]
 
 
 @attrs.frozen

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from dispatchkit import graphed  # noqa: E402
-from dispatchkit.integrations.transformers import GraphDecoder  # noqa: E402
+from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +74,9 @@ def prompts():
     return {"input_ids": (ids * mask).to(DEVICE), "attention_mask": mask.to(DEVICE)}
 
 
-def test_greedy_tokens_are_those_of_generate(model, prompts):
+@pytest.mark.parametrize("attention", ["sdpa", DECODE_ATTENTION])
+def test_greedy_tokens_are_those_of_generate(model, prompts, attention):
+    model.set_attn_implementation(attention)
     decoder = GraphDecoder(model, max_batch_size=8, max_length=256, lengths=[32, 64, 256])
     asked = {"max_new_tokens": 100, "do_sample": False, "pad_token_id": PAD}
     want = model.generate(**prompts, **asked)
@@ -162,5 +164,6 @@ def test_the_benchmark_runs_with_small_models():
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {row["case"] for row in rows} >= {
         "eager", "raw graphs", "default", "reduce-overhead", "graphs", "graphs, compiled",
-        "graphs, compiled, planned", "library static",
+        "graphs, compiled, planned", "graphs, decode attention",
+        "graphs, compiled, decode attention", "library static",
     }  # fmt: skip

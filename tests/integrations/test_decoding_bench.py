@@ -13,6 +13,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+# Loading the library takes longer than all other quick tests of a worker together.
+pytestmark = pytest.mark.slow
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 

@@ -14,9 +14,13 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+
 from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
+from dispatchkit.integrations import decode_attention as attention_module  # noqa: E402
+from dispatchkit.integrations.decode_attention import decode_attention  # noqa: E402
 from dispatchkit.integrations.slot_cache import SlotCache, plan_moves  # noqa: E402
-from dispatchkit.integrations.transformers import GraphDecoder  # noqa: E402
+from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
 
 # Loading the library takes longer than all other quick tests of a worker together.
 pytestmark = pytest.mark.slow
@@ -101,7 +105,7 @@ def common_tokens(model, prompts):
 # -- the same tokens ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", DECODE_ATTENTION])
 def test_greedy_tokens_are_those_of_generate_at_every_length(model, prompts, attention):
     model.set_attn_implementation(attention)
     decoder = decoder_of(model)
@@ -111,6 +115,42 @@ def test_greedy_tokens_are_those_of_generate_at_every_length(model, prompts, att
     assert {int(key.partition("axes=")[2]) for key in stats.hits} == set(LENGTHS)
     assert stats.steps == decoder.stats().steps == 49
     assert not stats.eager_by_reason
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["own", "shared"])
+def test_attention_of_one_token_is_the_librarys_with_every_mask(heads):
+    maker = torch.Generator().manual_seed(2)
+    size, rows, positions = 16, 3, 9
+    query = torch.randn(rows, heads[0], 1, size, generator=maker)
+    memory = torch.randn(2, 5, heads[1], positions + 3, size, generator=maker)
+    key, value = memory[:, :rows, :, :positions]
+    looks = torch.arange(positions) <= torch.tensor([[1], [8], [4]])
+    looks = looks.view(rows, 1, 1, positions)
+    added = torch.zeros(looks.shape).masked_fill(~looks, torch.finfo(torch.float32).min)
+    module = torch.nn.Module()
+    module.num_key_value_groups = heads[0] // heads[1]
+    for mask in (None, looks, added):
+        for scaling in (None, 0.3):
+            want, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling)
+            got, _ = decode_attention(module, query, key, value, mask, scaling=scaling)
+            torch.testing.assert_close(got, want)
+
+
+def test_attention_of_prompts_is_the_librarys(monkeypatch):
+    asked = []
+
+    def librarys(module, query, key, value, mask, **kwargs):
+        asked.append((query.shape[2], kwargs["dropout"], kwargs.get("softcap")))
+        return query, None
+
+    monkeypatch.setattr(attention_module, "sdpa_attention_forward", librarys)
+    one, many = torch.ones(1, 2, 1, 4), torch.ones(1, 2, 3, 4)
+    module = torch.nn.Module()
+    decode_attention(module, many, many, many, None)
+    decode_attention(module, one, many, many, None, dropout=0.1)
+    decode_attention(module, one, many, many, None, softcap=30.0)
+    decode_attention(module, one, many, many, None, softcap=None)
+    assert asked == [(3, 0.0, None), (1, 0.1, None), (1, 0.0, 30.0)]
 
 
 @pytest.mark.parametrize(
@@ -411,9 +451,12 @@ def test_the_benchmark_of_decoding_runs_with_tiny_models_on_a_cpu():
     assert {(row["traffic"], row["case"]) for row in rows} == {
         ("batch 2", "eager"),
         ("batch 2", "graphs"),
+        ("batch 2", "graphs, decode attention"),
         ("trace of 4", "eager"),
         ("trace of 4", "graphs"),
+        ("trace of 4", "graphs, decode attention"),
         ("trace of 4, again", "graphs"),
+        ("trace of 4, again", "graphs, decode attention"),
         ("generate, batch 2", "library dynamic"),
         ("generate, batch 2", "generate"),
     }
