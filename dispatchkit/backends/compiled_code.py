@@ -80,6 +80,17 @@ class _Plainly:
 PLAINLY = _Plainly()
 
 
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Have compiled functions run plainly: for a run that shows shapes, nothing is compiled."""
+    begun = PLAINLY.begin()
+    try:
+        yield
+    finally:
+        if begun:
+            PLAINLY.end()
+
+
 class Calls:
     """Counts operations that functions of torch.compile run plainly.
 

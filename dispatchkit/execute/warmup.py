@@ -17,7 +17,7 @@ from dispatchkit.backends.base import (
     RehearsingBackend,
     WarmupNotes,
 )
-from dispatchkit.backends.compiled_code import every_size_compiled
+from dispatchkit.backends.compiled_code import every_size_compiled, plainly
 from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute.inputs import InputSet
 from dispatchkit.execute.lanes import Lane
@@ -198,7 +198,7 @@ class Warmups:
             def run(inputs: dict[str, Any]) -> Any:
                 if self._row_count is not None:
                     inputs[self._row_count] = lane.row_count
-                return self._run(inputs, lane)
+                return self._shapes(inputs, lane)
 
             self._cuts[family] = self._axes.measure_cuts(key, outputs, run)
         return self._cuts[family]
@@ -313,6 +313,11 @@ class Warmups:
                 lambda: self.step(views), stream=lane.stream, iterations=iterations
             )
 
+    def _shapes(self, views: dict[str, Any], lane: Lane) -> Any:
+        """Run the step for the shapes of its outputs, at a size that may never be captured."""
+        with plainly():
+            return self._backend.warmup(lambda: self.step(views), stream=lane.stream)
+
     def _at_another_size(
         self, key: GraphKey, lane: Lane, other_sizes: Sequence[int]
     ) -> tuple[int, Any]:
@@ -332,7 +337,7 @@ class Warmups:
                     views[name] = spec.full(other, self._inputs.device)
         lane.set_rows(other)
         try:
-            outputs = self._run(views, lane)
+            outputs = self._shapes(views, lane)
         except Exception as error:
             raise CaptureError(
                 f"To measure its outputs the step was run at {other} rows, and raised "

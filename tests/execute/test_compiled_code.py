@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from dispatchkit import GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import Axis, GraphRunner, StaticInput  # noqa: E402
 from dispatchkit.backends.compiled_code import PLAINLY  # noqa: E402
 from dispatchkit.backends.cuda_watch import CaptureWatch  # noqa: E402
 from dispatchkit.backends.dispatch_mode import DispatchMode  # noqa: E402
@@ -171,6 +171,21 @@ def test_every_size_is_captured_compiled_and_compiled_before(compiler, net, dyna
     assert device.compiled_inside == 0
     assert device.options == [{"compiled": True}] + [{"watched": False}] * (len(sizes) - 1)
     assert compiler.graphs == {True: 2, False: len(sizes), None: 2}[dynamic]
+
+
+def test_sizes_that_only_show_shapes_are_not_compiled(compiler, net):
+    """One size and one length: the others are run to see which dimensions follow them."""
+    fast = torch.compile(lambda x, length: net(x) * length, backend=compiler)
+    device = StandIn(compiler)
+    runner = GraphRunner(
+        fast, INPUTS, sizes=[4], axes=[Axis("length", [8, 16])], mode="FULL", backend=device,
+        lazy=True,
+    )  # fmt: skip
+    x = torch.randn(3, WIDTH)
+    with torch.no_grad():  # as in captures, of which the stand-in's replays are runs
+        torch.testing.assert_close(runner(x=x, length=8), want_of(net, x) * 8)
+    assert compiler.graphs == 1
+    assert not PLAINLY.is_on
 
 
 def test_a_file_of_the_user_is_not_taken_for_one_of_dynamo(compiler):
