@@ -187,7 +187,7 @@ def trace(name: str, model: Any, args: argparse.Namespace) -> None:
             report(name, traffic, [case], seconds, sizes, {**more, **fields(spent)})
     # Eager steps have nothing to capture: they go on as they began, and take the longest.
     later = [case for case in cases if case.name != "eager"]
-    again = in_turns(later, steps, args.rounds)
+    again = in_turns(later, steps, min(args.rounds, 2))
     if "eager" in seconds:
         again["eager"] = seconds["eager"]
     report(name, f"{traffic}, again", later, again, sizes)
