@@ -8,6 +8,7 @@ graph must see nothing but fill, up to its bucket.
 from __future__ import annotations
 
 from collections.abc import Iterator, KeysView, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -124,6 +125,21 @@ class InputBuffers:
         for index, rows in self.host_rows(num_rows):
             sources[index] = rows
         return [source.to(self.inputs.device, copy=True) for source in sources]
+
+    @contextmanager
+    def kept(self, num_rows: int) -> Iterator[None]:
+        """Keep the rows of a step in place over a capture, which sets the buffers to fill."""
+        places = self.views(num_rows)
+        places += [rows for _, rows in self.host_rows(num_rows)]
+        copies = [place.clone() for place in places]
+        try:
+            yield
+        finally:
+            if self.staging is not None:
+                self.staging.wait()
+            for place, rows in zip(places, copies, strict=True):
+                place.copy_(rows)
+            self.written(num_rows)
 
     def reset(self) -> None:
         """Set every row that holds anything else back to fill."""

@@ -62,6 +62,13 @@ def host_array(value: Any, dtype: torch.dtype) -> Any:
     """
     np = numpy_module()
     if isinstance(value, torch.Tensor):
+        if value.dtype is dtype and carrier_of(dtype) is dtype:
+            try:
+                array: Any = value.numpy()  # less than half the price of asking first
+            except (TypeError, RuntimeError):
+                pass  # elsewhere, not in memory as it is, or carries a gradient
+            else:
+                return array
         is_here = value.device.type == "cpu" and value.layout is torch.strided
         carries = value.requires_grad and torch.is_grad_enabled()
         if value.dtype is dtype and is_here and not carries:

@@ -7,6 +7,7 @@ is for an exact number of tokens, so that views of static inputs and outputs can
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -83,12 +84,11 @@ class EagerPlan:
         """
         runner = self.runner
         if self._is_downgrade:
-            if (
-                self.retry is not None
-                and not runner.is_exact
-                and runner.lifecycle.retry_if_due(self.retry)
-            ):
-                return AGAIN
+            if self.retry is not None and not runner.is_exact:
+                with _rows_kept(runner, tensors, self.num_tokens):
+                    is_tried = runner.lifecycle.retry_if_due(self.retry)
+                if is_tried:
+                    return AGAIN
             if self.missed is not None:
                 runner.lifecycle.note_missed(self.missed)
             runner.tell_eager(self.reason, self.num_tokens, self.missed)
@@ -100,6 +100,16 @@ class EagerPlan:
         self.count.steps += 1
         self.count.tokens += self.num_tokens
         return result
+
+
+def _rows_kept(
+    runner: GraphRunner, tensors: Sequence[Any] | None, num_tokens: int
+) -> AbstractContextManager[None]:
+    """Keep what a step in place was given over a capture; a call's tensors are its own."""
+    buffers = runner._lane.buffers
+    if tensors is not None or num_tokens > buffers.num_rows:
+        return nullcontext()
+    return buffers.kept(num_tokens)
 
 
 class LazyPlan:
@@ -115,7 +125,8 @@ class LazyPlan:
     def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
         """Capture and ask the table again, or run eager."""
         self.runner.refuse_if_exact("it has no graph yet", self.key)
-        reason = self.runner.lifecycle.capture_if_due(self.key)
+        with _rows_kept(self.runner, tensors, self.num_tokens):
+            reason = self.runner.lifecycle.capture_if_due(self.key)
         if not reason:
             return AGAIN
         return self.runner.run_eager_for(reason, tensors, self.num_tokens, self.key)

@@ -205,6 +205,22 @@ def test_rows_behind_a_step_in_place_are_fill(make_runner):
         same(runner.step(rows), (given, given.sum()))
 
 
+@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
+def test_a_step_in_place_that_has_its_graph_captured_loses_no_rows(make_runner, quiet, host):
+    """A capture sets the buffers to fill: at first, and again when the graph is stale."""
+    spec = StaticInput((None,), "int64", fill=1, host=host)
+    runner = make_runner(lambda tokens: (tokens * 2, tokens.sum()), {"tokens": spec}, lazy=True)
+    runner(torch.arange(8))
+    for number, rows in enumerate((3, 7, 2, 3, 1)):
+        given = torch.arange(rows) + 5
+        if number > 2:
+            runner.invalidate("for a test")
+        runner.buffers["tokens"][:rows] = given
+        missing = {1: 1, 2: 2, 3: 4, 7: 8}[rows] - rows
+        same(runner.step(rows), (given * 2, given.sum() + missing))
+    assert runner.stats().eager_by_reason == {}
+
+
 def test_eager_in_place_gives_results_of_their_own(make_runner, quiet):
     runner = make_runner(lambda tokens: tokens)
     runner.buffers["tokens"][:3] = torch.arange(3)
