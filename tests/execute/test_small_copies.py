@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ from dispatchkit.errors import ReplayError  # noqa: E402
 from dispatchkit.execute.buffers import InputBuffers  # noqa: E402
 from dispatchkit.execute.check import CheckWarning  # noqa: E402
 from dispatchkit.execute.inputs import InputSet  # noqa: E402
-from dispatchkit.execute.loaders import Loader, UnstagedLoader  # noqa: E402
+from dispatchkit.execute.loaders import UnstagedLoader  # noqa: E402
 from dispatchkit.execute.node_loaders import loader_of  # noqa: E402
 from dispatchkit.execute.small_copies import MAX_BYTES, InputNode, input_node  # noqa: E402
 from dispatchkit.execute.staging import Staging  # noqa: E402
@@ -165,7 +166,7 @@ def holds(buffers, specs, call, rows, bucket):
 
 
 class Case:
-    """Buffers, and a step for each bucket, as after captures."""
+    """Buffers, and two steps for each bucket, as after captures: a whole graph, and pieces."""
 
     def __init__(self, specs, *, most_data=CAPACITIES[-1], problem=""):
         self.specs, self.backend = specs, Played()
@@ -175,32 +176,34 @@ class Case:
         self.buffers = InputBuffers(InputSet(specs, CPU), 16, backend=self.backend)
         self.steps, self.loaders = {}, {}
 
-    def step(self, bucket):
-        if bucket not in self.steps:
+    def step(self, bucket, what=""):
+        pieces = "pieces" in what
+        if (bucket, pieces) not in self.steps:
             stream, pool = self.backend.new_stream(), self.backend.new_pool()
             node, why_staged = input_node(self.backend, self.buffers, bucket)
+            if pieces:
+                node = why_staged = "made of pieces"
             is_node = isinstance(node, InputNode)
             record = (lambda: node.record(3)) if is_node else lambda: None
             graph = self.backend.capture(record, stream=stream, pool=pool)
-            self.steps[bucket] = SimpleNamespace(
+            self.steps[bucket, pieces] = SimpleNamespace(
                 input_node=node.attached(graph) if is_node else node,
                 buffers=self.buffers,
                 key=SimpleNamespace(num_tokens=bucket),
                 staging=self.buffers.staging if why_staged else None,
                 graph=graph,
             )
-        return self.steps[bucket]
+        return self.steps[bucket, pieces]
 
     def node(self, bucket):
         return self.step(bucket).input_node
 
-    def loader(self, rows, *, by_node=True):
-        bucket = next(size for size in (1, 2, 4, 8, 16) if size >= rows)
-        known = self.loaders.setdefault((rows, by_node), None)
+    def loader(self, rows, what=""):
+        sizes = (16,) if "largest" in what else (1, 2, 4, 8, 16)
+        step = self.step(next(size for size in sizes if size >= rows), what)
+        known = self.loaders.get((rows, id(step)))
         if known is None:
-            step = self.step(bucket)
-            known = loader_of(step, rows) if by_node else Loader(self.buffers, rows, bucket)
-            self.loaders[rows, by_node] = known
+            known = self.loaders[rows, id(step)] = loader_of(step, rows)
         return known
 
     def load(self, loader, call):
@@ -214,9 +217,9 @@ class Case:
             if spec.host:
                 value.zero_()
 
-    def write(self, loader, call):
+    def write(self, loader, call, what):
         """Write a call in place, and have it brought in."""
-        rows, step = loader.num_rows, self.step(loader.bucket)
+        rows, step = loader.num_rows, self.step(loader.bucket, what)
         places = self.buffers.views(rows)
         for index, host in self.buffers.host_rows(rows):
             places[index] = host
@@ -228,8 +231,8 @@ class Case:
             for _, host in self.buffers.host_rows(rows):
                 host.fill_(77)
 
-    def launch(self, bucket):
-        step = self.step(bucket)
+    def launch(self, bucket, what=""):
+        step = self.step(bucket, what)
         step.graph.replay()
         if step.staging is not None:  # the copy that such a graph has too
             step.staging.queue_copy(bucket)
@@ -241,7 +244,7 @@ def run(case, steps, make):
         if what == "poison":
             case.buffers.poison()
             continue
-        loader, call = case.loader(rows), make(rows, number)
+        loader, call = case.loader(rows, what), make(rows, number)
         bucket = loader.bucket
         if what == "strided" and on_device[0]:
             call[0] = torch.arange(3.0 * rows).view(3, rows).T
@@ -249,20 +252,19 @@ def run(case, steps, make):
             call[1] = torch._neg_view(call[1])
         case.backend.code = int(what.startswith("refused"))
         if "in place" in what:
-            case.launch(bucket)
-            case.write(loader, call)
+            case.launch(bucket, what)
+            case.write(loader, call, what)
         else:
             case.load(loader, call)
         if what == "not launched":
             continue
-        case.launch(bucket)
+        case.launch(bucket, what)
         holds(case.buffers, case.specs, call, rows, bucket)
 
 
 WAYS = ["call", "strided", "negated", "in place", "not launched", "poison", "refused"]
-STEPS = st.lists(
-    st.tuples(st.sampled_from([*WAYS, "refused in place"]), st.integers(1, 16)), min_size=2
-)
+WAYS += ["refused in place", "largest", "largest in place", "pieces", "pieces in place"]
+STEPS = st.lists(st.tuples(st.sampled_from(WAYS), st.integers(1, 16)), min_size=2)
 
 
 @settings(max_examples=25)
@@ -286,7 +288,7 @@ def both_of(rows, number):
 @pytest.mark.parametrize(
     ("specs", "make"), [(HOSTS, hosts_of), (SPECS | HOSTS, both_of)], ids=["host", "mixed"]
 )
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(steps=STEPS)
 def test_host_inputs_come_by_the_node_or_by_pinned_memory_where_they_are_large(specs, make, steps):
     """In turn: the node up to 8 rows, the graph's own copy of pinned memory at 16."""
@@ -307,17 +309,15 @@ def test_torch_brings_host_inputs_to_graphs_whose_node_is_not_found(specs, make,
     run(case, steps, make)
 
 
-@settings(max_examples=20)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 16))))
-def test_calls_by_the_node_and_by_torch_take_turns(steps):
-    case = Case(SPECS)
-    for number, (by_node, rows) in enumerate(steps, 1):
-        loader, call = case.loader(rows, by_node=by_node), rows_of(rows, number)
-        if not by_node:
-            case.node(loader.bucket).stop()
-        loader.load(call)
-        case.launch(loader.bucket)
-        holds(case.buffers, SPECS, call, rows, loader.bucket)
+@pytest.mark.parametrize("problem", ["", "the graph begins with another kernel"])
+@pytest.mark.parametrize(
+    ("specs", "make"), [(HOSTS, hosts_of), (SPECS | HOSTS, both_of)], ids=["host", "mixed"]
+)
+def test_each_way_after_each_other(specs, make, problem):
+    """Fewer rows than before, so that what is left behind shows where it is not filled."""
+    for first, second in product(WAYS, WAYS):
+        case = Case(specs, most_data=200, problem=problem)
+        run(case, [(first, 7), (second, 3), ("pieces", 3), ("largest", 2)], make)
 
 
 @pytest.mark.parametrize(
