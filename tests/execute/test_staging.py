@@ -275,6 +275,7 @@ def results_on_a_late_device(make_runner, seed, mode, step_in_place):
 @pytest.mark.parametrize("step_in_place", [False, True], ids=["call", "in place"])
 @pytest.mark.parametrize("mode", [2, 1], ids=["FULL", "PIECEWISE"])
 def test_memory_is_not_written_before_its_copy_has_run(make_runner, mode, step_in_place):
+    """Each step has its own rows, however far the device is behind."""
     for seed in range(5):
         same(*results_on_a_late_device(make_runner, seed, mode, step_in_place))
 

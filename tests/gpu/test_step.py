@@ -114,6 +114,7 @@ def doubled(tokens, scale):
 @pytest.mark.parametrize("in_place", [False, True], ids=["call", "in place"])
 @pytest.mark.parametrize("sizes", [(32,), (32, 3, 16, 1)], ids=["one size", "many sizes"])
 def test_host_memory_is_not_written_before_its_copy(monkeypatch, is_whole, in_place, sizes):
+    """Each step has its own rows, however far the device is behind."""
     if not is_whole:
         monkeypatch.setattr("dispatchkit.execute.staging.WHOLE_BLOCK_BYTES", 0)
     runner = staged()
