@@ -309,9 +309,14 @@ def test_torch_brings_host_inputs_to_graphs_whose_node_is_not_found(specs, make,
     run(case, steps, make)
 
 
-@pytest.mark.parametrize("problem", ["", "the graph begins with another kernel"])
 @pytest.mark.parametrize(
-    ("specs", "make"), [(HOSTS, hosts_of), (SPECS | HOSTS, both_of)], ids=["host", "mixed"]
+    ("specs", "make", "problem"),
+    [
+        (HOSTS, hosts_of, ""),
+        (SPECS | HOSTS, both_of, ""),
+        (SPECS | HOSTS, both_of, "the graph begins with another kernel"),
+    ],
+    ids=["host", "mixed", "mixed, by torch"],
 )
 def test_each_way_after_each_other(specs, make, problem):
     """Fewer rows than before, so that what is left behind shows where it is not filled."""
