@@ -120,7 +120,6 @@ def test_what_is_overwritten_at_once_was_taken(monkeypatch, form, in_place):
     monkeypatch.setattr(Staging, "note_launch", None)
     runner = runner_of(doubled, HOST)
     assert {runner.input_path(key_of(size)) for size in SIZES} == {"node"}
-    assert {runner.launch_path(key_of(size)) for size in SIZES} == {"direct"}
     kept = []
     for number in range(80):
         rows = number * 7 % 32 + 1
@@ -144,6 +143,8 @@ def test_what_is_overwritten_at_once_was_taken(monkeypatch, form, in_place):
     for rows, number, got in kept:
         for one, want in zip(got, results_of(rows, number, bucket_of(rows)), strict=True):
             same(one.float(), want.float())
+    # By its first replay a graph that nobody watched turns out to draw nothing.
+    assert {runner.launch_path(key_of(size)) for size in SIZES} == {"direct"}
     assert runner.stats().eager_by_reason == {}
 
 
@@ -152,9 +153,9 @@ def test_such_a_graph_has_no_copy_of_host_memory():
     plain = runner_of(doubled, HOST, backend=CudaBackend(0, copy_node=False))
     assert plain.input_path(key_of(8)) == "staging: switched off"
     kinds = [kinds_of_nodes(one.lifecycle.live()[key_of(8)].graphs[0]) for one in (runner, plain)]
-    assert MEMCPY not in kinds[0]
-    assert MEMCPY in kinds[1]
-    assert len(kinds[0]) == len(kinds[1])
+    # Both copy outputs to where graphs share them.
+    assert kinds[0].count(MEMCPY) == kinds[1].count(MEMCPY) - 1
+    assert kinds[0].count(KERNEL) == kinds[1].count(KERNEL) + 1
 
 
 def test_every_capacity_and_its_borders():
