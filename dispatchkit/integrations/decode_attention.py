@@ -1,12 +1,12 @@
 """Attention of one new token for each sequence over a static cache, read once and as it lies.
 
-The library's ``sdpa`` first repeats keys and values for the heads that share them, and hands
-kernels a mask of each row's own, for which the fast ones are not made. A single query is two small
-matrix products for each head of the cache, so that is what runs here: nothing is repeated or
-copied, and the scores in between are as many as the positions.
+The library's ``sdpa`` hands kernels a mask of each row's own, for which the fast ones are not made,
+and some of its releases first repeat keys and values for the heads that share them. A single query
+is two small matrix products for each head of the cache, so that is what runs here: nothing is
+repeated or copied, and the scores in between are as many as the positions.
 
 ``model.set_attn_implementation(DECODE_ATTENTION)`` chooses it, by the library's own register of
-attention functions. Whatever it is not for, such as prompts, is the library's ``sdpa``.
+attention functions. Prompts, and whatever else it is not for, are the library's ``sdpa``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from dispatchkit.errors import ConfigError
+
 #: The name it is chosen by.
 DECODE_ATTENTION = "dispatchkit_decode"
 
-# What changes scores in other ways than a mask; None where a model has none.
-_OTHERWISE = ("softcap", "position_bias", "s_aux", "head_mask")
+# What changes scores in other ways than a mask; None where a model has none. The first are not
+# known to every release's ``sdpa``, which would leave them out without a word.
+_REFUSED = ("softcap", "s_aux")
+_OTHERWISE = ("position_bias", "head_mask")
 
 
 def decode_attention(
@@ -37,36 +41,61 @@ def decode_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Be an attention function of the library.
 
-    Shapes: query (B, heads, T, head size), key and value (B, key heads, positions, head size),
-    mask (B or 1, 1, T, positions), True where a token may look, or added to scores. Scores are
-    rounded to the model's type before they are weighed, as by the library's ``eager``.
+    Shapes: query (B, heads, T, size), key (B, key heads, positions, size), value (B, key heads,
+    positions, value size), mask (B or 1, 1, T, positions), True where a token may look, or added
+    to scores. Scores are rounded to the model's type before they are weighed, as by the library's
+    ``eager``.
 
     Returns:
-        What the tokens attended to (B, T, heads, head size), and None.
+        What the tokens attended to (B, T, heads, value size), and None.
+
+    Raises:
+        ConfigError: The model limits its scores, or has sinks.
     """
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise ConfigError(
+                "attn_implementation",
+                DECODE_ATTENTION,
+                f"used with models without {name}, which changes scores in a way that it lacks",
+                "model.set_attn_implementation('eager') has it.",
+            )
     rows, heads, length, size = query.shape
     if (
         length != 1
         or dropout
         or (attention_mask is not None and attention_mask.shape[1] != 1)
         or any(kwargs.get(name) is not None for name in _OTHERWISE)
+        or kwargs.get("output_attentions")  # it says that it has none
     ):
         given = {"dropout": dropout, "scaling": scaling, **kwargs}
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, **given
         )
         return result
-    shared = key.shape[1]
-    grouped = query.reshape(rows, shared, heads // shared, size)
-    scores = (grouped @ key.transpose(2, 3)).float() * (size**-0.5 if scaling is None else scaling)
-    if attention_mask is not None:
-        mask = attention_mask[..., : key.shape[2]]
-        if mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
-        else:
-            scores = scores + mask
-    found = scores.softmax(-1).to(value.dtype) @ value
-    return found.reshape(rows, 1, heads, size), None
+    shared, positions = key.shape[1:3]
+    scale = size**-0.5 if scaling is None else scaling
+    grouped = query.reshape(rows * shared, heads // shared, size)
+    keys, values = key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
+    if attention_mask is None:
+        scores = (grouped * scale) @ keys
+    else:
+        # One operation scales, adds and rounds: as many kernels as a step has cost it the most.
+        added = _added(attention_mask[..., :positions], query.dtype)
+        added = added.expand(rows, shared, heads // shared, positions)
+        scores = added.clone(memory_format=torch.contiguous_format).flatten(0, 1)
+        scores.baddbmm_(grouped, keys, alpha=scale)
+    # Computed in float32 inside, whatever the type.
+    found = scores.softmax(-1).to(value.dtype) @ values
+    return found.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask to add to scores; one that is so already costs nothing."""
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    made = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return made.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 AttentionInterface.register(DECODE_ATTENTION, decode_attention)

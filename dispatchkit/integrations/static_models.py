@@ -131,7 +131,8 @@ def probe(model: Any, max_length: int) -> Probe:
         states=(),
         dtype=first.dtype,
         device=first.device,
-        mask_of=_additive(first.dtype) if attention == "eager" else _same,
+        # Once for each step, where the attention of every layer would make it so.
+        mask_of=_same if attention == "sdpa" else _additive(first.dtype),
         cache_name=cache_name,
         takes_last="logits_to_keep" in parameters,
     )

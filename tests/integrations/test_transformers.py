@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
@@ -117,30 +118,81 @@ def test_greedy_tokens_are_those_of_generate_at_every_length(model, prompts, att
     assert not stats.eager_by_reason
 
 
+@pytest.mark.parametrize("value_size", [16, 8])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["own", "shared"])
-def test_attention_of_one_token_is_the_librarys_with_every_mask(heads):
+def test_attention_of_one_token_is_the_librarys_with_every_mask(heads, value_size):
     maker = torch.Generator().manual_seed(2)
     size, rows, positions = 16, 3, 9
     query = torch.randn(rows, heads[0], 1, size, generator=maker)
     memory = torch.randn(2, 5, heads[1], positions + 3, size, generator=maker)
     key, value = memory[:, :rows, :, :positions]
+    value = value[..., :value_size]
     looks = torch.arange(positions) <= torch.tensor([[1], [8], [4]])
     looks = looks.view(rows, 1, 1, positions)
     added = torch.zeros(looks.shape).masked_fill(~looks, torch.finfo(torch.float32).min)
     module = torch.nn.Module()
     module.num_key_value_groups = heads[0] // heads[1]
-    for mask in (None, looks, added):
+    for mask in (None, looks, added, looks[:1], added[:1]):
         for scaling in (None, 0.3):
             want, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling)
             got, _ = decode_attention(module, query, key, value, mask, scaling=scaling)
             torch.testing.assert_close(got, want)
 
 
+class Operations(TorchDispatchMode):
+    """Notes what would be kernels on a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and not func.__name__.startswith("_unsafe_view"):
+            self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_of_one_token_is_four_operations_and_copies_no_keys(dtype):
+    memory = torch.ones(2, 5, 2, 12, 16, dtype=dtype)
+    key, value = memory[:, :3, :, :9]
+    added = torch.zeros(3, 1, 1, 9, dtype=dtype)
+    for mask, wanted in (
+        (added, ["clone", "baddbmm_", "_softmax", "bmm"]),
+        (None, ["mul", "bmm", "_softmax", "bmm"]),
+    ):
+        with Operations() as done:
+            decode_attention(torch.nn.Module(), memory[0, :3, :, :1], key, value, mask)
+        assert done.names == wanted
+
+
+def test_scores_that_only_their_scale_brings_into_the_range_of_a_type():
+    """A product of 230,400, which float16 does not hold; a quarter of the rows is far from it."""
+    query = torch.full((1, 2, 1, 64), 60.0)
+    key = torch.full((1, 2, 8, 64), 60.0)
+    key[:, :, ::4] = -60
+    value = torch.randn(1, 2, 8, 64, generator=torch.Generator().manual_seed(3))
+    for mask in (None, torch.ones(1, 1, 1, 8, dtype=torch.bool)):
+        halves = [one.half() for one in (query, key, value)]
+        got, _ = decode_attention(torch.nn.Module(), *halves, mask)
+        want, _ = sdpa_attention_forward(torch.nn.Module(), query, key, value, mask)
+        torch.testing.assert_close(got.float(), want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux"])
+def test_models_with_scores_that_it_does_not_know_are_refused(name):
+    """The library's ``sdpa`` leaves out what it does not know, and refuses only its own name."""
+    one = torch.ones(1, 2, 1, 4)
+    for query in (one, torch.ones(1, 2, 3, 4)):
+        with pytest.raises(ConfigError, match=f"without {name}"):
+            decode_attention(torch.nn.Module(), query, one, one, None, **{name: torch.ones(2)})
+
+
 def test_attention_of_prompts_is_the_librarys(monkeypatch):
     asked = []
 
     def librarys(module, query, key, value, mask, **kwargs):
-        asked.append((query.shape[2], kwargs["dropout"], kwargs.get("softcap")))
+        asked.append((query.shape[2], kwargs["dropout"], kwargs.get("position_bias")))
         return query, None
 
     monkeypatch.setattr(attention_module, "sdpa_attention_forward", librarys)
@@ -148,8 +200,8 @@ def test_attention_of_prompts_is_the_librarys(monkeypatch):
     module = torch.nn.Module()
     decode_attention(module, many, many, many, None)
     decode_attention(module, one, many, many, None, dropout=0.1)
-    decode_attention(module, one, many, many, None, softcap=30.0)
-    decode_attention(module, one, many, many, None, softcap=None)
+    decode_attention(module, one, many, many, None, position_bias=30.0)
+    decode_attention(module, one, many, many, None, softcap=None, position_bias=None)
     assert asked == [(3, 0.0, None), (1, 0.1, None), (1, 0.0, 30.0)]
 
 
