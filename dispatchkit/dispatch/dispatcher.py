@@ -463,12 +463,12 @@ class Dispatcher(Epochs):
 
     def _bound(self, decision: Decision, batch: Batch) -> Decision:
         """Bind an answer to the cell of a batch; the executor prepares its plan."""
-        decision = attrs.evolve(self._limited(decision, batch), revision=next(self._revisions))
+        decision = self._limited(decision, batch, next(self._revisions))
         if self._bind is None:
             return decision
         return attrs.evolve(decision, plan=self._bind(decision, batch))
 
-    def _limited(self, decision: Decision, batch: Batch) -> Decision:
+    def _limited(self, decision: Decision, batch: Batch, revision: int = 0) -> Decision:
         """Return an answer with the facts of its cell, and the requests it holds for."""
         bound = ANY_NUM_REQS
         if decision.key is not None and decision.key.descriptor.num_reqs is not None:
@@ -481,6 +481,7 @@ class Dispatcher(Epochs):
                 bound, decision.max_num_reqs, batch.num_tokens, self.config.max_num_seqs
             ),
             policy=decision.policy or self.policy_name,
+            revision=revision,
         )
 
     def _is_lost(self, answer: Any) -> bool:
