@@ -7,6 +7,7 @@ its version without being imported, unless a script has imported it already.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib.metadata
 import json
@@ -15,6 +16,17 @@ import sys
 from collections.abc import Callable, Mapping
 from time import perf_counter_ns
 from typing import Any
+
+
+def at_least_one(text: str) -> int:
+    """Return a number of rounds that was given on the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: It is not a whole number of at least 1.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def emit(

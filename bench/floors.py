@@ -22,7 +22,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-from _common import emit
+from _common import at_least_one, emit
 from _copies import ROOM, ROWS, captured, copies_and_launch
 from _host import host_and_launch
 
@@ -163,7 +163,8 @@ def staged(launch: Callable[..., int], count: int, rounds: int, *, whole: bool) 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rounds", nargs="?", type=int, default=50)
+    about = "how often each is measured, 50 by default"
+    parser.add_argument("rounds", nargs="?", type=at_least_one, default=50, help=about)
     rounds = parser.parse_args().rounds
     if not torch.cuda.is_available():
         emit(BENCH, "all", 0, "us", 0, missing="torch finds no CUDA device")

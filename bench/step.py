@@ -13,9 +13,9 @@ sizes get one size throughout.
 - ``by hand, best``: kept views, one fused copy, no check of anything; by torch or directly;
 - ``bare replay`` and ``bare launch``: nothing but the graph.
 
-Groups: ``device`` (the base case: 3 int64 inputs), ``inputs`` (1, 8, and 3 of two dtypes),
-``nodes`` (steps of 1, 50 and 500 operations), ``host`` (numpy arrays; pinned memory), ``pieces``
-(what a step of the runner is made of). Without a GPU the tape is measured: the runner's own time
+Groups: ``device`` (the base case: 3 int64 inputs; and ``pieces``, what a step of the runner is made
+of), ``inputs`` (1, 8, and 3 of two dtypes), ``nodes`` (steps of 1, 50 and 500 operations), ``host``
+(numpy arrays; pinned memory). Without a GPU the tape is measured: the runner's own time
 (``runner``), and replay beside eager (``tape``).
 """
 
@@ -37,7 +37,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from _common import emit
+from _common import at_least_one, emit
 
 from dispatchkit import (
     BatchDescriptor,
@@ -50,6 +50,7 @@ from dispatchkit import (
 )
 from dispatchkit.backends.cuda import CudaBackend
 from dispatchkit.backends.tape import TapeBackend
+from dispatchkit.errors import TraceError
 from dispatchkit.observe.trace import read_trace
 
 BENCH = "step"
@@ -585,12 +586,19 @@ def tape_group(rounds: int) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rounds", nargs="?", type=int, default=300)
-    parser.add_argument("--trace", type=Path, default=TRACES / "step_azure_conv_low.csv.gz")
+    about = "how often each is measured, 300 by default"
+    parser.add_argument("rounds", nargs="?", type=at_least_one, default=300, help=about)
+    trace = TRACES / "step_azure_conv_low.csv.gz"
+    parser.add_argument("--trace", type=Path, default=trace, help="whose batch sizes to walk")
     parser.add_argument("--skip-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--only", help="one group")
+    parser.add_argument("--only", metavar="GROUP", help="measure one group")
     options = parser.parse_args()
-    sizes = sizes_of(options.trace, 400)
+    try:
+        sizes = sizes_of(options.trace, 400)
+    except TraceError as error:
+        parser.error(str(error))
+    if not sizes:
+        parser.error(f"{options.trace} has no step of 1 to {SIZES[-1]} tokens")
     torch.set_num_threads(1)
     rounds = options.rounds
     if HAS_GPU:
@@ -605,6 +613,9 @@ def main() -> None:
             "runner": lambda: runner_group(sizes, rounds),
             "tape": lambda: tape_group(rounds),
         }
+    if options.only not in (None, *groups):
+        here = ", ".join(groups)
+        parser.error(f"no group {options.only!r} on this machine; those here are {here}")
     with torch.no_grad():
         for name, group in groups.items():
             if options.only in (None, name):
