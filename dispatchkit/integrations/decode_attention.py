@@ -73,29 +73,20 @@ def decode_attention(
             module, query, key, value, attention_mask, **given
         )
         return result
-    shared, positions = key.shape[1:3]
-    scale = size**-0.5 if scaling is None else scaling
-    grouped = query.reshape(rows * shared, heads // shared, size)
-    keys, values = key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
-    if attention_mask is None:
-        scores = (grouped * scale) @ keys
-    else:
-        # One operation scales, adds and rounds: as many kernels as a step has cost it the most.
-        added = _added(attention_mask[..., :positions], query.dtype)
-        added = added.expand(rows, shared, heads // shared, positions)
-        scores = added.clone(memory_format=torch.contiguous_format).flatten(0, 1)
-        scores.baddbmm_(grouped, keys, alpha=scale)
+    shared = key.shape[1]
+    # Scaled before: no product is out of a type's range, and fewer numbers are multiplied. How many
+    # operations there are counts more for a small model than how much each does.
+    grouped = query.reshape(rows, shared, heads // shared, size)
+    scores = (grouped * (size**-0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
+    if attention_mask is not None:
+        mask = attention_mask[..., : key.shape[2]]
+        if mask.dtype == torch.bool:
+            scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        else:
+            scores.add_(mask)
     # Computed in float32 inside, whatever the type.
-    found = scores.softmax(-1).to(value.dtype) @ values
+    found = scores.softmax(-1).to(value.dtype) @ value
     return found.reshape(rows, 1, heads, value.shape[-1]), None
-
-
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask to add to scores; one that is so already costs nothing."""
-    if mask.dtype is not torch.bool:
-        return mask.to(dtype)
-    made = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return made.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 AttentionInterface.register(DECODE_ATTENTION, decode_attention)

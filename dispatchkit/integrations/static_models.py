@@ -131,7 +131,7 @@ def probe(model: Any, max_length: int) -> Probe:
         states=(),
         dtype=first.dtype,
         device=first.device,
-        # Once for each step, where the attention of every layer would make it so.
+        # One operation less for each layer than with a mask of true and false.
         mask_of=_same if attention == "sdpa" else _additive(first.dtype),
         cache_name=cache_name,
         takes_last="logits_to_keep" in parameters,
