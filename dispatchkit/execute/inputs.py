@@ -320,11 +320,13 @@ class InputSet:
         return values if made is None else made
 
     def to_tensors(self, values: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """Return a checked call as tensors on the device; arrays are copied."""
+        """Return a checked call as tensors on the device; arrays are copied, tensors are there."""
         if not self.host:
             return values
         return [
-            host_tensor(value, spec.dtype, self.device) if spec.host else value
+            value
+            if isinstance(value, torch.Tensor)
+            else host_tensor(value, spec.dtype, self.device)
             for value, spec in zip(values, self, strict=True)
         ]
 

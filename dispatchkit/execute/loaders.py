@@ -184,6 +184,35 @@ class UnstagedLoader(Loader):
         buffers.clean_from = buffers.clean_to = 0
 
 
+class ForeignLoader(Loader):
+    """As ``Loader``, for graphs captured elsewhere, which read other memory than the runner's.
+
+    Args:
+        buffers: What the graph reads.
+        own: What steps in place write.
+        num_rows: Rows of the calls.
+        bucket: Rows that the graph reads.
+    """
+
+    def __init__(
+        self, buffers: InputBuffers, own: InputBuffers, num_rows: int, bucket: int
+    ) -> None:
+        super().__init__(buffers, num_rows, bucket)
+        self._own = own
+
+    def is_settled(self) -> bool:
+        """Return False: what was written in place is not where the graph reads."""
+        return False
+
+    def settle(self) -> None:
+        """Bring in what was written in place.
+
+        Raises:
+            InputError: The runner's own memory does not hold so many rows.
+        """
+        self.load(self._own.copies(self.num_rows))
+
+
 def picker(group: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return what takes a group's values out of a call."""
     if len(group) == 1:

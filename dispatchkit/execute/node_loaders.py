@@ -14,7 +14,7 @@ import torch
 from dispatchkit.execute.buffers import InputBuffers
 from dispatchkit.execute.host_arrays import as_array
 from dispatchkit.execute.inputs import TensorGuards, is_flagged, never
-from dispatchkit.execute.loaders import Loader, UnstagedLoader, picker
+from dispatchkit.execute.loaders import ForeignLoader, Loader, UnstagedLoader, picker
 from dispatchkit.execute.small_copies import FILL_BYTES, InputNode
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ def loader_of(step: CapturedStep, num_rows: int) -> Loader | NodeLoader:
         # Also where it failed: a launch must not copy what another call of this size gave.
         kind = HostNodeLoader if node.host else NodeLoader
         return kind(node, buffers, num_rows, bucket)
+    if step.is_foreign:
+        return ForeignLoader(buffers, step.lane.buffers_of(step.key), num_rows, bucket)
     if step.staging is None and buffers.staging is not None:
         return UnstagedLoader(buffers, num_rows, bucket)
     return Loader(buffers, num_rows, bucket)

@@ -517,6 +517,20 @@ def test_graph_captured_elsewhere_is_used(make_runner, backend, keys):
     graph.replay()  # still its owner's
 
 
+def test_steps_in_place_reach_what_a_graph_captured_elsewhere_reads(make_runner, backend, keys):
+    runner = make_runner(double)
+    static = torch.zeros(8, dtype=torch.int64)
+    pool, stream = backend.new_pool(), backend.new_stream()
+    graph = backend.capture(lambda: static * 2, stream=stream, pool=pool)
+    runner.register(keys.full(8), graph, inputs={"tokens": static}, outputs=graph.outputs)
+    same(runner(torch.arange(7)), torch.arange(7) * 2)
+    for rows in (6, 5, 8):
+        runner.buffers["tokens"][:rows] = rows
+        same(runner.step(rows), torch.full((rows,), 2 * rows))
+        assert static.tolist() == [rows] * rows + [0] * (8 - rows)
+    assert runner.get(keys.full(8)).hits == 4
+
+
 def test_graph_captured_elsewhere_must_fit(make_runner, backend, keys):
     from dispatchkit.errors import InputError
 

@@ -189,6 +189,7 @@ class Case:
             self.steps[bucket, pieces] = SimpleNamespace(
                 input_node=node.attached(graph) if is_node else node,
                 buffers=self.buffers,
+                is_foreign=False,
                 key=SimpleNamespace(num_tokens=bucket),
                 staging=self.buffers.staging if why_staged else None,
                 graph=graph,

@@ -214,6 +214,9 @@ def test_a_registered_graph_gets_host_inputs(make_runner):
     runner.register(key, Graph(), inputs={"tokens": static}, outputs=out)
     same(runner(np.array([1, 2, 3])), torch.tensor([2, 3, 4]))
     assert static.tolist() == [1, 2, 3, 7]
+    runner.buffers["tokens"][:3] = 5
+    same(runner.step(3), torch.tensor([6, 6, 6]))
+    assert static.tolist() == [5, 5, 5, 7]
 
 
 def test_check_mode_compares_host_inputs(make_runner):
