@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dispatchkit.execute.buffers import InputBuffers
+from dispatchkit.execute.host_arrays import as_array
 
 _copy: Any = torch._foreach_copy_  # its stub takes lists and tuples only
 
@@ -51,17 +52,15 @@ class Loader:
         own_host = not set(inputs.host) <= set(skip)
         staging = self._staging = buffers.staging if staged and own_host else None
         self._to_host: list[tuple[int, Any]] = []
+        if staging is not None:
+            self._to_host = [
+                (index, as_array(rows))
+                for index, rows in buffers.host_rows(num_rows)
+                if index not in skip
+            ]
         by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, (name, spec) in enumerate(inputs.specs.items()):
-            if index in skip:
-                continue
-            if staging is not None and spec.host:
-                array = staging.arrays[name]
-                dim = spec.batch_dim
-                cut = () if dim is None else (slice(None),) * dim + (slice(0, num_rows),)
-                # Three dots: a view, also where an index would give a plain number.
-                self._to_host.append((index, array[(*cut, ...)]))
-            else:
+        for index, spec in enumerate(inputs):
+            if index not in skip and (staging is None or not spec.host):
                 by_dtype.setdefault(spec.dtype, []).append(index)
         self._groups = list(by_dtype.values())
         self._copies = [
@@ -151,8 +150,8 @@ class Loader:
                     if index in dims:
                         name = self.buffers.inputs.names[index]
                         fill = self._staging.fill_arrays[name]
-                        cut = (slice(None),) * dims[index] + (slice(self.num_rows, self.bucket),)
-                        self._host_tails.append((self._staging.arrays[name][cut], fill))
+                        stale = self._staging.host[name].narrow(dims[index], self.num_rows, length)
+                        self._host_tails.append((as_array(stale), fill))
         return self._tails
 
 

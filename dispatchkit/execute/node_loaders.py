@@ -82,9 +82,7 @@ class NodeLoader:
         self._node.is_idle = False
         code = self._send(picked)
         if code:
-            self._node.fail(code)
-            self._all_by_torch().load(values)
-            self._node.stop()
+            self._load_instead(values, code)
 
     def is_settled(self) -> bool:
         """Note a call whose rows are in the buffers already; True if nothing is to be done."""
@@ -108,6 +106,12 @@ class NodeLoader:
         whole = self._all_by_torch()
         if not whole.is_settled():
             whole.settle()
+
+    def _load_instead(self, values: Sequence[Any], code: int) -> None:
+        """Bring a call in by torch, since the node could not be set."""
+        self._node.fail(code)
+        self._all_by_torch().load(values)
+        self._node.stop()
 
     def _all_by_torch(self) -> Loader:
         if self._whole is None:
@@ -187,9 +191,7 @@ class HostNodeLoader(NodeLoader):
         self._node.is_idle = False
         code = self._send(tensors)
         if code:
-            self._node.fail(code)
-            self._all_by_torch().load(values)
-            self._node.stop()
+            self._load_instead(values, code)
 
     def is_settled(self) -> bool:
         """Return False: what the host wrote in place is never on the device yet."""

@@ -45,7 +45,6 @@ class Staging:
 
     Attributes:
         host: Pinned memory by name, as large as the device's.
-        arrays: The same memory as numpy arrays.
         fill_arrays: What rows without a token hold, as arrays without a dimension.
         device: What graphs read, by name.
     """
@@ -73,7 +72,6 @@ class Staging:
             for name, spec in specs.items():
                 self.host[name].fill_(spec.fill)
                 self.device[name].fill_(spec.fill)
-        self.arrays: dict[str, Any] = {name: as_array(tensor) for name, tensor in self.host.items()}
         self.fill_arrays: dict[str, Any] = {
             name: as_array(torch.full((), spec.fill, dtype=spec.dtype))
             for name, spec in specs.items()
