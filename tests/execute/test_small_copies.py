@@ -53,6 +53,15 @@ HOSTS = {
 }
 
 
+def in_threads(work):
+    """Run it in three threads at once, each with its own first number."""
+    threads = [threading.Thread(target=work, args=(100 * index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 class Played(TapeBackend):
     """A tape whose graphs begin with the copy; handles are the numbers of graphs."""
 
@@ -496,11 +505,7 @@ def test_several_threads(made):
             if not torch.equal(runner(*call)[0], step(*call)[0]):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(100 * index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert wrong == []
 
 
@@ -725,9 +730,5 @@ def test_host_inputs_from_several_threads(made):
         except AssertionError as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=work, args=(100 * index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert wrong == []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from device_steps import in_threads  # noqa: E402
 
 from dispatchkit import Axis, GraphRunner, StaticInput  # noqa: E402
 from dispatchkit.backends.capture_guard import is_any_capturing  # noqa: E402
@@ -36,17 +36,6 @@ def rows_of(number, seed=0, width=WIDTH):
 
 def same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
-
-
-def in_threads(number, work):
-    start = threading.Barrier(number)
-
-    def run(index):
-        start.wait()
-        return work(index)
-
-    with ThreadPoolExecutor(number) as pool:
-        return [future.result() for future in [pool.submit(run, i) for i in range(number)]]
 
 
 @pytest.fixture

@@ -10,15 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from dispatchkit import (  # noqa: E402
-    BatchDescriptor,
-    Decision,
-    GraphKey,
-    GraphRunner,
-    Reason,
-    RuntimeMode,
-    StaticInput,
-)
+from device_steps import SIZES, in_threads, key_of, runner_of  # noqa: E402
+
+from dispatchkit import StaticInput  # noqa: E402
 from dispatchkit.backends import cuda_copy  # noqa: E402
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
 from dispatchkit.backends.cuda_copy import CAPACITIES  # noqa: E402
@@ -28,36 +22,7 @@ from dispatchkit.execute.staging import Staging  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda:0"
-SIZES = (1, 2, 4, 8, 16, 32)
 MEMCPY, KERNEL = 1, 0  # kinds of nodes
-
-
-class SmallestPolicy:
-    """FULL at the smallest key that covers the batch, or eager."""
-
-    name = "smallest"
-
-    def declare(self, config):
-        return [GraphKey(RuntimeMode.FULL, BatchDescriptor(size)) for size in config.capture_sizes]
-
-    def decide(self, batch, graphs):
-        for key in graphs.covering(batch, RuntimeMode.FULL):
-            if batch.allows(RuntimeMode.FULL) and graphs.is_ready(key):
-                return Decision.replay(key)
-            break
-        return Decision.eager(Reason.CEILING)
-
-
-def runner_of(step, inputs, **settings):
-    settings.setdefault("sizes", SIZES)
-    settings.setdefault("backend", CudaBackend(0))
-    runner = GraphRunner(step, inputs, policy=SmallestPolicy(), mode="FULL", **settings)
-    assert runner.capture().failed == {}
-    return runner
-
-
-def key_of(size):
-    return GraphKey(RuntimeMode.FULL, BatchDescriptor(size))
 
 
 def bucket_of(rows, sizes=SIZES):
@@ -391,11 +356,7 @@ def test_host_inputs_from_several_threads_and_streams():
         except Exception as error:  # noqa: BLE001 - told below
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(100 * number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(3, lambda index: work(100 * index))
     torch.cuda.synchronize()
     assert failures == []
     for rows, number, got in results:

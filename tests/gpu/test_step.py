@@ -9,59 +9,15 @@ import pytest
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from dispatchkit import (  # noqa: E402
-    BatchDescriptor,
-    Decision,
-    GraphKey,
-    GraphRunner,
-    Reason,
-    RuntimeMode,
-    StaticInput,
-    eager_piece,
-    graph_piece,
-)
+from device_steps import SIZES, SmallestPolicy, in_threads, key_of, runner_of  # noqa: E402
+
+from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
 from dispatchkit.execute.staging import Staging  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda:0"
-SIZES = (1, 2, 4, 8, 16, 32)
-
-
-class SmallestPolicy:
-    """FULL, then PIECEWISE, each at the smallest key that covers the batch; then eager."""
-
-    name = "smallest"
-
-    def declare(self, config):
-        modes = [RuntimeMode.FULL]
-        if config.mode.has_piecewise_cudagraphs():
-            modes.append(RuntimeMode.PIECEWISE)
-        return [GraphKey(m, BatchDescriptor(size)) for m in modes for size in config.capture_sizes]
-
-    def decide(self, batch, graphs):
-        for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
-            for key in graphs.covering(batch, mode):
-                if batch.allows(mode) and graphs.is_ready(key):
-                    return Decision.replay(key)
-                break
-        return Decision.eager(Reason.CEILING)
-
-
-def runner_of(step, inputs, **settings):
-    settings.setdefault("sizes", SIZES)
-    settings.setdefault("policy", SmallestPolicy())
-    settings.setdefault("mode", "FULL")
-    settings.setdefault("backend", CudaBackend(0))
-    runner = GraphRunner(step, inputs, **settings)
-    report = runner.capture()
-    assert report.failed == {}
-    return runner
-
-
-def key_of(size):
-    return GraphKey(RuntimeMode.FULL, BatchDescriptor(size))
 
 
 def same(actual, expected):
@@ -187,11 +143,7 @@ def test_direct_launches_on_other_streams_and_threads():
                 results[name, number] = runner(x)
         stream.synchronize()
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(3, work)
     torch.cuda.synchronize()
     for (_, number), got in results.items():
         same(got.cpu(), torch.full((1 + number % 32,), number * 2 + 1))
@@ -387,11 +339,7 @@ def test_the_copy_node_on_several_streams_and_threads():
         except Exception as error:  # noqa: BLE001 - told below
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(100 * number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(3, lambda index: work(100 * index))
     torch.cuda.synchronize()
     assert failures == []
     assert len(results) == 180
