@@ -22,11 +22,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class Place:
     """Where a step writes; one for all layers of a view, set by the step itself.
 
+    Args:
+        slots: The numbers of all slots (slots,).
+
     Attributes:
         positions: Position of each row's token (B,).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slots: torch.Tensor) -> None:
+        self.slots: torch.Tensor = slots
         self.positions: torch.Tensor = torch.empty(0, dtype=torch.int64)
 
 
@@ -67,9 +71,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not ty
         Shapes: states (B, heads, 1, head size), results (B, heads, length, head size).
         """
         rows = key_states.shape[0]
+        slots = self.place.slots[:rows]
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
-            index = self.place.positions.view(rows, 1, 1, 1).expand_as(states)
-            memory[:rows].scatter_(2, index, states)
+            # Compiled code does this in place; for a scatter it copies all rows, there and back.
+            memory[slots, :, self.place.positions] = states.squeeze(2)
         return self.keys[:rows, :, : self.length], self.values[:rows, :, : self.length]
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -141,15 +146,26 @@ class SlotCache:
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [
             (placed[2 * index], placed[2 * index + 1]) for index in range(len(like))
         ]
+        self._slots = torch.arange(num_slots, device=flat[0].device)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole cache."""
         return sum(block.untyped_storage().nbytes() for block in self.memory)
 
+    @property
+    def positions_apart(self) -> int | None:
+        """Positions from one row to the next, heads and all, in one layer's memory.
+
+        None where layers differ, or 32 bits do not count the positions of all rows.
+        """
+        found = {one.shape[1] * one.shape[2] for pair in self.layers for one in pair}
+        apart = found.pop()
+        return None if found or apart * self.num_slots >= 1 << 31 else apart
+
     def view(self, length: int) -> tuple[Cache, Place]:
         """Return the cache as a step that reads so many positions takes it, and its place."""
-        place = Place()
+        place = Place(self._slots)
         layers = [SlotLayer(keys, values, place, length) for keys, values in self.layers]
         return Cache(layers=layers), place
 

@@ -95,15 +95,21 @@ class TestCudaUnwatched(BackendTests):
 # -- memory of libraries ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("has_bias", [False, True], ids=["cublas", "cublaslt"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_replays_write_into_no_memory_that_torch_gave_to_others_meanwhile(dtype):
+def test_replays_write_into_no_memory_that_torch_gave_to_others_meanwhile(dtype, has_bias):
     """torch.compile's reduce-overhead gives back the workspaces that graphs still write to."""
     rig = new_rig()
     torch = rig.torch
     for rows, width, columns in ((8, 16384, 64), (16, 8192, 256), (64, 4096, 4096)):
         made = {"device": "cuda", "dtype": getattr(torch, dtype)}
         x, weight = torch.randn(rows, width, **made), torch.randn(width, columns, **made)
-        graph = rig.warm_capture(lambda x=x, weight=weight: x @ weight)
+        bias = torch.randn(columns, **made) if has_bias else None
+
+        def product(x=x, weight=weight, bias=bias):
+            return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+        graph = rig.warm_capture(product)
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
         with rig.backend.use_stream(rig.stream):
@@ -111,9 +117,41 @@ def test_replays_write_into_no_memory_that_torch_gave_to_others_meanwhile(dtype)
                 torch.full((4 << 20,), 7, dtype=torch.uint8, device="cuda") for _ in range(40)
             ]
         torch.cuda.synchronize()
-        torch.testing.assert_close(rig.replayed(graph), x @ weight, rtol=1e-2, atol=1)
+        torch.testing.assert_close(rig.replayed(graph), product(), rtol=1e-2, atol=1)
         torch.cuda.synchronize()
         assert all(bool((one == 7).all()) for one in others)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["cublas", "cublaslt"])
+def test_workspaces_of_a_stream_that_is_captured_come_from_its_own_pool(has_bias):
+    """The launch of a graph whose workspace the device has back ended the process."""
+    rig = new_rig()
+    torch = rig.torch
+    x, weight, bias = rig.randn(16, 4096), rig.randn(4096, 64), rig.randn(64)
+
+    def product():
+        return torch.addmm(bias, x, weight) if has_bias else x @ weight
+
+    torch._C._cuda_clearCublasWorkspaces()  # of whoever had this stream before
+    graph = rig.warm_capture(product)
+
+    def in_use():
+        return sum(
+            block["size"]
+            for segment in torch.cuda.memory_snapshot()
+            for block in segment["blocks"]
+            if segment["stream"] == rig.stream.handle
+            and tuple(segment["segment_pool_id"]) == (0, 0)
+            and block["state"].startswith("active_alloc")
+        )
+
+    torch.cuda.synchronize()
+    gc.collect()
+    before = in_use()
+    torch._C._cuda_clearCublasWorkspaces()
+    assert in_use() == before  # else some of them were anybody's
+    torch.cuda.empty_cache()
+    torch.testing.assert_close(rig.replayed(graph), product(), rtol=1e-3, atol=1e-2)
 
 
 def test_workspaces_given_back_again_and_again_take_no_more_memory():
@@ -122,7 +160,7 @@ def test_workspaces_given_back_again_and_again_take_no_more_memory():
     x = rig.randn(64, 64)
     levels = []
     for _ in range(6):
-        rig.warm_capture(lambda: x @ x).release()
+        rig.warm_capture(lambda: torch.addmm(x[0], x, x) @ x).release()
         torch._C._cuda_clearCublasWorkspaces()
         gc.collect()
         torch.cuda.synchronize()

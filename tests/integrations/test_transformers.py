@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward  # n
 
 from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
 from dispatchkit.integrations import decode_attention as attention_module  # noqa: E402
-from dispatchkit.integrations.decode_attention import decode_attention  # noqa: E402
+from dispatchkit.integrations import static_models  # noqa: E402
+from dispatchkit.integrations.decode_attention import Reads, decode_attention  # noqa: E402
+from dispatchkit.integrations.decode_step import decode_step  # noqa: E402
 from dispatchkit.integrations.slot_cache import SlotCache, plan_moves  # noqa: E402
 from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
 
@@ -204,6 +207,107 @@ def test_attention_of_prompts_is_the_librarys(monkeypatch):
     decode_attention(module, one, many, many, None, position_bias=30.0)
     decode_attention(module, one, many, many, None, softcap=None, position_bias=None)
     assert asked == [(3, 0.0, None), (1, 0.1, None), (1, 0.0, 30.0)]
+
+
+def attend_by_lengths(query, key, value, used, queries, starts, scale):
+    """Compute what the kernel for lengths in use does, the rows read from one memory as there."""
+    rows, heads, _, size = query.shape
+    ahead = torch.arange(key.shape[2])
+    places = starts[queries[:-1]].view(rows, 1) + ahead
+    keys, values = (attention_module._as_one(one)[places].transpose(1, 2) for one in (key, value))
+    looks = (ahead < used.view(rows, 1)).view(rows, 1, 1, -1)
+    got = torch.nn.functional.scaled_dot_product_attention(
+        query, keys, values, looks, scale=scale, enable_gqa=True
+    )
+    return got.view(rows, heads, size)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Have the kernel for lengths in use on the CPU; return the lengths it was called with."""
+    calls = []
+
+    def attend(query, key, value, used, queries, starts, scale):
+        calls.append(used)
+        return attend_by_lengths(query, key, value, used, queries, starts, scale)
+
+    monkeypatch.setattr(static_models, "has_kernel", lambda states: True)
+    attention_module.attend_used.register_kernel("cpu")(attend)
+    return calls
+
+
+def test_tokens_by_the_kernel_are_those_of_generate_at_every_length(model, prompts, kernel):
+    model.set_attn_implementation(DECODE_ATTENTION)
+    decoder = decoder_of(model)
+    want, got = both(model, decoder, prompts, max_new_tokens=50, do_sample=False)
+    assert torch.equal(want, got)
+    assert len(kernel) >= len(LENGTHS) * model.config.num_hidden_layers
+    assert not decoder.stats().graphs["tokens"].eager_by_reason
+
+
+def test_compiled_steps_have_the_kernel_too(model, prompts, kernel):
+    model.set_attn_implementation(DECODE_ATTENTION)
+    torch._dynamo.reset()
+    decoder = decoder_of(
+        model, lengths=[64], compile=partial(torch.compile, backend="aot_eager", fullgraph=True)
+    )
+    want, got = both(model, decoder, prompts, max_new_tokens=20, do_sample=False)
+    assert torch.equal(want, got)
+    assert len(kernel) >= model.config.num_hidden_layers
+    assert not decoder.stats().graphs["tokens"].eager_by_reason
+
+
+def test_the_kernel_is_told_what_each_row_has_in_use(model, kernel):
+    model.set_attn_implementation(DECODE_ATTENTION)
+    found = static_models.probe(model, 32)
+    memory = SlotCache(found.states, 6, 32)
+    step = decode_step(found, memory, [8, 32], model, wants_logits=False)
+    with torch.no_grad():
+        for length, last in ((8, 7), (32, 31)):
+            # The last two rows have no sequence.
+            positions = torch.tensor([0, last, 5, 32, 32])
+            step(torch.full((5,), 7), positions, length)
+            assert kernel[-1].tolist() == [1, last + 1, 6, 1, 1]
+    assert len(kernel) == 2 * model.config.num_hidden_layers
+
+
+def test_the_kernel_is_left_alone_where_something_else_than_the_cache_is_read(kernel):
+    memory = torch.randn(2, 5, 2, 13, 16, generator=torch.Generator().manual_seed(4))
+    key, value = memory[:, :3, :, :9]
+    query = torch.randn(3, 4, 1, 16, generator=torch.Generator().manual_seed(5))
+    mask = torch.zeros(3, 1, 1, 9)
+    numbers = torch.arange(4, dtype=torch.int32)
+    reads = Reads(mask, torch.full((3,), 9, dtype=torch.int32), numbers, numbers * 26, 26)
+
+    def attended(query=query, key=key, value=value, mask=mask, reads=reads):
+        got, _ = decode_attention(torch.nn.Module(), query, key, value, mask, decode_reads=reads)
+        return got
+
+    want = attended(reads=None)
+    torch.testing.assert_close(attended(), want)
+    assert len(kernel) == 1
+    torch.testing.assert_close(attended(mask=mask.clone()), want)
+    torch.testing.assert_close(attended(key=key.contiguous()), want)
+    torch.testing.assert_close(attended(value=value.contiguous()), want)
+    torch.testing.assert_close(attended(reads=reads._replace(apart=27)), want)
+    attended(query=query.double(), key=key.double(), value=value.double(), mask=mask.double())
+    assert len(kernel) == 1
+    # Few rows of a long cache would keep most of a device waiting.
+    for length, calls in ((128, 2), (129, 2)):
+        long, none = torch.randn(2, 1, 1, length, 16), torch.zeros(1, 1, 1, length)
+        one = Reads(none, reads.used[:1], numbers[:2], numbers[:2] * length, length)
+        attended(query[:1], *long, none, one)
+        assert len(kernel) == calls
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["own", "shared"])
+def test_the_kernel_is_one_operation_for_compiled_code(heads):
+    given = [torch.empty(3, heads[0], 1, 16, device="meta")]
+    given += torch.empty(2, 5, heads[1], 13, 16, device="meta")[:, :3, :, :9]
+    numbers = torch.empty(4, dtype=torch.int32, device="meta")
+    found = torch.ops.dispatchkit.attend_used(*given, numbers[:3], numbers, numbers, 0.25)
+    assert found.shape == (3, heads[0], 16)
+    assert found.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

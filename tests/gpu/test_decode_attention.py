@@ -1,0 +1,166 @@
+"""The kernel for lengths in use: right beside float32, in graphs, and under compiled code."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from dispatchkit.integrations import decode_attention as attention_module  # noqa: E402
+from dispatchkit.integrations import static_models  # noqa: E402
+from dispatchkit.integrations.decode_attention import Reads, decode_attention  # noqa: E402
+from dispatchkit.integrations.decode_step import decode_step  # noqa: E402
+from dispatchkit.integrations.slot_cache import SlotCache  # noqa: E402
+from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
+]
+
+DEVICE = "cuda:0"
+LENGTH, SLOTS = 96, 9
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Return how often the kernel is asked for; compiled code asks past this."""
+    calls = []
+    asked = attention_module.attend_used
+
+    def attend(*args):
+        calls.append(args[0].shape)
+        return asked(*args)
+
+    monkeypatch.setattr(attention_module, "attend_used", attend)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [8, 64, 80, 128, 256])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1)], ids=["own", "shared", "one"])
+def test_what_tokens_attend_to_is_as_near_to_float32_as_without_the_kernel(
+    heads, size, dtype, kernel
+):
+    torch.manual_seed(size)
+    memory = torch.randn(2, SLOTS, heads[1], LENGTH + 1, size, device=DEVICE, dtype=dtype)
+    # Nothing behind what is in use may be read, which a number of no size would show.
+    module = torch.nn.Module()
+    for rows, length in ((1, 64), (5, LENGTH), (SLOTS, 33)):
+        query = torch.randn(rows, heads[0], 1, size, device=DEVICE, dtype=dtype)
+        used = torch.randint(1, length + 1, (rows,), device=DEVICE, dtype=torch.int32)
+        used[0] = length
+        looks = torch.arange(length, device=DEVICE) < used[:, None]
+        lowest = torch.finfo(dtype).min
+        mask = torch.zeros(looks.shape, device=DEVICE, dtype=dtype).masked_fill_(~looks, lowest)
+        mask = mask.view(rows, 1, 1, length)
+        key, value = memory[:, :rows, :, :length]
+        numbers = torch.arange(rows + 1, device=DEVICE, dtype=torch.int32)
+        apart = heads[1] * (LENGTH + 1)
+        reads = Reads(mask, used, numbers, numbers * apart, apart)
+        want, _ = decode_attention(
+            module, query.float(), key.float(), value.float(), mask.float(), scaling=0.11
+        )
+        plain, _ = decode_attention(module, query, key, value, mask, scaling=0.11)
+        assert not kernel
+        poisoned = memory.clone()
+        behind = torch.arange(LENGTH + 1, device=DEVICE) >= used[:, None]
+        poisoned[:, :rows].masked_fill_(behind.view(1, rows, 1, -1, 1), float("nan"))
+        key, value = poisoned[:, :rows, :, :length]
+        got, _ = decode_attention(module, query, key, value, mask, scaling=0.11, decode_reads=reads)
+        assert len(kernel) == 1
+        kernel.clear()
+        error, allowed = (got.float() - want).abs().max(), (plain.float() - want).abs().max()
+        assert error <= 2 * allowed + 1e-3
+
+
+def llama():
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=997,
+            hidden_size=256,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.1,
+        )
+    )
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=997,
+            n_positions=512,
+            n_embd=128,
+            n_layer=3,
+            n_head=4,
+            bos_token_id=1,
+            eos_token_id=2,
+            initializer_range=0.1,
+        )
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_logits_of_replays_are_as_near_to_float32_as_those_of_sdpa(make, compiled, kernel):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    exact = make().to(DEVICE).eval()
+    model = make().to(DEVICE).eval()
+    model.load_state_dict(exact.state_dict())
+    model = model.to(torch.bfloat16)
+    exact.load_state_dict({name: one.float() for name, one in model.state_dict().items()})
+    model.set_attn_implementation(DECODE_ATTENTION)
+    decoder = GraphDecoder(
+        model, max_batch_size=8, max_length=LENGTH, lengths=[32, LENGTH], sizes=[2, 8],
+        compile=compiled,
+    )  # fmt: skip
+    runner = decoder.runner(logits=True)
+    others = []  # the library's attention, in both types, on caches of their own
+    for one in (exact, model):
+        one.set_attn_implementation("sdpa")
+        found = static_models.probe(one, LENGTH)
+        memory = SlotCache(found.states, 8, LENGTH)
+        others.append((memory, decode_step(found, memory, [LENGTH], one, wants_logits=True)))
+    model.set_attn_implementation(DECODE_ATTENTION)
+    worst, allowed, spread = 0.0, 0.0, 0.0
+    for number in range(12):
+        rows, length = (1, 2, 5, 8)[number % 4], (32, LENGTH)[number % 2]
+        tokens = torch.randint(3, 997, (rows,), device=DEVICE)
+        positions = torch.randint(0, length, (rows,), device=DEVICE)
+        for index, block in enumerate(decoder.cache.memory):
+            block.normal_()
+            for memory, _ in others:
+                memory.memory[index].copy_(block)
+        # Rows behind the batch must change nothing, whatever lies in their slots.
+        for block in decoder.cache.memory:
+            block[:, rows:] = float("nan")
+        got = runner(tokens=tokens, positions=positions, length=length)[0].clone()
+        with torch.no_grad():
+            want = others[0][1](tokens, positions, LENGTH)[0]
+            model.set_attn_implementation("sdpa")
+            plain = others[1][1](tokens, positions, LENGTH)[0]
+            model.set_attn_implementation(DECODE_ATTENTION)
+        worst = max(worst, float((got - want).abs().max()))
+        allowed = max(allowed, float((plain - want).abs().max()))
+        spread = max(spread, float(want.std()))
+    assert worst <= 2 * allowed + 1e-3
+    assert allowed < spread  # else that would say nothing
+    assert runner.stats().steps == 12
+    assert not runner.stats().eager_by_reason
+    assert compiled or len(kernel) >= 4 * 3
+
+
+def test_types_of_32_bits_have_no_such_kernel(kernel):
+    model = llama().to(DEVICE).eval()
+    model.set_attn_implementation(DECODE_ATTENTION)
+    decoder = GraphDecoder(model, max_batch_size=2, max_length=LENGTH)
+    tokens = torch.randint(3, 997, (2,), device=DEVICE)
+    decoder.runner()(tokens=tokens, positions=torch.zeros_like(tokens), length=LENGTH)
+    assert not kernel
