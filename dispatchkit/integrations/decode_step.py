@@ -88,6 +88,27 @@ def decode_step(
     return step
 
 
+def compile_for_any_size(step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return a step that ``torch.compile`` compiles once for all sizes; a single row is its own.
+
+    By itself it would compile the first size it sees for that size alone. ``dynamic=True`` would
+    leave the sizes of the cache open as well.
+
+    Args:
+        step: Takes tokens and positions (B,).
+        options: Those of ``torch.compile``.
+    """
+    compiled = torch.compile(step, **options)
+
+    def run(tokens: torch.Tensor, positions: torch.Tensor) -> Any:
+        if tokens.shape[0] > 1:
+            for one in (tokens, positions):
+                torch._dynamo.maybe_mark_dynamic(one, 0)
+        return compiled(tokens, positions)
+
+    return run
+
+
 def check_count(name: str, value: Any) -> None:
     """Raise ConfigError unless a setting is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -29,6 +29,7 @@ try:
     from dispatchkit.integrations.decode_step import (
         check_count,
         check_lengths,
+        compile_for_any_size,
         decode_step,
         too_short,
     )
@@ -131,7 +132,7 @@ class GraphDecoder:
             raise ConfigError(
                 "compile", compile, "True, False, or a function that is given the step"
             )
-        self._compile = torch.compile if compile is True else compile or None
+        self._compile = compile_for_any_size if compile is True else compile or None
         self._settings = {
             "sizes": sizes,
             "max_num_tokens": max_batch_size,

@@ -22,7 +22,10 @@ from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa:
 from dispatchkit.integrations import decode_attention as attention_module  # noqa: E402
 from dispatchkit.integrations import static_models  # noqa: E402
 from dispatchkit.integrations.decode_attention import Reads, decode_attention  # noqa: E402
-from dispatchkit.integrations.decode_step import decode_step  # noqa: E402
+from dispatchkit.integrations.decode_step import (  # noqa: E402
+    compile_for_any_size,
+    decode_step,
+)
 from dispatchkit.integrations.slot_cache import SlotCache, plan_moves  # noqa: E402
 from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
 
@@ -367,6 +370,28 @@ def test_a_compiled_forward_takes_the_models_place(one_model, prompts):
     )
     want, got = both(one_model, decoder, prompts, max_new_tokens=5, do_sample=False)
     assert torch.equal(want, got)
+
+
+def test_a_step_is_compiled_once_for_all_sizes_and_once_for_a_single_row(one_model):
+    torch._dynamo.reset()
+    graphs = []
+
+    def counted(graph, inputs):
+        # The sizes of tokens and positions are open, and none of the memory.
+        graphs.append(sum(isinstance(one, torch.SymInt) for one in inputs))
+        return graph.forward
+
+    found = static_models.probe(one_model, 32)
+    memory = SlotCache(found.states, 9, 32)
+    step = decode_step(
+        found, memory, [32], one_model, wants_logits=False,
+        compile=partial(compile_for_any_size, backend=counted),
+    )  # fmt: skip
+    with torch.no_grad():
+        for rows in (5, 3, 8, 2, 1, 9, 1):
+            tokens = torch.full((rows,), 7)
+            assert step(tokens, torch.zeros_like(tokens), 32)[0].shape == (rows,)
+    assert graphs == [2, 0]
 
 
 def test_a_step_may_be_compiled_whole(one_model, prompts):
