@@ -9,30 +9,39 @@ from typing import Any
 
 import attrs
 import torch
-from torch._dynamo.utils import cumulative_time_spent_ns
+from torch._dynamo.utils import counters, cumulative_time_spent_ns
 from torch._guards import CompileContext
 
 
 @attrs.frozen
 class CompileTime:
-    """Seconds of compilation.
+    """Seconds of compilation, and what came of it.
 
     Attributes:
         compiling: Dynamo and all that it calls.
         tuning: Kernels of Triton tried out in several forms at their first call, which comes
             after that; what is tried out within the compilation is not counted twice.
+        graphs: How many graphs that made.
+        found: For how many of them kernels were found on the disk.
     """
 
     compiling: float
     tuning: float
+    graphs: int
+    found: int
 
     def since(self, before: CompileTime) -> CompileTime:
         """Return what was spent after another moment."""
-        return CompileTime(self.compiling - before.compiling, self.tuning - before.tuning)
+        return CompileTime(
+            self.compiling - before.compiling,
+            self.tuning - before.tuning,
+            self.graphs - before.graphs,
+            self.found - before.found,
+        )
 
     @property
     def total(self) -> float:
-        """Both."""
+        """All seconds."""
         return self.compiling + self.tuning
 
 
@@ -41,7 +50,12 @@ _tuning = {"depth": 0, "seconds": 0.0}
 
 def compile_time() -> CompileTime:
     """Return what has been spent so far, since ``load_compiler`` at the earliest."""
-    return CompileTime(cumulative_time_spent_ns["entire_frame_compile"] / 1e9, _tuning["seconds"])
+    return CompileTime(
+        cumulative_time_spent_ns["entire_frame_compile"] / 1e9,
+        _tuning["seconds"],
+        counters["stats"]["unique_graphs"],
+        counters["inductor"]["fxgraph_cache_hit"],
+    )
 
 
 @functools.cache

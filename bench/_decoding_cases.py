@@ -10,7 +10,8 @@ import argparse
 import copy
 import functools
 import gc
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,16 +23,14 @@ from dispatchkit.integrations.decode_step import decode_step
 from dispatchkit.integrations.slot_cache import SlotCache
 from dispatchkit.integrations.static_models import probe
 from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder
-from dispatchkit.observe.trace import StepTrace, read_trace
-from dispatchkit.plan import plan_sizes
 
 IS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if IS_GPU else "cpu")
 
-PLANNED = "graphs, compiled, planned"
 OWN, OWN_COMPILED = "graphs, decode attention", "graphs, compiled, decode attention"
+OWN_PLANNED = f"{OWN_COMPILED}, planned"
 COMPILED = (
-    "default", "graphs, compiled", PLANNED, OWN_COMPILED, "reduce-overhead", "library static",
+    "graphs, compiled", OWN_COMPILED, OWN_PLANNED, "default", "reduce-overhead", "library static",
 )  # fmt: skip
 
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -91,8 +90,13 @@ def synchronize() -> None:
 
 
 def start_afresh() -> None:
-    """Leave nothing of earlier cases to what comes next: no garbage, no idle memory."""
+    """Leave nothing of an earlier model to what comes next."""
     _dynamo.reset()
+    tidy()
+
+
+def tidy() -> None:
+    """Leave no garbage and no idle memory to the next case; what is compiled stays."""
     gc.collect()
     if IS_GPU:
         torch.cuda.synchronize()
@@ -106,7 +110,7 @@ class Case:
         name: What it is called.
         run: Takes tokens and positions (B,), returns the next tokens (B,).
         held: What it needs to live.
-        stats: Further fields of its lines.
+        stats: Further fields of its lines: what was done since it was called last.
     """
 
     def __init__(
@@ -172,15 +176,28 @@ def raw_graphs(model: Any, args: argparse.Namespace) -> Case:
     return Case("raw graphs", run, (memory, graphs))
 
 
+# torch.compile's setting of that name; with "batch" it is told which dimension changes.
+DYNAMIC = {"batch": None, "auto": None, "yes": True, "no": False}
+
+
 def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
     """torch.compile of the same step, on a cache whose addresses it is told are fixed."""
     step, memory = plain_step(model, args)
     for pair in memory.layers:
         for one in pair:
             _dynamo.mark_static_address(one)
-    fast = torch.compile(step, mode=None if mode == "default" else mode)
+    fast = torch.compile(
+        step, mode=None if mode == "default" else mode, dynamic=DYNAMIC[args.dynamic]
+    )
+    untold = args.dynamic == "batch"
 
     def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        nonlocal untold
+        if untold and tokens.shape[0] > 1:
+            # As GraphDecoder's compile=True does; a single row is always compiled for alone.
+            for one in (tokens, positions):
+                _dynamo.maybe_mark_dynamic(one, 0)
+            untold = False
         torch.compiler.cudagraph_mark_step_begin()
         # The next step's graph writes over this one's result, which is its input.
         result: torch.Tensor = fast(tokens, positions)[0].clone()
@@ -205,13 +222,17 @@ def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> C
         result: torch.Tensor = runner(tokens=tokens, positions=positions, length=args.length)[0]
         return result
 
+    before = runner.stats()
+
     def stats() -> dict[str, Any]:
-        done = runner.stats()
+        nonlocal before
+        last, before = before, runner.stats()
+        rows, steps = before.padded_tokens - last.padded_tokens, before.steps - last.steps
         return {
-            "captures": done.captures,
-            "eager_steps": done.steps_by_mode["NONE"],
+            "captures": before.captures - last.captures,
+            "eager_steps": before.steps_by_mode["NONE"] - last.steps_by_mode["NONE"],
             "graph_bytes": runner.num_bytes,
-            "padded_rows": round(done.padded_tokens / done.steps, 2),
+            "padded_rows": round(rows / steps, 2) if steps else None,
             "sizes": len(runner.config.capture_sizes),
         }
 
@@ -219,48 +240,37 @@ def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> C
 
 
 def graphs_compiled(name: str, model: Any, args: argparse.Namespace, **options: Any) -> Case:
-    """GraphDecoder over compiled kernels, dynamic as asked for."""
-    dynamic = {"auto": None, "yes": True, "no": False}[args.dynamic]
-    step = functools.partial(torch.compile, dynamic=dynamic)
-    return graphs(name, model, args, compile=step, **options)
+    """GraphDecoder over compiled kernels."""
+    chosen = functools.partial(torch.compile, dynamic=DYNAMIC[args.dynamic])
+    return graphs(name, model, args, compile=args.dynamic == "batch" or chosen, **options)
+
+
+# One for each model, so that what is compiled for it serves all cases.
+_OTHERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def with_decode_attention(model: Any) -> Any:
     """Return a model of the same weights that has GraphDecoder's own attention."""
-    shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
-    other = copy.deepcopy(model, shared)
-    other.set_attn_implementation(DECODE_ATTENTION)
-    return other
+    if model not in _OTHERS:
+        shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
+        _OTHERS[model] = copy.deepcopy(model, shared)
+        _OTHERS[model].set_attn_implementation(DECODE_ATTENTION)
+    return _OTHERS[model]
 
 
-def trace_sizes(args: argparse.Namespace) -> list[int]:
-    """Return the batch sizes of real traffic: one token for each request in a step."""
-    return _batches(args, slice(0, args.trace_steps))
-
-
-def planned_sizes(args: argparse.Namespace) -> list[int]:
-    """Return the capture sizes planned from what comes after the steps that are measured."""
-    later = _batches(args, slice(args.trace_steps, None)) or trace_sizes(args)
-    most = min(args.graphs, args.most)
-    plan = plan_sizes(StepTrace({"num_tokens": later}), graphs=most, max_size=args.most)
-    return list(plan.robust.sizes)
-
-
-def _batches(args: argparse.Namespace, steps: slice) -> list[int]:
-    requests: Sequence[int] = read_trace(args.trace)[steps].column("num_reqs")
-    return [max(1, min(args.most, one)) for one in requests]
-
-
-# `reduce-overhead` is the last: what the others reset between them would be its own.
+# `reduce-overhead` is the last: it takes hold of the allocator. The planned case runs what was
+# compiled for the one before it.
 CASES: dict[str, Callable[[Any, argparse.Namespace], Case]] = {
     "eager": eager,
     "raw graphs": raw_graphs,
     "graphs": lambda model, args: graphs("graphs", model, args),
     "graphs, compiled": lambda model, args: graphs_compiled("graphs, compiled", model, args),
-    PLANNED: lambda model, args: graphs_compiled(PLANNED, model, args, sizes=args.planned),
     OWN: lambda model, args: graphs(OWN, with_decode_attention(model), args),
     OWN_COMPILED: lambda model, args: graphs_compiled(
         OWN_COMPILED, with_decode_attention(model), args
+    ),
+    OWN_PLANNED: lambda model, args: graphs_compiled(
+        OWN_PLANNED, with_decode_attention(model), args, sizes=args.planned
     ),
     "default": lambda model, args: compiled(model, args, "default"),
     "reduce-overhead": lambda model, args: compiled(model, args, "reduce-overhead"),

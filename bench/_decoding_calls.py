@@ -1,0 +1,59 @@
+"""Whole calls of ``generate``: the library's own, and through GraphDecoder."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _decoding_cases import DEVICE
+
+from dispatchkit.integrations.transformers import GraphDecoder
+
+LIBRARY_STATIC = "library static"
+CALLS = ("library dynamic", "generate", LIBRARY_STATIC)
+
+Call = Callable[[torch.Tensor], Any]
+
+
+def calls_of(model: Any, args: argparse.Namespace, names: list[str]) -> dict[str, Call]:
+    """Return calls by name; each takes prompts (rows, T)."""
+    found: dict[str, Call] = {}
+    if "library dynamic" in names:
+        found["library dynamic"] = lambda ids: model.generate(ids, **asked(args))
+    if "generate" in names:
+        decoder = GraphDecoder(
+            model,
+            max_batch_size=args.most,
+            max_length=args.length,
+            lengths=[args.length],
+            sizes=args.sizes,
+        )
+        found["generate"] = lambda ids: decoder.generate(ids, **asked(args))
+    if LIBRARY_STATIC in names:
+        found[LIBRARY_STATIC] = lambda ids: model.generate(
+            ids, cache_implementation="static", **asked(args)
+        )
+    return found
+
+
+def num_tokens(args: argparse.Namespace) -> int:
+    """Return how many new tokens a call asks for."""
+    return min(args.steps, args.length // 2, 50) + 1
+
+
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a call of ``generate`` is asked with."""
+    return {
+        "max_new_tokens": num_tokens(args),
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+
+
+def prompts(rows: int) -> torch.Tensor:
+    """Return short prompts (rows, 8)."""
+    maker = torch.Generator().manual_seed(3)
+    return torch.randint(3, 90, (rows, 8), generator=maker).to(DEVICE)

@@ -1,0 +1,156 @@
+"""The lines of the benchmark of decoding, and what is read off them for a model."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import transformers
+from _common import emit
+from _compile_time import CompileTime, compile_time
+from _decoding_cases import Case, synchronize
+
+BENCH = "decoding"
+# All others are ways of this package.
+RIVALS = ("eager", "raw graphs", "default", "reduce-overhead", "library static", "library dynamic")
+COMPILED_RIVALS = ("default", "reduce-overhead")
+# With the same attention as the rivals have.
+PLAIN, SAME_KERNELS = "graphs", "graphs, compiled"
+
+
+class Lines:
+    """Prints what is measured of a model, each line at once, and keeps it for the summary.
+
+    Args:
+        model: Its name.
+
+    Attributes:
+        failed: Cases that failed, in order.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.failed: list[str] = []
+        self._medians: dict[str, dict[str, float]] = {}
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def contained(self, traffic: str, case: str) -> Iterator[None]:
+        """Print what goes wrong as the line of a case, and let the others go on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever a case raises is its result
+            self.failed.append(case)
+            traceback.print_exc(limit=-8)
+            row = {"bench": BENCH, "case": case, "model": self.model, "traffic": traffic}
+            text = f"{type(error).__name__}: {error}"[:500]
+            print(json.dumps({**row, "error": text}), flush=True)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Note for the summary how long a part takes."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[part] = round(perf_counter() - start, 1)
+
+    def report(
+        self,
+        traffic: str,
+        cases: Sequence[Case],
+        seconds: Mapping[str, Sequence[float]],
+        sizes: Sequence[int],
+        more: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Print one line for each case.
+
+        Args:
+            traffic: What was run.
+            cases: The cases.
+            seconds: Seconds for a step by case, a sample for each round.
+            sizes: Batch sizes of the steps.
+            more: Further fields by case.
+        """
+        medians = {name: statistics.median(samples) for name, samples in seconds.items()}
+        known = self._medians.setdefault(traffic, {})
+        known.update({name: median * 1e3 for name, median in medians.items()})
+        by_hand, eager = known.get("raw graphs"), known.get("eager")
+        for case in cases:
+            median = medians[case.name]
+            compares = by_hand is not None and case.name != "raw graphs"
+            emit(
+                BENCH,
+                case.name,
+                median * 1e3,
+                "ms",
+                len(seconds[case.name]),
+                ratio_to="raw graphs" if compares else None,
+                ratio=median * 1e3 / by_hand if compares else None,
+                model=self.model,
+                traffic=traffic,
+                tokens_per_s=round(sum(sizes) / len(sizes) / median, 1),
+                times_eager=None if eager is None else round(eager / median / 1e3, 2),
+                n_steps=len(sizes),
+                transformers=transformers.__version__,
+                **case.stats(),
+                **((more or {}).get(case.name, {})),
+            )
+
+    def filled(self, case: str, start: float, before: CompileTime) -> None:
+        """Print how long a case has compiled since a moment."""
+        synchronize()
+        fields, elapsed = spent_since(before), perf_counter() - start
+        emit(BENCH, case, elapsed, "s", 1, model=self.model, traffic="cache filled", **fields)
+
+    def summary(self) -> None:
+        """Print what the aims are about, in one line."""
+        read = {traffic: compared(known) for traffic, known in self._medians.items()}
+        row = {"bench": BENCH, "case": "summary", "model": self.model, "traffic": "all"}
+        row = {**row, **read, "failed": self.failed, "seconds": self._seconds}
+        print(json.dumps(row), flush=True)
+
+
+def compared(milliseconds: Mapping[str, float]) -> dict[str, Any]:
+    """Return how the cases of one traffic compare.
+
+    Args:
+        milliseconds: For a step, by case.
+
+    Returns:
+        ``best``: the quickest way of this package, ``ms`` of it, and how many times as fast it
+        is as each rival (``times ...``). ``plain to raw``: how many times as fast plain graphs are
+        as those by hand. ``compiled to rival``: how many times as fast compiled ones, with the
+        attention that the rivals have, are as the best compiled rival. What was not measured is
+        left out.
+    """
+    ours = {case: ms for case, ms in milliseconds.items() if case not in RIVALS}
+    found: dict[str, Any] = {}
+    if ours:
+        best = min(ours, key=ours.__getitem__)
+        found = {"best": best, "ms": round(ours[best], 3)}
+        for rival in RIVALS:
+            if rival in milliseconds:
+                found[f"times {rival}"] = round(milliseconds[rival] / ours[best], 3)
+    if PLAIN in ours and "raw graphs" in milliseconds:
+        found["plain to raw"] = round(milliseconds["raw graphs"] / ours[PLAIN], 3)
+    compiled = [milliseconds[rival] for rival in COMPILED_RIVALS if rival in milliseconds]
+    if SAME_KERNELS in ours and compiled:
+        found["compiled to rival"] = round(min(compiled) / ours[SAME_KERNELS], 3)
+    return found
+
+
+def spent_since(before: CompileTime) -> dict[str, float]:
+    """Return compilation since a moment as fields of a line."""
+    spent = compile_time().since(before)
+    return {
+        "compile_s": round(spent.compiling, 2),
+        "autotune_s": round(spent.tuning, 2),
+        "compiled": spent.graphs,
+        "found": spent.found,
+    }

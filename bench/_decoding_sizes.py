@@ -1,0 +1,50 @@
+"""Which batch sizes the benchmark of decoding runs, plans with and compiles for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from _decoding_cases import OWN_PLANNED
+
+from dispatchkit.observe.trace import StepTrace, read_trace
+from dispatchkit.plan import plan_sizes
+
+
+def trace_sizes(args: argparse.Namespace) -> list[int]:
+    """Return the batch sizes of real traffic: one token for each request in a step."""
+    return _batches(args, slice(0, args.trace_steps))
+
+
+def planned_sizes(args: argparse.Namespace) -> list[int]:
+    """Return the capture sizes planned from what comes after the steps that are measured."""
+    later = _batches(args, slice(args.trace_steps, None)) or trace_sizes(args)
+    most = min(args.graphs, args.most)
+    plan = plan_sizes(StepTrace({"num_tokens": later}), graphs=most, max_size=args.most)
+    return list(plan.robust.sizes)
+
+
+def evenly(sizes: Sequence[int], count: int | None) -> list[int]:
+    """Return so many of the steps, evenly chosen; all, if there are no more."""
+    if count is None or count >= len(sizes):
+        return list(sizes)
+    return [sizes[(2 * index + 1) * len(sizes) // (2 * count)] for index in range(count)]
+
+
+def sizes_to_compile(args: argparse.Namespace, case: str) -> list[int]:
+    """Return the batch sizes that a case compiles for, in the order of the parts."""
+    in_trace = "trace" in args.parts and case != "default"
+    sizes = list(dict.fromkeys(trace_sizes(args))) if in_trace else []
+    if "fixed" in args.parts and case != OWN_PLANNED:
+        sizes += args.batches[:1] if case == "default" else args.batches
+    if args.dynamic in ("auto", "no"):
+        return list(dict.fromkeys(sizes))
+    first: dict[bool, int] = {}
+    for rows in sizes:
+        first.setdefault(rows == 1, rows)
+    return list(first.values())
+
+
+def _batches(args: argparse.Namespace, steps: slice) -> list[int]:
+    requests: Sequence[int] = read_trace(args.trace)[steps].column("num_reqs")
+    return [max(1, min(args.most, one)) for one in requests]
