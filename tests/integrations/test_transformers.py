@@ -641,5 +641,9 @@ def test_the_benchmark_of_decoding_runs_with_tiny_models_on_a_cpu():
         ("trace of 4, again", "graphs, decode attention"),
         ("generate, batch 2", "library dynamic"),
         ("generate, batch 2", "generate"),
+        ("all", "summary"),
     }
-    assert all(row["tokens_per_s"] > 0 for row in rows)
+    *measured, summary = rows
+    assert all(row["tokens_per_s"] > 0 for row in measured)
+    assert summary["failed"] == []
+    assert summary["batch 2"]["times eager"] > 0
