@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _decoding_cases import DEVICE
-
-from dispatchkit.integrations.transformers import GraphDecoder
+from _decoding_cases import DEVICE, decoder_of
 
 LIBRARY_STATIC = "library static"
 CALLS = ("library dynamic", "generate", LIBRARY_STATIC)
@@ -23,13 +21,7 @@ def calls_of(model: Any, args: argparse.Namespace, names: list[str]) -> dict[str
     if "library dynamic" in names:
         found["library dynamic"] = lambda ids: model.generate(ids, **asked(args))
     if "generate" in names:
-        decoder = GraphDecoder(
-            model,
-            max_batch_size=args.most,
-            max_length=args.length,
-            lengths=[args.length],
-            sizes=args.sizes,
-        )
+        decoder = decoder_of(model, args)
         found["generate"] = lambda ids: decoder.generate(ids, **asked(args))
     if LIBRARY_STATIC in names:
         found[LIBRARY_STATIC] = lambda ids: model.generate(

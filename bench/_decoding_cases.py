@@ -206,16 +206,20 @@ def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
     return Case(mode, run, memory)
 
 
-def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> Case:
-    """GraphDecoder's own runner of this length."""
-    options = {"sizes": args.sizes, **options}
-    decoder = GraphDecoder(
+def decoder_of(model: Any, args: argparse.Namespace, **options: Any) -> GraphDecoder:
+    """Return the decoder for the largest batch on a cache of this length."""
+    return GraphDecoder(
         model,
         max_batch_size=args.most,
         max_length=args.length,
         lengths=[args.length],
-        **options,
+        **{"sizes": args.sizes, **options},
     )
+
+
+def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> Case:
+    """GraphDecoder's own runner of this length."""
+    decoder = decoder_of(model, args, **options)
     runner = decoder.runner()
 
     def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -106,14 +106,14 @@ def decode_attention(
         return result
     shared = key.shape[1]
     reads: Reads | None = kwargs.get(READS)
+    scale = size**-0.5 if scaling is None else scaling
     if reads is not None and _is_for_kernel(reads, query, key, value, attention_mask):
-        scale = size**-0.5 if scaling is None else scaling
         one = attend_used(query, key, value, reads.used, reads.queries, reads.starts, scale)
         return one.unsqueeze(1), None
     # Scaled before: no product is out of a type's range, and fewer numbers are multiplied. How many
     # operations there are counts more for a small model than how much each does.
     grouped = query.reshape(rows, shared, heads // shared, size)
-    scores = (grouped * (size**-0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
+    scores = (grouped * scale) @ key.transpose(2, 3)
     if attention_mask is not None:
         mask = attention_mask[..., : key.shape[2]]
         if mask.dtype == torch.bool:
@@ -156,8 +156,7 @@ def _is_for_kernel(
     return (
         mask is reads.mask
         and query.dtype == key.dtype
-        and key.stride() == value.stride() == (reads.apart * size, *key.stride()[1:3], 1)
-        and key.stride(2) == size
+        and key.stride() == value.stride() == (reads.apart * size, key.stride(1), size, 1)
         and length <= _LONGEST_ALONE * rows * shared
     )
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+from decoder_models import gpt2, llama  # noqa: E402
 
 from dispatchkit.integrations import decode_attention as attention_module  # noqa: E402
 from dispatchkit.integrations import static_models  # noqa: E402
@@ -26,7 +31,7 @@ LENGTH, SLOTS = 96, 9
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Return how often the kernel is asked for; compiled code asks past this."""
+    """Return a shape for each time the kernel is asked for; compiled code asks past this."""
     calls = []
     asked = attention_module.attend_used
 
@@ -46,7 +51,6 @@ def test_what_tokens_attend_to_is_as_near_to_float32_as_without_the_kernel(
 ):
     torch.manual_seed(size)
     memory = torch.randn(2, SLOTS, heads[1], LENGTH + 1, size, device=DEVICE, dtype=dtype)
-    # Nothing behind what is in use may be read, which a number of no size would show.
     module = torch.nn.Module()
     for rows, length in ((1, 64), (5, LENGTH), (SLOTS, 33)):
         query = torch.randn(rows, heads[0], 1, size, device=DEVICE, dtype=dtype)
@@ -65,6 +69,7 @@ def test_what_tokens_attend_to_is_as_near_to_float32_as_without_the_kernel(
         )
         plain, _ = decode_attention(module, query, key, value, mask, scaling=0.11)
         assert not kernel
+        # Nothing behind what is in use may be read.
         poisoned = memory.clone()
         behind = torch.arange(LENGTH + 1, device=DEVICE) >= used[:, None]
         poisoned[:, :rows].masked_fill_(behind.view(1, rows, 1, -1, 1), float("nan"))
@@ -76,46 +81,22 @@ def test_what_tokens_attend_to_is_as_near_to_float32_as_without_the_kernel(
         assert error <= 2 * allowed + 1e-3
 
 
-def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=997,
-            hidden_size=256,
-            intermediate_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            initializer_range=0.1,
-        )
-    )
-
-
-def gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=997,
-            n_positions=512,
-            n_embd=128,
-            n_layer=3,
-            n_head=4,
-            bos_token_id=1,
-            eos_token_id=2,
-            initializer_range=0.1,
-        )
-    )
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(llama, hidden_size=256, num_attention_heads=8, initializer_range=0.1),
+        partial(gpt2, initializer_range=0.1),
+    ],
+    ids=["llama", "gpt2"],
+)
 def test_logits_of_replays_are_as_near_to_float32_as_those_of_sdpa(make, compiled, kernel):
     torch._dynamo.reset()
     torch.manual_seed(0)
     exact = make().to(DEVICE).eval()
-    model = make().to(DEVICE).eval()
-    model.load_state_dict(exact.state_dict())
-    model = model.to(torch.bfloat16)
-    exact.load_state_dict({name: one.float() for name, one in model.state_dict().items()})
+    model = copy.deepcopy(exact).to(torch.bfloat16)
+    plain = copy.deepcopy(model)
+    exact.load_state_dict(model.state_dict())  # the same weights, as they are rounded
     model.set_attn_implementation(DECODE_ATTENTION)
     decoder = GraphDecoder(
         model, max_batch_size=8, max_length=LENGTH, lengths=[32, LENGTH], sizes=[2, 8],
@@ -123,12 +104,10 @@ def test_logits_of_replays_are_as_near_to_float32_as_those_of_sdpa(make, compile
     )  # fmt: skip
     runner = decoder.runner(logits=True)
     others = []  # the library's attention, in both types, on caches of their own
-    for one in (exact, model):
-        one.set_attn_implementation("sdpa")
+    for one in (exact, plain):
         found = static_models.probe(one, LENGTH)
         memory = SlotCache(found.states, 8, LENGTH)
         others.append((memory, decode_step(found, memory, [LENGTH], one, wants_logits=True)))
-    model.set_attn_implementation(DECODE_ATTENTION)
     worst, allowed, spread = 0.0, 0.0, 0.0
     for number in range(12):
         rows, length = (1, 2, 5, 8)[number % 4], (32, LENGTH)[number % 2]
@@ -143,12 +122,9 @@ def test_logits_of_replays_are_as_near_to_float32_as_those_of_sdpa(make, compile
             block[:, rows:] = float("nan")
         got = runner(tokens=tokens, positions=positions, length=length)[0].clone()
         with torch.no_grad():
-            want = others[0][1](tokens, positions, LENGTH)[0]
-            model.set_attn_implementation("sdpa")
-            plain = others[1][1](tokens, positions, LENGTH)[0]
-            model.set_attn_implementation(DECODE_ATTENTION)
+            want, near = (step(tokens, positions, LENGTH)[0] for _, step in others)
         worst = max(worst, float((got - want).abs().max()))
-        allowed = max(allowed, float((plain - want).abs().max()))
+        allowed = max(allowed, float((near - want).abs().max()))
         spread = max(spread, float(want.std()))
     assert worst <= 2 * allowed + 1e-3
     assert allowed < spread  # else that would say nothing
@@ -158,7 +134,7 @@ def test_logits_of_replays_are_as_near_to_float32_as_those_of_sdpa(make, compile
 
 
 def test_types_of_32_bits_have_no_such_kernel(kernel):
-    model = llama().to(DEVICE).eval()
+    model = llama(hidden_size=256, num_attention_heads=8).to(DEVICE).eval()
     model.set_attn_implementation(DECODE_ATTENTION)
     decoder = GraphDecoder(model, max_batch_size=2, max_length=LENGTH)
     tokens = torch.randint(3, 997, (2,), device=DEVICE)

@@ -14,6 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from decoder_models import gpt2, llama  # noqa: E402
+
 from dispatchkit import graphed  # noqa: E402
 from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
 
@@ -26,36 +28,6 @@ pytestmark = [
 
 DEVICE = "cuda:0"
 PAD = 0
-
-
-def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=997,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            initializer_range=0.2,
-        )
-    )
-
-
-def gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=997,
-            n_positions=512,
-            n_embd=128,
-            n_layer=3,
-            n_head=4,
-            bos_token_id=1,
-            eos_token_id=2,
-            initializer_range=0.2,
-        )
-    )
 
 
 @pytest.fixture(params=[llama, gpt2], ids=["llama", "gpt2"])
