@@ -300,7 +300,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--trace-steps", type=int, default=1000 if IS_GPU else 30)
     parser.add_argument("--eager-steps", type=at_least_one, help="of the trace (default: all)")
-    parser.add_argument("--graphs", type=int, default=12, help="planned capture sizes")
+    parser.add_argument("--graphs", type=int, default=3, help="planned capture sizes")
     parser.add_argument("--length", type=int, default=512 if IS_GPU else 64)
     parser.add_argument("--most", type=int, default=128 if IS_GPU else 16, help="largest batch")
     parser.add_argument("--cases", nargs="+", default=cases, choices=cases, help="the only ones")

@@ -1,14 +1,11 @@
 """Attention of one new token for each sequence over a static cache, read once and as it lies.
 
-The library's ``sdpa`` hands kernels a mask of each row's own, for which the fast ones are not made,
-and some of its releases first repeat keys and values for the heads that share them. A single query
-is two small matrix products for each head of the cache, so that is what runs here: nothing is
-repeated or copied, and the scores in between are as many as the positions.
-
-On CUDA devices torch has something better for types of 16 bits: its flash attention for sequences
-of different lengths, which reads of each row what is in use and no more. A step of
-``GraphDecoder`` tells how much that is (``Reads``); the rows of its cache lie in one memory, at
-equal distances, which is all that the kernel asks for.
+The library's ``sdpa`` hands kernels a mask of each row's own, for which some are not made, and
+some of its releases first repeat keys and values for the heads that share them. cuDNN's kernel
+takes such masks and such heads, so that is what runs where it can be had: CUDA devices from
+compute capability 8.0 on, types of 16 bits. Elsewhere a single query is two small matrix products
+for each head of the cache: nothing is repeated or copied either, and the scores in between are as
+many as the positions.
 
 ``model.set_attn_implementation(DECODE_ATTENTION)`` chooses it, by the library's own register of
 attention functions. Prompts, and whatever else it is not for, are the library's ``sdpa``.
@@ -16,8 +13,8 @@ attention functions. Prompts, and whatever else it is not for, are the library's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -34,30 +31,9 @@ DECODE_ATTENTION = "dispatchkit_decode"
 _REFUSED = ("softcap", "s_aux")
 _OTHERWISE = ("position_bias", "head_mask")
 
-#: The argument that models hand on to their attention, by which a step tells what it reads.
-READS = "decode_reads"
-_HALVES = (torch.float16, torch.bfloat16)
-# One group of threads reads a row of one head of the cache, so many positions at a time; from here
-# on many short products of matrices are faster than few long rows.
-_LONGEST_ALONE = 128
-
-
-class Reads(NamedTuple):
-    """What a step reads of a ``SlotCache``, for kernels that take no mask.
-
-    Attributes:
-        mask: The mask that says the same.
-        used: Positions of each row, from the first on (B,), int32.
-        queries: Where each row's query begins, and where the last one ends (B + 1,), int32.
-        starts: Where each row begins in the cache, in positions (B + 1,), int32.
-        apart: Positions from one row to the next.
-    """
-
-    mask: torch.Tensor
-    used: torch.Tensor
-    queries: torch.Tensor
-    starts: torch.Tensor
-    apart: int
+# What torch itself asks of cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): up to this
+# release lengths that 128 does not divide come out wrong, and larger heads are for some devices.
+_CUDNN_WRONG_TO, _CUDNN_LARGEST = 91500, 128
 
 
 def decode_attention(
@@ -74,8 +50,8 @@ def decode_attention(
 
     Shapes: query (B, heads, T, size), key (B, key heads, positions, size), value (B, key heads,
     positions, value size), mask (B or 1, 1, T, positions), True where a token may look, or added
-    to scores. Scores are rounded to the model's type before they are weighed, as by the library's
-    ``eager``.
+    to scores. Without cuDNN scores are rounded to the model's type before they are weighed, as by
+    the library's ``eager``.
 
     Returns:
         What the tokens attended to (B, T, heads, value size), and None.
@@ -104,18 +80,23 @@ def decode_attention(
             module, query, key, value, attention_mask, **given
         )
         return result
+    mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
+    if _for_cudnn(query, key, value, mask):
+        if mask is not None and mask.dtype == torch.bool:
+            allowed = mask.new_zeros(mask.shape, dtype=query.dtype)
+            mask = allowed.masked_fill_(~mask, torch.finfo(query.dtype).min)
+        # By its own name: torch's sdpa has an order of kernels, and repeats keys for its last one.
+        one: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, False, scale=scaling
+        )[0]
+        return one.transpose(1, 2), None
     shared = key.shape[1]
-    reads: Reads | None = kwargs.get(READS)
     scale = size**-0.5 if scaling is None else scaling
-    if reads is not None and _is_for_kernel(reads, query, key, value, attention_mask):
-        one = attend_used(query, key, value, reads.used, reads.queries, reads.starts, scale)
-        return one.unsqueeze(1), None
     # Scaled before: no product is out of a type's range, and fewer numbers are multiplied. How many
     # operations there are counts more for a small model than how much each does.
     grouped = query.reshape(rows, shared, heads // shared, size)
     scores = (grouped * scale) @ key.transpose(2, 3)
-    if attention_mask is not None:
-        mask = attention_mask[..., : key.shape[2]]
+    if mask is not None:
         if mask.dtype == torch.bool:
             scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
         else:
@@ -125,89 +106,42 @@ def decode_attention(
     return found.reshape(rows, 1, heads, value.shape[-1]), None
 
 
-def has_kernel(states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Return whether torch has its kernel for such keys and values of each layer.
-
-    Source: torch.backends.cuda.is_flash_attention_available, and what
-    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp checks.
-    """
-    return torch.version.hip is None and all(
-        keys.is_cuda
-        and keys.dtype == values.dtype
-        and keys.dtype in _HALVES
-        and keys.shape == values.shape
-        and keys.shape[-1] % 8 == 0
-        and keys.shape[-1] <= 256
-        and torch.cuda.get_device_capability(keys.device) >= (8, 0)
-        and torch.backends.cuda.is_flash_attention_available()
-        for keys, values in states
-    )
-
-
-def _is_for_kernel(
-    reads: Reads,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+def _for_cudnn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> bool:
-    """Return whether a layer reads just the cache, by the mask of the step, and is soon done."""
-    rows, shared, length, size = key.shape
+    """Return whether cuDNN computes this, and does it right."""
+    size = query.shape[-1]
     return (
-        mask is reads.mask
-        and query.dtype == key.dtype
-        and key.stride() == value.stride() == (reads.apart * size, key.stride(1), size, 1)
-        and length <= _LONGEST_ALONE * rows * shared
+        query.is_cuda
+        and query.dtype == key.dtype == value.dtype
+        and (mask is None or mask.dtype in (torch.bool, query.dtype))
+        and value.shape == key.shape
+        and key.stride(-1) == value.stride(-1) == 1
+        and size % 8 == 0
+        and size <= _CUDNN_LARGEST
+        and not (torch.is_grad_enabled() and query.requires_grad)
+        and _has_cudnn(query.device, query.dtype)
     )
 
 
-@torch.library.custom_op("dispatchkit::attend_used", mutates_args=(), device_types="cuda")
-def attend_used(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    used: torch.Tensor,
-    queries: torch.Tensor,
-    starts: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Return what single tokens attend to (B, heads, size), of the positions in use alone.
+# Compiled code asks while it is traced, where the question itself is not understood.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch may and can give cuDNN heads that share keys, with a mask."""
+    return torch.backends.cuda.cudnn_sdp_enabled() and _can_have_cudnn(device, dtype)
 
-    Shapes: query (B, heads, 1, size), key and value (B, key heads, positions, size) with sizes as
-    strides of positions; the others as in ``Reads``. It is an operation of its own, since a view
-    of all rows as one would be copied by compiled code.
-    """
-    rows, heads, _, size = query.shape
-    # Nothing public takes lengths in use before torch 2.13.
-    found: torch.Tensor = torch.ops.aten._flash_attention_forward(
-        query.reshape(rows, heads, size),
-        _as_one(key),
-        _as_one(value),
-        queries,
-        starts,
-        1,
-        key.shape[2],
-        0.0,
-        False,
-        False,
-        scale=scale,
-        seqused_k=used,
-    )[0]
+
+@functools.cache
+def _can_have_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
+    version = torch.backends.cudnn.version() or 0
+    if torch.version.hip is not None or version <= _CUDNN_WRONG_TO:
+        return False
+    query = torch.empty(1, 2, 1, 64, dtype=dtype, device=device)
+    key = torch.empty(1, 1, 128, 64, dtype=dtype, device=device)
+    mask = torch.empty(1, 1, 1, 128, dtype=dtype, device=device)
+    given = torch.backends.cuda.SDPAParams(query, key, key, mask, 0.0, False, True)
+    found: bool = torch.backends.cuda.can_use_cudnn_attention(given)
     return found
-
-
-@attend_used.register_fake
-def _(query: torch.Tensor, *others: Any) -> torch.Tensor:
-    rows, heads, _, size = query.shape
-    return query.new_empty(rows, heads, size)
-
-
-def _as_one(states: torch.Tensor) -> torch.Tensor:
-    """Return all rows as one sequence (positions, key heads, size); what lies between is in it."""
-    rows, shared, length, size = states.shape
-    row, head, position, one = states.stride()
-    total = (rows - 1) * (row // position) + length
-    return states.as_strided((total, shared, size), (position, head, one))
 
 
 AttentionInterface.register(DECODE_ATTENTION, decode_attention)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from dispatchkit.errors import ConfigError, DescriptorError
-from dispatchkit.integrations.decode_attention import READS, Reads
 from dispatchkit.integrations.slot_cache import SlotCache
 from dispatchkit.integrations.static_models import Probe
 
@@ -42,9 +41,6 @@ def decode_step(
     views = {length: memory.view(length) for length in lengths}
     sink, last = memory.sink, memory.length - 1
     ahead = torch.arange(memory.length, device=probe.device)
-    apart = memory.positions_apart if probe.takes_reads else None
-    queries = torch.arange(memory.num_slots + 1, dtype=torch.int32, device=probe.device)
-    starts = queries * (apart or 0)
 
     def step_of(length: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         cache, place = views[length]
@@ -53,19 +49,12 @@ def decode_step(
             place.positions = positions
             column = positions.unsqueeze(1)
             mask = probe.mask_of((ahead[:length] <= column).view(-1, 1, 1, length))
-            more: dict[str, Any] = {}
-            if apart is not None:
-                # Rows without a sequence read one position: none at all is no attention.
-                used = (positions + 1).masked_fill(positions >= length, 1).to(torch.int32)
-                until = positions.shape[0] + 1
-                more[READS] = Reads(mask, used, queries[:until], starts[:until], apart)
             output = forward(
                 input_ids=tokens.unsqueeze(1),
                 # Rows without a sequence are at a position that models have no embedding for.
                 position_ids=column.clamp(max=last),
                 attention_mask=mask,
                 **probe.step_arguments(cache),
-                **more,
             )
             logits = output.logits[:, -1].float()
             # A row that waits to be dropped stays at the position that is never read.

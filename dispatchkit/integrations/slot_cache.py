@@ -153,16 +153,6 @@ class SlotCache:
         """Bytes of the whole cache."""
         return sum(block.untyped_storage().nbytes() for block in self.memory)
 
-    @property
-    def positions_apart(self) -> int | None:
-        """Positions from one row to the next, heads and all, in one layer's memory.
-
-        None where layers differ, or 32 bits do not count the positions of all rows.
-        """
-        found = {one.shape[1] * one.shape[2] for pair in self.layers for one in pair}
-        apart = found.pop()
-        return None if found or apart * self.num_slots >= 1 << 31 else apart
-
     def view(self, length: int) -> tuple[Cache, Place]:
         """Return the cache as a step that reads so many positions takes it, and its place."""
         place = Place(self._slots)
@@ -177,6 +167,9 @@ class SlotCache:
     ) -> None:
         """Put prompts into the slots from ``start`` on, without their left padding.
 
+        What a sequence before left behind them is cleared: a mask gives it no weight, but no
+        weight times what is no number is none either.
+
         Args:
             start: The first slot.
             states: One layer's keys and values each (B, heads, T, head size).
@@ -188,17 +181,23 @@ class SlotCache:
                 length = given.shape[2]
                 if not any(paddings):
                     memory[start : start + rows, :, :length] = given
+                    memory[start : start + rows, :, length:] = 0
                     continue
                 for row, padding in enumerate(paddings):
                     memory[start + row, :, : length - padding] = given[row, :, padding:]
+                    memory[start + row, :, length - padding :] = 0
 
     def move(self, moves: Sequence[Move]) -> int:
-        """Copy sequences to other slots, on the device; returns the bytes copied."""
+        """Copy sequences to other slots, on the device, and clear what is behind them there.
+
+        Returns the bytes copied.
+        """
         num_bytes = 0
         for block in self.memory:
             for one in moves:
                 source = block[:, one.source, :, : one.length]
                 block[:, one.target, :, : one.length].copy_(source)
+                block[:, one.target, :, one.length :] = 0
                 num_bytes += source.numel() * source.element_size()
         return num_bytes
 

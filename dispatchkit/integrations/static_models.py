@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.integrations.decode_attention import DECODE_ATTENTION, has_kernel
+from dispatchkit.integrations.decode_attention import DECODE_ATTENTION
 from dispatchkit.integrations.slot_cache import states_of
 
 # Kinds of attention that take a mask of a step's own, and what it is made of.
@@ -34,7 +34,6 @@ class Probe:
         mask_of: Makes the mask its attention takes of one that is True where it may look.
         cache_name: The argument that takes the cache, which changed its name.
         takes_last: It can be asked for the logits of the last position alone.
-        takes_reads: Its attention has a use for ``Reads``, and it hands on what it is given.
     """
 
     model: Any
@@ -44,7 +43,6 @@ class Probe:
     mask_of: Callable[[torch.Tensor], torch.Tensor]
     cache_name: str
     takes_last: bool
-    takes_reads: bool = False
 
     def step_arguments(self, cache: Any) -> dict[str, Any]:
         """Return the arguments that every step of one cache has."""
@@ -146,9 +144,7 @@ def probe(model: Any, max_length: int) -> Probe:
         raise ConfigError(
             "model", name, "one that keeps keys and values of shape (B, heads, T, size)", _ADVICE
         )
-    hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    takes_reads = attention == DECODE_ATTENTION and hands_on and has_kernel(states)
-    return attrs.evolve(found, states=states, takes_reads=takes_reads)
+    return attrs.evolve(found, states=states)
 
 
 def _additive(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,8 +1,9 @@
-"""The kernel for lengths in use: right beside float32, in graphs, and under compiled code."""
+"""Attention by cuDNN: right beside float32, in graphs, and under compiled code."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -11,10 +12,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from decoder_models import gpt2, llama  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from dispatchkit.integrations import decode_attention as attention_module  # noqa: E402
 from dispatchkit.integrations import static_models  # noqa: E402
-from dispatchkit.integrations.decode_attention import Reads, decode_attention  # noqa: E402
+from dispatchkit.integrations.decode_attention import decode_attention  # noqa: E402
 from dispatchkit.integrations.decode_step import decode_step  # noqa: E402
 from dispatchkit.integrations.slot_cache import SlotCache  # noqa: E402
 from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
@@ -30,55 +32,62 @@ LENGTH, SLOTS = 96, 9
 
 
 @pytest.fixture
-def kernel(monkeypatch):
-    """Return a shape for each time the kernel is asked for; compiled code asks past this."""
-    calls = []
-    asked = attention_module.attend_used
+def cudnn(monkeypatch):
+    """Return what was said of each attention asked for: whether cuDNN computes it."""
+    said = []
+    ask = attention_module._for_cudnn
 
-    def attend(*args):
-        calls.append(args[0].shape)
-        return asked(*args)
+    def asked(*given):
+        said.append(ask(*given))
+        return said[-1]
 
-    monkeypatch.setattr(attention_module, "attend_used", attend)
-    return calls
+    monkeypatch.setattr(attention_module, "_for_cudnn", asked)
+    return said
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [8, 64, 80, 128, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1)], ids=["own", "shared", "one"])
-def test_what_tokens_attend_to_is_as_near_to_float32_as_without_the_kernel(
-    heads, size, dtype, kernel
+def test_what_tokens_attend_to_is_as_near_to_float32_as_by_products_of_matrices(
+    heads, size, dtype, cudnn
 ):
     torch.manual_seed(size)
     memory = torch.randn(2, SLOTS, heads[1], LENGTH + 1, size, device=DEVICE, dtype=dtype)
     module = torch.nn.Module()
-    for rows, length in ((1, 64), (5, LENGTH), (SLOTS, 33)):
+    for rows, length in ((1, 64), (5, LENGTH), (SLOTS, 33), (3, 7)):
         query = torch.randn(rows, heads[0], 1, size, device=DEVICE, dtype=dtype)
-        used = torch.randint(1, length + 1, (rows,), device=DEVICE, dtype=torch.int32)
+        used = torch.randint(1, length + 1, (rows,), device=DEVICE)
         used[0] = length
-        looks = torch.arange(length, device=DEVICE) < used[:, None]
+        looks = (torch.arange(length, device=DEVICE) < used[:, None]).view(rows, 1, 1, length)
         lowest = torch.finfo(dtype).min
         mask = torch.zeros(looks.shape, device=DEVICE, dtype=dtype).masked_fill_(~looks, lowest)
-        mask = mask.view(rows, 1, 1, length)
-        key, value = memory[:, :rows, :, :length]
-        numbers = torch.arange(rows + 1, device=DEVICE, dtype=torch.int32)
-        apart = heads[1] * (LENGTH + 1)
-        reads = Reads(mask, used, numbers, numbers * apart, apart)
-        want, _ = decode_attention(
-            module, query.float(), key.float(), value.float(), mask.float(), scaling=0.11
-        )
-        plain, _ = decode_attention(module, query, key, value, mask, scaling=0.11)
-        assert not kernel
-        # Nothing behind what is in use may be read.
-        poisoned = memory.clone()
+        # What is large behind what is in use has no weight.
         behind = torch.arange(LENGTH + 1, device=DEVICE) >= used[:, None]
-        poisoned[:, :rows].masked_fill_(behind.view(1, rows, 1, -1, 1), float("nan"))
-        key, value = poisoned[:, :rows, :, :length]
-        got, _ = decode_attention(module, query, key, value, mask, scaling=0.11, decode_reads=reads)
-        assert len(kernel) == 1
-        kernel.clear()
-        error, allowed = (got.float() - want).abs().max(), (plain.float() - want).abs().max()
-        assert error <= 2 * allowed + 1e-3
+        memory[:, :rows].masked_fill_(behind.view(1, rows, 1, -1, 1), 100.0)
+        key, value = memory[:, :rows, :, :length]
+        exact = (one.float() for one in (query, key, value, mask))
+        want, _ = decode_attention(module, *exact, scaling=0.11)
+        with set_for_a_while(torch.backends.cuda.enable_cudnn_sdp, False, True):
+            plain, _ = decode_attention(module, query, key, value, mask, scaling=0.11)
+        assert cudnn == [False, False]
+        allowed = (plain.float() - want).abs().max()
+        for given in (mask, looks):
+            got, _ = decode_attention(module, query, key, value, given, scaling=0.11)
+            assert got.shape == want.shape
+            assert (got.float() - want).abs().max() <= 2 * allowed + 1e-3
+        assert cudnn == [False, False, *[size <= 128] * 2]
+        cudnn.clear()
+        memory.normal_()
+
+
+@contextmanager
+def set_for_a_while(switch, within, after):
+    """Have a setting of torch's for a while."""
+    switch(within)
+    try:
+        yield
+    finally:
+        switch(after)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
@@ -90,7 +99,7 @@ def test_what_tokens_attend_to_is_as_near_to_float32_as_without_the_kernel(
     ],
     ids=["llama", "gpt2"],
 )
-def test_logits_of_replays_are_as_near_to_float32_as_those_of_sdpa(make, compiled, kernel):
+def test_logits_of_replays_are_as_near_to_float32_as_those_of_sdpa(make, compiled):
     torch._dynamo.reset()
     torch.manual_seed(0)
     exact = make().to(DEVICE).eval()
@@ -130,13 +139,17 @@ def test_logits_of_replays_are_as_near_to_float32_as_those_of_sdpa(make, compile
     assert allowed < spread  # else that would say nothing
     assert runner.stats().steps == 12
     assert not runner.stats().eager_by_reason
-    assert compiled or len(kernel) >= 4 * 3
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        runner(tokens=tokens, positions=positions, length=length)
+        torch.cuda.synchronize()
+    assert sum("cudnn" in one.name and "sdpa" in one.name for one in seen.events()) == 3
 
 
-def test_types_of_32_bits_have_no_such_kernel(kernel):
+def test_types_of_32_bits_are_not_for_cudnn(cudnn):
     model = llama(hidden_size=256, num_attention_heads=8).to(DEVICE).eval()
     model.set_attn_implementation(DECODE_ATTENTION)
     decoder = GraphDecoder(model, max_batch_size=2, max_length=LENGTH)
     tokens = torch.randint(3, 997, (2,), device=DEVICE)
     decoder.runner()(tokens=tokens, positions=torch.zeros_like(tokens), length=LENGTH)
-    assert not kernel
+    assert cudnn
+    assert not any(cudnn)

@@ -15,13 +15,14 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
 from dispatchkit.integrations import decode_attention as attention_module  # noqa: E402
 from dispatchkit.integrations import static_models  # noqa: E402
-from dispatchkit.integrations.decode_attention import Reads, decode_attention  # noqa: E402
+from dispatchkit.integrations.decode_attention import decode_attention  # noqa: E402
 from dispatchkit.integrations.decode_step import (  # noqa: E402
     compile_for_any_size,
     decode_step,
@@ -212,105 +213,133 @@ def test_attention_of_prompts_is_the_librarys(monkeypatch):
     assert asked == [(3, 0.0, None), (1, 0.1, None), (1, 0.0, 30.0)]
 
 
-def attend_by_lengths(query, key, value, used, queries, starts, scale):
-    """Compute what the kernel for lengths in use does, the rows read from one memory as there."""
-    rows, heads, _, size = query.shape
-    ahead = torch.arange(key.shape[2])
-    places = starts[queries[:-1]].view(rows, 1) + ahead
-    keys, values = (attention_module._as_one(one)[places].transpose(1, 2) for one in (key, value))
-    looks = (ahead < used.view(rows, 1)).view(rows, 1, 1, -1)
-    got = torch.nn.functional.scaled_dot_product_attention(
-        query, keys, values, looks, scale=scale, enable_gqa=True
-    )
-    return got.view(rows, heads, size)
-
-
 @pytest.fixture
-def kernel(monkeypatch):
-    """Have the kernel for lengths in use on the CPU; return the lengths it was called with."""
+def cudnn(monkeypatch):
+    """Have cuDNN's attention on the CPU; return the shapes of queries and keys it was given."""
     calls = []
 
-    def attend(query, key, value, used, queries, starts, scale):
-        calls.append(used)
-        return attend_by_lengths(query, key, value, used, queries, starts, scale)
+    def attend(query, key, value, mask, wants_logsumexp, *, scale):
+        assert not wants_logsumexp
+        assert mask is None or mask.dtype == query.dtype
+        calls.append((tuple(query.shape), tuple(key.shape)))
+        found = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, scale=scale, enable_gqa=True
+        )
+        return found, None
 
-    monkeypatch.setattr(static_models, "has_kernel", lambda states: True)
-    attention_module.attend_used.register_kernel("cpu")(attend)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", attend)
+    monkeypatch.setattr(attention_module, "_for_cudnn", lambda *given: True)
     return calls
 
 
-def test_tokens_by_the_kernel_are_those_of_generate_at_every_length(model, prompts, kernel):
+def test_tokens_by_cudnn_are_those_of_generate_at_every_length(model, prompts, cudnn):
     model.set_attn_implementation(DECODE_ATTENTION)
     decoder = decoder_of(model)
     want, got = both(model, decoder, prompts, max_new_tokens=50, do_sample=False)
     assert torch.equal(want, got)
-    assert len(kernel) >= len(LENGTHS) * model.config.num_hidden_layers
+    config = model.config
+    shared = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    assert {key[1] for _, key in cudnn} == {shared}
+    assert {key[2] for _, key in cudnn} >= set(LENGTHS)
     assert not decoder.stats().graphs["tokens"].eager_by_reason
 
 
-def test_compiled_steps_have_the_kernel_too(model, prompts, kernel):
-    model.set_attn_implementation(DECODE_ATTENTION)
-    torch._dynamo.reset()
-    decoder = decoder_of(
-        model, lengths=[64], compile=partial(torch.compile, backend="aot_eager", fullgraph=True)
-    )
-    want, got = both(model, decoder, prompts, max_new_tokens=20, do_sample=False)
-    assert torch.equal(want, got)
-    assert len(kernel) >= model.config.num_hidden_layers
-    assert not decoder.stats().graphs["tokens"].eager_by_reason
-
-
-def test_the_kernel_is_told_what_each_row_has_in_use(model, kernel):
-    model.set_attn_implementation(DECODE_ATTENTION)
-    found = static_models.probe(model, 32)
-    memory = SlotCache(found.states, 6, 32)
-    step = decode_step(found, memory, [8, 32], model, wants_logits=False)
-    with torch.no_grad():
-        for length, last in ((8, 7), (32, 31)):
-            # The last two rows have no sequence.
-            positions = torch.tensor([0, last, 5, 32, 32])
-            step(torch.full((5,), 7), positions, length)
-            assert kernel[-1].tolist() == [1, last + 1, 6, 1, 1]
-    assert len(kernel) == 2 * model.config.num_hidden_layers
-
-
-def test_the_kernel_is_left_alone_where_something_else_than_the_cache_is_read(kernel):
-    memory = torch.randn(2, 5, 2, 13, 16, generator=torch.Generator().manual_seed(4))
+@pytest.mark.parametrize("rows", [1, 3])
+def test_cudnn_is_given_masks_of_true_and_false_as_numbers(rows, cudnn):
+    torch.manual_seed(2)
+    query, memory = torch.randn(3, 4, 1, 16), torch.randn(2, 5, 2, 13, 16)
     key, value = memory[:, :3, :, :9]
-    query = torch.randn(3, 4, 1, 16, generator=torch.Generator().manual_seed(5))
-    mask = torch.zeros(3, 1, 1, 9)
-    numbers = torch.arange(4, dtype=torch.int32)
-    reads = Reads(mask, torch.full((3,), 9, dtype=torch.int32), numbers, numbers * 26, 26)
-
-    def attended(query=query, key=key, value=value, mask=mask, reads=reads):
-        got, _ = decode_attention(torch.nn.Module(), query, key, value, mask, decode_reads=reads)
-        return got
-
-    want = attended(reads=None)
-    torch.testing.assert_close(attended(), want)
-    assert len(kernel) == 1
-    torch.testing.assert_close(attended(mask=mask.clone()), want)
-    torch.testing.assert_close(attended(key=key.contiguous()), want)
-    torch.testing.assert_close(attended(value=value.contiguous()), want)
-    torch.testing.assert_close(attended(reads=reads._replace(apart=27)), want)
-    attended(query=query.double(), key=key.double(), value=value.double(), mask=mask.double())
-    assert len(kernel) == 1
-    # Few rows of a long cache would keep most of a device waiting.
-    for length, calls in ((128, 2), (129, 2)):
-        long, none = torch.randn(2, 1, 1, length, 16), torch.zeros(1, 1, 1, length)
-        one = Reads(none, reads.used[:1], numbers[:2], numbers[:2] * length, length)
-        attended(query[:1], *long, none, one)
-        assert len(kernel) == calls
+    looks = torch.rand(rows, 1, 1, 9) < 0.5
+    looks[..., 0] = True
+    mask = torch.zeros(looks.shape).masked_fill_(~looks, torch.finfo(torch.float32).min)
+    wanted = partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        query, *(one.repeat_interleave(2, 1) for one in (key, value)), looks,
+    )  # fmt: skip
+    module = torch.nn.Module()
+    for given in (looks, mask, torch.cat([looks, ~looks], -1)):
+        got, weights = decode_attention(module, query, key, value, given)
+        assert weights is None
+        torch.testing.assert_close(got, wanted().transpose(1, 2))
+    got, _ = decode_attention(module, query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(got, wanted(scale=0.3).transpose(1, 2))
+    assert len(cudnn) == 4
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["own", "shared"])
-def test_the_kernel_is_one_operation_for_compiled_code(heads):
-    given = [torch.empty(3, heads[0], 1, 16, device="meta")]
-    given += torch.empty(2, 5, heads[1], 13, 16, device="meta")[:, :3, :, :9]
-    numbers = torch.empty(4, dtype=torch.int32, device="meta")
-    found = torch.ops.dispatchkit.attend_used(*given, numbers[:3], numbers, numbers, 0.25)
-    assert found.shape == (3, heads[0], 16)
-    assert found.dtype == torch.float32
+def test_only_what_cudnn_computes_is_given_to_it(monkeypatch):
+    """With tensors that say they are on a CUDA device, and a device that has it."""
+
+    class OnCuda:
+        def __init__(self, one, requires_grad=False):
+            self.is_cuda, self.dtype, self.device = True, one.dtype, "cuda:0"
+            self.shape, self.stride, self.requires_grad = one.shape, one.stride, requires_grad
+
+    asked = []
+    monkeypatch.setattr(attention_module, "_has_cudnn", lambda *given: not asked.append(given))
+
+    def is_for_cudnn(heads=4, size=64, value_size=None, dtype=torch.float16, mask=None, **more):
+        states = torch.zeros(2, 3, 2, 9, size, dtype=dtype)
+        query, key = torch.zeros(3, heads, 1, size, dtype=dtype), states[0]
+        value = states[1, ..., :value_size]
+        query, key, value = (more.get(name, one) for name, one in
+                             (("query", query), ("key", key), ("value", value)))  # fmt: skip
+        grad = more.get("requires_grad", False)
+        return attention_module._for_cudnn(OnCuda(query, grad), OnCuda(key), OnCuda(value), mask)
+
+    looks = torch.ones(3, 1, 1, 9, dtype=torch.bool)
+    assert is_for_cudnn()
+    assert is_for_cudnn(size=128, dtype=torch.bfloat16, mask=looks.to(torch.bfloat16))
+    assert is_for_cudnn(mask=looks)
+    assert asked == [("cuda:0", dtype) for dtype in (torch.float16, torch.bfloat16, torch.float16)]
+    with torch.no_grad():
+        assert is_for_cudnn(requires_grad=True)
+    assert not is_for_cudnn(requires_grad=True)
+    assert not is_for_cudnn(size=20)
+    assert not is_for_cudnn(size=256)
+    assert not is_for_cudnn(value_size=32)
+    assert not is_for_cudnn(mask=looks.float())
+    assert not is_for_cudnn(query=torch.zeros(3, 4, 1, 64))
+    turned = torch.zeros(3, 2, 64, 9, dtype=torch.float16).transpose(2, 3)
+    assert not is_for_cudnn(key=turned)
+    assert not is_for_cudnn(value=turned)
+    assert len(asked) == 4
+    on_cpu = [torch.zeros(3, 2, 1, 64, dtype=torch.float16)] * 3
+    assert not attention_module._for_cudnn(*on_cpu, None)
+
+
+def test_releases_of_cudnn_that_are_wrong_are_not_asked(monkeypatch):
+    monkeypatch.setattr(
+        torch.backends.cuda, "can_use_cudnn_attention", lambda params: params.enable_gqa
+    )
+    asked = attention_module._can_have_cudnn.__wrapped__
+    for version, expected in ((None, False), (91002, False), (91500, False), (91501, True)):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert asked(torch.device("cpu"), torch.float16) is expected
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not asked(torch.device("cpu"), torch.float16)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_code_asks_for_cudnn_while_it_is_traced(dynamic, monkeypatch):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    @partial(torch.compile, backend=counter, fullgraph=True, dynamic=dynamic)
+    def run(query, key):
+        return query + 1 if attention_module._has_cudnn(key.device, key.dtype) else query - 1
+
+    for rows in (3, 4, 5):
+        query, key = torch.zeros(rows, 4, 1, 16), torch.zeros(rows, 2, 9, 16)
+        for one in (query, key):
+            torch._dynamo.maybe_mark_dynamic(one, 0)
+        assert torch.equal(run(query, key), query - 1)
+    assert counter.frame_count == 1
+    monkeypatch.setattr(attention_module, "_can_have_cudnn", lambda *given: True)
+    torch._dynamo.reset()
+    assert torch.equal(run(query, key), query + 1)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    torch._dynamo.reset()
+    assert torch.equal(run(query, key), query - 1)
 
 
 @pytest.mark.parametrize(
@@ -443,6 +472,26 @@ def test_sequences_that_come_and_go_get_what_they_would_get_alone(model):
     stats = decoder.stats()
     assert stats.admitted == stats.dropped == 9
     assert stats.moved > 0
+
+
+def test_what_a_sequence_left_behind_reaches_none_that_comes_after_it(model, prompts):
+    """Keys that are no numbers, as a sequence leaves them whose scores ran out of its type."""
+    decoder = decoder_of(model, max_batch_size=8, sizes=[1, 2, 4, 8])
+    asked = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    for block in decoder.cache.memory:
+        block.fill_(float("nan"))
+    want, got = both(model, decoder, prompts, **asked)
+    assert torch.equal(want, got)
+    # Slots that others are moved into, too.
+    single = torch.full((1, 5), 7)
+    for _ in range(4):
+        decoder.admit(single)
+    for block in decoder.cache.memory:
+        block[:, 0] = float("nan")
+    assert decoder.drop([0]) == [3, 1, 2]
+    ahead = model.generate(single, pad_token_id=PAD, **asked)[0, single.shape[1] :].tolist()
+    for token in ahead[1:]:
+        assert decoder.step().tolist() == [token] * 3
 
 
 def test_rows_without_a_sequence_leave_live_slots_as_they_are(one_model):
