@@ -156,8 +156,13 @@ def test_ctrl_c_of_a_real_process_ends_with_130(tmp_path: Path) -> None:
     pytest.importorskip("numpy")  # without it the command would end before it opens the trace
     fifo = tmp_path / "trace.csv"
     os.mkfifo(fifo)
+    # Tests that a script runs in the background ignore the signal, and would hand that on.
+    code = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('dispatchkit', run_name='__main__', alter_sys=True)"
+    )
     with subprocess.Popen(
-        [sys.executable, "-m", "dispatchkit", "plan", str(fifo), "--graphs", "4"],
+        [sys.executable, "-c", code, "plan", str(fifo), "--graphs", "4"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",
