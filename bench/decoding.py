@@ -16,7 +16,7 @@ is waited for at the end of a round alone.
   ``DECODE_ATTENTION``; all other cases but the next have the library's ``sdpa``.
 - ``graphs, compiled, decode attention, planned``: with the ``--graphs`` capture sizes that
   ``plan_sizes`` recommends from the steps of the trace behind those that are measured (traces
-  only): the best there is here.
+  only).
 - ``reduce-overhead``, ``default``: torch.compile of the step with its own graphs, and as it is (for
   the smallest of the fixed batches alone).
 - ``library static``, ``library dynamic``, ``generate``: whole calls of ``generate`` (fixed batches

@@ -83,8 +83,7 @@ def decode_attention(
     mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
     if _for_cudnn(query, key, value, mask):
         if mask is not None and mask.dtype == torch.bool:
-            allowed = mask.new_zeros(mask.shape, dtype=query.dtype)
-            mask = allowed.masked_fill_(~mask, torch.finfo(query.dtype).min)
+            mask = additive(mask, query.dtype)
         # By its own name: torch's sdpa has an order of kernels, and repeats keys for its last one.
         one: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, False, scale=scaling
@@ -104,6 +103,12 @@ def decode_attention(
     # Computed in float32 inside, whatever the type.
     found = scores.softmax(-1).to(value.dtype) @ value
     return found.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what is added to scores in place of a mask that is True where a token may look."""
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
 def _for_cudnn(

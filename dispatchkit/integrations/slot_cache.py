@@ -167,9 +167,6 @@ class SlotCache:
     ) -> None:
         """Put prompts into the slots from ``start`` on, without their left padding.
 
-        What a sequence before left behind them is cleared: a mask gives it no weight, but no
-        weight times what is no number is none either.
-
         Args:
             start: The first slot.
             states: One layer's keys and values each (B, heads, T, head size).
@@ -178,28 +175,33 @@ class SlotCache:
         rows = len(paddings)
         for (keys, values), pair in zip(self.layers, states, strict=True):
             for memory, given in zip((keys, values), pair, strict=True):
-                length = given.shape[2]
                 if not any(paddings):
-                    memory[start : start + rows, :, :length] = given
-                    memory[start : start + rows, :, length:] = 0
+                    _put(memory[start : start + rows], given)
                     continue
                 for row, padding in enumerate(paddings):
-                    memory[start + row, :, : length - padding] = given[row, :, padding:]
-                    memory[start + row, :, length - padding :] = 0
+                    _put(memory[start + row], given[row, :, padding:])
 
     def move(self, moves: Sequence[Move]) -> int:
-        """Copy sequences to other slots, on the device, and clear what is behind them there.
-
-        Returns the bytes copied.
-        """
+        """Copy sequences to other slots, on the device; returns the bytes copied."""
         num_bytes = 0
         for block in self.memory:
             for one in moves:
                 source = block[:, one.source, :, : one.length]
-                block[:, one.target, :, : one.length].copy_(source)
-                block[:, one.target, :, one.length :] = 0
+                _put(block[:, one.target], source)
                 num_bytes += source.numel() * source.element_size()
         return num_bytes
+
+
+def _put(slots: torch.Tensor, states: torch.Tensor) -> None:
+    """Write states to the first positions of slots, and clear what was left behind them.
+
+    A mask gives that no weight, but no weight times what is no number is none either.
+
+    Shapes: slots (..., length + 1, head size), states (..., T, head size).
+    """
+    length = states.shape[-2]
+    slots[..., :length, :] = states
+    slots[..., length:, :] = 0
 
 
 def plan_moves(lengths: Sequence[int], drop: Sequence[int]) -> tuple[list[Move], list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import attrs
 import torch
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.integrations.decode_attention import DECODE_ATTENTION
+from dispatchkit.integrations.decode_attention import DECODE_ATTENTION, additive
 from dispatchkit.integrations.slot_cache import states_of
 
 # Kinds of attention that take a mask of a step's own, and what it is made of.
@@ -132,7 +133,7 @@ def probe(model: Any, max_length: int) -> Probe:
         dtype=first.dtype,
         device=first.device,
         # One operation less for each layer than with a mask of true and false.
-        mask_of=_same if attention == "sdpa" else _additive(first.dtype),
+        mask_of=_same if attention == "sdpa" else functools.partial(additive, dtype=first.dtype),
         cache_name=cache_name,
         takes_last="logits_to_keep" in parameters,
     )
@@ -145,13 +146,3 @@ def probe(model: Any, max_length: int) -> Probe:
             "model", name, "one that keeps keys and values of shape (B, heads, T, size)", _ADVICE
         )
     return attrs.evolve(found, states=states)
-
-
-def _additive(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    lowest = torch.finfo(dtype).min
-
-    def made(mask: torch.Tensor) -> torch.Tensor:
-        zero = torch.zeros((), dtype=dtype, device=mask.device)
-        return torch.where(mask, zero, lowest)
-
-    return made

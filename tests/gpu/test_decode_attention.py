@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -12,6 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from decoder_models import gpt2, llama  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from dispatchkit.integrations import decode_attention as attention_module  # noqa: E402
@@ -67,7 +67,7 @@ def test_what_tokens_attend_to_is_as_near_to_float32_as_by_products_of_matrices(
         key, value = memory[:, :rows, :, :length]
         exact = (one.float() for one in (query, key, value, mask))
         want, _ = decode_attention(module, *exact, scaling=0.11)
-        with set_for_a_while(torch.backends.cuda.enable_cudnn_sdp, False, True):
+        with sdpa_kernel(SDPBackend.MATH):  # no cuDNN
             plain, _ = decode_attention(module, query, key, value, mask, scaling=0.11)
         assert cudnn == [False, False]
         allowed = (plain.float() - want).abs().max()
@@ -78,16 +78,6 @@ def test_what_tokens_attend_to_is_as_near_to_float32_as_by_products_of_matrices(
         assert cudnn == [False, False, *[size <= 128] * 2]
         cudnn.clear()
         memory.normal_()
-
-
-@contextmanager
-def set_for_a_while(switch, within, after):
-    """Have a setting of torch's for a while."""
-    switch(within)
-    try:
-        yield
-    finally:
-        switch(after)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])

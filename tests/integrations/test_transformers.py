@@ -244,6 +244,17 @@ def test_tokens_by_cudnn_are_those_of_generate_at_every_length(model, prompts, c
     assert not decoder.stats().graphs["tokens"].eager_by_reason
 
 
+def test_compiled_steps_have_the_attention_too(model, prompts):
+    model.set_attn_implementation(DECODE_ATTENTION)
+    torch._dynamo.reset()
+    decoder = decoder_of(
+        model, lengths=[64], compile=partial(torch.compile, backend="aot_eager", fullgraph=True)
+    )
+    want, got = both(model, decoder, prompts, max_new_tokens=20, do_sample=False)
+    assert torch.equal(want, got)
+    assert not decoder.stats().graphs["tokens"].eager_by_reason
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_cudnn_is_given_masks_of_true_and_false_as_numbers(rows, cudnn):
     torch.manual_seed(2)
@@ -277,9 +288,9 @@ def test_only_what_cudnn_computes_is_given_to_it(monkeypatch):
     asked = []
     monkeypatch.setattr(attention_module, "_has_cudnn", lambda *given: not asked.append(given))
 
-    def is_for_cudnn(heads=4, size=64, value_size=None, dtype=torch.float16, mask=None, **more):
+    def is_for_cudnn(size=64, value_size=None, dtype=torch.float16, mask=None, **more):
         states = torch.zeros(2, 3, 2, 9, size, dtype=dtype)
-        query, key = torch.zeros(3, heads, 1, size, dtype=dtype), states[0]
+        query, key = torch.zeros(3, 4, 1, size, dtype=dtype), states[0]
         value = states[1, ..., :value_size]
         query, key, value = (more.get(name, one) for name, one in
                              (("query", query), ("key", key), ("value", value)))  # fmt: skip
