@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from _common import emit
 
-from dispatchkit.backends.cuda_copy import LaunchConfig, NodeParams
+from dispatchkit.backends.cuda.copy import LaunchConfig, NodeParams
 
 BENCH = "floors"
 ROWS, ROOM = 200, 512

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import _dynamo
 
-from dispatchkit.backends.cuda_workspace import hold_workspace
+from dispatchkit.backends.cuda.workspace import hold_workspace
 from dispatchkit.integrations.decode_step import decode_step
 from dispatchkit.integrations.slot_cache import SlotCache
 from dispatchkit.integrations.static_models import probe

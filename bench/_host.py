@@ -17,7 +17,7 @@ import torch
 from _common import emit
 from _copies import V, call_of, captured, must, runtime
 
-from dispatchkit.backends.cuda_copy import CAPACITIES, copy_node
+from dispatchkit.backends.cuda.copy import CAPACITIES, copy_node
 
 BENCH = "floors"
 ARRAYS = 3

@@ -39,8 +39,8 @@ from dispatchkit import GraphRunner, StaticInput
 from dispatchkit.demo.decoder import DecoderShape
 from dispatchkit.demo.models import decoder, mlp
 from dispatchkit.demo.replay import resolve_device
-from dispatchkit.execute.calibrate import calibrate
-from dispatchkit.execute.graph_memory import MemoryMeter, forecast_graph_memory
+from dispatchkit.execute.calibration.calibrate import calibrate
+from dispatchkit.execute.calibration.graph_memory import MemoryMeter, forecast_graph_memory
 from dispatchkit.keys import DispatchConfig, default_capture_sizes
 from dispatchkit.observe.trace import StepTrace, read_trace
 from dispatchkit.plan import CostModel, Scenario, simulate

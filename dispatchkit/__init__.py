@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         graph_piece,
     )
     from dispatchkit.execute.graphed import graphed
-    from dispatchkit.execute.splitting import split_module
+    from dispatchkit.execute.splitting.split import split_module
     from dispatchkit.hookspecs import hookimpl
     from dispatchkit.keys import (
         Axis,
@@ -81,7 +81,7 @@ _HOME = {
     "graphed": "execute.graphed",
     "hookimpl": "hookspecs",
     "load_plugins": "plugins",
-    "split_module": "execute.splitting",
+    "split_module": "execute.splitting.split",
 }
 
 # Spelt out, since type checkers and linters read it without running the module.

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.tape import TapeBackend
-from dispatchkit.backends.tape_streams import TapeEvent
+from dispatchkit.backends.tape.streams import TapeEvent
 from dispatchkit.dispatch import Decision
 from dispatchkit.hookspecs import PolicySpec, hookimpl
 from dispatchkit.plugins import PluginSet, load_plugins

@@ -13,7 +13,7 @@ from dispatchkit.cli.output import JsonOption, console, print_json, progress, ta
 from dispatchkit.errors import BackendUnavailableError, ConfigError
 
 if TYPE_CHECKING:
-    from dispatchkit.execute.calibrate import Pace
+    from dispatchkit.execute.calibration.calibrate import Pace
 
 
 def calibrate(
@@ -63,8 +63,8 @@ def calibrate(
     check_writable(output)
     chosen = settings_of({"capture_sizes": sizes})["capture_sizes"]
     try:
-        from dispatchkit.execute.calibrate import DEFAULT_MODEL, load_runner
-        from dispatchkit.execute.calibrate import calibrate as measure
+        from dispatchkit.execute.calibration.calibrate import DEFAULT_MODEL, load_runner
+        from dispatchkit.execute.calibration.calibrate import calibrate as measure
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("torch", "numpy"):
             raise

@@ -14,30 +14,31 @@ except ImportError as _error:
         "https://download.pytorch.org/whl/cpu)."
     ) from _error
 
-from dispatchkit.execute.budget import ChurnWarning
-from dispatchkit.execute.capture_report import CaptureReport
-from dispatchkit.execute.captured import CapturedStep
-from dispatchkit.execute.check import CheckWarning
-from dispatchkit.execute.config_watcher import ConfigWatcher, SwapWarning
-from dispatchkit.execute.context import (
+from dispatchkit.execute.capture.budget import ChurnWarning
+from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.capture.graph import PlainCodeWarning
+from dispatchkit.execute.capture.report import CaptureReport
+from dispatchkit.execute.io.inputs import StaticInput
+from dispatchkit.execute.lanes.submit import LaneCost, LanePolicyWarning, LaneStats, StepHandle
+from dispatchkit.execute.live.config_watcher import ConfigWatcher, SwapWarning
+from dispatchkit.execute.live.shadowing import RunnerShadow
+from dispatchkit.execute.live.swap import SwapReport
+from dispatchkit.execute.replay.check import CheckWarning
+from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.splitting.markers import eager_region, graph_break
+from dispatchkit.execute.step.pieces import Piece, eager_piece, graph_piece
+from dispatchkit.execute.step.ranges import NvtxRanges
+from dispatchkit.execute.step.reasons import EagerStepWarning
+from dispatchkit.execute.step.support import ModeDowngradeWarning, declare_support
+from dispatchkit.execute.wrapper.context import (
     ForwardContext,
     NoForwardContextError,
     forward_context_is_available,
     get_forward_context,
     set_forward_context,
 )
-from dispatchkit.execute.graph_maker import PlainCodeWarning
-from dispatchkit.execute.inputs import StaticInput
-from dispatchkit.execute.markers import eager_region, graph_break
-from dispatchkit.execute.pieces import Piece, eager_piece, graph_piece
-from dispatchkit.execute.ranges import NvtxRanges
-from dispatchkit.execute.reasons import EagerStepWarning
-from dispatchkit.execute.runner import GraphRunner
-from dispatchkit.execute.shadowing import RunnerShadow
-from dispatchkit.execute.submit import LaneCost, LanePolicyWarning, LaneStats, StepHandle
-from dispatchkit.execute.support import ModeDowngradeWarning, declare_support
-from dispatchkit.execute.swap import SwapReport
-from dispatchkit.execute.wrapper import (
+from dispatchkit.execute.wrapper.device import BackendDevice, WrapperDevice
+from dispatchkit.execute.wrapper.graph_wrapper import (
     GraphWrapper,
     WrappedEntry,
     WrapperError,
@@ -47,7 +48,6 @@ from dispatchkit.execute.wrapper import (
     capturing_is_enabled,
     set_capturing_enabled,
 )
-from dispatchkit.execute.wrapper_device import BackendDevice, WrapperDevice
 from dispatchkit.observe.counters import RunnerStats
 
 __all__ = [

@@ -11,16 +11,16 @@ import torch
 
 from dispatchkit.dispatch import Dispatcher, Explanation, Reason
 from dispatchkit.dispatch import explain as explain_batch
-from dispatchkit.execute.capture_report import CaptureReport
-from dispatchkit.execute.captured import CapturedStep
-from dispatchkit.execute.external import external_step
-from dispatchkit.execute.guard import Guard
-from dispatchkit.execute.inputs import InputSet
-from dispatchkit.execute.lanes import Lane
-from dispatchkit.execute.lifecycle import Lifecycle
-from dispatchkit.execute.pieces import Step
+from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.capture.external import external_step
+from dispatchkit.execute.capture.lifecycle import Lifecycle
+from dispatchkit.execute.capture.report import CaptureReport
+from dispatchkit.execute.io.inputs import InputSet
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.replay.timing import Timings
 from dispatchkit.execute.report import progress_shower
-from dispatchkit.execute.timing import Timings
+from dispatchkit.execute.step.guard import Guard
+from dispatchkit.execute.step.pieces import Step
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode

@@ -11,19 +11,26 @@ import torch
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher, LanePolicy, Policy
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.axes import AxisCut, AxisInputs, axis_graph_plan
-from dispatchkit.execute.budget import Budget
-from dispatchkit.execute.buffers import StaticBuffers
-from dispatchkit.execute.capture import Capturer
-from dispatchkit.execute.captured import CapturedStep
-from dispatchkit.execute.check import Checker
+from dispatchkit.execute.capture.budget import Budget
+from dispatchkit.execute.capture.capture import Capturer
+from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.capture.lifecycle import Lifecycle
+from dispatchkit.execute.capture.warmup import Warmups
 from dispatchkit.execute.controls import Controls
-from dispatchkit.execute.decided import Decided
-from dispatchkit.execute.fallbacks import Fallbacks
-from dispatchkit.execute.guard import Guard
-from dispatchkit.execute.inputs import InputSet, StaticInput, inputs_from_example
-from dispatchkit.execute.lanes import Lane
-from dispatchkit.execute.launch import (
+from dispatchkit.execute.io.axes import AxisCut, AxisInputs, axis_graph_plan
+from dispatchkit.execute.io.buffers import StaticBuffers
+from dispatchkit.execute.io.inputs import InputSet, StaticInput, inputs_from_example
+from dispatchkit.execute.io.outputs import DERIVED
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.lanes.build import add_lanes, check_lanes
+from dispatchkit.execute.lanes.submit import Submitting
+from dispatchkit.execute.live.decided import Decided
+from dispatchkit.execute.live.notices import Notices
+from dispatchkit.execute.live.recording import Recording
+from dispatchkit.execute.live.shadowing import Shadowing
+from dispatchkit.execute.replay.check import Checker
+from dispatchkit.execute.replay.eager import Fallbacks
+from dispatchkit.execute.replay.plans import (
     AGAIN,
     EagerPlan,
     LazyPlan,
@@ -31,19 +38,12 @@ from dispatchkit.execute.launch import (
     graph_plan,
     timer_for,
 )
-from dispatchkit.execute.lifecycle import Lifecycle
-from dispatchkit.execute.notices import Notices
-from dispatchkit.execute.outputs import DERIVED
-from dispatchkit.execute.pieces import Step
-from dispatchkit.execute.recording import Recording
+from dispatchkit.execute.replay.timing import SAMPLE_EVERY, Timings
 from dispatchkit.execute.report import ladder
 from dispatchkit.execute.setup import honoured, make_backend, make_config, make_policy
-from dispatchkit.execute.setup_lanes import add_lanes, check_lanes
-from dispatchkit.execute.shadowing import Shadowing
-from dispatchkit.execute.state import DEFAULT_STATE_LIMIT
-from dispatchkit.execute.submit import Submitting
-from dispatchkit.execute.timing import SAMPLE_EVERY, Timings
-from dispatchkit.execute.warmup import Warmups
+from dispatchkit.execute.step.guard import Guard
+from dispatchkit.execute.step.pieces import Step
+from dispatchkit.execute.step.state import DEFAULT_STATE_LIMIT
 from dispatchkit.keys.axes import Axis
 from dispatchkit.keys.batch import Batch
 from dispatchkit.keys.capture_sizes import check_count

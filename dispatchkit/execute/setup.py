@@ -13,8 +13,8 @@ from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.resolve import AUTO, BUILT_IN_BACKENDS, resolve_backend
 from dispatchkit.dispatch import Policy
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.pieces import Step
-from dispatchkit.execute.support import mode_for_pieces, warn_of_downgrade
+from dispatchkit.execute.step.pieces import Step
+from dispatchkit.execute.step.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
 

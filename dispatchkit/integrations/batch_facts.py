@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dispatchkit.execute.context import ForwardContext
+from dispatchkit.execute.wrapper.context import ForwardContext
 from dispatchkit.keys.modes import RuntimeMode, allowed_modes_code
 
 __all__ = ["facts_of"]

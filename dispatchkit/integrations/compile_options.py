@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
-from dispatchkit.execute.splitting import SplitRules
+from dispatchkit.execute.splitting.split import SplitRules
 from dispatchkit.keys.modes import AttentionSupport, CUDAGraphMode
 
 __all__ = ["CompileOptions"]

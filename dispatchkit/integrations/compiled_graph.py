@@ -20,14 +20,14 @@ from torch import fx
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import ConfigError, InputError, NoGraphError
-from dispatchkit.execute.context import forward_context_is_available, get_forward_context
-from dispatchkit.execute.inputs import InputSet, StaticInput
-from dispatchkit.execute.pieces import Piece
-from dispatchkit.execute.reasons import EagerStepWarning
+from dispatchkit.execute.io.inputs import InputSet, StaticInput
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.setup import make_backend
-from dispatchkit.execute.splitting import SplitRules, split_graph
-from dispatchkit.execute.tracing import example_of
+from dispatchkit.execute.splitting.split import SplitRules, split_graph
+from dispatchkit.execute.splitting.tracing import example_of
+from dispatchkit.execute.step.pieces import Piece
+from dispatchkit.execute.step.reasons import EagerStepWarning
+from dispatchkit.execute.wrapper.context import forward_context_is_available, get_forward_context
 from dispatchkit.integrations.batch_facts import facts_of
 from dispatchkit.integrations.compile_options import CompileOptions
 from dispatchkit.integrations.compiled_stats import CompiledStats

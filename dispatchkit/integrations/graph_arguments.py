@@ -17,10 +17,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_structure
 
-from dispatchkit.backends.dispatch_mode import DispatchMode
-from dispatchkit.execute.inputs import RESERVED_NAMES
-from dispatchkit.execute.state import storage_of
-from dispatchkit.execute.tracing import (
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode
+from dispatchkit.execute.io.inputs import RESERVED_NAMES
+from dispatchkit.execute.splitting.tracing import (
     Held,
     Input,
     Result,
@@ -30,6 +29,7 @@ from dispatchkit.execute.tracing import (
     example_of,
     size_source,
 )
+from dispatchkit.execute.step.state import storage_of
 
 __all__ = ["GraphArguments", "PlainReason", "read_arguments"]
 

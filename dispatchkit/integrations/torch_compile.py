@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from dispatchkit.errors import ConfigError, InputError
-from dispatchkit.execute.tracing import mark_batch
+from dispatchkit.execute.splitting.tracing import mark_batch
 from dispatchkit.integrations.compile_options import CompileOptions
 from dispatchkit.integrations.compiled_graph import CompiledGraph
 from dispatchkit.integrations.compiled_stats import CompiledStats

@@ -16,7 +16,7 @@ from dispatchkit.ranks.protocol import Ranks
 
 if TYPE_CHECKING:
     from dispatchkit.execute import GraphRunner, StaticInput
-    from dispatchkit.execute.axes import AxisCut
+    from dispatchkit.execute.io.axes import AxisCut
 
 
 class RankedRunner:

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from dispatchkit.backends.cuda_copy import CAPACITIES, MAX_PIECES, Work, kernel_text  # noqa: E402
+from dispatchkit.backends.cuda.copy import CAPACITIES, MAX_PIECES, Work, kernel_text  # noqa: E402
 
 BITS = {"b64": 64, "u64": 64, "s64": 64, "b32": 32, "u32": 32, "u16": 16, "u8": 8}
 TYPES = {64: ctypes.c_uint64, 32: ctypes.c_uint32, 16: ctypes.c_uint16, 8: ctypes.c_uint8}

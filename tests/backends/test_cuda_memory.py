@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from dispatchkit.backends import cuda_memory
+from dispatchkit.backends.cuda import memory as cuda_memory
 
 MIB = 1 << 20
 

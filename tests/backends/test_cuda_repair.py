@@ -8,10 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit.backends import cuda_capture, cuda_driver, cuda_graph  # noqa: E402
 from dispatchkit.backends.capture_guard import exclusive_capture  # noqa: E402
-from dispatchkit.backends.cuda_capture import CaptureAttempt  # noqa: E402
-from dispatchkit.backends.cuda_graph import Burial, CudaPool, bury  # noqa: E402
+from dispatchkit.backends.cuda import capture as cuda_capture  # noqa: E402
+from dispatchkit.backends.cuda import driver as cuda_driver  # noqa: E402
+from dispatchkit.backends.cuda import graph as cuda_graph  # noqa: E402
+from dispatchkit.backends.cuda.capture import CaptureAttempt  # noqa: E402
+from dispatchkit.backends.cuda.graph import Burial, CudaPool, bury  # noqa: E402
 
 
 class Device:

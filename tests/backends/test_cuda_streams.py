@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dispatchkit.backends import cuda_streams
-from dispatchkit.backends.cuda_streams import CudaStream, return_when_unused, unused_streams
+from dispatchkit.backends.cuda import streams as cuda_streams
+from dispatchkit.backends.cuda.streams import CudaStream, return_when_unused, unused_streams
 
 RING = 32
 

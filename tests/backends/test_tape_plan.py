@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from dispatchkit.backends.tape_plan import Step, TensorRef, place
+from dispatchkit.backends.tape.plan import Step, TensorRef, place
 
 
 def ref(storage):

@@ -223,7 +223,7 @@ def test_steps_between_capture_and_replay_are_few():
     backend = TapeBackend()
     x = torch.randn(4, 8)
     lines = []
-    from dispatchkit.backends import tape
+    from dispatchkit.backends.tape import backend as tape
 
     original = tape.compile_replay
     try:

@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch")
 
 from dispatchkit.backends.base import NotingBackend, WarmupNotes  # noqa: E402
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
-from dispatchkit.backends.cuda_watch import WarmupNotes as CudaNotes  # noqa: E402
-from dispatchkit.backends.dispatch_mode import DispatchMode  # noqa: E402
+from dispatchkit.backends.cuda.watch import WarmupNotes as CudaNotes  # noqa: E402
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode  # noqa: E402
 
 
 class Showing(DispatchMode):

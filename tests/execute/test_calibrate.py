@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402 - torch
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import CaptureError, ConfigError  # noqa: E402
-from dispatchkit.execute.calibrate import calibrate, load_runner  # noqa: E402
-from dispatchkit.execute.graph_memory import forecast_graph_memory  # noqa: E402
+from dispatchkit.execute.calibration.calibrate import calibrate, load_runner  # noqa: E402
+from dispatchkit.execute.calibration.graph_memory import forecast_graph_memory  # noqa: E402
 from dispatchkit.plan.costs import load_cost_model, save_cost_model  # noqa: E402
 
 INPUTS = {"rows": StaticInput((None, 4), "float32")}

@@ -18,7 +18,7 @@ from dispatchkit.errors import (  # noqa: E402
     ReplayError,
 )
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
-from dispatchkit.execute.retries import MAX_ATTEMPTS, RETRY_AFTER  # noqa: E402
+from dispatchkit.execute.capture.retries import MAX_ATTEMPTS, RETRY_AFTER  # noqa: E402
 from dispatchkit.registry import KeyState  # noqa: E402
 
 

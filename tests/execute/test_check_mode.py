@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.errors import ConfigError  # noqa: E402
-from dispatchkit.execute import CheckWarning, check_state  # noqa: E402
-from dispatchkit.execute.state import Snapshot  # noqa: E402
+from dispatchkit.execute import CheckWarning  # noqa: E402
+from dispatchkit.execute.replay import check_state  # noqa: E402
+from dispatchkit.execute.step.state import Snapshot  # noqa: E402
 from dispatchkit.keys import CaptureSizeWarning  # noqa: E402
 from dispatchkit.registry import KeyState  # noqa: E402
 

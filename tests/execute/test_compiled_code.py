@@ -17,10 +17,10 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from dispatchkit import Axis, GraphRunner, StaticInput  # noqa: E402
-from dispatchkit.backends.compiled_code import PLAINLY  # noqa: E402
-from dispatchkit.backends.cuda_watch import CaptureWatch  # noqa: E402
-from dispatchkit.backends.dispatch_mode import DispatchMode  # noqa: E402
+from dispatchkit.backends.cuda.watch import CaptureWatch  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+from dispatchkit.backends.watching.compiled_code import PLAINLY  # noqa: E402
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode  # noqa: E402
 from dispatchkit.execute import PlainCodeWarning  # noqa: E402
 
 WIDTH = 7  # no size: equal ones would be taken for the same number

@@ -19,10 +19,10 @@ from dispatchkit.errors import ConfigError, InputError  # noqa: E402
 from dispatchkit.execute import (  # noqa: E402
     CheckWarning,
     EagerStepWarning,
-    graphed_forms,
 )
-from dispatchkit.execute.graphed import GraphedFunction  # noqa: E402
-from dispatchkit.execute.graphed_forms import geometric_sizes  # noqa: E402
+from dispatchkit.execute.graphed import forms as graphed_forms  # noqa: E402
+from dispatchkit.execute.graphed.forms import geometric_sizes  # noqa: E402
+from dispatchkit.execute.graphed.front import GraphedFunction  # noqa: E402
 
 
 class Net(nn.Module):
@@ -262,7 +262,7 @@ def test_no_rows_give_what_the_function_gives():
 
 
 def test_endless_new_values_end_in_plain_calls(monkeypatch):
-    monkeypatch.setattr("dispatchkit.execute.graphed_calls.MAX_FORMS", 2)
+    monkeypatch.setattr("dispatchkit.execute.graphed.calls.MAX_FORMS", 2)
     step = graphed(lambda x, by: x * by, sizes=[2])
     with pytest.warns(EagerStepWarning, match="too_many_forms"):  # noqa: PT031
         for by in range(5):

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
-from dispatchkit.backends.capture_errors import forget_frames, forget_path  # noqa: E402
+from dispatchkit.backends.watching.capture_errors import forget_frames, forget_path  # noqa: E402
 from dispatchkit.errors import ReplayError  # noqa: E402
 
 WIDTH = 64

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from dispatchkit import StaticInput  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
-from dispatchkit.execute.lanes import Lane  # noqa: E402
+from dispatchkit.execute.lane import Lane  # noqa: E402
 from dispatchkit.registry import KeyState  # noqa: E402
 
 SEEDS = range(2)

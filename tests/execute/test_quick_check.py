@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from dispatchkit import StaticInput
 from dispatchkit.errors import InputError
-from dispatchkit.execute import inputs as module
-from dispatchkit.execute.inputs import InputSet
+from dispatchkit.execute.io import inputs as module
+from dispatchkit.execute.io.inputs import InputSet
 
 SPECS = {
     "x": StaticInput((None, 3), "float32"),

@@ -21,7 +21,7 @@ from dispatchkit.errors import (  # noqa: E402
     UnknownNameError,
 )
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
-from dispatchkit.execute.reasons import DOWNGRADES, NEXT_STEPS  # noqa: E402
+from dispatchkit.execute.step.reasons import DOWNGRADES, NEXT_STEPS  # noqa: E402
 from dispatchkit.keys import CaptureSizeWarning  # noqa: E402
 
 TWO = {

@@ -16,7 +16,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
-from dispatchkit.backends.cuda_copy import (  # noqa: E402
+from dispatchkit.backends.cuda.copy import (  # noqa: E402
     CAPACITIES,
     CopyKernel,
     CopyNode,
@@ -26,13 +26,13 @@ from dispatchkit.backends.cuda_copy import (  # noqa: E402
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ReplayError  # noqa: E402
-from dispatchkit.execute.buffers import InputBuffers  # noqa: E402
-from dispatchkit.execute.check import CheckWarning  # noqa: E402
-from dispatchkit.execute.inputs import InputSet  # noqa: E402
-from dispatchkit.execute.loaders import UnstagedLoader  # noqa: E402
-from dispatchkit.execute.node_loaders import loader_of  # noqa: E402
-from dispatchkit.execute.small_copies import MAX_BYTES, InputNode, input_node  # noqa: E402
-from dispatchkit.execute.staging import Staging  # noqa: E402
+from dispatchkit.execute.io.buffers import InputBuffers  # noqa: E402
+from dispatchkit.execute.io.inputs import InputSet  # noqa: E402
+from dispatchkit.execute.io.loaders import UnstagedLoader  # noqa: E402
+from dispatchkit.execute.io.node_loaders import loader_of  # noqa: E402
+from dispatchkit.execute.io.small_copies import MAX_BYTES, InputNode, input_node  # noqa: E402
+from dispatchkit.execute.io.staging import Staging  # noqa: E402
+from dispatchkit.execute.replay.check import CheckWarning  # noqa: E402
 
 CPU = torch.device("cpu")
 SPECS = {

@@ -17,7 +17,7 @@ from dispatchkit import (  # noqa: E402
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import CaptureError, InputError  # noqa: E402
-from dispatchkit.execute.staging import Staging  # noqa: E402
+from dispatchkit.execute.io.staging import Staging  # noqa: E402
 
 HOST = {
     "tokens": StaticInput((None,), "int64", fill=7, host=True),
@@ -147,7 +147,7 @@ def test_a_host_tensor_that_requires_a_gradient_is_refused(make_runner):
 @pytest.mark.parametrize("is_whole", [True, False], ids=["one block", "by input"])
 def test_rows_behind_a_call_are_fill(make_runner, monkeypatch, is_whole):
     if not is_whole:
-        monkeypatch.setattr("dispatchkit.execute.staging.WHOLE_BLOCK_BYTES", 0)
+        monkeypatch.setattr("dispatchkit.execute.io.staging.WHOLE_BLOCK_BYTES", 0)
     runner = make_runner(step, HOST)
     runner.capture()
     for number, rows in enumerate((8, 3, 5, 1, 7, 2, 4, 8, 3)):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st  # noqa: E402
 from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import InputError, ReplayError, UnknownNameError  # noqa: E402
-from dispatchkit.execute.buffers import InputBuffers  # noqa: E402
-from dispatchkit.execute.inputs import InputSet  # noqa: E402
-from dispatchkit.execute.loaders import Loader  # noqa: E402
+from dispatchkit.execute.io.buffers import InputBuffers  # noqa: E402
+from dispatchkit.execute.io.inputs import InputSet  # noqa: E402
+from dispatchkit.execute.io.loaders import Loader  # noqa: E402
 
 TWO_TYPES = {
     "tokens": StaticInput((None,), "int64", fill=-1),
@@ -92,7 +92,7 @@ def test_inputs_of_one_type_and_their_tails_go_in_one_copy(monkeypatch):
         made.append(len(targets))
         return plain(targets, sources)
 
-    monkeypatch.setattr("dispatchkit.execute.loaders._copy", counted)
+    monkeypatch.setattr("dispatchkit.execute.io.loaders._copy", counted)
     buffers = InputBuffers(InputSet(TWO_TYPES, torch.device("cpu")), 16)
     for rows, copies in ((16, [2, 2, 1]), (16, [2, 2, 1]), (5, [4, 3, 2]), (5, [2, 2, 1])):
         made.clear()
@@ -110,7 +110,7 @@ def test_a_copy_that_fails_leaves_nothing_marked_clean(monkeypatch):
     call = list(rows_of(TWO_TYPES, 12, 0).values())
     Loader(buffers, 16, 16).load(list(rows_of(TWO_TYPES, 16, 1).values()))
     with monkeypatch.context() as patched:
-        patched.setattr("dispatchkit.execute.loaders._copy", broken)
+        patched.setattr("dispatchkit.execute.io.loaders._copy", broken)
         with pytest.raises(RuntimeError, match="no copy"):
             Loader(buffers, 12, 16).load(call)
     Loader(buffers, 3, 16).load(list(rows_of(TWO_TYPES, 3, 2).values()))
@@ -166,7 +166,7 @@ def test_owned_results_keep_their_values(make_runner, result):
 
 
 def test_plans_beyond_the_bound_are_made_again(make_runner, monkeypatch):
-    monkeypatch.setattr("dispatchkit.execute.lanes.MAX_READY_PLANS", 2)
+    monkeypatch.setattr("dispatchkit.execute.lane.MAX_READY_PLANS", 2)
     runner = make_runner(lambda tokens: tokens + 1)
     runner.capture()
     for rows in (1, 2, 3, 4, 5, 6, 1, 2, 3):

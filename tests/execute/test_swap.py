@@ -102,7 +102,7 @@ def test_steps_run_between_the_captures_of_a_swap(runner, monkeypatch):
         with ThreadPoolExecutor(1) as pool:
             results.append(pool.submit(served_by, runner, 3).result(timeout=60))
 
-    monkeypatch.setattr("dispatchkit.execute.swap._let_steps_run", in_between)
+    monkeypatch.setattr("dispatchkit.execute.live.swap._let_steps_run", in_between)
     runner.swap(sizes=(3, 5, 8))
     assert results == [4, 4]
     assert served_by(runner, 3) == 3

@@ -139,7 +139,7 @@ def test_a_time_that_is_not_ready_is_no_error_and_is_waited_for_by_nobody(make_r
 
 
 def test_unread_measurements_are_bounded(make_runner, learning):
-    from dispatchkit.execute.timing import MAX_PENDING
+    from dispatchkit.execute.replay.timing import MAX_PENDING
 
     runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
     runner.capture()
@@ -152,7 +152,7 @@ def test_unread_measurements_are_bounded(make_runner, learning):
 
 def test_waiting_for_measured_steps_holds_up_no_other_step(make_runner, learning, monkeypatch):
     """Another thread runs a whole timed step while one waits for the device."""
-    from dispatchkit.backends.tape_streams import TapeEvent
+    from dispatchkit.backends.tape.streams import TapeEvent
 
     runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
     runner.capture()
@@ -352,7 +352,7 @@ class _Mark:
 @pytest.fixture
 def measured(monkeypatch):
     """Return what measures a step on a device, and what it told of the last one."""
-    from dispatchkit.execute import timing
+    from dispatchkit.execute.replay import timing
 
     device, heard = _Device(), []
     monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: int(device.now_us * 1e3))

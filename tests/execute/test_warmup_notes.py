@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
-from dispatchkit.backends.dispatch_mode import tensors_in  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+from dispatchkit.backends.watching.dispatch_mode import tensors_in  # noqa: E402
 
 INPUT = {"x": StaticInput((None, 4), "float32")}
 

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 from dispatchkit import GraphRunner, StaticInput  # noqa: E402 - torch
 from dispatchkit.demo.decoder import DecoderShape  # noqa: E402
 from dispatchkit.demo.models import decoder, mlp  # noqa: E402
-from dispatchkit.execute.calibrate import calibrate  # noqa: E402
-from dispatchkit.execute.graph_memory import MemoryMeter, forecast_graph_memory  # noqa: E402
+from dispatchkit.execute.calibration.calibrate import calibrate  # noqa: E402
+from dispatchkit.execute.calibration.graph_memory import MemoryMeter, forecast_graph_memory  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

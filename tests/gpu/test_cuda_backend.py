@@ -251,7 +251,7 @@ def test_each_failure_has_its_reason(name, refuse_host_syncs):
 @pytest.mark.parametrize("refuse_host_syncs", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_mix_of_captures_failures_and_releases_leaves_nothing(seed, refuse_host_syncs):
-    from dispatchkit.backends import cuda_workspace
+    from dispatchkit.backends.cuda import workspace as cuda_workspace
 
     rig = new_rig(refuse_host_syncs=refuse_host_syncs)
     torch = rig.torch
@@ -388,8 +388,8 @@ def test_memory_of_a_released_pool_comes_back_after_a_voided_capture():
 @pytest.fixture
 def no_driver(monkeypatch):
     """Make the driver unreachable: voided captures can only be given up."""
-    from dispatchkit.backends import cuda_capture
-    from dispatchkit.backends.cuda_driver import DriverCallError
+    from dispatchkit.backends.cuda import capture as cuda_capture
+    from dispatchkit.backends.cuda.driver import DriverCallError
 
     def unreachable(*args):
         raise DriverCallError("on purpose")

@@ -13,11 +13,11 @@ np = pytest.importorskip("numpy")
 from device_steps import SIZES, in_threads, key_of, runner_of  # noqa: E402
 
 from dispatchkit import StaticInput  # noqa: E402
-from dispatchkit.backends import cuda_copy  # noqa: E402
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
-from dispatchkit.backends.cuda_copy import CAPACITIES  # noqa: E402
-from dispatchkit.backends.cuda_driver import driver_library  # noqa: E402
-from dispatchkit.execute.staging import Staging  # noqa: E402
+from dispatchkit.backends.cuda import copy as cuda_copy  # noqa: E402
+from dispatchkit.backends.cuda.copy import CAPACITIES  # noqa: E402
+from dispatchkit.backends.cuda.driver import driver_library  # noqa: E402
+from dispatchkit.execute.io.staging import Staging  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from device_steps import SIZES, SmallestPolicy, in_threads, key_of, runner_of  #
 
 from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
-from dispatchkit.execute.staging import Staging  # noqa: E402
+from dispatchkit.execute.io.staging import Staging  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +72,7 @@ def doubled(tokens, scale):
 def test_host_memory_is_not_written_before_its_copy(monkeypatch, is_whole, in_place, sizes):
     """Each step has its own rows, however far the device is behind."""
     if not is_whole:
-        monkeypatch.setattr("dispatchkit.execute.staging.WHOLE_BLOCK_BYTES", 0)
+        monkeypatch.setattr("dispatchkit.execute.io.staging.WHOLE_BLOCK_BYTES", 0)
     runner = staged()
     assert runner.launch_path(key_of(32)) == "direct"
     assert late_steps(runner, in_place=in_place, sizes=sizes) == []
@@ -99,7 +99,7 @@ def test_host_memory_of_pieces_is_not_written_before_its_copy():
 @pytest.mark.parametrize("ceiling", [2, 0])
 def test_host_inputs_in_every_form(monkeypatch, is_whole, ceiling):
     if not is_whole:
-        monkeypatch.setattr("dispatchkit.execute.staging.WHOLE_BLOCK_BYTES", 0)
+        monkeypatch.setattr("dispatchkit.execute.io.staging.WHOLE_BLOCK_BYTES", 0)
     inputs = {
         **HOST,
         "half": StaticInput((None,), "bfloat16", host=True),

@@ -14,8 +14,8 @@ from torch import nn  # noqa: E402
 from dispatchkit import GraphRunner  # noqa: E402
 from dispatchkit.errors import ConfigError, InputError, NoGraphError, UnknownNameError  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
-from dispatchkit.execute.context import set_forward_context  # noqa: E402
-from dispatchkit.execute.support import ModeDowngradeWarning, declare_support  # noqa: E402
+from dispatchkit.execute.step.support import ModeDowngradeWarning, declare_support  # noqa: E402
+from dispatchkit.execute.wrapper.context import set_forward_context  # noqa: E402
 from dispatchkit.integrations import torch_compile  # noqa: E402
 from dispatchkit.integrations.torch_compile import PlainReason  # noqa: E402
 from dispatchkit.keys import BatchDescriptor  # noqa: E402

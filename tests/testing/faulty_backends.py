@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dispatchkit.backends.tape import TapeBackend
-from dispatchkit.backends.tape_graph import TapePool
-from dispatchkit.backends.tape_streams import TapeEvent
+from dispatchkit.backends.tape.graph import TapePool
+from dispatchkit.backends.tape.streams import TapeEvent
 from dispatchkit.errors import CaptureError, ReplayError
 
 #: (faulty backend, test that finds it, arguments of that test, what the message says)

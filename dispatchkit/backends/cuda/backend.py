@@ -1,0 +1,411 @@
+"""CUDA graphs, streams and events, by torch.
+
+Source for what a graph may hold and do: torch's documentation, "CUDA semantics", section
+"CUDA Graphs"; torch/cuda/graphs.py of torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dispatchkit.backends.base import BackendCapabilities
+from dispatchkit.backends.capture_guard import (
+    capturing_device,
+    exclusive_capture,
+    refuse_in_capture,
+    refuse_nested,
+)
+from dispatchkit.backends.cuda.capture import CaptureAttempt
+from dispatchkit.backends.cuda.copy import CopyNode, copy_node
+from dispatchkit.backends.cuda.device import device_index, require_cuda
+from dispatchkit.backends.cuda.draws import draw_order
+from dispatchkit.backends.cuda.graph import CudaGraph, CudaPool, bury, return_idle_memory
+from dispatchkit.backends.cuda.launch import direct_launch, graph_upload
+from dispatchkit.backends.cuda.memory import growth
+from dispatchkit.backends.cuda.streams import (
+    MAX_STREAMS,
+    CudaEvent,
+    CudaStream,
+    UseStream,
+    make_current,
+    return_when_unused,
+    unused_streams,
+)
+from dispatchkit.backends.cuda.watch import CaptureWatch, WarmupNotes
+from dispatchkit.backends.cuda.workspace import hold_workspace
+from dispatchkit.backends.watching.capture_errors import capture_error, forget_frames
+from dispatchkit.backends.watching.warmup import run_warmup
+from dispatchkit.errors import CaptureError, ConfigError
+
+CAPTURE_ERROR_MODES = ("thread_local", "global", "relaxed")
+
+
+class CudaBackend:
+    """Captures and replays on one CUDA device.
+
+    Args:
+        device: Index, ``"cuda"``, ``"cuda:1"`` or torch.device; None: the current device.
+        capture_error_mode: What the driver lets other threads do during a capture; see
+            torch.cuda.graph. ``"thread_local"`` lets them copy, allocate and poll.
+        refuse_host_syncs: Refuse calls that wait for the device by name, before the driver
+            voids the capture. Turn off for functions that a dispatch mode disturbs (those of
+            torch.compile are not): then
+            torch or the driver refuses, without the call's name, and a refusal of torch's
+            that the function swallows goes unseen. What comes after a failure is the same.
+        copy_node: Graphs begin with a kernel that brings small inputs in, where it can be had;
+            otherwise, and without it, torch copies device inputs before each launch, and
+            graphs copy host inputs from pinned memory.
+
+    Raises:
+        BackendUnavailableError: This torch has no CUDA, or it finds no device.
+        ConfigError: The device does not exist, or the mode is not known.
+
+    Attributes:
+        current_stream_handle: Returns the raw handle of the current stream.
+    """
+
+    def __init__(
+        self,
+        device: Any = None,
+        *,
+        capture_error_mode: str = "thread_local",
+        refuse_host_syncs: bool = True,
+        copy_node: bool = True,
+    ) -> None:
+        if capture_error_mode not in CAPTURE_ERROR_MODES:
+            allowed = "one of " + ", ".join(map(repr, CAPTURE_ERROR_MODES))
+            raise ConfigError("capture_error_mode", capture_error_mode, allowed)
+        require_cuda()
+        self._index = device_index(device)
+        torch.cuda.init()
+        self._order = draw_order(self._index)
+        self._mode = capture_error_mode
+        self._refuse_host_syncs = refuse_host_syncs
+        self._has_copy_node = copy_node
+        self._streams: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()
+        self._streams_guard = threading.Lock()
+        # Every step asks for it: torch's own call, with nothing of Python around it.
+        self.current_stream_handle: Callable[[], int] = partial(
+            torch._C._cuda_getCurrentRawStream, self._index
+        )
+
+    @property
+    def name(self) -> str:
+        """The name it is chosen by."""
+        return "cuda"
+
+    @property
+    def torch_device(self) -> str:
+        """The device string tensors are made on."""
+        return f"cuda:{self._index}"
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """What this backend can do."""
+        return BackendCapabilities(
+            graphs=True,
+            max_streams=MAX_STREAMS,
+            device_timing=True,
+            concurrent_streams=True,
+            poisons_outputs=False,
+            unwatched_captures=True,
+        )
+
+    def device_info(self) -> dict[str, str]:
+        """Return device name and library versions for reports."""
+        properties = torch.cuda.get_device_properties(self._index)
+        return {
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_mib": str(properties.total_memory >> 20),
+            "torch": torch.__version__,
+            "cuda": str(torch.version.cuda),
+        }
+
+    # -- streams and events -------------------------------------------------------------
+
+    def current_stream(self) -> CudaStream:
+        """Return the stream that new work of this thread goes to; 4 us on torch's side."""
+        return CudaStream(torch.cuda.current_stream(self._index))
+
+    def new_stream(self, *, priority: int = 0) -> CudaStream:
+        """Return a stream that no other live one of this backend shares a queue with.
+
+        Args:
+            priority: How urgent its work is: 0 is usual, more goes before less, up to what
+                the device knows. Graphs take it from the stream that captured them.
+
+        Raises:
+            ConfigError: All of the device's streams are alive already.
+        """
+        with self._streams_guard:
+            for raw in unused_streams(self._index, priority):
+                stream = CudaStream(raw)
+                if stream.handle not in self._streams:
+                    self._streams[stream.handle] = stream
+                    return_when_unused(stream, priority)
+                    return stream
+        raise ConfigError(
+            "number of streams",
+            len(self._streams) + 1,
+            f"at most {MAX_STREAMS} at a time on this device",
+            "Use fewer lanes, or let go of streams that are not needed.",
+        )
+
+    def use_stream(self, stream: Any) -> UseStream:
+        """Make a stream current for the duration of a ``with`` block."""
+        return UseStream(stream.raw)
+
+    def new_event(self, *, timing: bool = False) -> CudaEvent:
+        """Return a new event; only a timing event measures."""
+        return CudaEvent(self._index, timing=timing)
+
+    def direct_launch(self) -> Callable[[Any, Any], int] | None:
+        """Return the runtime's own launch call for graphs of this device; None without one."""
+        return direct_launch(self._index)
+
+    def copy_node(self, num_pieces: int, num_bytes: int, data_bytes: int = 0) -> CopyNode | str:
+        """Return a copy for the beginning of a graph, or why there is none.
+
+        Args:
+            num_pieces: How many inputs it brings in.
+            num_bytes: Bytes of the largest.
+            data_bytes: Bytes of those in host memory, all of them together.
+        """
+        if not self._has_copy_node:
+            return "switched off"
+        return copy_node(self._index, num_pieces, num_bytes, data_bytes)
+
+    def upload(self, graph: Any, stream: CudaStream) -> bool:
+        """Queue what a graph's first launch would bring to the device; False if it cannot be.
+
+        Raises:
+            ReplayError: The graph was released.
+        """
+        call = graph_upload()
+        handle = getattr(graph, "raw_exec_handle", None)
+        if call is None or not handle:
+            return False
+        return call(ctypes.c_void_p(handle), ctypes.c_void_p(stream.handle)) == 0
+
+    def synchronize(self) -> None:
+        """Block the host until all work of the device is done."""
+        refuse_in_capture("backend.synchronize()")
+        torch.cuda.synchronize(self._index)
+
+    # -- memory -------------------------------------------------------------------------
+
+    def new_pool(self) -> CudaPool:
+        """Return a private memory pool for captures."""
+        return CudaPool()
+
+    def pool_bytes(self, pool: Any) -> int:
+        """Return the bytes the pool reserves now; 0 once it is unused.
+
+        torch keeps the memory of an unused pool until it needs it; asking here gives it back
+        to the device, unless a capture is running. Not for the hot path.
+        """
+        return_idle_memory()
+        return int(pool.reserved_bytes(self._index))
+
+    # -- graphs -------------------------------------------------------------------------
+
+    def warmup(self, run: Callable[[], Any], *, stream: Any, iterations: int = 1) -> Any:
+        """Run the callable eagerly on a stream, ordered after the caller's stream.
+
+        Returns:
+            What the last run returned. The caller's stream waits for the warm-up.
+        """
+
+        def held() -> Any:
+            hold_workspace(stream.raw)
+            return run()
+
+        result = run_warmup(self, held, stream, iterations)
+        caller = torch.cuda.current_stream(self._index)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                # The memory belongs to the other stream: it must not be used again there
+                # while the caller's stream still reads it.
+                leaf.record_stream(caller)
+        return result
+
+    def new_notes(self) -> WarmupNotes:
+        """Return notes for a warmup, for ``capture`` to go by."""
+        return WarmupNotes()
+
+    def capture(
+        self,
+        run: Callable[[], Any],
+        *,
+        stream: Any,
+        pool: Any,
+        generators: Iterable[Any] = (),
+        watched: bool = True,
+        notes: WarmupNotes | None = None,
+        compiled: bool = False,
+    ) -> CudaGraph:
+        """Capture the callable on a stream into a pool; nothing runs.
+
+        The default generator is registered by torch; any other one that the callable draws
+        from must be in ``generators``. Generators of the host are no part of the device:
+        what Python draws from them is drawn at capture.
+
+        Args:
+            run: What is captured.
+            stream: Where.
+            pool: Where its memory comes from.
+            generators: Random generators beside the default one.
+            watched: Look at each operation, as far as the backend was made to; several
+                microseconds each. Who has watched the same operations once may do without:
+                what a watch would refuse then fails as the driver has it.
+            notes: What was noted of the same operations in a warmup: not watched then either.
+            compiled: The callable calls functions of torch.compile: no function mode may be
+                on, since they would be compiled anew for it.
+
+        Raises:
+            CaptureError: With reason ``host_sync``, ``out_of_memory``, ``nested`` or
+                ``error``; its ``__cause__`` is the original exception. Nothing outside
+                has changed.
+            ConfigError: A generator is not one of this device, or the stream is the
+                device's default one.
+        """
+        own_generators = self._check_generators(generators)
+        refuse_nested(self.torch_device)
+        self._refuse_foreign_capture()
+        return_idle_memory()
+        handled = sys.exception()
+        try:
+            with exclusive_capture(self.torch_device), UseStream(stream.raw):
+                if stream.handle == torch.cuda.default_stream(self._index).cuda_stream:
+                    raise ConfigError(
+                        "stream",
+                        "the default stream",
+                        "a stream of new_stream(), since a device captures no other",
+                    )
+                self._refuse_foreign_capture()
+                hold_workspace(stream.raw)
+                with self._order.capturing(stream.raw):
+                    return self._capture(
+                        run, stream.raw, pool, own_generators, handled, watched, notes, compiled
+                    )
+        finally:
+            bury()
+
+    def _refuse_foreign_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                f"A capture on {self.torch_device!r} was begun on a stream that somebody else "
+                "is capturing; captures do not nest. Call the inner function directly: the "
+                "outer capture records it.",
+                reason="nested",
+            )
+
+    def _capture(
+        self,
+        run: Callable[[], Any],
+        stream: torch.cuda.Stream,
+        pool: CudaPool,
+        generators: list[Any],
+        handled: BaseException | None,
+        watched: bool,
+        notes: WarmupNotes | None,
+        compiled: bool,
+    ) -> CudaGraph:
+        watched = watched and notes is None and self._refuse_host_syncs
+        watch = CaptureWatch(compiled=compiled)
+        attempt = CaptureAttempt(stream, pool, generators, self._mode)
+        outputs: Any = None
+        failure = attempt.begin()
+        if failure is None:
+            try:
+                if watched:
+                    with watch.watching():
+                        outputs = run()
+                else:
+                    outputs = run()
+                watch.raise_swallowed_error()
+            except BaseException as error:  # noqa: BLE001 - raised below, once it has ended
+                failure = error
+            make_current(stream)  # the callable may have left another one
+            failure = attempt.end(failure)
+        if failure is not None:
+            outputs = None
+            forget_frames(failure, handled)
+            try:
+                if not isinstance(failure, Exception):
+                    raise failure
+                raise capture_error(watch.first_error or failure) from failure
+            finally:
+                del failure  # or frame and error would hold each other
+        default = torch.cuda.default_generators[self._index]
+        seen = watch if watched else notes
+        return CudaGraph(
+            attempt.graph,
+            outputs,
+            pool,
+            attempt.handle,
+            holds=[] if seen is None else seen.outside(pool.segments(self._index)),
+            host_tensors=watch.host_tensors,
+            generators=[default, *generators],
+            order=self._order,
+            # Where not all is seen, nobody knows: the first replay tells.
+            draws=watch.draws or not watched or compiled,
+            num_plain_operations=watch.num_plain_operations,
+        )
+
+    def _check_generators(self, generators: Iterable[Any]) -> list[Any]:
+        own = list(generators)
+        default = torch.cuda.default_generators[self._index]
+        for generator in own:
+            device = getattr(generator, "device", None)
+            if device is None or device.type != "cuda" or device.index not in (None, self._index):
+                raise ConfigError(
+                    "generators",
+                    generator,
+                    f"generators of {self.torch_device}",
+                    f"Make it with torch.Generator(device={self.torch_device!r}).",
+                )
+        return [generator for generator in own if generator is not default]
+
+    def rehearse(
+        self,
+        run: Callable[[], Any],
+        *,
+        stream: Any,
+        pool: Any,
+        generators: Iterable[Any] = (),
+    ) -> int:
+        """Return by how many bytes a capture would make the pool grow.
+
+        Runs the callable once plainly, its memory in a copy of the pool that goes back to the
+        device at once; the allocator's rounding is thereby in the number. For that moment it
+        takes as much memory as a warm-up and the pool. See cuda_memory.py.
+        """
+        refuse_in_capture("backend.rehearse()")
+        self._check_generators(generators)
+        return_idle_memory()
+        present = pool.segments(self._index)
+
+        def in_copy() -> int:
+            hold_workspace(stream.raw)
+            return growth(run, present, self._index, stream.handle)
+
+        grown: int = run_warmup(self, in_copy, stream, 1)
+        return grown
+
+    def is_capturing(self) -> bool:
+        """Return whether this thread is inside a capture, ours or the caller's."""
+        if capturing_device():
+            return True
+        # The default stream, handle 0, cannot be captured; asking the driver takes longer.
+        return self.current_stream_handle() != 0 and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,206 @@
+"""What is watched while a callable is captured on a CUDA device, or warmed up for that."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from dispatchkit.backends.capture_guard import HostSyncError
+from dispatchkit.backends.cuda.memory import Segment
+from dispatchkit.backends.watching.compiled_code import Calls
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode, PerOperation, WeakStorages
+from dispatchkit.backends.watching.host_sync import (
+    HostSyncGuard,
+    is_composite,
+    is_data_dependent,
+    may_be_data_dependent,
+    run_composite,
+    sync_of,
+)
+
+_COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
+
+
+class _Given(WeakStorages):
+    """Storages on the device that operations were given.
+
+    Most of them are intermediates, whose memory later operations use again.
+    """
+
+    def note(self, values: Iterable[Any]) -> bool:
+        """Note the tensors among an operation's arguments; return whether one is on a device."""
+        found = False
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if value.is_cuda:
+                    found = True
+                    self.add(value.untyped_storage())
+            elif isinstance(value, (tuple, list)):
+                found = self.note(value) or found
+        return found
+
+    def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
+        """Return what is alive and not in the graph's own pool."""
+        spans = [(one["address"], one["address"] + one["total_size"]) for one in segments]
+        found = []
+        for storage in self.alive():
+            address = storage.data_ptr()
+            if not any(start <= address < end for start, end in spans):
+                found.append(storage)
+        return found
+
+
+class WarmupNotes:
+    """What a warmup tells of a capture of the same operations, which then needs no watch.
+
+    Attributes:
+        draws: An operation was seen that may draw.
+        is_plain: Nothing was seen that a capture refuses, or that only its own watch can tell:
+            reads of the device's data, host memory, operations made of others.
+    """
+
+    def __init__(self) -> None:
+        self.draws: bool = False
+        self.is_plain: bool = True
+        self._given = _Given()
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note an operation before it runs."""
+        on_device = self._given.note((*args, *kwargs.values()) if kwargs else args)
+        draws, may_wait, copies, hides = _looks_of(func)
+        if draws:
+            self.draws = True
+        if (
+            hides
+            or (may_wait and on_device and is_data_dependent(func, args))
+            or (copies and len(_kinds_of(func, args, kwargs)) > 1)
+        ):
+            self.is_plain = False
+
+    def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
+        """Return what a graph of these operations has to hold, as far as it is still alive.
+
+        Args:
+            segments: Those of the graph's pool: what lies there is owned by its graphs.
+        """
+        return self._given.outside(segments)
+
+
+class CaptureWatch(DispatchMode):
+    """Refuses what would void a capture, and notes what the graph must hold.
+
+    Args:
+        compiled: The callable calls functions of torch.compile. Their kernels are not seen, and
+            calls that wait for the device are refused by their operations alone: a function
+            mode would have them compiled anew, in the capture.
+
+    Attributes:
+        first_error: The first refused call, also where the callable swallowed it.
+        draws: An operation was seen that may draw.
+        host_tensors: Host memory that captured copies read or write.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *, compiled: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = Calls() if compiled else None
+        self.first_error: HostSyncError | None = None
+        self.draws: bool = False
+        self.host_tensors: list[torch.Tensor] = []
+        self._given = _Given()
+
+    @property
+    def num_plain_operations(self) -> int:
+        """Operations of functions of torch.compile that ran plainly."""
+        return 0 if self._calls is None else self._calls.num_plain
+
+    def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:
+        """Return what the graph reads or writes on the device and does not own itself.
+
+        Args:
+            segments: Those of the graph's pool: what lies there is owned by its graphs.
+        """
+        return self._given.outside(segments)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions run compiled: this mode only looks."""
+        return True
+
+    def note_error(self, error: HostSyncError) -> None:
+        """Remember a refused call: the capture is lost even if the callable goes on."""
+        self.first_error = self.first_error or error
+
+    def raise_swallowed_error(self) -> None:
+        """Raise a refused call that the callable caught."""
+        if self.first_error is not None:
+            raise self.first_error
+
+    def watching(self) -> ExitStack:
+        """Return a context in which everything this thread calls is watched."""
+        stack = ExitStack()
+        if self._calls is None:
+            stack.enter_context(HostSyncGuard(self.note_error, "cuda"))
+        stack.enter_context(self)
+        return stack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._calls is not None:
+            self._calls.note(sys._getframe(1))
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        on_device = self._given.note((*args, *kwargs.values()) if kwargs else args)
+        error = sync_of(func, args) if on_device else None  # host tensors may be read
+        if error is None and func._schema.name in _COPIES:
+            error = self._host_copy(func, args, kwargs)
+        if error is not None:
+            self.note_error(error)
+            raise error
+        result = run_composite(self, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        self.draws = self.draws or _may_draw(func)
+        return func(*args, **kwargs)
+
+    def _host_copy(self, func: Any, args: Any, kwargs: Any) -> HostSyncError | None:
+        """Return the error for a copy that waits; hold the host memory of one that does not."""
+        if not {"cpu", "cuda"} <= _kinds_of(func, args, kwargs):
+            return None
+        non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        if not non_blocking:
+            return HostSyncError(
+                "a copy between host and device",
+                "it waits; use pinned memory and non_blocking=True",
+            )
+        tensors = [x for x in args[:2] if isinstance(x, torch.Tensor)]
+        self.host_tensors += [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        return None
+
+
+def _kinds_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
+    """Return the types of device that a copy is between."""
+    kinds = {x.device.type for x in args[:2] if isinstance(x, torch.Tensor)}
+    if func._schema.name == "aten::_to_copy" and kwargs.get("device") is not None:
+        kinds.add(torch.device(kwargs["device"]).type)
+    return kinds
+
+
+@PerOperation
+def _looks_of(func: Any) -> tuple[bool, bool, bool, bool]:
+    """Return whether an operation may draw, may wait, is a copy, and hides what it is made of."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return True, False, False, True
+    name = func._schema.name
+    return _may_draw(func), may_be_data_dependent(func), name in _COPIES, is_composite(func)
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags

@@ -1,0 +1,5 @@
+"""The semantics of CUDA graphs on a CPU."""
+
+from dispatchkit.backends.tape.backend import TapeBackend
+
+__all__ = ["TapeBackend"]

@@ -1,0 +1,267 @@
+"""The tape: CUDA-graph semantics on a CPU, to prove on any machine what a device must do.
+
+What it shares with graphs of a device: fixed addresses, Python runs once, at capture; calls
+that wait for the device are refused by name; random numbers come as in eager; a capture
+changes nothing outside itself, not even one that fails; what the callable stashed stays
+alive; outputs hold poison until the first replay; intermediates share a pool's memory.
+
+What differs: capturing runs the operations (and puts back what they changed); a graph keeps
+alive the outside tensors it reads, which a device's graph does not; ``tensor.to("cpu")`` is
+not refused, since here it cannot be told from moving to the device; Python lists and numbers
+turned into tensors inside the callable are baked in.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from dispatchkit.backends.base import BackendCapabilities
+from dispatchkit.backends.capture_guard import (
+    capturing_device,
+    exclusive_capture,
+    refuse_in_capture,
+)
+from dispatchkit.backends.tape.graph import TapeGraph, TapePool, poison_kept
+from dispatchkit.backends.tape.plan import compile_replay
+from dispatchkit.backends.tape.recorder import Recorder
+from dispatchkit.backends.tape.streams import (
+    Scheduler,
+    TapeEvent,
+    TapeStream,
+)
+from dispatchkit.backends.watching.capture_errors import capture_error, forget_frames
+from dispatchkit.backends.watching.host_sync import HostSyncGuard
+from dispatchkit.backends.watching.warmup import run_warmup
+from dispatchkit.errors import ConfigError
+
+# torch's pool of CUDA streams holds 32 for each priority; a device is no larger here.
+DEFAULT_MAX_STREAMS = 32
+# Parts that a graph of a deferred tape runs in: enough for others to come in between.
+MAX_PARTS = 8
+
+
+class _CurrentStream(threading.local):
+    """The stream each thread has made current; None stands for the default stream."""
+
+    stream: TapeStream | None = None
+
+
+class TapeBackend:
+    """Captures and replays on a CPU, with the semantics of CUDA graphs.
+
+    Args:
+        scheduler: Seed of the deferred scheduler, which makes missing waits visible; None
+            runs all work at once (see tape_streams).
+        max_streams: Number of streams that may exist at a time, the default one apart.
+
+    Raises:
+        ConfigError: ``max_streams`` is not a positive whole number.
+    """
+
+    def __init__(
+        self, *, scheduler: int | None = None, max_streams: int = DEFAULT_MAX_STREAMS
+    ) -> None:
+        if type(max_streams) is not int or max_streams < 1:
+            raise ConfigError("max_streams", max_streams, "a positive whole number")
+        self._scheduler = None if scheduler is None else Scheduler(scheduler)
+        self._max_streams = max_streams
+        self._default_stream = TapeStream(0, self._scheduler)
+        self._streams: weakref.WeakSet[TapeStream] = weakref.WeakSet()
+        self._streams_guard = threading.Lock()
+        self._next_handle = 1
+        self._thread = _CurrentStream()
+
+    @property
+    def name(self) -> str:
+        """The name it is chosen by."""
+        return "tape"
+
+    @property
+    def torch_device(self) -> str:
+        """The device string tensors are made on."""
+        return "cpu"
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """What this backend can do."""
+        return BackendCapabilities(
+            graphs=True,
+            max_streams=self._max_streams,
+            device_timing=False,
+            concurrent_streams=False,
+            poisons_outputs=True,
+        )
+
+    def device_info(self) -> dict[str, str]:
+        """Return device name and library versions for reports."""
+        return {
+            "device": f"tape on {platform.processor() or platform.machine()}",
+            "torch": torch.__version__,
+            "threads": str(torch.get_num_threads()),
+        }
+
+    # -- streams and events -------------------------------------------------------------
+
+    def current_stream(self) -> TapeStream:
+        """Return the stream that new work of this thread goes to."""
+        stream = self._thread.stream
+        return self._default_stream if stream is None else stream
+
+    def current_stream_handle(self) -> int:
+        """Return the raw handle of the current stream."""
+        stream = self._thread.stream
+        return 0 if stream is None else stream.handle
+
+    def new_stream(self, *, priority: int = 0) -> TapeStream:
+        """Return a new stream; the tape knows no hurry, whatever the priority.
+
+        Raises:
+            ConfigError: ``max_streams`` streams are alive already.
+        """
+        with self._streams_guard:
+            if len(self._streams) >= self._max_streams:
+                raise ConfigError(
+                    "number of streams",
+                    len(self._streams) + 1,
+                    f"at most {self._max_streams} at a time on this device",
+                    "Use fewer lanes, or let go of streams that are not needed.",
+                )
+            stream = TapeStream(self._next_handle, self._scheduler)
+            self._next_handle += 1
+            self._streams.add(stream)
+        return stream
+
+    @contextmanager
+    def use_stream(self, stream: Any) -> Iterator[None]:
+        """Make a stream current for the duration of a ``with`` block.
+
+        Deferred, tensor operations inside the block are queued on the stream.
+        """
+        before = self._thread.stream
+        self._thread.stream = stream
+        try:
+            if self._scheduler is None or capturing_device():
+                yield
+            else:
+                from dispatchkit.backends.tape.deferred import deferred_operations
+
+                with deferred_operations(stream):
+                    yield
+        finally:
+            self._thread.stream = before
+
+    def new_event(self, *, timing: bool = False) -> TapeEvent:
+        """Return a new event; only a timing event measures, and it measures host time."""
+        return TapeEvent(self.current_stream, timing=timing)
+
+    def synchronize(self) -> None:
+        """Block the host until all work of the device is done."""
+        refuse_in_capture("backend.synchronize()")
+        if self._scheduler is not None:
+            self._scheduler.drain_all()
+
+    # -- memory -------------------------------------------------------------------------
+
+    def new_pool(self) -> TapePool:
+        """Return a private memory pool for captures."""
+        return TapePool()
+
+    def pool_bytes(self, pool: Any) -> int:
+        """Return the bytes the pool reserves now; 0 once it is unused."""
+        num_bytes: int = pool.num_bytes
+        return num_bytes
+
+    # -- graphs -------------------------------------------------------------------------
+
+    def warmup(self, run: Callable[[], Any], *, stream: Any, iterations: int = 1) -> Any:
+        """Run the callable eagerly on a stream, ordered after the caller's stream.
+
+        Returns:
+            What the last run returned. The caller's stream waits for the warm-up.
+        """
+        return run_warmup(self, run, stream, iterations)
+
+    def capture(
+        self,
+        run: Callable[[], Any],
+        *,
+        stream: Any,
+        pool: Any,
+        generators: Iterable[Any] = (),
+    ) -> TapeGraph:
+        """Record the callable; its effects outside the graph are put back.
+
+        It runs in the caller's grad and inference mode. Other threads must not write the
+        same outside tensors meanwhile: their writes would be put back as well.
+
+        Raises:
+            CaptureError: With reason ``host_sync``, ``out_of_memory``, ``nested`` or
+                ``error``; its ``__cause__`` is the original exception. Nothing outside
+                has changed.
+        """
+        held = nullcontext() if self._scheduler is None else self._scheduler.lock
+        handled = sys.exception()
+        with exclusive_capture(self.torch_device), held, self.use_stream(stream):
+            recorder, outputs = self._record(run, generators, handled)
+            kept = recorder.kept()
+            tensors = pool.home(recorder, kept)
+            steps = recorder.steps
+            # Deferred, other streams may come in between any two parts, as between kernels.
+            size = max(1, len(steps) if self._scheduler is None else -(-len(steps) // MAX_PARTS))
+            parts = [steps[start : start + size] for start in range(0, len(steps), size)] or [[]]
+            launches = tuple(compile_replay(part, tensors) for part in parts)
+            poison_kept(recorder, kept)
+        return TapeGraph(self.current_stream, pool, outputs, launches, draws=recorder.draws)
+
+    def rehearse(
+        self,
+        run: Callable[[], Any],
+        *,
+        stream: Any,
+        pool: Any,
+        generators: Iterable[Any] = (),
+    ) -> int:
+        """Return by how many bytes a capture would make the pool grow: exact here.
+
+        Raises:
+            CaptureError: It could not be captured either.
+        """
+        held = nullcontext() if self._scheduler is None else self._scheduler.lock
+        handled = sys.exception()
+        with exclusive_capture(self.torch_device), held, self.use_stream(stream):
+            recorder, outputs = self._record(run, generators, handled)
+            num_bytes: int = pool.growth(recorder, recorder.kept())
+            del outputs  # kept until here: it tells what outlives the callable
+        return num_bytes
+
+    def _record(
+        self,
+        run: Callable[[], Any],
+        generators: Iterable[Any],
+        handled: BaseException | None,
+    ) -> tuple[Recorder, Any]:
+        """Run the callable once, noting what it does; what it changed is put back."""
+        recorder = Recorder()
+        try:
+            recorder.add_generators([torch.default_generator, *generators])
+            with HostSyncGuard(recorder.note_error, "cpu"), recorder:
+                outputs = run()
+            recorder.raise_swallowed_error()
+        except Exception as error:
+            forget_frames(error, handled)
+            raise capture_error(recorder.first_error or error) from error
+        finally:
+            recorder.restore()
+        return recorder, outputs
+
+    def is_capturing(self) -> bool:
+        """Return whether this thread is inside a capture."""
+        return bool(capturing_device())

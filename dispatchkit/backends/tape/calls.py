@@ -1,0 +1,151 @@
+"""Facts about operations: what they write, what they are made of, how to call them again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dispatchkit.backends.tape.plan import LAUNCH_KEYS
+from dispatchkit.backends.watching.host_sync import run_composite
+
+_Tensor = torch.Tensor
+_Guard = torch._C._ExcludeDispatchKeyGuard
+
+# Operations that write arguments which their schema does not mark as written.
+_UNMARKED_WRITES = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::batch_norm": ("running_mean", "running_var"),
+}
+
+
+def is_written_in_python(func: Any) -> bool:
+    """Return whether an operation's CPU kernel is a Python function of a custom operator."""
+    if func.namespace in ("aten", "prims"):
+        return False
+    name = func._schema.name
+    if name in torch._library.custom_ops.OPDEFS:
+        return True
+    base = name.split("::")[1]
+    overload = func._schema.overload_name
+    names = {f"{func.namespace}/{base}", f"{func.namespace}/{base}.{overload}"}
+    return any(
+        f"{full}/{key}" in torch.library._impls
+        for full in names
+        for key in ("CPU", "CompositeExplicitAutograd")
+    )
+
+
+def run_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation that is made of others, so that the mode sees those instead.
+
+    Besides composite ones these are custom operators written in Python, whose Python would
+    run again at each replay.
+
+    Returns:
+        The result, or NotImplemented for an operation that is not made of others.
+    """
+    if is_written_in_python(func):
+        with mode:
+            keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+            return func.redispatch(keys, *args, **kwargs)
+    return run_composite(mode, func, args, kwargs)
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the tensors among the arguments that an operation writes."""
+    schema = func._schema
+    unmarked = _UNMARKED_WRITES.get(schema.name, ())
+    if not (schema.is_mutable or unmarked):
+        return []
+    written: list[torch.Tensor] = []
+    for position, argument in enumerate(schema.arguments):
+        marked = argument.alias_info is not None and argument.alias_info.is_write
+        if marked or argument.name in unmarked:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, _Tensor)]
+    return written
+
+
+def run_step(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Run an operation, an in-place one by its public binding if that takes the arguments.
+
+    The binding costs about a third of the operator object's call. Arguments it does not take
+    are refused before anything has run.
+
+    Returns:
+        What was called, and its result.
+    """
+    name = func._schema.name.split("::")[1]
+    if func.namespace == "aten" and name.endswith("_") and not kwargs and args:
+        public = getattr(_Tensor if isinstance(args[0], _Tensor) else torch, name, None)
+        if public is not None:
+            try:
+                with _Guard(LAUNCH_KEYS):
+                    result = public(*args)
+                return public, result if func._schema.returns else None
+            except TypeError:
+                pass  # for instance None among the indices of index_put_
+    return func, func(*args, **kwargs)
+
+
+def writing_call(
+    func: Any, args: Any, kwargs: Any, fresh: list[tuple[int, torch.Tensor]]
+) -> tuple[Any, list[str], tuple[str, ...]]:
+    """Find the way to run an operation that writes its results where they are.
+
+    Each candidate is tried on the results themselves, which it computes once more.
+
+    Returns:
+        What to call, which keyword arguments stay, and the names of the out arguments (none:
+        the result must be copied).
+    """
+    overload, names = _out_overload(func)
+    if overload is None or len(fresh) != len(names):
+        return func, list(kwargs), ()
+    # What describes a new tensor (dtype, device, ...) is settled by the one that is given.
+    taken = {argument.name for argument in overload._schema.arguments}
+    kept = [key for key in kwargs if key in taken]
+    keyword_arguments = {key: kwargs[key] for key in kept}
+    keyword_arguments |= dict(zip(names, (tensor for _, tensor in fresh), strict=True))
+    candidates = [overload]
+    public = getattr(torch, func._schema.name.split("::")[1], None)
+    if public is not None and names == ("out",):
+        candidates.insert(0, public)
+    for candidate in candidates:
+        try:
+            with _Guard(LAUNCH_KEYS):
+                candidate(*args, **keyword_arguments)
+        except (RuntimeError, TypeError, NotImplementedError):
+            continue  # this form does not take these arguments; the next one may
+        return candidate, kept, names
+    return func, list(kwargs), ()
+
+
+_out_overloads: dict[Any, tuple[Any, tuple[str, ...]]] = {}
+
+
+def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return the overload with out arguments whose other arguments are the same."""
+    found = _out_overloads.get(func)
+    if found is None:
+        found = _out_overloads[func] = _find_out_overload(func)
+    return found
+
+
+def _find_out_overload(func: Any) -> tuple[Any, tuple[str, ...]]:
+    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    dropped = ("dtype", "layout", "device", "pin_memory")
+    for name in func.overloadpacket.overloads():
+        candidate = getattr(func.overloadpacket, name)
+        arguments = candidate._schema.arguments
+        out = tuple(argument.name for argument in arguments if argument.is_out)
+        rest = [
+            (argument.name, str(argument.type)) for argument in arguments if not argument.is_out
+        ]
+        alike = rest in (wanted, [pair for pair in wanted if pair[0] not in dropped])
+        if out and alike and len(out) == len(func._schema.returns):
+            return candidate, out
+    return None, ()

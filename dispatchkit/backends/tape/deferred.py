@@ -1,0 +1,183 @@
+"""Tensor operations that wait in a stream's queue, for the deferred tape.
+
+Inside ``use_stream`` of a deferred tape every operation on tensors is queued on that stream,
+as on a device: shapes are known at once, data comes when the scheduler lets the stream go on.
+New tensors hold poison until then. So whoever reads a result on another stream without a
+wait sees poison or old data, and whoever overwrites an input too early spoils it.
+
+What is not deferred, and why:
+
+- views, and new memory without data: nothing is read;
+- operations without tensor arguments (zeros, arange): nobody else can know their result yet;
+- operations that draw: generators move in the order of the host, so the stream is run up to
+  here first;
+- operations whose shape cannot be told without data, or not by torch's meta kernels: the host
+  needs the data, so it waits for the stream, as it would on a device.
+
+A read by the host (``item``, ``tolist``, ``numpy``, printing) waits for the current stream
+only, as on a device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dispatchkit.backends.capture_guard import capturing_device
+from dispatchkit.backends.tape.calls import run_parts, written_arguments
+from dispatchkit.backends.tape.plan import LAUNCH_KEYS, flat_tensors
+from dispatchkit.backends.tape.poison import poison
+from dispatchkit.backends.tape.streams import TapeStream
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode
+from dispatchkit.backends.watching.host_sync import SYNC_FUNCTIONS, is_data_dependent
+
+_Tensor = torch.Tensor
+
+
+class _Blocks(threading.local):
+    """The ``use_stream`` blocks that this thread is in, the inmost last.
+
+    Modes stay in force in blocks further in, where they must do nothing.
+    """
+
+    def __init__(self) -> None:
+        self.modes: list[_DeferredOperations] = []
+
+    def inmost(self) -> _DeferredOperations:
+        """Return the mode of the block whose operations are queued."""
+        return self.modes[-1]
+
+
+_blocks = _Blocks()
+
+
+class _HostReads(TorchFunctionMode):
+    """Lets the host wait for the stream where it reads data past the dispatcher."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SYNC_FUNCTIONS and not capturing_device():
+            _blocks.inmost().stream.synchronize()
+        return func(*args, **(kwargs or {}))
+
+
+class _DeferredOperations(DispatchMode):
+    """Queues the operations of one ``use_stream`` block."""
+
+    def __init__(self, stream: TapeStream) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if capturing_device():
+            return func(*args, **kwargs)  # the recorder above this mode has seen it
+        if _blocks.inmost() is not self:
+            return func(*args, **kwargs)  # of a block further in, which asks for it now
+        result = run_parts(self, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        if _reads_nothing(func, args, kwargs):
+            return func(*args, **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws or is_data_dependent(func, args):
+            return self._run_now(func, args, kwargs)
+        if func._schema.is_mutable or written_arguments(func, args, kwargs):
+            return self._defer_write(func, args, kwargs)
+        shapes = _shapes_of(func, args, kwargs)
+        if shapes is None:
+            return self._run_now(func, args, kwargs)
+        result = tree_map_only(_Tensor, _poisoned_like, shapes)
+        self.stream.give(_Deferred(func, args, kwargs, flat_tensors(result)))
+        return result
+
+    def _run_now(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.stream.synchronize()
+        return func(*args, **kwargs)
+
+    def _defer_write(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Queue an operation that writes its arguments and returns nothing else."""
+        schema = func._schema
+        returns_only_arguments = all(
+            returned.alias_info is not None and returned.alias_info.is_write
+            for returned in schema.returns
+        )
+        may_resize = any(argument.is_out for argument in schema.arguments)
+        if not returns_only_arguments or may_resize:
+            return self._run_now(func, args, kwargs)
+        self.stream.give(_Deferred(func, args, kwargs, []))
+        written = written_arguments(func, args, kwargs)
+        if not schema.returns:
+            return None
+        return written[0] if len(schema.returns) == 1 else tuple(written)
+
+
+class _Deferred:
+    """One queued operation: run it, and put its results where the host expects them."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
+        self._func, self._results = func, results
+        self._args, self._kwargs = args, kwargs
+
+    def __call__(self) -> None:
+        with torch._C._ExcludeDispatchKeyGuard(LAUNCH_KEYS):
+            outputs = flat_tensors(self._func(*self._args, **self._kwargs))
+            if self._results:
+                for target, source in zip(self._results, outputs, strict=True):
+                    target.copy_(source)
+
+
+def _reads_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation may run out of turn: it reads and writes no known data."""
+    schema = func._schema
+    if schema.is_mutable:
+        return torch.Tag.inplace_view in func.tags or schema.name == "aten::set_"
+    if any(returned.alias_info is not None for returned in schema.returns):
+        return True  # a view
+    if schema.name.startswith(("aten::empty", "aten::new_empty")):
+        return True
+    return not any(isinstance(leaf, _Tensor) for leaf in tree_leaves((args, kwargs)))
+
+
+def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the operation's results as tensors without data, or None if that fails."""
+
+    def without_data(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    meta_args, meta_kwargs = tree_map_only(_Tensor, without_data, (args, kwargs))
+    if meta_kwargs.get("device") is not None:
+        meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
+    try:
+        return func(*meta_args, **meta_kwargs)
+    except (RuntimeError, NotImplementedError, TypeError):
+        # No meta kernel, or a shape that depends on data: the caller runs it with data,
+        # and an argument that is really wrong raises there.
+        return None
+
+
+def _poisoned_like(shape: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+    poison(made)
+    return made
+
+
+@contextmanager
+def deferred_operations(stream: TapeStream) -> Iterator[None]:
+    """Queue the tensor operations of a ``with`` block on a stream."""
+    stream.interception.depth += 1
+    mode = _DeferredOperations(stream)
+    _blocks.modes.append(mode)
+    try:
+        with _HostReads(), mode:
+            yield
+    finally:
+        _blocks.modes.pop()
+        stream.interception.depth -= 1
+        if stream.handle == 0 and not stream.interception.depth:
+            stream.synchronize()  # out here nothing orders the host after its queue

@@ -1,0 +1,282 @@
+"""Recording: run a callable once on a CPU and note what a replay has to do.
+
+A real capture runs nothing. On a CPU the callable must run, to know what it does, so all
+that this changes is put back, also when the callable fails half-way:
+
+- A storage from outside is saved before the first operation that writes it.
+- Operations that draw take a copy of their generator, so that the generator itself never
+  moves, not even for the eyes of another thread.
+
+Operations are seen below autograd and autocast (TorchDispatchMode), so that a training step
+is recorded as the plain operations it is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dispatchkit.backends.capture_guard import HostSyncError
+from dispatchkit.backends.tape.calls import run_parts, run_step, writing_call, written_arguments
+from dispatchkit.backends.tape.plan import Step, TensorRef, flat_tensors
+from dispatchkit.backends.watching.collectives import (
+    is_collective,
+    refusal,
+    waited,
+    writes_first_argument,
+)
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode
+from dispatchkit.backends.watching.host_sync import sync_of
+
+_Tensor = torch.Tensor
+
+# These make or rename memory and write none, so a replay on fixed memory skips them.
+_WRITES_NOTHING = frozenset(
+    "aten::" + name
+    for name in (
+        "empty empty_like empty_strided empty_permuted new_empty new_empty_strided "
+        "resize_ resize_as_ set_ detach alias lift_fresh"
+    ).split()
+)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage; unique while that lives."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+class Recorder(DispatchMode):
+    """Notes every operation of one capture as a Step.
+
+    Attributes:
+        steps: What a replay does, in order.
+        storages: Every storage seen, by identity; held so that identities stay unique.
+        own: Identities of the storages made inside the capture.
+        first_error: The first refused call, also where the callable swallowed it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[Step] = []
+        self.storages: dict[int, Any] = {}
+        self.own: set[int] = set()
+        self.first_error: HostSyncError | None = None
+        self._saved: dict[int, Any] = {}
+        self._forks: dict[int, tuple[Any, Any, Any]] = {}
+
+    # -- what the capture asks for ------------------------------------------------------
+
+    def note_error(self, error: HostSyncError) -> None:
+        """Remember a refused call: the capture is lost even if the callable goes on."""
+        self.first_error = self.first_error or error
+
+    def raise_swallowed_error(self) -> None:
+        """Raise a refused call that the callable caught: on a device the capture is lost."""
+        if self.first_error is not None:
+            raise self.first_error
+
+    def add_generators(self, generators: Any) -> None:
+        """Fork generators that the callable may use in ways that are not seen here."""
+        for generator in generators:
+            self._fork(generator)
+
+    def restore(self) -> None:
+        """Put back every outside storage as it was before the capture."""
+        for identity, saved in self._saved.items():
+            storage = self.storages[identity]
+            if storage.nbytes() != saved.nbytes():
+                storage.resize_(saved.nbytes())
+            storage.copy_(saved)
+        self._saved.clear()
+
+    @property
+    def draws(self) -> bool:
+        """Whether the callable drew from any generator."""
+        return any(
+            not torch.equal(start, fork.get_state()) for _, fork, start in self._forks.values()
+        )
+
+    def kept(self) -> set[int]:
+        """Return the own storages that somebody else still refers to: outputs, stashes.
+
+        Only asked after the callable has returned; the recorder itself holds one reference
+        to each storage and no tensor.
+        """
+        return {
+            identity
+            for identity in self.own
+            if torch._C._storage_Use_Count(self.storages[identity]._cdata) > 1
+        }
+
+    # -- recording ----------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        error = sync_of(func, args)
+        if error is not None:
+            self.note_error(error)
+            raise error
+        why_not = refusal(func)
+        if why_not:
+            raise RuntimeError(why_not)
+        if is_collective(func):
+            return self._collective(func, args, kwargs)
+        result = run_parts(self, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        written = written_arguments(func, args, kwargs)
+        for tensor in written:
+            self._save(tensor)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _Tensor)]
+        for tensor in inputs:
+            self._see(tensor)
+        refs = {id(tensor): self._ref(tensor) for tensor in inputs}
+        with self._generators_forked(func, args, kwargs) as draw_again:
+            call, result = run_step(func, args, kwargs)
+            fresh = self._fresh(result)
+            # Written arguments may have been resized, which a replay does not do again.
+            refs |= {id(tensor): self._ref(tensor) for tensor in written}
+            self._check_sizes(func, written)
+            if not self._writes_data(func, written, fresh):
+                return result
+            out: tuple[str, ...] = ()
+            kept = list(kwargs)
+            if not func._schema.is_mutable:
+                draw_again()
+                call, kept, out = writing_call(func, args, kwargs, fresh)
+        ref_args, ref_kwargs = tree_map_only(
+            _Tensor, lambda tensor: refs[id(tensor)], (args, {key: kwargs[key] for key in kept})
+        )
+        results = tuple((index, self._ref(tensor)) for index, tensor in fresh)
+        if out:
+            named = tuple(zip(out, (ref for _, ref in results), strict=True))
+            self.steps.append(Step(call, tuple(ref_args), ref_kwargs, out=named))
+        else:
+            self.steps.append(Step(call, tuple(ref_args), ref_kwargs, copies=results))
+        return result
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record a collective: a replay runs it again, with the other ranks, and waits for it."""
+        for tensor in tree_leaves(args[0]) if writes_first_argument(func) else ():
+            self._save(tensor)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _Tensor)]
+        for tensor in inputs:
+            self._see(tensor)
+        refs = {id(tensor): self._ref(tensor) for tensor in inputs}
+        call = waited(func)
+        result = call(*args, **kwargs)
+        ref_args, ref_kwargs = tree_map_only(
+            _Tensor, lambda tensor: refs[id(tensor)], (args, kwargs)
+        )
+        self.steps.append(Step(call, tuple(ref_args), ref_kwargs))
+        return result
+
+    @staticmethod
+    def _writes_data(func: Any, written: list[Any], fresh: list[Any]) -> bool:
+        """Return whether a replay has anything to do for an operation: not for views."""
+        if func._schema.name in _WRITES_NOTHING or torch.Tag.inplace_view in func.tags:
+            return False
+        return bool(written or fresh)
+
+    def _check_sizes(self, func: Any, written: list[torch.Tensor]) -> None:
+        """Refuse to resize what was made outside: its address would not stay."""
+        for tensor in written:
+            saved = self._saved.get(storage_id(tensor))
+            if saved is not None and saved.nbytes() != tensor.untyped_storage().nbytes():
+                raise RuntimeError(
+                    f"{func._schema.name} resizes a tensor made outside the capture from "
+                    f"{saved.nbytes()} to {tensor.untyped_storage().nbytes()} bytes; give it "
+                    "its full size beforehand"
+                )
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        """Note a tensor's storage, refusing what a tape cannot hold at a fixed address."""
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            raise RuntimeError(
+                f"a {tensor.layout} tensor on {tensor.device} cannot be recorded on the tape; "
+                "only strided CPU tensors can"
+            )
+        self.storages.setdefault(storage_id(tensor), tensor.untyped_storage())
+
+    def _fresh(self, result: Any) -> list[tuple[int, torch.Tensor]]:
+        """Return the results that live in storages not seen before, with their places."""
+        fresh: list[tuple[int, torch.Tensor]] = []
+        for index, tensor in enumerate(flat_tensors(result)):
+            identity = storage_id(tensor)
+            known = identity in self.storages
+            if not known or any(identity == storage_id(other) for _, other in fresh):
+                self._see(tensor)
+                self.own.add(identity)
+                fresh.append((index, tensor))
+        return fresh
+
+    @staticmethod
+    def _ref(tensor: torch.Tensor) -> TensorRef:
+        return TensorRef(
+            storage_id(tensor),
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        """Save an outside storage before its first write."""
+        identity = storage_id(tensor)
+        if identity not in self.own and identity not in self._saved:
+            self._see(tensor)
+            self._saved[identity] = tensor.untyped_storage().clone()
+
+    # -- generators ---------------------------------------------------------------------
+
+    def _fork(self, generator: Any) -> Any:
+        """Return the copy that stands for a generator during the capture."""
+        known = self._forks.get(id(generator))
+        if known is None:
+            state = generator.get_state()
+            fork = torch.Generator()
+            fork.set_state(state)
+            known = self._forks[id(generator)] = (generator, fork, state)
+        return known[1]
+
+    @contextmanager
+    def _generators_forked(self, func: Any, args: Any, kwargs: Any) -> Iterator[Callable[[], None]]:
+        """Let one operation draw from the copies, and the generators stay as they are.
+
+        Yields:
+            A function that makes the next draw the same one again.
+        """
+        custom = func.namespace not in ("aten", "prims")
+        if not (custom or torch.Tag.nondeterministic_seeded in func.tags):
+            yield lambda: None
+            return
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
+        generators = given or [torch.default_generator]
+        forks = [self._fork(generator) for generator in generators]
+        real = [generator.get_state() for generator in generators]
+        start = [fork.get_state() for fork in forks]
+
+        drawn: list[Any] = []
+
+        def draw_again() -> None:
+            drawn.extend(generator.get_state() for generator in generators)
+            for generator, state in zip(generators, start, strict=True):
+                generator.set_state(state)
+
+        try:
+            for generator, state in zip(generators, start, strict=True):
+                generator.set_state(state)
+            yield draw_again
+            ends = drawn or [generator.get_state() for generator in generators]
+            for fork, state in zip(forks, ends, strict=True):
+                fork.set_state(state)
+        finally:
+            for generator, state in zip(generators, real, strict=True):
+                generator.set_state(state)

@@ -1,0 +1,1 @@
+"""From a key to its graphs, and how long they live."""

@@ -1,0 +1,331 @@
+"""Capture of one key: its warmup and its graphs.
+
+Everything a warmup changes is put back; a capture itself changes nothing (the backend's
+promise). Whatever happens, the step has not been run for the caller when this returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from dispatchkit.backends.base import CapturedGraph, GraphBackend, WarmupNotes
+from dispatchkit.errors import CaptureError
+from dispatchkit.execute.capture.budget import Admission
+from dispatchkit.execute.capture.captured import (
+    CapturedStep,
+    EagerPart,
+    FullStep,
+    GraphPart,
+    Link,
+    PiecewiseStep,
+)
+from dispatchkit.execute.capture.graph import GraphMaker, Place
+from dispatchkit.execute.capture.warmup import Warmups, family_of
+from dispatchkit.execute.io.buffers import InputBuffers
+from dispatchkit.execute.io.outputs import OutputLayout
+from dispatchkit.execute.io.small_copies import InputNode, input_node
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.step.fingerprint import Facts, facts_of
+from dispatchkit.execute.step.guard import Guard
+from dispatchkit.execute.step.state import Known, Snapshot, restored
+from dispatchkit.execute.wrapper.device import weak_tensor
+from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.modes import RuntimeMode
+
+
+class Capturer:
+    """Captures keys of one runner.
+
+    Args:
+        warmups: Warms keys up, and knows the step and what it changes.
+        backend: The device.
+        guard: Reads what graphs are made under.
+        share_outputs: Whether graphs write their outputs to one memory of the lane.
+    """
+
+    def __init__(
+        self,
+        warmups: Warmups,
+        backend: GraphBackend,
+        guard: Guard,
+        *,
+        share_outputs: Callable[[], bool] = lambda: True,
+        notes_facts: bool = False,
+    ) -> None:
+        self._warmups, self._backend, self._guard = warmups, backend, guard
+        self._step = warmups.step
+        self._share_outputs, self._notes_facts = share_outputs, notes_facts
+        self._maker = GraphMaker(backend, warmups.device, warmups.generators)
+
+    def facts_now(self, buffers: InputBuffers) -> Facts:
+        """Return the addresses and numbers that a graph of the step would have built in."""
+        return facts_of(self._step.pieces, self._guard.modules, buffers)
+
+    def forget(self) -> None:
+        """Look anew at what the step reads: it may be something else from now on."""
+        self._maker.forget()
+        self._warmups.forget()
+
+    def forecast_bytes(self, key: GraphKey) -> int | None:
+        """Return the memory that a graph of a key is expected to need; None if not known."""
+        return self._warmups.forecast_bytes(key)
+
+    def capture(
+        self,
+        key: GraphKey,
+        lane: Lane,
+        other_sizes: Callable[[], Sequence[int]],
+        admission: Admission | None = None,
+    ) -> CapturedStep:
+        """Capture a key; the step's state, the generators and other keys are as before.
+
+        Args:
+            key: What to capture.
+            lane: Where.
+            other_sizes: Returns further sizes the step can be run at, to measure its outputs.
+            admission: Asked before memory is taken; None where there is no limit.
+
+        Raises:
+            CaptureError: It cannot be captured, for a reason to count.
+            OverBudgetError: It would take more memory than it may.
+        """
+        with self._set_up(key, lane) as snapshot:
+            outputs, notes = self._warmups.run(key, lane, snapshot)
+            layout = self._warmups.layout(key, lane, outputs, other_sizes)
+            places = self._places(outputs) if layout is not None else []
+            del outputs  # what is alive of the warmup from here on is kept by the step
+            if key.mode is RuntimeMode.FULL:
+                return self._capture_full(key, lane, places, layout, admission, notes)
+            return self._capture_pieces(key, lane, places, layout, admission)
+
+    def warm(self, key: GraphKey, lane: Lane) -> None:
+        """Warm a key up without capturing it; what it changes is put back.
+
+        Raises:
+            CaptureError: It is larger than the static inputs.
+        """
+        with self._set_up(key, lane) as snapshot:
+            self._warmups.run(key, lane, snapshot)
+
+    def expect_bytes(self, key: GraphKey, lane: Lane) -> int:
+        """Return what a graph of a key in a pool of its own takes, outputs included.
+
+        Raises:
+            CaptureError: It cannot be warmed up, or captured.
+        """
+        with self._set_up(key, lane) as snapshot:
+            outputs, _ = self._warmups.run(key, lane, snapshot)
+            places = self._places(outputs)
+            del outputs
+            views = self._warmups.views(key, lane, key.num_tokens)
+            known = self._maker.expect_bytes(lambda: self._step(views), lane, places)
+            return known if known is not None else self._warmups.forecast_bytes(key) or 0
+
+    @contextmanager
+    def _set_up(self, key: GraphKey, lane: Lane) -> Iterator[Snapshot]:
+        """Prepare the lane for a key, and put back at the end what is changed in between."""
+        if key.num_tokens > lane.buffers.num_rows:
+            raise CaptureError(
+                f"{key} is larger than the static inputs ({lane.buffers.num_rows} rows). Declare "
+                "it before the runner is made.",
+                key=str(key),
+                reason="too_large",
+            )
+        # Graphs carry no gradients, and their memory must be usable outside inference mode.
+        with (
+            lane.alone(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            restored(self._warmups.snapshot()) as snapshot,
+        ):
+            lane.buffers_of(key).reset()
+            lane.set_rows(key.num_tokens)
+            yield snapshot
+
+    # -- graphs -------------------------------------------------------------------------
+
+    def _places(self, outputs: Any) -> list[Place | None]:
+        """Return what memory the graph is to write each output to; None where it stays."""
+        share = self._share_outputs()
+        return [
+            (index, leaf.shape, leaf.dtype)
+            if share and isinstance(leaf, torch.Tensor) and not self._warmups.is_state(leaf)
+            else None
+            for index, leaf in enumerate(tree_leaves(outputs))
+        ]
+
+    def _capture_full(
+        self,
+        key: GraphKey,
+        lane: Lane,
+        places: list[Place | None],
+        layout: OutputLayout | None,
+        admission: Admission | None,
+        notes: WarmupNotes | None,
+    ) -> CapturedStep:
+        views = self._warmups.views(key, lane, key.num_tokens)
+        found: list[Any] = []
+        node, why_staged = input_node(self._backend, lane.buffers_of(key), key.num_tokens)
+        staging = lane.buffers_of(key).staging if why_staged else None
+
+        def step() -> Any:
+            if isinstance(node, InputNode):
+                node.record(self._backend.current_stream_handle())
+            if staging is not None:
+                staging.queue_copy(key.num_tokens)
+            return self._step(views)
+
+        if staging is not None:
+            notes = None  # the warmup was without that copy
+        name = (family_of(key), 0)
+        compiled = self._warmups.compiled_code(key)
+        graph, draws = self._maker.capture(
+            step, lane, places, found, admission, name, notes, compiled
+        )
+        if isinstance(node, InputNode):
+            node = node.attached(graph)
+        common = self._common(key, lane, found[0], layout, (graph,), draws=draws)
+        return FullStep(**common, input_node=node, staging=staging, why_staged=why_staged)
+
+    def _common(
+        self,
+        key: GraphKey,
+        lane: Lane,
+        outputs: Any,
+        layout: OutputLayout | None,
+        graphs: tuple[CapturedGraph, ...],
+        *,
+        draws: bool,
+    ) -> dict[str, Any]:
+        """Return the fields that every captured step has."""
+        if layout is None:
+            layout = self._warmups.declared(outputs, key.num_tokens)
+        elif not layout.fits(outputs, key.num_tokens):
+            raise CaptureError(
+                "The step's outputs were of another structure, shape or type in the capture "
+                "than in the warmup; it must not depend on being captured.",
+                key=str(key),
+                reason="output_layout",
+            )
+        leaves = tuple(tree_leaves(outputs))
+        clones = tuple(
+            isinstance(leaf, torch.Tensor) and not self._warmups.is_state(leaf) for leaf in leaves
+        )
+        return {
+            "key": key,
+            "lane": lane,
+            "buffers": lane.buffers_of(key),
+            "layout": layout,
+            "leaves": leaves,
+            "clones": clones,
+            "own_bytes": sum(
+                leaf.untyped_storage().nbytes()
+                for leaf, is_result in zip(leaves, clones, strict=True)
+                if is_result and leaf not in lane.outputs
+            ),
+            "graphs": graphs,
+            "holds": (*self._warmups.written(), self._step),
+            "guard": self._guard.now(),
+            "facts": self.facts_now(lane.buffers_of(key)) if self._notes_facts else None,
+            "axis_cuts": self._warmups.axis_cuts(key, lane, outputs),
+            "has_effect": draws or any(True for _ in self._warmups.written()),
+        }
+
+    def _capture_pieces(
+        self,
+        key: GraphKey,
+        lane: Lane,
+        places: list[Place | None],
+        layout: OutputLayout | None,
+        admission: Admission | None,
+    ) -> CapturedStep:
+        """Capture piece by piece, replaying each so that eager pieces see real values."""
+        views = self._warmups.views(key, lane, key.num_tokens)
+        stable = Known(view for view in views.values() if isinstance(view, torch.Tensor))
+        parts: list[GraphPart | EagerPart] = []
+        graphs: list[CapturedGraph] = []
+        value: Any = None
+        draws = False
+        last = len(self._step.pieces) - 1
+        try:
+            for index, piece in enumerate(self._step.pieces):
+                inputs = piece.pick(views)
+                if not piece.is_graph:
+                    value = piece.fn(*(() if index == 0 else (value,)), **inputs)
+                    parts.append(EagerPart(piece, inputs, is_first=index == 0))
+                    continue
+                link = None
+                args: tuple[Any, ...] = ()
+                if index > 0:
+                    link, static = self._link(lane, index, value, stable, admission)
+                    args = (static,)
+                    if isinstance(parts[-1], GraphPart):
+                        link = None  # straight from graph to graph: nothing moves
+                found: list[Any] = []
+                homes = places if index == last else []
+                call = _calling(piece.fn, args, inputs)
+                name = (family_of(key), index)
+                compiled = self._warmups.compiled_code(key)
+                graph, may_draw = self._maker.capture(
+                    call, lane, homes, found, admission, name, None, compiled
+                )
+                draws = draws or may_draw
+                graphs.append(graph)
+                parts.append(GraphPart(graph, link, found[0]))
+                graph.replay()
+                value = found[0]
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, torch.Tensor):
+                        stable.add(leaf)
+            common = self._common(key, lane, value, layout, tuple(graphs), draws=draws)
+        except BaseException:
+            for graph in graphs:
+                graph.release()
+            raise
+        ends_eager = not self._step.pieces[last].is_graph
+        if ends_eager:
+            common["leaves"] = ()
+        # What lies between pieces is used within one launch only, and launches of a lane do
+        # not overlap: held by none, its memory serves the graphs of all sizes.
+        for part in parts:
+            if isinstance(part, GraphPart):
+                part.outputs = tree_map_only(torch.Tensor, weak_tensor, part.outputs)
+        staging = lane.buffers_of(key).staging
+        return PiecewiseStep(**common, parts=tuple(parts), ends_eager=ends_eager, staging=staging)
+
+    def _stays(self, leaf: torch.Tensor) -> bool:
+        return self._warmups.is_state(leaf) or self._warmups.is_scratch(leaf)
+
+    def _link(
+        self, lane: Lane, index: int, value: Any, stable: Known, admission: Admission | None
+    ) -> tuple[Link, Any]:
+        """Return how a value reaches the graph of a piece, and the static form of it."""
+        leaves, spec = tree_flatten(value)
+        link = Link([], [], [])
+        static: list[Any] = []
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                link.constants.append((number, leaf))
+                static.append(leaf)
+            elif leaf in stable or self._stays(leaf):
+                link.fixed.append((number, leaf.data_ptr(), leaf.shape))
+                static.append(leaf)
+            else:
+                if admission is not None:
+                    admission.ask(lane.between.growth((index, number), leaf.shape, leaf.dtype))
+                own = lane.between.take((index, number), leaf.shape, leaf.dtype)
+                own.copy_(leaf)
+                link.copies.append((number, own))
+                static.append(own)
+        return link, tree_unflatten(static, spec)
+
+
+def _calling(
+    fn: Callable[..., Any], args: tuple[Any, ...], inputs: Mapping[str, Any]
+) -> Callable[[], Any]:
+    return lambda: fn(*args, **inputs)

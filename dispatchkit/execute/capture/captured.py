@@ -1,0 +1,240 @@
+"""CapturedStep: one key's graphs, and everything they read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dispatchkit.backends.base import CapturedGraph
+from dispatchkit.errors import ReplayError
+from dispatchkit.execute.io.buffers import InputBuffers
+from dispatchkit.execute.io.outputs import OutputLayout
+from dispatchkit.execute.io.small_copies import InputNode
+from dispatchkit.execute.io.staging import Staging
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.step.fingerprint import Facts
+from dispatchkit.execute.step.guard import Fingerprint
+from dispatchkit.execute.step.pieces import Piece
+from dispatchkit.keys.batch import GraphKey
+
+
+class LaunchError(Exception):
+    """A launch failed inside; carries what the caller needs to decide what to do.
+
+    Attributes:
+        has_effect: Something of the step may have taken effect already.
+    """
+
+    cause: Exception
+    has_effect: bool
+
+    def __init__(self, cause: Exception, *, has_effect: bool) -> None:
+        super().__init__(str(cause))
+        self.cause, self.has_effect = cause, has_effect
+
+
+@attrs.define(eq=False, kw_only=True)
+class CapturedStep:
+    """What the registry holds for a captured key.
+
+    Attributes:
+        key: Its name.
+        lane: Where it was captured.
+        buffers: What its graphs read their inputs from.
+        layout: The structure of its outputs.
+        leaves: Padded outputs at fixed addresses; empty if the last piece is eager.
+        clones: Per leaf, whether callers of owned results get a copy: a tensor that is not
+            the caller's own state.
+        graphs: Its graphs, to be released.
+        holds: Whatever else the graphs read, kept alive.
+        guard: What it was made under.
+        facts: Addresses and numbers it has built in; None outside check mode.
+        has_effect: A replay changes more than its outputs: state, or random generators.
+        axis_cuts: Dimensions of its outputs that follow an axis (see ``execute.axes``).
+        input_node: What its graph begins with, to bring inputs in; or why it does not.
+        staging: The pinned memory of host inputs that a launch copies; None where it copies none.
+        why_staged: Why it does that.
+        own_bytes: Memory of the pool that no other graph can use while this one lives.
+        released: It may not be launched any more.
+        last_used: The lane's tick at its last launch.
+        hits: Launches since the capture.
+    """
+
+    key: GraphKey
+    lane: Lane
+    buffers: InputBuffers
+    layout: OutputLayout
+    leaves: tuple[Any, ...]
+    clones: tuple[bool, ...]
+    graphs: tuple[CapturedGraph, ...]
+    holds: tuple[Any, ...] = ()
+    guard: Fingerprint = (None, (), ())
+    facts: Facts | None = None
+    has_effect: bool = False
+    axis_cuts: tuple[tuple[int, int, int], ...] = ()
+    input_node: InputNode | str = "made of pieces, or captured elsewhere"
+    staging: Staging | None = None
+    why_staged: str = "made of pieces"
+    own_bytes: int = 0
+    released: bool = False
+    last_used: int = 0
+    hits: int = 0
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether its graph was captured elsewhere, and so has no memory of the lane."""
+        return not self.lane.owns(self.buffers)
+
+    def launch(self) -> Sequence[Any]:
+        """Queue it on the current stream; return the padded outputs.
+
+        Raises:
+            LaunchError: It could not be queued, or not all of it.
+        """
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Let go of the graphs; the lane must have settled."""
+        self.released = True
+        for graph in self.graphs:
+            graph.release()
+        self.leaves, self.holds = (), ()
+
+
+@attrs.define(eq=False, kw_only=True)
+class FullStep(CapturedStep):
+    """A whole step as one graph."""
+
+    def launch(self) -> Sequence[Any]:
+        """Replay the one graph."""
+        try:
+            self.graphs[0].replay()
+        except Exception as error:
+            raise LaunchError(error, has_effect=self.has_effect) from error
+        return self.leaves
+
+
+@attrs.define(eq=False)
+class Link:
+    """How what an eager piece returned reaches the graph behind it.
+
+    Attributes:
+        copies: (leaf, static tensor) pairs: fresh memory, copied into what the graph reads.
+        fixed: (leaf, address, shape) of tensors that stay where they are.
+        constants: (leaf, value) of Python values that are part of the graph.
+    """
+
+    copies: list[tuple[int, torch.Tensor]]
+    fixed: list[tuple[int, int, torch.Size]]
+    constants: list[tuple[int, Any]]
+
+    def carry(self, value: Any) -> None:
+        """Bring a value to where the graph reads it.
+
+        Raises:
+            ReplayError: It is not as it was at capture: a shape, an address or a constant.
+        """
+        leaves = tree_leaves(value)
+        if len(leaves) != len(self.copies) + len(self.fixed) + len(self.constants):
+            raise ReplayError(f"An eager piece returned {len(leaves)} values, at capture others.")
+        for index, address, shape in self.fixed:
+            leaf = leaves[index]
+            if (
+                not isinstance(leaf, torch.Tensor)
+                or leaf.data_ptr() != address
+                or leaf.shape != shape
+            ):
+                raise ReplayError(
+                    f"Value {index} of an eager piece moved since the capture. Write into the "
+                    "same memory, or return fresh memory every time."
+                )
+        for index, constant in self.constants:
+            if type(leaves[index]) is not type(constant) or leaves[index] != constant:
+                raise ReplayError(
+                    f"Value {index} of an eager piece was {constant!r:.40} at capture and is "
+                    f"{leaves[index]!r:.40} now; a graph has it built in. Hand it on as a tensor."
+                )
+        for index, static in self.copies:
+            leaf = leaves[index]
+            if not isinstance(leaf, torch.Tensor) or (leaf.shape, leaf.dtype) != (
+                static.shape,
+                static.dtype,
+            ):
+                raise ReplayError(
+                    f"Value {index} of an eager piece was {static.dtype} of "
+                    f"{tuple(static.shape)} at capture and is something else now."
+                )
+        if self.copies:
+            torch._foreach_copy_(
+                [static for _, static in self.copies], [leaves[index] for index, _ in self.copies]
+            )
+
+
+@attrs.define(eq=False)
+class GraphPart:
+    """A graph piece, captured.
+
+    Attributes:
+        graph: Its graph.
+        link: How the value before it is brought in; None where nothing has to be done.
+        outputs: What it returned at capture, overwritten by each replay.
+    """
+
+    graph: CapturedGraph
+    link: Link | None
+    outputs: Any
+
+
+@attrs.define(eq=False)
+class EagerPart:
+    """An eager piece with the static inputs it takes."""
+
+    piece: Piece
+    inputs: dict[str, torch.Tensor]
+    is_first: bool
+
+
+@attrs.define(eq=False, kw_only=True)
+class PiecewiseStep(CapturedStep):
+    """A step whose graph pieces are graphs, with eager pieces between them."""
+
+    parts: tuple[GraphPart | EagerPart, ...] = ()
+    ends_eager: bool = False
+
+    def launch(self) -> Sequence[Any]:
+        """Run the parts in order.
+
+        What an eager piece itself raises is the user's error and comes out as it is.
+        """
+        value: Any = None
+        has_effect = False
+        with torch.no_grad():
+            for part in self.parts:
+                if isinstance(part, EagerPart):
+                    has_effect = True
+                    args = () if part.is_first else (value,)
+                    value = part.piece.fn(*args, **part.inputs)
+                    continue
+                try:
+                    if part.link is not None:
+                        part.link.carry(value)
+                    part.graph.replay()
+                except Exception as error:
+                    effect = has_effect or self.has_effect
+                    raise LaunchError(error, has_effect=effect) from error
+                value = part.outputs
+        if not self.ends_eager:
+            return self.leaves
+        if not self.layout.fits(value, self.key.num_tokens):
+            problem = ReplayError("The last eager piece returned other shapes than at capture.")
+            raise LaunchError(problem, has_effect=True)
+        return tree_leaves(value)
+
+    def release(self) -> None:
+        """Let go of what lies between the pieces too."""
+        super().release()
+        self.parts = ()

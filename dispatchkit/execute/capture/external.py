@@ -1,0 +1,76 @@
+"""Graphs that were captured elsewhere, for instance by an engine that has its own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.execute.capture.captured import CapturedStep, FullStep
+from dispatchkit.execute.io.buffers import InputBuffers
+from dispatchkit.execute.io.inputs import InputSet
+from dispatchkit.execute.io.outputs import declared_layout
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.step.guard import Fingerprint
+from dispatchkit.keys.batch import GraphKey
+
+
+@attrs.frozen
+class _Replayable:
+    """Somebody else's graph, with the little that is needed of one."""
+
+    graph: Any
+    outputs: Any
+    has_random_state: bool = False
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def release(self) -> None:
+        """Leave it alone: it is its owner's to release."""
+
+
+def external_step(
+    key: GraphKey,
+    graph: Any,
+    lane: Lane,
+    inputs: InputSet,
+    tensors: Mapping[str, torch.Tensor],
+    outputs: Any,
+    output_batch_dims: Any,
+    *,
+    guard: Fingerprint,
+    has_effect: bool,
+) -> CapturedStep:
+    """Return a captured step around somebody else's graph.
+
+    Raises:
+        ConfigError: It cannot be replayed.
+        InputError: The tensors it reads do not fit the declared inputs at the key's size.
+        CaptureError: The declared batch dimensions do not fit its outputs.
+    """
+    if not callable(getattr(graph, "replay", None)):
+        raise ConfigError("graph", graph, "an object with replay()")
+    bound = inputs.bind((), dict(tensors))
+    rows = inputs.as_device().check(bound)
+    if rows != key.num_tokens:
+        raise InputError(
+            inputs.names[0], f"{key} reads tensors of {key.num_tokens} rows, got {rows} rows."
+        )
+    layout = declared_layout(outputs, key.num_tokens, output_batch_dims)
+    leaves = tuple(tree_leaves(outputs))
+    return FullStep(
+        key=key,
+        lane=lane,
+        buffers=InputBuffers(inputs, rows, bound),
+        layout=layout,
+        leaves=leaves,
+        clones=tuple(isinstance(leaf, torch.Tensor) for leaf in leaves),
+        graphs=(_Replayable(graph, outputs),),
+        guard=guard,
+        has_effect=has_effect,
+    )

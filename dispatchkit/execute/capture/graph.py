@@ -1,0 +1,219 @@
+"""Capture of one graph: room asked for, outputs brought home, operations watched once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dispatchkit.backends.base import (
+    CapturedGraph,
+    GraphBackend,
+    RehearsingBackend,
+    WarmupNotes,
+)
+from dispatchkit.backends.watching.compiled_code import PLAINLY
+from dispatchkit.errors import CaptureError
+from dispatchkit.execute.capture.budget import Admission
+from dispatchkit.execute.capture.warmup import Family
+from dispatchkit.execute.io.outputs import SharedMemory
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.step.state import CompiledCode
+
+#: A place of the lane's output memory: its name, and the shape and type of what lies there.
+Place = tuple[int, torch.Size, torch.dtype]
+
+
+class PlainCodeWarning(RuntimeWarning):
+    """A function of torch.compile was captured, and what ran was not compiled."""
+
+
+@attrs.frozen
+class _Watched:
+    """What a watched capture, or a warmup before it, has shown of its operations.
+
+    Attributes:
+        holds: Storages they read or write that graphs of them must keep alive.
+        draws: They may draw random numbers.
+    """
+
+    holds: tuple[Any, ...]
+    draws: bool
+
+
+class GraphMaker:
+    """Captures single graphs of one runner.
+
+    Args:
+        backend: The device.
+        device: Where tensors are made.
+        generators: Random generators of the step, beside the default ones.
+    """
+
+    def __init__(
+        self,
+        backend: GraphBackend,
+        device: torch.device,
+        generators: Iterable[torch.Generator],
+    ) -> None:
+        self._backend, self._device = backend, device
+        self._generators = tuple(generators)
+        self._watched: dict[tuple[Family, int], _Watched] = {}
+
+    def forget(self) -> None:
+        """Look anew at what the step reads: it may be something else from now on."""
+        self._watched.clear()
+
+    def expect_bytes(
+        self, run: Callable[[], Any], lane: Lane, places: list[Place | None]
+    ) -> int | None:
+        """Return what a graph in a pool of its own takes with its outputs; None: not known.
+
+        Raises:
+            CaptureError: It could not be captured either.
+        """
+        if not isinstance(self._backend, RehearsingBackend):
+            return None
+        memory = SharedMemory(self._device)
+        homes = [None if place is None else memory.take(*place) for place in places]
+        trial = _without_result(_writing_home(run, homes, []))
+        pool = self._backend.new_pool()
+        grown = self._backend.rehearse(
+            trial, stream=lane.stream, pool=pool, generators=self._generators
+        )
+        return grown + memory.num_bytes
+
+    def capture(
+        self,
+        run: Callable[[], Any],
+        lane: Lane,
+        places: list[Place | None],
+        found: list[Any],
+        admission: Admission | None,
+        name: tuple[Family, int],
+        notes: WarmupNotes | None = None,
+        compiled: CompiledCode | None = None,
+    ) -> tuple[CapturedGraph, bool]:
+        """Capture what is run, its outputs in the lane's memory, if there is room for both.
+
+        Args:
+            run: What is captured.
+            lane: Where.
+            places: Where its outputs go.
+            found: Gets what it returned.
+            admission: Asked for memory; None where there is no limit.
+            name: Of the operations: those of one name are the same, at other sizes.
+            notes: Of a warmup just now, whose operations were the same.
+            compiled: What is known of functions of torch.compile in it, which a capture on a
+                device runs compiled, and sees little of.
+
+        Returns:
+            The graph, and whether it may draw random numbers.
+        """
+        if admission is not None:
+            # Elsewhere: what an earlier replay left in the lane's memory may still be read.
+            memory = SharedMemory(self._device)
+            others = [None if place is None else memory.take(*place) for place in places]
+
+            def trial() -> Any:
+                return _writing_home(run, others, [])()  # holds no result by itself
+
+            more = sum(lane.outputs.growth(*place) for place in places if place is not None)
+            admission.ask_for_graph(trial, self._generators, more)
+        homes = [None if place is None else lane.outputs.take(*place) for place in places]
+        captured = _without_result(_writing_home(run, homes, found))
+        # Keys that differ in size only run the same operations: one of them is watched.
+        known = self._watched.get(name)
+        may_be_unwatched = self._backend.capabilities.unwatched_captures
+        if not may_be_unwatched:  # each is watched in full, and by itself
+            notes = compiled = None
+        options: dict[str, Any] = {}
+        if known is not None:
+            options["watched"] = False
+        elif compiled is not None:
+            options["compiled"] = True
+        elif notes is not None and notes.is_plain:
+            options["notes"] = notes
+        begun = None if PLAINLY.is_on else PLAINLY.num_begun
+        graph: Any = self._backend.capture(
+            captured,
+            stream=lane.stream,
+            pool=lane.pool,
+            generators=self._generators,
+            **options,
+        )
+        if compiled is not None and PLAINLY.num_begun != begun:
+            warnings.warn(
+                "Another thread was warming a step up during a capture, which has functions of "
+                "torch.compile run plainly in the whole process: the graph may hold eager "
+                "kernels. Capture one runner after the other, and this one again.",
+                PlainCodeWarning,
+                stacklevel=2,
+            )
+        if known is not None:
+            graph.holds.extend(known.holds)
+            return graph, known.draws
+        draws = options["notes"].draws if "notes" in options else graph.has_random_state
+        if compiled is not None:
+            _warn_of_plain_code(graph, compiled)
+            graph.holds.extend(compiled.reads)
+            draws = compiled.draws
+        if may_be_unwatched and not graph.host_tensors:
+            # The lane's memory is the lane's to give up: kept here it would outlive its graphs.
+            holds = tuple(
+                one for one in graph.holds if not (lane.outputs.owns(one) or lane.between.owns(one))
+            )
+            self._watched[name] = _Watched(holds, draws)
+        return graph, draws
+
+
+def _warn_of_plain_code(graph: Any, compiled: CompiledCode) -> None:
+    ran_plainly = getattr(graph, "num_plain_operations", 0)
+    if ran_plainly >= compiled.num_operations:
+        warnings.warn(
+            f"The step calls functions of torch.compile, and all of their {ran_plainly} "
+            "operations ran plainly in the capture: Dynamo compiled none of them, so the "
+            "graph holds eager kernels. TORCH_LOGS=dynamo,recompiles says why; code that was "
+            "called under a dispatch mode before, or beyond "
+            "torch._dynamo.config.recompile_limit, stays so until torch._dynamo.reset().",
+            PlainCodeWarning,
+            stacklevel=2,
+        )
+
+
+def _writing_home(
+    run: Callable[[], Any], homes: list[torch.Tensor | None], found: list[Any]
+) -> Callable[[], Any]:
+    """Return a callable that also brings its outputs to the lane's memory."""
+
+    def captured() -> Any:
+        leaves, spec = tree_flatten(run())
+        targets = homes or [None] * len(leaves)
+        if len(targets) != len(leaves):
+            raise CaptureError(
+                f"The step returned {len(leaves)} values in the capture and "
+                f"{len(targets)} in the warmup; it must not depend on being captured.",
+                reason="output_layout",
+            )
+        for home, leaf in zip(targets, leaves, strict=True):
+            if home is not None:
+                home.copy_(leaf)
+        # Only what stays where it is may outlive the capture: the rest is free again.
+        final = [leaf if home is None else home for home, leaf in zip(targets, leaves, strict=True)]
+        found[:] = [tree_unflatten(final, spec)]
+        return found[0]
+
+    return captured
+
+
+def _without_result(run: Callable[[], Any]) -> Callable[[], None]:
+    """Return a callable whose result nobody can hold, since a graph holds its own."""
+
+    def quiet() -> None:
+        run()
+
+    return quiet

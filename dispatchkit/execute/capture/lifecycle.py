@@ -1,0 +1,403 @@
+"""The life of the graphs of one runner: when they are captured, and when they go.
+
+All transitions go through the registry. Callers hold the runner's lock, so that no step is
+in between; what the device still has in flight is waited for before a graph is released.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from dispatchkit.backends.watching.capture_errors import forget_path
+from dispatchkit.dispatch import Reason
+from dispatchkit.errors import CaptureError, ConfigError, RegistryError
+from dispatchkit.execute.capture.budget import Budget, OverBudgetError, Room
+from dispatchkit.execute.capture.capture import Capturer
+from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.capture.report import CaptureReport, as_capture_error, largest_first
+from dispatchkit.execute.capture.retries import Retries
+from dispatchkit.execute.capture.warmup import family_of
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.step.reasons import CAPTURE_PENDING
+from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.modes import RuntimeMode
+from dispatchkit.observe.counters import StepCounters
+from dispatchkit.observe.events import CaptureEvent, CaptureFailedEvent, EvictEvent
+from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
+
+
+class Lifecycle:
+    """Captures, evicts and invalidates the graphs of one runner.
+
+    Args:
+        capturer: How a key is captured.
+        lane: Where.
+        registry: Whose keys.
+        modes: Runtime modes that can be captured.
+        counters: Where captures and evictions are counted.
+        notify: Told of events.
+        budget: Limits.
+        lazy: Capture keys when they are asked for.
+        capture_after: How often a key must be asked for before it is captured lazily.
+    """
+
+    def __init__(
+        self,
+        capturer: Capturer,
+        lane: Lane,
+        registry: GraphRegistry,
+        modes: frozenset[RuntimeMode],
+        counters: StepCounters,
+        notify: Callable[[object], None],
+        *,
+        budget: Budget,
+        lazy: bool,
+        capture_after: int,
+    ) -> None:
+        if isinstance(capture_after, bool) or not isinstance(capture_after, int):
+            raise ConfigError("capture_after", capture_after, "a whole number of at least 1")
+        if capture_after < 1:
+            raise ConfigError("capture_after", capture_after, "a whole number of at least 1")
+        self.lazy = lazy
+        self._room = Room(budget, lane, counters, capturer.forecast_bytes, self.live, self.evict)
+        self.is_frozen = False
+        self._capturer, self._lane, self._registry = capturer, lane, registry
+        self._modes, self._counters, self._notify = modes, counters, notify
+        self._capture_after = capture_after
+        self._seen: Counter[GraphKey] = Counter()
+        self._retries = Retries()
+
+    # -- reading ------------------------------------------------------------------------
+
+    def live(self) -> dict[GraphKey, CapturedStep]:
+        """Return the captured steps by key."""
+        return {
+            key: entry.graph
+            for key, entry in tuple(self._registry.entries.items())
+            if entry.state is KeyState.CAPTURED
+        }
+
+    def num_graphs(self) -> int:
+        """Return how many live graphs there are; one that serves several keys counts once."""
+        return len({id(step) for step in self.live().values()})
+
+    def may_capture(self, key: GraphKey) -> bool:
+        """Return whether a key has no graph, and neither backend nor switches forbid one."""
+        is_live = self._entry(key).state is KeyState.CAPTURED
+        return not is_live and key.mode in self._modes and self._registry.is_enabled(key)
+
+    # -- sessions -----------------------------------------------------------------------
+
+    def capture_all(
+        self,
+        keys: Iterable[GraphKey] | None = None,
+        progress: Callable[[int, int, GraphKey | None], None] | None = None,
+        *,
+        again: bool = False,
+    ) -> CaptureReport:
+        """Capture the keys that have no graph, largest first; failures are contained.
+
+        Args:
+            keys: Which; all declared ones by default.
+            progress: Told (done, total, the next key) before each capture and at the end.
+            again: Also those that failed so often that they are left alone.
+
+        Raises:
+            RegistryError: The runner is frozen, or a key is not declared.
+        """
+        self._refuse_frozen()
+        start = time.perf_counter()
+        wanted: list[GraphKey] = []
+        failed: dict[GraphKey, str] = {}
+        skipped: dict[GraphKey, str] = {}
+        for key in tuple(self._registry) if keys is None else keys:
+            entry = self._entry(key)
+            if entry.state is KeyState.CAPTURED or key.mode not in self._modes:
+                continue
+            if not self._registry.is_enabled(key):
+                skipped[key] = Reason.DISABLED
+            elif entry.state is KeyState.FAILED and self._retries.is_over(entry) and not again:
+                skipped[key] = f"failed {entry.attempts} times: {entry.reason}"
+            else:
+                wanted.append(key)
+        wanted.sort(key=largest_first)
+        captured, total = 0, len(wanted)
+        for done, key in enumerate(wanted):
+            if progress is not None:
+                progress(done, total, key)
+            if not self._room.for_one_more():
+                skipped[key] = self._room.refusal
+                continue
+            problem = self._try(key, evict=False)
+            if problem is None:
+                captured += 1
+            elif problem.reason == "over_budget":
+                skipped[key] = str(problem)
+            else:
+                failed[key] = f"{problem.reason}: {problem}"
+        if progress is not None:
+            progress(total, total, None)
+        seconds = time.perf_counter() - start
+        return CaptureReport(captured, seconds, self._lane.num_bytes(), failed, skipped)
+
+    def warm_all(self) -> dict[GraphKey, str]:
+        """Warm every key without a graph up, largest first, capturing none.
+
+        For libraries whose scratch memory grows with the size: all of it is there before the
+        first graph that reads its address.
+
+        Returns:
+            Keys whose warmup raised, with the reason; they are not marked.
+        """
+        self._refuse_frozen()
+        failed = {}
+        for key in sorted(self._registry, key=largest_first):
+            if self._entry(key).state is KeyState.CAPTURED or key.mode not in self._modes:
+                continue
+            try:
+                self._capturer.warm(key, self._lane)
+            except Exception as error:  # noqa: BLE001 - as in a capture: it stays in its key
+                problem = as_capture_error(error, key)
+                failed[key] = f"{problem.reason}: {problem}"
+        return failed
+
+    def expect_bytes(self, keys: Iterable[GraphKey]) -> int:
+        """Return what graphs of some keys in a pool of their own are expected to take.
+
+        Raises:
+            CaptureError: The largest cannot be warmed up, or captured.
+        """
+        ordered = sorted(keys, key=largest_first)
+        ordered = [key for key in ordered if key.mode in self._modes]
+        return self._capturer.expect_bytes(ordered[0], self._lane) if ordered else 0
+
+    def capture_next(self) -> GraphKey | None:
+        """Capture the key that was asked for most and has no graph; for idle moments.
+
+        Returns:
+            The key that was tried, None if no key was asked for in vain.
+        """
+        self._refuse_frozen()
+        states = (KeyState.DECLARED, KeyState.EVICTED, KeyState.STALE)
+        waiting = [
+            key
+            for key, _ in self._seen.most_common()
+            if (entry := self._registry.get(key)) is not None
+            and entry.state in states
+            and self._registry.is_enabled(key)
+        ]
+        for key in waiting[:1]:
+            self._try(key, evict=True)
+        return waiting[0] if waiting else None
+
+    # -- on the way of a step -----------------------------------------------------------
+
+    def capture_if_due(self, key: GraphKey) -> str:
+        """Capture a key that a step asked for, if it was asked for often enough.
+
+        Returns:
+            Why the step runs eager; empty when the table must be asked again.
+        """
+        self._seen[key] += 1
+        if self._entry(key).state is KeyState.CAPTURED:
+            return ""  # the plan is older than the graph
+        if self.is_frozen:
+            return Reason.NOT_CAPTURED
+        if self._seen[key] < self._capture_after:
+            return CAPTURE_PENDING
+        self._try(key, evict=True)
+        self._room.warn_of_churn()  # outside: a warning that raises is no failed capture
+        return ""
+
+    def note_missed(self, key: GraphKey) -> None:
+        """Count that a step would have used a key; what is wanted most is captured when idle."""
+        self._seen[key] += 1
+
+    def retry_key(self, reason: str, missed: Iterable[GraphKey]) -> GraphKey | None:
+        """Return the key whose capture eager steps of a cell may try again, None if none."""
+        if not self.lazy or self.is_frozen:
+            return None
+        for key in missed:
+            entry = self._registry.get(key)
+            if entry is None or not self._registry.is_enabled(key):
+                continue
+            if reason == Reason.STALE and entry.state is KeyState.STALE:
+                return key
+            if self._retries.may_try(entry):
+                return key
+        return None
+
+    def retry_if_due(self, key: GraphKey) -> bool:
+        """Try a failed or stale key again when enough steps went by; True if it was tried."""
+        entry = self._registry.get(key)
+        if entry is None or self.is_frozen:
+            return False
+        if entry.state is not KeyState.STALE and not self._retries.is_due(entry):
+            return False
+        self._try(key, evict=True)
+        return True
+
+    # -- the end of a graph -------------------------------------------------------------
+
+    def evict(self, key: GraphKey, reason: str = "requested") -> None:
+        """Give up the graph of a key; nothing of it is in flight when it is released.
+
+        Raises:
+            RegistryError: It has none.
+        """
+        entry, before = self._entry(key), self._lane.num_bytes()
+        if entry.state is not KeyState.CAPTURED:
+            raise RegistryError(f"{key} is {entry.state}: it has no graph to evict.")
+        step = entry.graph
+        self._registry.evicted(key, reason)
+        self._counters.evictions += 1
+        self._release(step)
+        freed = max(0, before - self._lane.num_bytes())
+        self._tell(EvictEvent, key, reason=reason, num_bytes=freed)
+
+    def fail(self, key: GraphKey, reason: str) -> None:
+        """Mark that a replay of a key failed, and release its graph."""
+        step = self._entry(key).graph
+        self._registry.failed(key, reason)
+        self._retries.note_failure(key)
+        if step is not None:
+            self._release(step)
+
+    def invalidate(self, reason: str) -> int:
+        """Mark every graph stale and release it; the keys can be captured again.
+
+        Returns:
+            How many keys lost their graph.
+        """
+        live = self.live()
+        for key in live:
+            self._registry.stale(key, reason)
+        for key, step in live.items():
+            self._release(step)
+            self._tell(EvictEvent, key, reason="invalidated")
+        self._room.drop_pool()
+        self._capturer.forget()
+        return len(live)
+
+    def adopt(self, key: GraphKey, step: CapturedStep) -> None:
+        """Take a graph captured elsewhere for a key, within the budget."""
+        self._registry.declare([key])
+        if self._entry(key).state is KeyState.CAPTURED:
+            self.evict(key, "replaced")
+        self._room.make()
+        self._registry.captured(key, step)
+
+    def forget(self, keys: Iterable[GraphKey]) -> None:
+        """Remove keys altogether, with the graphs that no other key names."""
+        gone = [self._entry(key) for key in keys]
+        for entry in gone:
+            self._registry.forget(entry.key)
+            self._seen.pop(entry.key, None)
+        for entry in gone:
+            if entry.state is KeyState.CAPTURED:
+                self._release(entry.graph)
+
+    @property
+    def budget(self) -> Budget:
+        """The limits in force."""
+        return self._room.budget
+
+    def set_budget(self, budget: Budget) -> None:
+        """Put other limits in force; graphs beyond them go, and what can stay is captured anew."""
+        lost = self._room.change(budget)
+        if lost and not self.lazy and not self.is_frozen:
+            self.capture_all(lost)
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _entry(self, key: GraphKey) -> GraphEntry:
+        entry = self._registry.get(key)
+        if entry is None:
+            raise RegistryError(f"{key} is not declared; the runner has no such key.")
+        return entry
+
+    def _refuse_frozen(self) -> None:
+        if self.is_frozen:
+            raise RegistryError(
+                "The runner is frozen: nothing is captured after freeze(). Call unfreeze() first."
+            )
+
+    def _try(self, key: GraphKey, *, evict: bool) -> CaptureError | None:
+        """Capture a key; a failure is marked, counted and returned."""
+        handled = sys.exception()
+        start, before = time.perf_counter(), self._lane.num_bytes()
+        lost: list[GraphKey] = []
+        problem = None
+        try:
+            if evict:
+                self._room.make()
+            step = self._capture(key, evict=evict, lost=lost)
+            self._room.check(key, step)
+        except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
+            # Frames hold tensors, and with them memory of the graphs: for as long as somebody
+            # keeps the error, or until a garbage collection where it names its own frame.
+            forget_path(error, handled)
+            problem = as_capture_error(error, key)
+            problem.__cause__ = problem.__context__ = None
+        elapsed = (time.perf_counter() - start) * 1e6
+        if problem is None:
+            grown = max(0, self._lane.num_bytes() - before)
+            step.last_used = self._lane.tick
+            self._registry.captured(key, step, num_bytes=grown)
+            self._counters.captures += 1
+            self._tell(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown)
+        else:
+            if all(step.is_foreign for step in self.live().values()):
+                self._room.drop_pool()  # what the failed one had got of it
+            self._registry.failed(key, f"{problem.reason}: {problem}")
+            self._retries.note_failure(key)
+            self._counters.capture_failures += 1
+            facts = {"reason": problem.reason, "message": str(problem), "elapsed_us": elapsed}
+            self._tell(CaptureFailedEvent, key, **facts)
+        if not self.lazy:  # otherwise the next call that asks for one captures it
+            for other in sorted(lost, key=largest_first):
+                if self._room.for_one_more():
+                    self._try(other, evict=False)
+        return problem
+
+    def _capture(self, key: GraphKey, *, evict: bool, lost: list[GraphKey]) -> CapturedStep:
+        """Capture a key; where others hold the memory it needs, they go first, as a group.
+
+        Args:
+            key: Which.
+            evict: Others may go.
+            lost: Gets the keys that went.
+        """
+        handled = sys.exception()
+        admission, others = self._room.admission(key, evict=evict), partial(self._other_sizes, key)
+        try:
+            return self._capturer.capture(key, self._lane, others, admission)
+        except OverBudgetError as error:
+            if not (evict and error.fits_alone):
+                raise
+            forget_path(error, handled)
+        lost += self._room.clear_pool()
+        return self._capturer.capture(key, self._lane, others, admission)
+
+    def _other_sizes(self, key: GraphKey) -> list[int]:
+        """Return sizes that the step can be run at: those of keys like this one, or any."""
+        alike = {one.num_tokens for one in self._registry if family_of(one) == family_of(key)}
+        alike.discard(key.num_tokens)
+        return sorted(alike or {one.num_tokens for one in self._registry} - {key.num_tokens})
+
+    def _release(self, step: CapturedStep) -> None:
+        """Release a step once no key names it and nothing of it is in flight."""
+        if any(one is step for one in self.live().values()):
+            return
+        step.lane.settle()
+        step.lane.forget_plans()  # the views in them would keep its outputs
+        step.release()
+
+    def _tell(self, kind: Callable[..., Any], key: GraphKey, **facts: Any) -> None:
+        facts |= {"runtime_mode": key.mode.name, "num_tokens": key.num_tokens}
+        self._notify(kind(key=str(key), lane=self._lane.index, **facts))

@@ -1,0 +1,350 @@
+"""Warmup of a key: the step run plainly for nothing, and what is learnt from it.
+
+What it writes outside, how much memory it needs, and which dimension of its outputs is the
+batch. Whatever it changes is put back by the caller's snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dispatchkit.backends.base import (
+    GraphBackend,
+    NotingBackend,
+    RehearsingBackend,
+    WarmupNotes,
+)
+from dispatchkit.backends.watching.compiled_code import every_size_compiled, plainly
+from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.execute.io.inputs import InputSet
+from dispatchkit.execute.io.outputs import (
+    DERIVED,
+    OutputLayout,
+    check_batch_dims,
+    declared_layout,
+    measure_layout,
+)
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.step.pieces import Step
+from dispatchkit.execute.step.state import (
+    DEFAULT_STATE_LIMIT,
+    CompiledCode,
+    Known,
+    Snapshot,
+    WriteWatch,
+)
+from dispatchkit.keys.batch import GraphKey
+
+if TYPE_CHECKING:
+    from dispatchkit.execute.io.axes import AxisCut, AxisInputs
+
+# Keys that differ in size only: one watched warmup and one layout serve them all.
+Family = tuple[Any, ...]
+
+
+def family_of(key: GraphKey) -> Family:
+    """Return what a key shares with those that differ from it in size only."""
+    own = key.descriptor
+    return (key.mode, own.uniform, own.query_len, own.max_query_len, own.num_active_loras, own.axes)
+
+
+class Warmups:
+    """Warms keys of one runner up.
+
+    Args:
+        step: What is run.
+        inputs: What is declared of its inputs.
+        backend: The device.
+        row_count: Name of the input that tells the true row count.
+        axes: The runner's axes, where it has some.
+        state: Tensors that the step changes; saved and put back around warmups.
+        scratch: Tensors that the step may write in a warmup without harm.
+        state_limit_bytes: Most bytes of undeclared state to save.
+        output_batch_dims: Declared batch dimensions of the outputs.
+        warmups: Eager runs before each capture; the first one of all is watched. Where functions
+            of torch.compile are called, which run plainly in that one, another follows it
+            unless the backend's captures are all watched.
+        generators: Random generators that the step draws from, beside the default ones.
+
+    Attributes:
+        step: What is run.
+        generators: Random generators beside the default ones.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+    """
+
+    step: Step
+
+    def __init__(
+        self,
+        step: Step,
+        inputs: InputSet,
+        backend: GraphBackend,
+        *,
+        row_count: str | None = None,
+        axes: AxisInputs | None = None,
+        state: Iterable[torch.Tensor] = (),
+        scratch: Iterable[torch.Tensor] = (),
+        state_limit_bytes: int = DEFAULT_STATE_LIMIT,
+        output_batch_dims: Any = DERIVED,
+        warmups: Any = 1,
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
+        if isinstance(warmups, bool) or not isinstance(warmups, int) or warmups < 0:
+            raise ConfigError("warmups", warmups, "a whole number of at least 0")
+        check_batch_dims(output_batch_dims)
+        for setting, tensors in (("state", state), ("scratch", scratch)):
+            for tensor in tensors:
+                if not isinstance(tensor, torch.Tensor):
+                    raise ConfigError(setting, tensor, "a list of tensors")
+        self.step, self._inputs, self._backend = step, inputs, backend
+        self._row_count, self._axes = row_count, axes
+        self._state = Known(state)
+        self._written = Known()  # by any watched warmup, beside the declared state
+        self._scratch = Known(scratch)
+        self._state_limit = state_limit_bytes
+        self._batch_dims = output_batch_dims
+        self._warmups = warmups
+        self.generators: tuple[torch.Generator, ...] = tuple(generators)
+        self._layouts: dict[Family, list[OutputLayout]] = {}
+        self._cuts: dict[Family, tuple[AxisCut, ...]] = {}
+        self._peaks: dict[Family, tuple[int, int]] = {}
+        self._compiled: dict[Family, CompiledCode] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step's tensors are."""
+        return self._inputs.device
+
+    def forecast_bytes(self, key: GraphKey) -> int | None:
+        """Return the memory that a graph of a key is expected to need; None if not known.
+
+        From the watched warmup of its family, in proportion to the size.
+        """
+        known = self._peaks.get(family_of(key))
+        return None if known is None else known[0] * key.num_tokens // known[1]
+
+    def forget(self) -> None:
+        """Look anew at what compiled functions read: it may be something else from now on."""
+        for family in self._compiled:
+            self._peaks.pop(family, None)
+        self._compiled.clear()
+
+    def compiled_code(self, key: GraphKey) -> CompiledCode | None:
+        """Return what is known of functions of torch.compile that a key's step calls, if any."""
+        return self._compiled.get(family_of(key))
+
+    def written(self) -> Iterator[torch.UntypedStorage]:
+        """Yield the storages that the step is known to change."""
+        yield from self._state
+        yield from self._written
+
+    def writes(self) -> bool:
+        """Return whether the step is known to change state."""
+        return any(True for _ in self.written())
+
+    def may_write(self) -> bool:
+        """Return whether the step changes state, or has not been watched yet."""
+        return not self._peaks or self.writes()
+
+    def is_state(self, leaf: torch.Tensor) -> bool:
+        """Return whether a tensor is part of what the step changes."""
+        return leaf in self._state or leaf in self._written
+
+    def is_scratch(self, leaf: torch.Tensor) -> bool:
+        """Return whether a tensor lies in declared scratch."""
+        return leaf in self._scratch
+
+    def snapshot(self) -> Snapshot:
+        """Return a snapshot of all that a warmup is known to change."""
+        snapshot = Snapshot(self._inputs.device, self.generators)
+        for storage in self.written():
+            snapshot.save(storage)
+        return snapshot
+
+    def state(self) -> dict[str, tuple[torch.UntypedStorage, torch.dtype]]:
+        """Return the storages that the step is known to change, by name, scratch left out."""
+        scratch = {storage._cdata for storage in self._scratch}
+        return {
+            f"{what} {number}": (storage, dtype)
+            for what, known in (("state", self._state), ("undeclared state", self._written))
+            for number, (storage, dtype) in enumerate(known.typed())
+            if storage._cdata not in scratch
+        }
+
+    def views(self, key: GraphKey, lane: Lane, num_rows: int) -> dict[str, Any]:
+        """Return the static inputs of a key at a number of rows, and its buckets, by name."""
+        tensors, axes = lane.buffers_of(key).views(num_rows), key.descriptor.axes
+        views: dict[str, Any]
+        if self._axes is None:
+            views = dict(zip(self._inputs.names, tensors, strict=True))
+        else:
+            views = self._axes.of_graph(tensors, axes)
+        if self._row_count is not None and lane.row_count is not None:
+            views[self._row_count] = lane.row_count
+        return views
+
+    def axis_cuts(self, key: GraphKey, lane: Lane, outputs: Any) -> tuple[AxisCut, ...]:
+        """Return which dimensions of a key's outputs follow an axis, measured once a family."""
+        if self._axes is None:
+            return ()
+        family = family_of(key)
+        if family not in self._cuts:
+
+            def run(inputs: dict[str, Any]) -> Any:
+                if self._row_count is not None:
+                    inputs[self._row_count] = lane.row_count
+                return self._shapes(inputs, lane)
+
+            self._cuts[family] = self._axes.measure_cuts(key, outputs, run)
+        return self._cuts[family]
+
+    def known_axis_cuts(
+        self, values: Sequence[int], key: GraphKey | None = None
+    ) -> tuple[AxisCut, ...] | None:
+        """Return which dimensions of outputs follow an axis, as far as captures measured it.
+
+        Args:
+            values: Those of all axes.
+            key: What runs; None: eager.
+
+        Returns:
+            The cuts of the key; for eager, those that all captured keys with these values of
+            exact axes have in common. None where they were not measured, or differ.
+        """
+        if self._axes is None:
+            return ()
+        if key is not None:
+            return self._cuts.get(family_of(key))
+        found = {
+            cuts for family, cuts in self._cuts.items() if self._axes.same_exact(values, family[-1])
+        }
+        return found.pop() if len(found) == 1 else None
+
+    def run(self, key: GraphKey, lane: Lane, snapshot: Snapshot) -> tuple[Any, WarmupNotes | None]:
+        """Run the step at the key's size, watched the first time for each family.
+
+        Returns:
+            Its outputs; and what was noted for a capture, if it was watched and the backend
+            goes by notes.
+        """
+        views = self.views(key, lane, key.num_tokens)
+        outputs: Any = None
+        notes = None
+        family = family_of(key)
+        if self._warmups and family not in self._peaks:
+            own = Known(lane.buffers_of(key).tensors)
+            if lane.row_count is not None:
+                own.add(lane.row_count)
+            if isinstance(self._backend, NotingBackend):
+                notes = self._backend.new_notes()
+            watch = WriteWatch(
+                inputs=own,
+                ignore=(self._scratch, self._state),
+                snapshot=snapshot,
+                limit=self._state_limit,
+                meter=not isinstance(self._backend, RehearsingBackend),
+                notes=notes,
+            )
+
+            def watched() -> Any:
+                with watch:
+                    return self.step(views)
+
+            outputs = self._backend.warmup(watched, stream=lane.stream)
+            for tensor in watch.written:
+                self._written.add(tensor)
+            self._peaks[family] = (watch.peak_bytes, key.num_tokens)
+            left = self._warmups - 1
+            compiled = watch.compiled_code()
+            if compiled is not None:
+                self._compiled[family] = compiled
+                if self._backend.capabilities.unwatched_captures:
+                    # Compilation and its kernels' tuning happen here, and never in a capture.
+                    left = max(left, 1)
+        else:
+            left = self._warmups
+        if left:
+            outputs = self._run(views, lane, left)
+        if not self._warmups and self._batch_dims == DERIVED and family not in self._layouts:
+            raise CaptureError(
+                "With warmups=0 nothing tells the batch dimension of the outputs. Give "
+                "output_batch_dims, or leave one warmup.",
+                key=str(key),
+                reason="output_layout",
+            )
+        return outputs, notes
+
+    def layout(
+        self,
+        key: GraphKey,
+        lane: Lane,
+        outputs: Any,
+        other_sizes: Callable[[], Sequence[int]],
+    ) -> OutputLayout | None:
+        """Return the layout of a key's outputs, measuring it once for each family."""
+        if not self._warmups:
+            return None
+        size = key.num_tokens
+        known = self._layouts.setdefault(family_of(key), [])
+        for layout in known:
+            if layout.fits(outputs, size):
+                return layout
+        if self._batch_dims == DERIVED:
+            other, second = self._at_another_size(key, lane, other_sizes())
+            layout = measure_layout(outputs, size, second, other)
+        else:
+            layout = declared_layout(outputs, size, self._batch_dims)
+        known.append(layout)
+        return layout
+
+    def declared(self, outputs: Any, size: int) -> OutputLayout:
+        """Return the layout that the user declared, for outputs computed at a size."""
+        return declared_layout(outputs, size, self._batch_dims)
+
+    def _run(self, views: dict[str, Any], lane: Lane, iterations: int = 1) -> Any:
+        """Run the step as it is, compiled where it is."""
+        with every_size_compiled():
+            return self._backend.warmup(
+                lambda: self.step(views), stream=lane.stream, iterations=iterations
+            )
+
+    def _shapes(self, views: dict[str, Any], lane: Lane) -> Any:
+        """Run the step for the shapes of its outputs, at a size that may never be captured."""
+        with plainly():
+            return self._backend.warmup(lambda: self.step(views), stream=lane.stream)
+
+    def _at_another_size(
+        self, key: GraphKey, lane: Lane, other_sizes: Sequence[int]
+    ) -> tuple[int, Any]:
+        size = key.num_tokens
+        below = [one for one in other_sizes if one < size]
+        above = [one for one in other_sizes if one > size]
+        # A size of 1 says least: broadcasting makes dimensions of 1 out of nothing.
+        other = max(below, default=0)
+        if other <= 1:
+            other = min(above, default=other or 2 * size)
+        if other <= lane.buffers.num_rows:
+            views = self.views(key, lane, other)
+        else:
+            views = self.views(key, lane, size)
+            for name, spec in lane.buffers_of(key).inputs.specs.items():
+                if spec.batch_dim is not None:
+                    views[name] = spec.full(other, self._inputs.device)
+        lane.set_rows(other)
+        try:
+            outputs = self._shapes(views, lane)
+        except Exception as error:
+            raise CaptureError(
+                f"To measure its outputs the step was run at {other} rows, and raised "
+                f"{type(error).__name__}: {error}. Give output_batch_dims, and it is not run so.",
+                key=str(key),
+                reason="output_layout",
+            ) from error
+        finally:
+            lane.set_rows(size)
+        return other, outputs

@@ -1,0 +1,333 @@
+"""The calls of a graphed module or function: which form each is of, and who runs it."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._pytree import tree_flatten
+
+from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.execute.graphed.forms import Form
+from dispatchkit.execute.io.inputs import RESERVED_NAMES
+from dispatchkit.execute.lanes.submit import StepHandle
+from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.step.reasons import EagerStepWarning
+from dispatchkit.observe.counters import RunnerStats
+
+#: What ``batch_dims`` is where nothing is declared (None means that nothing is batched).
+DERIVED = "derived"
+
+#: Forms that get graphs of their own; calls of further ones run plainly.
+MAX_FORMS = 16
+
+#: Why a call ran plainly, without a runner: no tensor of it has a batch dimension,
+NO_BATCH = "no_batch"
+#: gradients are asked for,
+GRADIENTS = "gradients"
+#: its tensors are on several devices,
+SEVERAL_DEVICES = "several_devices"
+#: a value of it cannot be part of a graph's name,
+UNHASHABLE = "unhashable_value"
+#: there are ``MAX_FORMS`` others,
+TOO_MANY_FORMS = "too_many_forms"
+#: or it has no rows.
+EMPTY = "empty"
+_SILENT = frozenset({GRADIENTS, EMPTY})
+
+
+@attrs.frozen
+class GraphedStats:
+    """What the calls of a graphed module or function did so far.
+
+    Attributes:
+        calls: How many there were.
+        plain: Calls that ran plainly without a runner, by reason.
+        runners: The counts of the runner of each form, by the form in words; a form whose
+            sizes grew had one for each room.
+    """
+
+    calls: int
+    plain: dict[str, int]
+    runners: dict[str, RunnerStats]
+
+    @property
+    def steps_by_mode(self) -> dict[str, int]:
+        """Steps of all runners by runtime mode; plain calls count as NONE."""
+        total = Counter({"NONE": sum(self.plain.values())})
+        for one in self.runners.values():
+            total.update(one.steps_by_mode)
+        return dict(total)
+
+
+class GraphedCalls:
+    """The calls of one module or function, each form of them through a runner.
+
+    Args:
+        target: What is called.
+        batch_dims: Batch dimension by parameter name, or one for all; derived by default.
+        settings: Of the runners.
+
+    Attributes:
+        target: What is called.
+        module: The same where it is a module.
+        settings: Of the runners.
+        batch_dims: As given.
+        grows: Sizes are not declared: the ladder of a form grows with its largest batch.
+    """
+
+    target: Callable[..., Any]
+    settings: dict[str, Any]
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        batch_dims: int | Mapping[str, int | None] | str | None,
+        settings: dict[str, Any],
+    ) -> None:
+        if not callable(target):
+            raise ConfigError("module_or_function", target, "a module or a function")
+        self.target, self.settings = target, settings
+        self.module: torch.nn.Module | None = (
+            target if isinstance(target, torch.nn.Module) else None
+        )
+        self.grows: bool = not ({"sizes", "max_num_tokens", "config"} & settings.keys())
+        self.batch_dims = batch_dims
+        self._forms: dict[Any, Form] = {}
+        self._dims: dict[Any, list[int | None]] = {}
+        self._lock = threading.RLock()
+        self._plain: Counter[str] = Counter()
+        self._calls = 0
+        self._told: set[str] = set()
+        self._mark = self._weights_mark()
+        try:
+            self._signature: inspect.Signature | None = inspect.signature(
+                target.forward if isinstance(target, torch.nn.Module) else target
+            )
+        except (TypeError, ValueError):
+            self._signature = None  # a builtin
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call through its form's runner, or plainly with a counted reason."""
+        self._calls += 1
+        found = self._find(args, kwargs)
+        if isinstance(found, str):
+            return self._run_plainly(found, args, kwargs)
+        runner, tensors = found
+        return runner(*tensors)
+
+    def submit(self, *args: Any, **kwargs: Any) -> StepHandle:
+        """Queue a call on one of the lanes, beside others, and return at once.
+
+        Raises:
+            InputError: Such a call has no graphs; with the reason.
+        """
+        runner, tensors = self._find_or_raise(args, kwargs)
+        self._calls += 1
+        return runner.submit(*tensors)
+
+    def capture(self, *args: Any, **kwargs: Any) -> int:
+        """Capture all sizes for calls such as this one, ahead of them; returns how many.
+
+        Raises:
+            InputError: Such a call has no graphs; with the reason.
+        """
+        return self._find_or_raise(args, kwargs)[0].capture().num_graphs
+
+    def invalidate(self) -> None:
+        """Give up all graphs, after what they read was replaced."""
+        with self._lock:
+            for form in self._forms.values():
+                if form.runner is not None:
+                    form.runner.invalidate()
+
+    def stats(self) -> GraphedStats:
+        """Return what has been done so far."""
+        with self._lock:
+            runners: dict[str, RunnerStats] = {}
+            for form in self._forms.values():
+                for words, one in form.stats().items():
+                    # Two forms may read alike, such as a value given by position and by name.
+                    count = sum(1 for name in runners if name.partition(" #")[0] == words)
+                    runners[f"{words} #{count + 1}" if count else words] = one
+            return GraphedStats(self._calls, dict(self._plain), runners)
+
+    @property
+    def runners(self) -> tuple[GraphRunner, ...]:
+        """The runner of each form, in the order of their first call."""
+        with self._lock:
+            made = tuple(form.runner for form in self._forms.values())
+        return tuple(runner for runner in made if runner is not None)
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | tuple[GraphRunner, Sequence[torch.Tensor]]:
+        """Return the runner of a call and its tensors, or why it has none."""
+        if len(kwargs) > 1:
+            kwargs = dict(sorted(kwargs.items()))  # the order they are written in is no matter
+        leaves: Sequence[Any] = (*args, *kwargs.values())
+        nesting: Any = (len(args), tuple(kwargs))
+        tensors = leaves
+        constants: tuple[Any, ...] = ()
+        if not all(isinstance(one, torch.Tensor) for one in leaves):
+            leaves, spec = tree_flatten((args, kwargs))
+            nesting = repr(spec)
+            tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+            constants = tuple(
+                # Digit by digit: zeros of both signs are equal, and nan is not even itself.
+                (at, type(one), one.hex() if isinstance(one, float) else one)
+                for at, one in enumerate(leaves)
+                if not isinstance(one, torch.Tensor)
+            )
+        if torch.is_grad_enabled() and (
+            (self.module is not None and self.module.training)
+            or any(one.requires_grad for one in tensors)
+        ):
+            return GRADIENTS
+        if self.module is not None and (mark := self._weights_mark()) != self._mark:
+            self._mark = mark
+            self.invalidate()
+        kind = (nesting, constants, tuple(one.dim() for one in tensors))
+        try:
+            hash(kind)
+        except TypeError:
+            return UNHASHABLE
+        dims = self._dims.get(kind)
+        if dims is None or not _agree(tensors, dims):
+            derived = self._derive(args, kwargs, tensors, dims)
+            if isinstance(derived, str):
+                return derived
+            with self._lock:
+                dims = self._dims[kind] = derived
+        rows = next(
+            one.shape[dim] for one, dim in zip(tensors, dims, strict=True) if dim is not None
+        )
+        if rows == 0:
+            return EMPTY
+        key = (
+            kind,
+            tuple(dims),
+            tuple(
+                (one.dtype, one.device, one.shape if dim is None else _without(one.shape, dim))
+                for one, dim in zip(tensors, dims, strict=True)
+            ),
+        )
+        with self._lock:
+            form = self._forms.get(key)
+            if form is None:
+                if len({one.device for one in tensors}) > 1:
+                    return SEVERAL_DEVICES
+                if len(self._forms) >= MAX_FORMS:
+                    return TOO_MANY_FORMS
+                names = self._names(args, kwargs, len(tensors))
+                form = self._forms[key] = Form(
+                    self.target, self.settings, self.grows, args, kwargs, dims, names
+                )
+            return form.runner_for(rows), tensors
+
+    def _find_or_raise(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[GraphRunner, Sequence[torch.Tensor]]:
+        found = self._find(args, kwargs)
+        if isinstance(found, str):
+            raise InputError(found, f"Such a call runs without graphs: {found}. Call it directly.")
+        return found
+
+    def _derive(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        known: Sequence[int | None] | None,
+    ) -> str | list[int | None]:
+        """Return the batch dimension of each tensor, declared or derived.
+
+        Raises:
+            ConfigError: What is declared does not fit the call.
+        """
+        if self.batch_dims != DERIVED:
+            return self._as_declared(args, kwargs, tensors)
+        dims: list[int | None] = []
+        rows: int | None = None
+        for index, one in enumerate(tensors):
+            if one.dim() == 0 or (known is not None and known[index] is None):
+                dims.append(None)  # a tensor that did not follow the batch once is none of it
+                continue
+            if rows is None:
+                rows = one.shape[0]
+            dims.append(0 if one.shape[0] == rows else None)
+        return dims if any(dim is not None for dim in dims) else NO_BATCH
+
+    def _as_declared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
+    ) -> str | list[int | None]:
+        declared = self.batch_dims
+        names = self._names(args, kwargs, len(tensors))
+        if isinstance(declared, Mapping):
+            odd = sorted(set(declared) - set(names))
+            if odd:
+                raise ConfigError("batch_dims", odd, f"names of tensors of the call: {names}")
+            dims = [declared.get(name) for name in names]
+        else:
+            dims = [declared if one.dim() else None for one in tensors]  # type: ignore[misc]
+        for name, one, dim in zip(names, tensors, dims, strict=True):
+            if dim is not None and not 0 <= dim < one.dim():
+                raise ConfigError(f"batch_dims[{name!r}]", dim, f"0..{one.dim() - 1} or None")
+        return dims if any(dim is not None for dim in dims) else NO_BATCH
+
+    def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[str]:
+        """Return a name for each tensor of a call: its parameter's, numbered where it has many."""
+        pairs: list[tuple[str, Any]] = [(f"arg{index}", one) for index, one in enumerate(args)]
+        if self._signature is not None:
+            names = [
+                one.name
+                for one in self._signature.parameters.values()
+                if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+            ]
+            pairs[: len(names)] = [
+                (name, one) for name, (_, one) in zip(names, pairs, strict=False)
+            ]
+        found: list[str] = []
+        for name, value in (*pairs, *kwargs.items()):
+            tensors = [one for one in tree_flatten(value)[0] if isinstance(one, torch.Tensor)]
+            alone = len(tensors) == 1
+            base = f"{name}_" if name in RESERVED_NAMES else name
+            found += [base if alone else f"{base}_{index}" for index in range(len(tensors))]
+        if len(found) != count or len(set(found)) != count:  # names that meet by chance
+            return [f"input_{index}" for index in range(count)]
+        return found
+
+    def _run_plainly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._plain[reason] += 1
+        if reason not in self._told and reason not in _SILENT:
+            self._told.add(reason)
+            warnings.warn(
+                f"Calls run without graphs, reason {reason}. Told once; stats() counts them.",
+                EagerStepWarning,
+                stacklevel=4,
+            )
+        return self.target(*args, **kwargs)
+
+    def _weights_mark(self) -> tuple[int, Any]:
+        """Return what changes when a module is moved or its weights are replaced."""
+        if self.module is None:
+            return 0, None
+        first = next(self.module.parameters(), None)
+        return (0, None) if first is None else (first.data_ptr(), first.device)
+
+
+def _agree(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> bool:
+    sizes = {one.shape[dim] for one, dim in zip(tensors, dims, strict=True) if dim is not None}
+    return len(sizes) == 1
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], -1, *shape[dim + 1 :])

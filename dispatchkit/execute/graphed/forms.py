@@ -1,0 +1,112 @@
+"""Forms of calls: what is built into the graphs of one, and its runner.
+
+A call's tensors are its inputs. Everything else of a call (other values, which keywords, how
+tensors are nested, their types and fixed dimensions) is built into the graphs made for it, so
+that a call that differs in it is of another form. Within a form, calls differ in the size of
+their batch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dispatchkit.execute.io.inputs import StaticInput
+from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.observe.counters import RunnerStats
+
+
+def geometric_sizes(largest: int) -> tuple[int, ...]:
+    """Return sizes with two to each doubling: few graphs, and a third of padding at most."""
+    sizes = {largest}
+    size = 1
+    while size < largest:
+        sizes |= {size, size * 3 // 2}
+        size *= 2
+    return tuple(sorted(one for one in sizes if one <= largest))
+
+
+class Form:
+    """One form of calls, and its runner.
+
+    Args:
+        target: What is called.
+        settings: Of the runner.
+        grows: Sizes are not declared: they grow with the largest batch.
+        args: Of the call that it is derived from.
+        kwargs: Of the same.
+        dims: Batch dimension of each tensor, in order; None where it has none.
+        names: Name of each tensor.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        settings: dict[str, Any],
+        grows: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dims: Sequence[int | None],
+        names: Sequence[str],
+    ) -> None:
+        self._target, self._settings, self._grows = target, settings, grows
+        leaves, self._spec = tree_flatten((args, kwargs))
+        self._constants = [None if isinstance(one, torch.Tensor) else one for one in leaves]
+        self._places = [at for at, one in enumerate(leaves) if isinstance(one, torch.Tensor)]
+        self._names = names
+        self.inputs: dict[str, Any] = {}
+        for name, at, dim in zip(names, self._places, dims, strict=True):
+            shape = [size if axis != dim else None for axis, size in enumerate(leaves[at].shape)]
+            self.inputs[name] = StaticInput(tuple(shape), leaves[at].dtype)
+        self.device: Any = leaves[self._places[0]].device
+        self.top: int = 0
+        self.runner: GraphRunner | None = None
+        self.outgrown: dict[str, RunnerStats] = {}
+
+    def runner_for(self, rows: int) -> GraphRunner:
+        """Return a runner with room for so many rows, where sizes are not declared."""
+        runner = self.runner
+        if runner is None or (rows > self.top and self._grows):
+            if runner is not None:
+                self.outgrown[str(self)] = runner.stats()
+                runner.clear()
+            runner = self.runner = self._make(rows)
+        return runner
+
+    def stats(self) -> dict[str, RunnerStats]:
+        """Return the counts of all runners it had, by form and room."""
+        now = {} if self.runner is None else {str(self): self.runner.stats()}
+        return {**self.outgrown, **now}
+
+    def _make(self, rows: int) -> GraphRunner:
+        settings = dict(self._settings)
+        top = max(8, 1 << (rows - 1).bit_length()) if self._grows else 0
+        if top:
+            settings["sizes"] = geometric_sizes(top)
+        if "backend" not in settings:
+            settings.setdefault("device", self.device)
+        runner = GraphRunner(self._step, self.inputs, **settings)
+        if isinstance(self._target, torch.nn.Module):
+            runner.guard.add(self._target)
+        self.top = top  # not before: a runner that could not be made has no such room
+        return runner
+
+    def _step(self, **inputs: torch.Tensor) -> Any:
+        leaves = list(self._constants)
+        for at, name in zip(self._places, self._names, strict=True):
+            leaves[at] = inputs[name]
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return self._target(*args, **kwargs)
+
+    def __str__(self) -> str:
+        shapes = ", ".join(
+            f"{name}: {str(one.dtype).removeprefix('torch.')}"
+            f"[{', '.join('n' if size is None else str(size) for size in one.shape)}]"
+            for name, one in self.inputs.items()
+        )
+        others = [one for one in self._constants if one is not None]
+        text = f"({shapes})" + (f" with {', '.join(map(repr, others)):.80}" if others else "")
+        return text + (f", n <= {self.top}" if self.top else "")

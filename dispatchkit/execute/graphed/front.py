@@ -1,0 +1,111 @@
+"""graphed: one line that runs a module or a function through graphs.
+
+What is derived from calls and not declared is a guess, and it is proven: the first padded
+replay of each graph is compared with the plain call, and a graph that gave something else is
+not used.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dispatchkit.dispatch import Policy
+from dispatchkit.execute.graphed.calls import GraphedCalls
+from dispatchkit.execute.graphed.module import graphed_module
+from dispatchkit.execute.replay.check import FIRST
+
+
+class GraphedFunction:
+    """A function whose calls run through graphs; made by ``graphed``.
+
+    Attributes:
+        graphed: Its graphs: ``stats()``, ``capture()``, ``runners``, ``invalidate()``.
+    """
+
+    def __init__(self, calls: GraphedCalls) -> None:
+        functools.update_wrapper(self, calls.target)
+        self.graphed = calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call through graphs, or plainly with a counted reason."""
+        return self.graphed(*args, **kwargs)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """Be a method where it is defined in a class."""
+        return self if owner is None else types.MethodType(self, owner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy, or send to another process: the same settings, no graphs."""
+        calls = self.graphed
+        return _remake_function, (calls.target, calls.batch_dims, calls.settings)
+
+
+def _remake_function(target: Any, batch_dims: Any, settings: dict[str, Any]) -> GraphedFunction:
+    return GraphedFunction(GraphedCalls(target, batch_dims, settings))
+
+
+def graphed(
+    module_or_function: Any = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    policy: str | Policy | None = None,
+    lanes: int | None = None,
+    outputs: str = "owned",
+    example: Sequence[Any] | Mapping[str, Any] | None = None,
+    batch_dims: int | Mapping[str, int | None] | str | None = "derived",
+    **settings: Any,
+) -> Any:
+    """Run a module or a function through graphs; also a decorator.
+
+    Without a single option: inputs and batch dimension follow from the calls, graphs are
+    captured when a call needs one, sizes grow with the batches, and the first padded replay of
+    each graph is compared with the plain call. Calls that need gradients run plainly: where a
+    tensor of them requires any, and a module in training while gradients are enabled.
+
+    Args:
+        module_or_function: What to run; left out, a decorator is returned.
+        sizes: Batch sizes to capture; larger batches run eager.
+        policy: Name of the policy, or an object.
+        lanes: Streams that ``.graphed.submit`` spreads calls over. With several nothing is
+            compared: see that rows do not depend on each other.
+        outputs: ``owned``: results are fresh. ``view``: valid until the next call.
+        example: Arguments of a call, a tuple or a mapping by name: all of its sizes are
+            captured at once, and none of them later.
+        batch_dims: Batch dimension by parameter name (None: has none; nested tensors are
+            numbered, ``name_0``), or one for all. Derived by default: dimension 0 of the
+            tensors that share the first one's, and no longer of one that once did not.
+        settings: Further settings of ``GraphRunner``.
+
+    Returns:
+        A module for a module, which shares its parameters, attributes and hooks; a function
+        for a function. Both have ``.graphed``: counts, runners, capture ahead.
+
+    Raises:
+        ConfigError: A setting cannot be used, or it is no module and no function.
+    """
+    given = {
+        "lazy": True,
+        "mode": "FULL",
+        "check": FIRST if lanes in (None, 1) else 0,
+        **settings,
+        "outputs": outputs,
+        **({} if sizes is None else {"sizes": tuple(sizes)}),
+        **({} if policy is None else {"policy": policy}),
+        **({} if lanes is None else {"lanes": lanes}),
+    }
+    if "config" in given:
+        given.pop("mode")
+    if module_or_function is None:
+        given.pop("outputs")
+        return functools.partial(
+            graphed, outputs=outputs, example=example, batch_dims=batch_dims, **given
+        )
+    calls = GraphedCalls(module_or_function, batch_dims, given)
+    made = GraphedFunction(calls) if calls.module is None else graphed_module(calls)
+    if example is not None:
+        args, kwargs = ((), example) if isinstance(example, Mapping) else (example, {})
+        made.graphed.capture(*args, **kwargs)
+    return made

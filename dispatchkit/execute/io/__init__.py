@@ -1,0 +1,1 @@
+"""Inputs and outputs: checked, copied into static buffers, cut to the real rows."""

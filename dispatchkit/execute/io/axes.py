@@ -1,0 +1,314 @@
+"""Axes in the executor: values of a call, padding of inputs, and cutting of results.
+
+An axis may be a dimension of inputs (a sequence length, an image size): a call's tensors are
+then padded to its bucket, with each input's fill, and the results cut back. Or it is a plain
+number that steers the step. A graph is made for the bucket; a step that names the axis in
+its signature is given the bucket there, and the value itself when it runs eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dispatchkit.errors import CaptureError, ConfigError, InputError
+from dispatchkit.execute.io.host_arrays import host_array, numpy_module
+from dispatchkit.execute.io.inputs import MAX_KEPT_SIZES, RESERVED_NAMES, InputSet, StaticInput
+from dispatchkit.execute.replay.plans import AGAIN, GraphPlan, TimedPlan, WatchedPlan, graph_plan
+from dispatchkit.keys.axes import Axis, AxisBuckets
+from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.config import DispatchConfig
+
+#: An output (its index), its dimension, and the axis (its index) that the dimension follows.
+AxisCut = tuple[int, int, int]
+
+
+class AxisCall(list[Any]):
+    """The inputs of a call as its graph takes them: padded to the buckets.
+
+    Attributes:
+        given: As they were given.
+        values: The value of each axis, in their order.
+    """
+
+    given: Sequence[Any]
+    values: tuple[int, ...]
+
+
+class AxisInputs:
+    """The inputs of a runner with axes.
+
+    Args:
+        specs: Static inputs by name; a name of an axis in a shape stands for its value.
+        config: The configuration with the axes.
+        device: Where the tensors of a call must be.
+
+    Attributes:
+        names: Names of the axes in their order.
+        smallest: The inputs at the smallest bucket of each axis.
+
+    Raises:
+        ConfigError: A name means two things, or a shape names an axis that there is not.
+    """
+
+    def __init__(
+        self, specs: Mapping[str, StaticInput], config: DispatchConfig, device: torch.device
+    ) -> None:
+        self._specs, self._axes, self._variants = dict(specs), config.axes, config.variants
+        self._device = device
+        self.names: tuple[str, ...] = tuple(axis.name for axis in config.axes)
+        for name in self.names:
+            if name in RESERVED_NAMES or name in self._specs:
+                raise ConfigError("axes", name, "a name that nothing else of a call has")
+        for name, spec in self._specs.items():
+            for size in spec.shape:
+                if isinstance(size, str) and size not in self.names:
+                    known = ", ".join(self.names) or "none"
+                    raise ConfigError(f"inputs[{name!r}]", spec.shape, f"axes in it ({known})")
+        used = {size for spec in self._specs.values() for size in spec.shape}
+        # Only axes that are a dimension of something make a difference to the inputs.
+        self._sizing = tuple(i for i, name in enumerate(self.names) if name in used)
+        self._kept: dict[tuple[int, ...], InputSet] = {}
+        self.smallest: InputSet = self.at(tuple(axis.buckets[0] for axis in self._axes))
+
+    @property
+    def has_dimensions(self) -> bool:
+        """Whether an axis is a dimension of an input."""
+        return bool(self._sizing)
+
+    def at(self, values: Sequence[int]) -> InputSet:
+        """Return the inputs with a value for each axis."""
+        name = tuple(values[index] for index in self._sizing)
+        found = self._kept.get(name)
+        if found is None:
+            by_name = dict(zip(self.names, values, strict=True))
+            specs = {
+                key: attrs.evolve(spec, shape=tuple(by_name.get(size, size) for size in spec.shape))
+                for key, spec in self._specs.items()
+            }
+            if len(self._kept) >= MAX_KEPT_SIZES:
+                self._kept.clear()
+            found = self._kept[name] = InputSet(specs, self._device)
+        return found
+
+    def buckets(self, call: AxisCall) -> AxisBuckets:
+        """Return the bucket of each axis for a call, None for a value outside."""
+        found = [axis.index(value) for axis, value in zip(self._axes, call.values, strict=True)]
+        return tuple(
+            axis.buckets[index - 1] if index else None
+            for axis, index in zip(self._axes, found, strict=True)
+        )
+
+    def same_exact(self, values: Sequence[int], others: Sequence[int]) -> bool:
+        """Return whether two values for each axis are the same on all exact axes."""
+        each = zip(self._axes, values, others, strict=True)
+        return all(one == other for axis, one, other in each if axis.exact)
+
+    # -- a call -------------------------------------------------------------------------
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AxisCall:
+        """Put the arguments of a call into declared order, values of axes aside.
+
+        Raises:
+            InputError: One is missing, unknown or given twice.
+        """
+        missing = [name for name in self.names if name not in kwargs]
+        if missing:
+            raise InputError(
+                missing[0],
+                f"Axis {missing[0]!r} has no value in this call. Give one by keyword for each "
+                f"of {', '.join(self.names)}.",
+            )
+        call = AxisCall()
+        call.values = tuple(kwargs.pop(name) for name in self.names)
+        call.given = self.smallest.bind(args, kwargs)
+        return call
+
+    def variant(self, call: AxisCall, loras: int) -> int:
+        """Return what takes the place of the adapters in the dispatch of a call.
+
+        Raises:
+            DescriptorError: A value is no whole number of at least 0.
+        """
+        return self._variants.of_values(loras, dict(zip(self.names, call.values, strict=True)))
+
+    def to_arrays(self, call: AxisCall) -> AxisCall:
+        """Bring host inputs of a call into the form that is checked."""
+        call.given = self.smallest.to_arrays(call.given)
+        return call
+
+    def check(self, call: AxisCall) -> int:
+        """Return the rows of a call whose inputs fit the values of its axes, and pad them.
+
+        Raises:
+            InputError: One does not fit.
+        """
+        rows = self.at(call.values).check(call.given)
+        indices = [axis.index(value) for axis, value in zip(self._axes, call.values, strict=True)]
+        call[:] = call.given
+        if self._sizing and all(indices):
+            buckets = [axis.buckets[i - 1] for axis, i in zip(self._axes, indices, strict=True)]
+            padded = self.at(buckets)
+            for index, spec in enumerate(padded):
+                shape = spec.sized(rows)
+                if tuple(call[index].shape) != tuple(shape):
+                    call[index] = _padded(call[index], spec, shape)
+        return rows
+
+    def plain(self, call: AxisCall | None) -> dict[str, Any]:
+        """Return what the step is given when it runs plainly: inputs and values by name.
+
+        Raises:
+            InputError: It was a step in place.
+        """
+        if call is None:
+            raise refused_in_place(self.names)
+        tensors = self.at(call.values).to_tensors(call.given)
+        return self._named(self.smallest.names, tensors, call.values)
+
+    # -- graphs -------------------------------------------------------------------------
+
+    def of_graph(self, tensors: Sequence[Any], buckets: Sequence[int]) -> dict[str, Any]:
+        """Return what the step is given in a capture: static inputs and buckets by name."""
+        return self._named(self.smallest.names, tensors, buckets)
+
+    def _named(
+        self, names: Sequence[str], tensors: Sequence[Any], values: Sequence[int]
+    ) -> dict[str, Any]:
+        return dict(zip((*names, *self.names), (*tensors, *values), strict=True))
+
+    def measure_cuts(
+        self, key: GraphKey, outputs: Any, run: Callable[[dict[str, Any]], Any]
+    ) -> tuple[AxisCut, ...]:
+        """Return which dimensions of a key's outputs follow an axis.
+
+        Args:
+            key: Whose.
+            outputs: As they are at the key's own buckets.
+            run: Runs the step on inputs by name.
+
+        Raises:
+            CaptureError: An output depends on an axis in another way than by its size.
+        """
+        own: Any = key.descriptor.axes
+        cuts: list[AxisCut] = []
+        for index, axis in enumerate(self._axes):
+            if axis.exact:
+                continue
+            other = [*own]
+            other[index] = _other_value(axis, own[index])
+            inputs = self.at(other)
+            tensors = [spec.full(key.num_tokens, self._device) for spec in inputs]
+            try:
+                found = run(self._named(inputs.names, tensors, other))
+            except Exception as error:
+                raise CaptureError(
+                    f"To measure its outputs the step was run with {axis.name}={other[index]}, "
+                    f"and raised {type(error).__name__}: {error}. An axis that is exact is not "
+                    "measured.",
+                    key=str(key),
+                    reason="output_layout",
+                ) from error
+            cuts += _dimensions(outputs, found, index, axis, own[index], other[index])
+        return tuple(cuts)
+
+
+def refused_in_place(names: Sequence[str]) -> InputError:
+    """Return the error of a step in place where there are axes."""
+    return InputError(
+        names[0], "A step in place has no values for axes. Call the runner with tensors."
+    )
+
+
+def _other_value(axis: Axis, bucket: int) -> int:
+    others = [one for one in axis.buckets if one != bucket and one > 0]
+    return others[0] if others else max(1, 2 * bucket)
+
+
+def _dimensions(
+    outputs: Any, others: Any, index: int, axis: Axis, bucket: int, other: int
+) -> list[AxisCut]:
+    leaves, spec = tree_flatten(outputs)
+    found, other_spec = tree_flatten(others)
+    problem = "" if spec == other_spec else "the structure of the outputs"
+    cuts: list[AxisCut] = []
+    for number, (leaf, one) in enumerate(zip(leaves, found, strict=False)):
+        if not isinstance(leaf, torch.Tensor) or not isinstance(one, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) or isinstance(one, torch.Tensor) or leaf != one:
+                problem = problem or f"output {number}, a Python value,"
+            continue
+        if leaf.dim() != one.dim():
+            problem = problem or f"the rank of output {number}"
+            continue
+        for dim, sizes in enumerate(zip(leaf.shape, one.shape, strict=True)):
+            if sizes == (bucket, other):
+                cuts.append((number, dim, index))
+            elif sizes[0] != sizes[1]:
+                problem = problem or f"dimension {dim} of output {number}"
+    if problem:
+        raise CaptureError(
+            f"With {axis.name}={other} rather than {bucket}, {problem} is another, and not by "
+            "having that size: it could not be cut to a value in between. Make the axis exact.",
+            reason="output_layout",
+        )
+    return cuts
+
+
+def _padded(value: Any, spec: StaticInput, shape: torch.Size) -> Any:
+    """Return an input in a larger shape, its fill behind what was given."""
+    inside = tuple(slice(0, size) for size in value.shape)
+    if isinstance(value, torch.Tensor):
+        padded = torch.full(shape, spec.fill, dtype=value.dtype, device=value.device)
+        padded[inside] = value
+        return padded
+    array = numpy_module().full(tuple(shape), _bits(spec), dtype=value.dtype)
+    array[inside] = value
+    return array
+
+
+def _bits(spec: StaticInput) -> Any:
+    """Return the fill as an array holds it: types that numpy lacks go bit by bit."""
+    return host_array(torch.full((1,), spec.fill, dtype=spec.dtype), spec.dtype)[0]
+
+
+class AxisPlan(GraphPlan):
+    """Replay a captured step of a runner with axes, and cut the results to their values."""
+
+    def run(self, tensors: Any, stream: int) -> Any:
+        """Replay as any other step does.
+
+        Raises:
+            InputError: It is a step in place.
+        """
+        if tensors is None:
+            raise refused_in_place([axis.name for axis in self.runner.config.axes])
+        result = super().run(tensors, stream)
+        cuts = self.step.axis_cuts
+        buckets = self.step.key.descriptor.axes
+        if result is AGAIN or not cuts or tensors.values == buckets:
+            return result
+        leaves, spec = tree_flatten(result)
+        for number, dim, index in cuts:
+            if leaves[number].shape[dim] == buckets[index] != tensors.values[index]:
+                leaf = leaves[number].narrow(dim, 0, tensors.values[index])
+                leaves[number] = leaf.clone() if self.runner.owned_outputs else leaf
+        return tree_unflatten(leaves, spec)
+
+
+class WatchedAxisPlan(WatchedPlan, AxisPlan):
+    """The same for a step that check mode may look at: what is compared has been cut."""
+
+
+class TimedAxisPlan(AxisPlan, TimedPlan):
+    """The same for a step that is measured: cutting is no part of the time."""
+
+
+#: The plan of a step of a runner with axes.
+axis_graph_plan: Callable[..., GraphPlan] = partial(
+    graph_plan, plain=AxisPlan, timed=TimedAxisPlan, watched=WatchedAxisPlan
+)

@@ -1,0 +1,230 @@
+"""The memory that graphs read their inputs from; how a call gets in is in ``loaders``.
+
+A graph reads its inputs at the addresses of the capture. Each lane holds one buffer per
+input, as large as its largest bucket; a call copies its rows to the front. Behind them a
+graph must see nothing but fill, up to its bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, KeysView, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from dispatchkit.backends.base import GraphBackend
+from dispatchkit.errors import ConfigError, InputError, UnknownNameError
+from dispatchkit.execute.io.inputs import InputSet
+from dispatchkit.execute.io.staging import Staging
+
+
+class InputBuffers:
+    """The memory that graphs read their inputs from.
+
+    Args:
+        inputs: What is declared.
+        num_rows: Rows to make room for.
+        tensors: Memory made elsewhere, in declared order; new memory by default.
+        backend: The device; needed where host inputs are declared.
+
+    Attributes:
+        tensors: One buffer per input, in declared order.
+        num_rows: Rows there is room for.
+        staging: The host memory of host inputs; None without.
+        clean_from: Rows from here on hold fill in every batched buffer,
+        clean_to: up to here. Of others nothing is known.
+    """
+
+    clean_to: int
+    clean_from: int
+
+    def __init__(
+        self,
+        inputs: InputSet,
+        num_rows: int,
+        tensors: Sequence[torch.Tensor] | None = None,
+        backend: GraphBackend | None = None,
+    ) -> None:
+        self.inputs = inputs
+        self.num_rows = num_rows
+        self.staging: Staging | None = None
+        self.clean_from, self.clean_to = 0, num_rows
+        if tensors is not None:
+            self.tensors: list[torch.Tensor] = list(tensors)
+            self.clean_to = 0  # what they hold is not known
+        else:
+            if inputs.host and backend is not None:
+                host = {name: spec for name, spec in inputs.specs.items() if spec.host}
+                self.staging = Staging(host, num_rows, backend)
+            staged = {} if self.staging is None else self.staging.device
+            # Not under the caller's inference mode: such memory could not be written outside.
+            with torch.inference_mode(False):
+                self.tensors = [
+                    staged[name] if name in staged else spec.full(num_rows, inputs.device)
+                    for name, spec in inputs.specs.items()
+                ]
+        self._fills: list[torch.Tensor | None] = [None] * len(self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def row_bytes(self, index: int) -> int:
+        """Return the bytes of one row of an input; of all of it where it is not batched."""
+        spec = self.inputs.specs[self.inputs.names[index]]
+        return spec.sized(1).numel() * spec.dtype.itemsize
+
+    def views(self, num_rows: int) -> list[torch.Tensor]:
+        """Return the first rows of each batched buffer, and the others whole.
+
+        Raises:
+            ConfigError: There is no room for so many rows.
+        """
+        if not 0 <= num_rows <= self.num_rows:
+            raise ConfigError("rows", num_rows, f"0..{self.num_rows}, the rows of the buffers")
+        views = list(self.tensors)
+        for index, dim in self.inputs.batched:
+            views[index] = views[index].narrow(dim, 0, num_rows)
+        return views
+
+    def host_rows(self, num_rows: int) -> list[tuple[int, torch.Tensor]]:
+        """Return the first rows of each host input in its pinned memory, with its index."""
+        if self.staging is None:
+            return []
+        dims = dict(self.inputs.batched)
+        found = [(index, self.staging.host[self.inputs.names[index]]) for index in self.inputs.host]
+        return [
+            (index, rows.narrow(dims[index], 0, num_rows) if index in dims else rows)
+            for index, rows in found
+        ]
+
+    def fill_of(self, index: int, num_rows: int) -> torch.Tensor:
+        """Return so many rows of an input's fill, to copy from."""
+        source = self._fills[index]
+        spec = self.inputs.specs[self.inputs.names[index]]
+        if source is None:
+            with torch.inference_mode(False):
+                source = spec.full(self.num_rows, self.inputs.device)
+            self._fills[index] = source
+        return source.narrow(spec.batch_dim or 0, 0, num_rows)
+
+    def copies(self, num_rows: int) -> list[torch.Tensor]:
+        """Return copies of what the buffers hold for a call of so many rows, on the device.
+
+        Raises:
+            InputError: The buffers do not hold so many rows.
+        """
+        if not 0 <= num_rows <= self.num_rows:
+            raise InputError(
+                self.inputs.names[0],
+                f"A step of {num_rows} rows cannot run in place: the buffers hold "
+                f"{self.num_rows} rows, those of the largest graph. Call the runner with tensors.",
+            )
+        sources = self.views(num_rows)
+        for index, rows in self.host_rows(num_rows):
+            sources[index] = rows
+        return [source.to(self.inputs.device, copy=True) for source in sources]
+
+    @contextmanager
+    def kept(self, num_rows: int) -> Iterator[None]:
+        """Keep the rows of a step in place over a capture, which sets the buffers to fill."""
+        places = self.views(num_rows)
+        places += [rows for _, rows in self.host_rows(num_rows)]
+        copies = [place.clone() for place in places]
+        try:
+            yield
+        finally:
+            if self.staging is not None:
+                self.staging.wait()
+            for place, rows in zip(places, copies, strict=True):
+                place.copy_(rows)
+            self.written(num_rows)
+
+    def reset(self) -> None:
+        """Set every row that holds anything else back to fill."""
+        if self.clean_from == 0 and self.clean_to == self.num_rows:
+            return
+        if self.staging is not None:
+            self.staging.wait()
+        for index, _ in self.inputs.batched:
+            name = self.inputs.names[index]
+            fill = self.inputs.specs[name].fill
+            self.tensors[index].fill_(fill)
+            if self.staging is not None and name in self.staging.host:
+                self.staging.host[name].fill_(fill)
+        self.clean_from, self.clean_to = 0, self.num_rows
+
+    def poison(self, value: float = float("nan")) -> None:
+        """Overwrite all rows with what no call gives; the next use must not show it."""
+        if self.staging is not None:
+            self.staging.wait()
+        for index, _ in self.inputs.batched:
+            name = self.inputs.names[index]
+            places = [self.tensors[index]]
+            if self.staging is not None and name in self.staging.host:
+                places.append(self.staging.host[name])
+            for place in places:
+                if place.is_floating_point():
+                    place.fill_(value)
+        self.clean_from = self.clean_to = 0
+
+    def written(self, num_rows: int) -> None:
+        """Note that the first rows are about to be overwritten."""
+        self.clean_from = max(self.clean_from, num_rows)
+
+    def filled(self, start: int, stop: int) -> None:
+        """Note that the rows from start to stop hold fill, and those before start do not."""
+        if self.clean_from <= stop:
+            self.clean_to = max(self.clean_to, stop)
+        else:
+            self.clean_to = stop
+        self.clean_from = start
+
+
+class StaticBuffers:
+    """The static inputs of a runner by name, for callers that write them in place.
+
+    A device input is a tensor on the device: write its first rows on the stream that the
+    steps run on. A host input is pinned memory: write its first rows after ``wait()``. What
+    calls gave may be elsewhere: write all inputs of a step.
+
+    Args:
+        buffers: Whose memory.
+    """
+
+    def __init__(self, buffers: InputBuffers) -> None:
+        self._buffers = buffers
+        tensors = dict(zip(buffers.inputs.names, buffers.tensors, strict=True))
+        if buffers.staging is not None:
+            tensors |= buffers.staging.host
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise UnknownNameError("input", name, self._tensors) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names, in declared order."""
+        return self._tensors.keys()
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows there is room for: those of the largest graph."""
+        return self._buffers.num_rows
+
+    def wait(self) -> None:
+        """Return once host inputs may be written again: the last copy of them has run."""
+        if self._buffers.staging is not None:
+            self._buffers.staging.wait()

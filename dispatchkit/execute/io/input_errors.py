@@ -1,0 +1,135 @@
+"""What is wrong with the inputs of a call, in words: the way that only faulty calls take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dispatchkit.errors import InputError
+from dispatchkit.execute.io.host_arrays import array_dtype, numpy_module
+
+if TYPE_CHECKING:
+    from dispatchkit.execute.io.inputs import StaticInput
+
+
+def bind_or_say(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """Return the arguments of a call in declared order.
+
+    Raises:
+        InputError: One is missing, unknown or given twice.
+    """
+    listing = ", ".join(names)
+    if len(args) > len(names):
+        raise InputError(
+            "",
+            f"{len(args)} inputs were given by position; there are {len(names)}: {listing}.",
+        )
+    given = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in names:
+            raise InputError(name, f"There is no input {name!r}; the inputs are: {listing}.")
+        if name in given:
+            raise InputError(name, f"Input {name!r} was given twice, by position and by name.")
+        given[name] = value
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise InputError(
+            missing[0],
+            f"Input {', '.join(map(repr, missing))} is missing; the inputs are: {listing}.",
+        )
+    return [given[name] for name in names]
+
+
+def check_or_say(
+    specs: Mapping[str, StaticInput], device: torch.device, values: Sequence[Any]
+) -> int:
+    """Return the number of rows of a call; an input that only could carry gradients fits.
+
+    Args:
+        specs: Static inputs by name.
+        device: Where tensors must be.
+        values: What was given, in declared order; arrays for host inputs.
+
+    Raises:
+        InputError: One does not fit.
+    """
+    rows: int | None = None
+    first = ""
+    for name, spec, tensor in zip(specs, specs.values(), values, strict=True):
+        if spec.host:
+            _check_host_kind(name, spec, tensor)
+        elif not isinstance(tensor, torch.Tensor):
+            raise InputError(
+                name,
+                f"Input {name!r} must be a tensor of {spec.dtype}, got {_no_tensor(tensor)}.",
+            )
+        elif tensor.dtype is not spec.dtype:
+            raise InputError(
+                name,
+                f"Input {name!r} must be {spec.dtype}, got {tensor.dtype}. Convert it "
+                "before the call; nothing is converted silently.",
+            )
+        elif tensor.device != device:
+            raise InputError(
+                name,
+                f"Input {name!r} must be on {device}, got {tensor.device}. Move it "
+                f"with .to({str(device)!r}) first.",
+            )
+        want = "(" + ", ".join("rows" if s is None else str(s) for s in spec.shape) + ")"
+        got = tuple(tensor.shape)
+        fits = len(got) == len(spec.shape) and all(
+            size is None or size == have for size, have in zip(spec.shape, got, strict=True)
+        )
+        if not fits:
+            raise InputError(name, f"Input {name!r} must have shape {want}, got {got}.")
+        if not spec.host and tensor.requires_grad and torch.is_grad_enabled():
+            raise InputError(
+                name,
+                f"Input {name!r} requires a gradient, and graphs carry none. Detach it, or "
+                "call under torch.no_grad().",
+            )
+        if spec.batch_dim is None:
+            continue
+        have = got[spec.batch_dim]
+        if rows is None:
+            rows, first = have, name
+        elif have != rows:
+            raise InputError(
+                name,
+                f"Input {name!r} has {have} rows, but {first!r} has {rows}; all batched "
+                "inputs of a call have the same number.",
+            )
+    return rows or 0
+
+
+def _no_tensor(value: Any) -> str:
+    """Say what was given for a device input, and how it can be given, if it can."""
+    hint = ". Declared with StaticInput(..., host=True) it may be an array or a list"
+    if hasattr(value, "__array_interface__"):
+        return f"an array of {value.dtype}{hint}"
+    return f"{value!r:.60} ({type(value).__name__})" + (hint if isinstance(value, list) else "")
+
+
+def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:
+    """Say what is wrong with a value for a host input that did not become an array."""
+    if type(value) is numpy_module().ndarray:
+        if value.dtype == array_dtype(spec.dtype):
+            return
+        got = f"an array of {value.dtype}. Convert it before the call"
+    elif not isinstance(value, torch.Tensor):
+        got = f"{value!r:.60} ({type(value).__name__})"
+    elif value.requires_grad and torch.is_grad_enabled():
+        got = "one that requires a gradient, and graphs carry none. Detach it"
+    elif value.device.type != "cpu":
+        got = f"a tensor on {value.device}. Without host=True it is taken from there"
+    else:
+        got = f"a tensor of {value.dtype} ({value.layout}). Convert it before the call"
+    raise InputError(
+        name,
+        f"Input {name!r} is declared with host=True and must be a numpy array, a CPU tensor "
+        f"or a list of {spec.dtype}, got {got}.",
+    )

@@ -1,0 +1,362 @@
+"""Static inputs: what is declared of them, and checking a call against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import attrs
+import torch
+
+from dispatchkit.errors import ConfigError, InputError, UnknownNameError
+from dispatchkit.execute.io.host_arrays import (
+    array_dtype,
+    carrier_of,
+    host_array,
+    host_tensor,
+    numpy_module,
+)
+from dispatchkit.execute.io.input_errors import bind_or_say, check_or_say
+
+# Expected shapes kept ready, one tuple per batch size; beyond it they are made again.
+MAX_KEPT_SIZES = 4096
+_ARRAY_FACTS = attrgetter("shape", "dtype")
+# How often the quick check of a set of inputs is made anew for a size that has one: calls that
+# differ in what it sees, and this package does not ask for, must not pay for making it each time.
+_MAX_REMADE = 64
+# Compares all that torch keeps of some tensors in one call, a fifth of the price of reading their
+# properties one by one. Torch has it for compiled functions and does not document it: where it is
+# missing, and whenever it says no, the properties are read.
+TensorGuards: Any = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
+)
+#: Words of a call that no input may be named by.
+RESERVED_NAMES = frozenset({"num_reqs", "uniform", "loras", "ceiling", "priority"})
+
+
+def parse_dtype(value: Any) -> torch.dtype:
+    """Return the torch type for a dtype or its name (``"int64"``, ``"torch.bfloat16"``).
+
+    Raises:
+        UnknownNameError: torch has no type of that name.
+    """
+    if isinstance(value, torch.dtype):
+        return value
+    name = str(value).removeprefix("torch.")
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        known = {n for n in vars(torch) if isinstance(getattr(torch, n), torch.dtype)}
+        raise UnknownNameError("dtype", name, known)
+    return found
+
+
+def _shape(value: Any) -> tuple[int | str | None, ...]:
+    shape = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    named = [size for size in shape if isinstance(size, str) and size.isidentifier()]
+    sizes = [size for size in shape if size is not None and size not in named]
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
+        raise ConfigError("shape", value, "whole numbers, with None for the batch dimension")
+    if shape.count(None) > 1:
+        raise ConfigError("shape", value, "a shape with None at most once, the batch dimension")
+    return shape
+
+
+@attrs.frozen
+class StaticInput:
+    """What a graph expects of one input.
+
+    Attributes:
+        shape: Its shape, None at the batch dimension (tokens). Without a None it is not
+            batched and is copied whole. The name of an axis stands for the axis's value.
+        dtype: Its type, as a torch dtype or a name.
+        fill: What rows without a token hold, in warmup, capture and every replay.
+        host: It is given in host memory: a numpy array, a CPU tensor (pinned or not), or a
+            list. Its copy to the device is part of the graph.
+    """
+
+    shape: tuple[Any, ...] = attrs.field(converter=_shape)
+    dtype: torch.dtype = attrs.field(converter=parse_dtype)
+    fill: float | int | bool = 0
+    host: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        try:
+            torch.full((), self.fill, dtype=self.dtype)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError("fill", self.fill, f"a value of {self.dtype}") from error
+
+    @property
+    def batch_dim(self) -> int | None:
+        """Index of the batch dimension, None where the input is not batched."""
+        return self.shape.index(None) if None in self.shape else None
+
+    def sized(self, num_rows: int) -> torch.Size:
+        """Return the shape at a number of rows."""
+        return torch.Size(num_rows if size is None else size for size in self.shape)
+
+    def full(self, num_rows: int, device: torch.device) -> torch.Tensor:
+        """Return new memory of so many rows, all of it fill."""
+        return torch.full(self.sized(num_rows), self.fill, dtype=self.dtype, device=device)
+
+
+def inputs_from_example(example: Mapping[str, torch.Tensor]) -> dict[str, StaticInput]:
+    """Derive static inputs from one example of each.
+
+    The inputs that share the size of dimension 0 of the first tensor are batched along it;
+    the others are not batched. An example whose other inputs happen to have that size is
+    read wrongly: give ``inputs`` there.
+
+    Raises:
+        InputError: An example is no tensor, or the first has no dimension.
+    """
+    rows: int | None = None
+    derived = {}
+    for name, tensor in example.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(name, f"Example of {name!r} must be a tensor, got {tensor!r:.60}.")
+        if rows is None:
+            if tensor.dim() == 0:
+                raise InputError(
+                    name,
+                    f"Example of {name!r} must have a batch dimension, got a 0-d tensor. Put a "
+                    "batched input first, or declare `inputs`.",
+                )
+            rows = tensor.shape[0]
+        batched = tensor.dim() > 0 and tensor.shape[0] == rows
+        shape = (None, *tensor.shape[1:]) if batched else tuple(tensor.shape)
+        derived[name] = StaticInput(shape, tensor.dtype)
+    return derived
+
+
+class InputSet:
+    """The static inputs of one runner, in declared order.
+
+    Args:
+        specs: Static inputs by name; at least one is batched.
+        device: Where the tensors of a call must be.
+
+    Raises:
+        ConfigError: There is no batched input, or a name is a word of a call's own.
+    """
+
+    def __init__(self, specs: Mapping[str, StaticInput], device: torch.device) -> None:
+        for name, spec in specs.items():
+            if not isinstance(spec, StaticInput):
+                raise ConfigError(f"inputs[{name!r}]", spec, "a StaticInput")
+            named = [size for size in spec.shape if isinstance(size, str)]
+            if named:
+                raise ConfigError(f"inputs[{name!r}]", named, "declared as axes of the runner")
+            if name in RESERVED_NAMES or not str(name).isidentifier():
+                raise ConfigError("inputs", name, f"names other than {sorted(RESERVED_NAMES)}")
+        self.specs: dict[str, StaticInput] = dict(specs)
+        self.names: tuple[str, ...] = tuple(self.specs)
+        self.device = device
+        self.batched: tuple[tuple[int, int], ...] = tuple(
+            (index, spec.batch_dim)
+            for index, spec in enumerate(self.specs.values())
+            if spec.batch_dim is not None
+        )
+        if not self.batched:
+            raise ConfigError(
+                "inputs",
+                list(self.names),
+                "declared with at least one batched input (None in its shape)",
+                "Without one nothing says how many rows a call has.",
+            )
+        self._lead, self._lead_dim = self.batched[0]
+        self._expected: dict[int, tuple[Any, ...]] = {}
+        self.host: tuple[int, ...] = tuple(index for index, spec in enumerate(self) if spec.host)
+        # What a value must have, read and compared in two calls. With one GPU in sight a flag
+        # says that a tensor is there; a device would have to be made.
+        is_only = device.type == "cuda" and torch.cuda.device_count() == 1
+        self._place: Any = True if is_only else device
+        self._facts: Any = attrgetter(
+            "shape", "dtype", "is_cuda" if is_only else "device", "requires_grad"
+        )
+        self.check: Callable[[Any], int] = self._check_alike
+        if len(self.host) == len(self.names):
+            self._facts = _ARRAY_FACTS
+        elif self.host:
+            self.check = self._check_mixed
+        elif TensorGuards is not None:
+            self.check = self._check_tensors
+        self._quick: dict[int, tuple[Callable[..., bool], Callable[..., bool]]] = {}
+        #: The last call checked, if all of it is contiguous and in memory as it is; None, or an
+        #: earlier one, otherwise. Who has used it forgets it, so that nothing is kept alive.
+        self.plain: Any = None
+        self._num_remade = 0
+        # For a single name it gives the value and not a tuple of one.
+        self._pick: Any = itemgetter(*self.names) if len(self.names) > 1 else None
+        self._host_types = tuple(
+            (index, spec.dtype, carrier_of(spec.dtype) is spec.dtype)
+            for index, spec in enumerate(self)
+            if spec.host
+        )
+        self._array_type: Any = numpy_module().ndarray if self.host else None
+
+    def __iter__(self) -> Iterator[StaticInput]:
+        return iter(self.specs.values())
+
+    def as_device(self) -> InputSet:
+        """Return the same inputs, all of them on the device."""
+        if not self.host:
+            return self
+        specs = {name: attrs.evolve(spec, host=False) for name, spec in self.specs.items()}
+        return InputSet(specs, self.device)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+        """Put the arguments of a call into declared order.
+
+        Raises:
+            InputError: One is missing, unknown or given twice.
+        """
+        if not args:
+            if len(kwargs) == len(self.names):
+                try:
+                    if self._pick is None:
+                        return (kwargs[self.names[0]],)
+                    picked: tuple[Any, ...] = self._pick(kwargs)
+                    return picked
+                except KeyError:
+                    pass  # told below, with names
+        elif not kwargs and len(args) == len(self.names):
+            return args
+        return bind_or_say(self.names, args, kwargs)
+
+    # ``check(values)`` returns the number of rows of a call whose inputs all fit. It raises
+    # InputError where one is no tensor, or has another type, device, rank, fixed dimension or
+    # number of rows than it should. Host inputs are checked as arrays: see ``host_arrays``.
+
+    def _check_tensors(self, values: Sequence[Any]) -> int:
+        """Check inputs that are all on the device, by what an earlier call of this size was."""
+        try:
+            rows: int = values[self._lead].shape[self._lead_dim]
+            known = self._quick.get(rows)
+            if known is not None:
+                is_plain, fits = known
+                if is_plain(*values):
+                    self.plain = values
+                    return rows
+                if fits(*values):
+                    self.plain = None  # the same call may have been another one before
+                    return rows
+        except (AttributeError, IndexError):
+            pass  # told below
+        self.plain = None
+        rows = self._check_alike(values)
+        self._note_fit(rows, values)
+        return rows
+
+    def _note_fit(self, rows: int, values: Sequence[torch.Tensor]) -> None:
+        """Keep what a call that fits looks like: contiguous, and with any strides."""
+        if self._num_remade >= _MAX_REMADE:
+            self._quick.clear()
+            return
+        if rows in self._quick:
+            self._num_remade += 1
+        elif len(self._quick) >= MAX_KEPT_SIZES:
+            self._quick.clear()
+        # A tensor that requires a gradient fits while gradients are off, and not for good.
+        if all(type(value) is torch.Tensor and not value.requires_grad for value in values):
+            shapes = [list(value.shape) for value in values]
+            guards = [
+                TensorGuards(*values, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+                for strides in (
+                    [_contiguous(shape) for shape in shapes],
+                    [[None] * len(shape) for shape in shapes],
+                )
+            ]
+            # The guard knows these flags, and says yes to tensors that have them alike.
+            is_plain = never if any(map(is_flagged, values)) else guards[0]
+            self._quick[rows] = (is_plain, guards[1])
+
+    def _check_alike(self, values: Sequence[Any]) -> int:
+        """Check inputs that are all on the device, or all arrays."""
+        try:
+            rows: int = values[self._lead].shape[self._lead_dim]
+            expected = self._expected.get(rows) or self._expect(rows)
+            if tuple(map(self._facts, values)) == expected:
+                return rows
+        except (AttributeError, IndexError):
+            pass  # not a tensor, or of too low a rank
+        return check_or_say(self.specs, self.device, values)
+
+    def _check_mixed(self, values: Sequence[Any]) -> int:
+        """Check inputs of which some are on the device and some are arrays."""
+        try:
+            rows: int = values[self._lead].shape[self._lead_dim]
+            expected = self._expected.get(rows) or self._expect(rows)
+            found = (
+                _ARRAY_FACTS(value) if spec.host else self._facts(value)
+                for value, spec in zip(values, self, strict=True)
+            )
+            if tuple(found) == expected:
+                return rows
+        except (AttributeError, IndexError):
+            pass  # not what it should be, or of too low a rank
+        return check_or_say(self.specs, self.device, values)
+
+    def to_arrays(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Return a call's values with those of host inputs as arrays, where they can be.
+
+        Raises:
+            InputError: An array was given for a type that numpy has no word for.
+        """
+        made: list[Any] | None = None
+        for index, dtype, is_plain in self._host_types:
+            value = values[index]
+            if type(value) is self._array_type:
+                if is_plain:
+                    continue
+                raise InputError(
+                    self.names[index],
+                    f"Input {self.names[index]!r} is {dtype}, which numpy has no type for: an "
+                    f"array of {value.dtype} could mean anything. Give a tensor.",
+                )
+            if made is None:
+                made = list(values)
+            made[index] = host_array(value, dtype)
+        return values if made is None else made
+
+    def to_tensors(self, values: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Return a checked call as tensors on the device; arrays are copied, tensors are there."""
+        if not self.host:
+            return values
+        return [
+            value
+            if isinstance(value, torch.Tensor)
+            else host_tensor(value, spec.dtype, self.device)
+            for value, spec in zip(values, self, strict=True)
+        ]
+
+    def _expect(self, rows: int) -> tuple[Any, ...]:
+        if len(self._expected) >= MAX_KEPT_SIZES:
+            self._expected.clear()
+        expected = tuple(
+            (spec.sized(rows), array_dtype(spec.dtype))
+            if spec.host
+            else (spec.sized(rows), spec.dtype, self._place, False)
+            for spec in self
+        )
+        self._expected[rows] = expected
+        return expected
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    """Return the strides of contiguous memory of a shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return strides[::-1]
+
+
+def is_flagged(value: torch.Tensor) -> bool:
+    """Return whether torch changes what is in a tensor's memory on the way."""
+    return value.is_neg() or value.is_conj() or value._is_zerotensor()
+
+
+def never(*_: Any) -> bool:
+    """Return False: the check of calls that are not known yet."""
+    return False

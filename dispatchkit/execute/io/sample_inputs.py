@@ -1,0 +1,31 @@
+"""Inputs for steps that are run to be measured, on rows of nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from dispatchkit.execute.io.inputs import StaticInput
+
+
+def sample_inputs(
+    specs: Mapping[str, StaticInput], size: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return inputs with so many rows: random where they hold fractions, fill elsewhere.
+
+    Random, since a device computes zeros with less power, and so faster.
+
+    Args:
+        specs: Static inputs by name.
+        size: Rows.
+        device: Where the tensors are.
+    """
+    made = {}
+    for name, spec in specs.items():
+        tensor = spec.full(size, device)
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+            generator = torch.Generator(device).manual_seed(size)
+            tensor.normal_(generator=generator)
+        made[name] = tensor
+    return made

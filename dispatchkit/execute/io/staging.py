@@ -1,0 +1,116 @@
+"""Host inputs: pinned memory that a graph copies to the device itself.
+
+So do graphs whose host inputs are too large for their first node (see ``small_copies``), and
+steps of pieces.
+
+The memory is one block, with one region per host input. A call writes its rows there, which
+takes a fraction of a microsecond, and the graph begins with the copy of it. All of the block
+goes in one copy while it is small: on a device every further copy costs more, on the host
+too, than the bytes it would save.
+
+The next call must not write before that copy has run. An event behind the step tells: asking
+it takes a quarter of a microsecond. Who gives a step its inputs while the one before still
+runs waits for that one; the device waits for nobody as long as it has work in its queue.
+
+Measured on one H200 (torch 2.11), 3 inputs of 512 rows: one copy adds nothing to a launch of
+3.2 us, three copies add 2.5 us, and 8 copies 8.6 us. A word that the graph copies back to the
+host behind its inputs, in place of the event, took the device 10 us more and was once seen too
+early: 5 of 100 steps were wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dispatchkit.backends.base import GraphBackend, Stream
+from dispatchkit.execute.io.host_arrays import as_array
+from dispatchkit.execute.io.inputs import StaticInput
+
+# Up to here the whole block is copied, whatever the size of the batch.
+WHOLE_BLOCK_BYTES = 256 << 10
+# Regions begin at multiples of this, as the device's own allocations do.
+_ALIGNMENT = 256
+
+
+class Staging:
+    """The pinned memory of one lane's host inputs, and its copy on the device.
+
+    Args:
+        specs: The host inputs by name.
+        num_rows: Rows to make room for.
+        backend: The device.
+
+    Attributes:
+        host: Pinned memory by name, as large as the device's.
+        fill_arrays: What rows without a token hold, as arrays without a dimension.
+        device: What graphs read, by name.
+    """
+
+    def __init__(
+        self, specs: Mapping[str, StaticInput], num_rows: int, backend: GraphBackend
+    ) -> None:
+        device = torch.device(backend.torch_device)
+        starts: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, spec in specs.items():
+            num_bytes = spec.sized(num_rows).numel() * spec.dtype.itemsize
+            starts[name] = (end, num_bytes)
+            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._is_whole = end <= WHOLE_BLOCK_BYTES
+        with torch.inference_mode(False):
+            self._host_block = torch.zeros(
+                max(end, 1), dtype=torch.uint8, pin_memory=device.type == "cuda"
+            )
+            self._device_block = torch.zeros(max(end, 1), dtype=torch.uint8, device=device)
+            self.host: dict[str, torch.Tensor] = _regions(self._host_block, specs, starts, num_rows)
+            self.device: dict[str, torch.Tensor] = _regions(
+                self._device_block, specs, starts, num_rows
+            )
+            for name, spec in specs.items():
+                self.host[name].fill_(spec.fill)
+                self.device[name].fill_(spec.fill)
+        self.fill_arrays: dict[str, Any] = {
+            name: as_array(torch.full((), spec.fill, dtype=spec.dtype))
+            for name, spec in specs.items()
+        }
+        self._specs = specs
+        self._used = backend.new_event()
+        self._is_used = False
+
+    def queue_copy(self, num_rows: int) -> None:
+        """Queue the copy of so many rows on the current stream, also inside a capture."""
+        if self._is_whole:
+            self._device_block.copy_(self._host_block, non_blocking=True)
+        else:
+            for name, spec in self._specs.items():
+                target, source = self.device[name], self.host[name]
+                if spec.batch_dim == 0:  # along another one the rows are not contiguous
+                    target, source = target[:num_rows], source[:num_rows]
+                target.copy_(source, non_blocking=True)
+
+    def note_launch(self, stream: Stream) -> None:
+        """Note that what was queued on a stream last reads the memory."""
+        self._used.record(stream)
+        self._is_used = True  # for good: a wait on another thread may be under way
+
+    def wait(self) -> None:
+        """Return once the memory may be written: the last step that reads it has run."""
+        if self._is_used and not self._used.query():
+            self._used.synchronize()
+
+
+def _regions(
+    block: torch.Tensor,
+    specs: Mapping[str, StaticInput],
+    starts: Mapping[str, tuple[int, int]],
+    num_rows: int,
+) -> dict[str, torch.Tensor]:
+    return {
+        name: block[start : start + num_bytes]
+        .view(specs[name].dtype)
+        .view(specs[name].sized(num_rows))
+        for name, (start, num_bytes) in starts.items()
+    }

@@ -1,0 +1,243 @@
+"""Lane: one stream, one memory pool, and buffers whose graphs run one at a time.
+
+A call of the runner is launched on the caller's own stream, so that it is ordered with the
+caller's work before and after it, for nothing. Only when the caller's stream changes
+between two steps is the new stream made to wait for the old one: the buffers are shared.
+Steps that run eager use no buffers; they are ordered likewise where they change state.
+The lane's own stream serves warmup, capture and ``submit``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dispatchkit.backends.base import CapturedGraph, GraphBackend, Stream
+from dispatchkit.errors import ConfigError
+from dispatchkit.execute.io.buffers import InputBuffers
+from dispatchkit.execute.io.inputs import InputSet
+from dispatchkit.execute.io.outputs import SharedMemory
+from dispatchkit.keys.batch import GraphKey
+
+# Plans that keep their views ready. A view costs about half a kilobyte, so that tables with
+# many thousand cells must not keep them all.
+MAX_READY_PLANS = 2048
+
+
+class Chain:
+    """Lets steps of several lanes run one after another that would touch the same memory.
+
+    Those are steps that change state, and graphs that draw random numbers: where they draw
+    from is written to one place on the device before each replay.
+
+    Args:
+        backend: The device.
+        disjoint_state: Steps in flight at a time change different parts of the state.
+    """
+
+    def __init__(self, backend: GraphBackend, *, disjoint_state: bool) -> None:
+        self.disjoint_state = disjoint_state
+        self._last = backend.new_event()
+
+    def orders(self, graphs: Iterable[CapturedGraph], *, has_effect: bool) -> bool:
+        """Return whether a captured step must wait for others."""
+        if has_effect and not self.disjoint_state:
+            return True
+        return any(graph.has_random_state for graph in graphs)
+
+    def before(self, stream: Stream) -> None:
+        """Make a stream wait for the last step of the chain."""
+        self._last.wait(stream)
+
+    def after(self, stream: Stream) -> None:
+        """Note that what was queued on a stream last is the last step of the chain."""
+        self._last.record(stream)
+
+
+def new_stream(backend: GraphBackend, priority: int = 0) -> Stream:
+    """Return a stream; a priority is told only to backends that are asked for one.
+
+    Raises:
+        ConfigError: The device gives no more streams, or its backend knows no priorities.
+    """
+    if not priority:
+        return backend.new_stream()
+    make: Any = backend.new_stream
+    if "priority" not in inspect.signature(make).parameters:
+        raise ConfigError("priority", priority, f"0: backend {backend.name!r} has no priorities")
+    stream: Stream = make(priority=priority)
+    return stream
+
+
+class Lane:
+    """One stream with one pool, static buffers and output memory.
+
+    Args:
+        backend: The device.
+        inputs: What is declared of the inputs.
+        num_rows: Rows the buffers make room for: the largest bucket, not the largest batch.
+        row_count: Keep a device value that tells graphs the true row count.
+        inputs_at: Returns the inputs at the buckets of the axes, where inputs have some.
+
+    Attributes:
+        index: Number of the lane.
+        peers: The other lanes of the same runner.
+        chain: Keeps steps apart that must not overlap; None where there is one lane.
+        tick: Counts runs of the step, eager ones too; says which graph was used last.
+        handle: Raw handle of the stream of the last step, None before the first.
+        stream_argument: The same, ready for a call of the driver.
+        last_stream: That stream.
+    """
+
+    def __init__(
+        self,
+        backend: GraphBackend,
+        inputs: InputSet,
+        num_rows: int,
+        *,
+        row_count: bool = False,
+        inputs_at: Callable[[Sequence[int]], InputSet] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.index: int = 0
+        self.peers: tuple[Lane, ...] = ()
+        self.chain: Chain | None = None
+        self.stream: Stream = backend.new_stream()
+        self.pool: Any = backend.new_pool()
+        self.buffers: InputBuffers = InputBuffers(inputs, num_rows, backend=backend)
+        self._inputs_at = inputs_at
+        self._by_axes: dict[Any, InputBuffers] = {}
+        self._by_shapes: dict[Any, InputBuffers] = {_shapes(inputs): self.buffers}
+        self.outputs: SharedMemory = SharedMemory(inputs.device)
+        self.between: SharedMemory = SharedMemory(inputs.device)
+        self.row_count: torch.Tensor | None = None
+        if row_count:
+            with torch.inference_mode(False):
+                self.row_count = torch.zeros((), dtype=torch.int64, device=inputs.device)
+        self.tick = 0
+        self._rows = 0
+        self.handle: int | None = None
+        self.stream_argument: ctypes.c_void_p = ctypes.c_void_p()
+        self.last_stream: Stream | None = None
+        self._ready: deque[Any] = deque()
+
+    def buffers_of(self, key: GraphKey) -> InputBuffers:
+        """Return the buffers that the graph of a key reads; axes may make them others."""
+        axes: Any = key.descriptor.axes
+        if self._inputs_at is None or not axes:
+            return self.buffers
+        found = self._by_axes.get(axes)
+        if found is None:
+            inputs = self._inputs_at(axes)
+            # An axis that is no dimension of an input makes no difference to the memory.
+            found = self._by_shapes.get(_shapes(inputs))
+            if found is None:
+                found = InputBuffers(inputs, self.buffers.num_rows, backend=self.backend)
+                self._by_shapes[_shapes(inputs)] = found
+            self._by_axes[axes] = found
+        return found
+
+    def static_bytes_of(self, keys: Iterable[GraphKey]) -> int:
+        """Return what its static inputs take on the device once some keys have graphs."""
+        wanted = {_shapes(self.buffers.inputs): self.buffers.inputs}
+        for key in keys:
+            if self._inputs_at is not None and key.descriptor.axes:
+                inputs = self._inputs_at(key.descriptor.axes)
+                wanted[_shapes(inputs)] = inputs
+        return sum(
+            spec.sized(self.buffers.num_rows).numel() * spec.dtype.itemsize
+            for inputs in wanted.values()
+            for spec in inputs
+        )
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of its static inputs on the device."""
+        return sum(buffers.num_bytes for buffers in self._by_shapes.values())
+
+    def owns(self, buffers: InputBuffers) -> bool:
+        """Return whether buffers are the lane's own."""
+        return buffers is self.buffers or buffers in self._by_shapes.values()
+
+    def order(self) -> None:
+        """Make the current stream wait for the lane's earlier steps, if it is another one."""
+        handle = self.backend.current_stream_handle()
+        if handle != self.handle:
+            self.switch(handle)
+
+    def switch(self, handle: int) -> None:
+        """Make the current stream, another one than before, wait for the lane's earlier steps."""
+        current = self.backend.current_stream()
+        if self.last_stream is not None:
+            # Also covers what the old stream's user queued there to read views of outputs.
+            current.wait_stream(self.last_stream)
+        self.handle, self.last_stream = handle, current
+        self.stream_argument = ctypes.c_void_p(handle)
+
+    def settle(self) -> None:
+        """Block until the lane's steps are done; nothing of it is in flight afterwards."""
+        if self.last_stream is not None:
+            self.last_stream.synchronize()
+        self.stream.synchronize()
+
+    def join(self, index: int, priority: int, peers: tuple[Lane, ...], chain: Chain) -> None:
+        """Become one of several lanes of a runner; before anything is captured."""
+        self.index, self.peers, self.chain = index, peers, chain
+        if priority:
+            del self.stream  # first, so that there are never more streams than lanes
+            self.stream = new_stream(self.backend, priority)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no other lane have work in flight, and the current stream wait for this one's.
+
+        For whoever saves and restores state: what steps in flight change would be lost.
+        """
+        for peer in self.peers:
+            peer.settle()
+        self.order()
+        try:
+            yield
+        finally:
+            if self.peers:
+                self.backend.current_stream().synchronize()
+                self.settle()
+
+    def set_rows(self, num_rows: int) -> None:
+        """Tell graphs the true row count, through its device value."""
+        if num_rows != self._rows and self.row_count is not None:
+            self.row_count.fill_(num_rows)
+            self._rows = num_rows
+
+    def keep_ready(self, plan: Any) -> None:
+        """Note that a plan holds views; the oldest beyond a bound gives them up."""
+        self._ready.append(plan)
+        if len(self._ready) > MAX_READY_PLANS:
+            self._ready.popleft().forget()
+
+    def forget_plans(self) -> None:
+        """Let go of all kept views."""
+        while self._ready:
+            self._ready.popleft().forget()
+
+    def num_bytes(self) -> int:
+        """Return the bytes of its graphs: the pool, and the outputs they share."""
+        shared = self.outputs.num_bytes + self.between.num_bytes
+        return self.backend.pool_bytes(self.pool) + shared
+
+    def drop_pool(self) -> None:
+        """Start a new pool and new output memory; the graphs of the old are released before."""
+        self.forget_plans()
+        self.pool = self.backend.new_pool()
+        self.outputs.clear()
+        self.between.clear()
+
+
+def _shapes(inputs: InputSet) -> tuple[Any, ...]:
+    return tuple(spec.shape for spec in inputs)

@@ -1,0 +1,1 @@
+"""Several streams behind one runner."""

@@ -1,0 +1,1 @@
+"""What is changed and recorded while a runner serves."""

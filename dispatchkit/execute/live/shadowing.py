@@ -1,0 +1,139 @@
+"""A shadow of a serving runner: tried without effect, then promoted or discarded."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from dispatchkit.errors import ConfigError, RegistryError
+from dispatchkit.execute.live.swap import Swapping, SwapReport
+from dispatchkit.keys.capture_sizes import check_count
+from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
+from dispatchkit.observe.shadow import Shadow, ShadowReport, StepTimes
+
+if TYPE_CHECKING:
+    from dispatchkit.execute.runner import GraphRunner
+
+
+class RunnerShadow:
+    """A candidate beside what a runner has in force; made by ``start_shadow``.
+
+    Args:
+        runner: Whose steps are followed.
+        shadow: The comparison.
+        change: The arguments of the swap that makes the candidate real.
+        sample_every: One step in so many is timed.
+        capacity: Steps kept between two polls.
+    """
+
+    def __init__(
+        self,
+        runner: GraphRunner,
+        shadow: Shadow,
+        change: dict[str, Any],
+        sample_every: int,
+        capacity: int,
+    ) -> None:
+        self._runner, self._shadow, self._change = runner, shadow, change
+        self._recorder = StepRecorder(runner.config, capacity)
+        self._read = 0
+        self._is_on = True
+        self._dispatch = self._recorder.listening_to(shadow.sampling(sample_every))
+        self._stop_listening = runner.timings.listen(shadow.observe)
+        runner.let_follow(self._dispatch)
+
+    def poll(self) -> int:
+        """Follow the steps that were run since the last time; return how many.
+
+        To be called now and then by whoever has time. Steps wait only while their numbers are
+        copied.
+
+        Raises:
+            RegistryError: The shadow was promoted or discarded.
+        """
+        if not self._is_on:
+            raise RegistryError(
+                "The shadow follows no more: it was promoted or discarded. report() has what it "
+                "saw; start another."
+            )
+        self._runner.drain()
+        with self._runner.between_steps():
+            steps, lost = self._recorder.read_from(self._read)
+            self._read = self._recorder.num_steps
+        return self._shadow.follow(steps, lost)
+
+    def report(self) -> ShadowReport:
+        """Return where the two differ in the steps followed, and what a switch would bring."""
+        return self._shadow.report()
+
+    def promote(self, **options: Any) -> SwapReport:
+        """Make the candidate real by a swap, and end the shadow. If that fails, both stay.
+
+        Args:
+            options: Further arguments of ``swap``, such as ``max_graphs``.
+
+        Raises:
+            SwapError: As in ``swap``.
+        """
+        # A swap to other query classes is refused while steps are followed.
+        if self._is_on:
+            self._runner.let_follow(None)
+        try:
+            report = self._runner.swap(**self._change, **options)
+        except BaseException:
+            if self._is_on:
+                self._runner.let_follow(self._dispatch)
+            raise
+        self.discard()
+        return report
+
+    def discard(self) -> None:
+        """End the shadow; steps are as they were before it."""
+        if self._is_on:
+            self._is_on = False
+            self._stop_listening()
+            self._runner.let_follow(None)
+
+
+class Shadowing(Swapping):
+    """The part of GraphRunner that tries a change before it counts."""
+
+    def start_shadow(
+        self,
+        *,
+        times: StepTimes | None = None,
+        sample_every: int = 32,
+        capacity: int = DEFAULT_CAPACITY,
+        **change: Any,
+    ) -> RunnerShadow:
+        """Let a candidate decide beside what is in force, without effect.
+
+        Steps are recorded from now on, and one in so many is timed. What the candidate would do
+        with them is found when the shadow is polled.
+
+        Args:
+            times: A cost model of this step on this device, as ``dispatchkit calibrate`` writes
+                it, for what the candidate would run and nobody measures.
+            sample_every: One step in so many is timed.
+            capacity: Steps kept between two polls.
+            change: What the candidate is, as for ``swap``: policy, options, sizes, mode, config.
+
+        Raises:
+            ConfigError: It cannot be used, or another shadow follows already.
+            UnknownNameError: No policy goes by that name.
+            PolicyError: The candidate is refused.
+        """
+        sample_every = check_count(sample_every, "sample_every")
+        runner: Any = self  # a GraphRunner, of which this is a part
+        if runner.is_shadowed:
+            hint = "Discard or promote the other first."
+            raise ConfigError("start_shadow", "a second shadow", "the only shadow", hint)
+        proposal = self.proposed(**change)
+        shadow = Shadow(
+            self.dispatcher, proposal.policy, proposal.config, origin=proposal.origin, times=times
+        )
+        return RunnerShadow(runner, shadow, change, sample_every, capacity)
+
+    def between_steps(self) -> threading.RLock:
+        """Return what keeps steps out while it is held; for moments."""
+        return self._lock

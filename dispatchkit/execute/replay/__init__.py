@@ -1,0 +1,1 @@
+"""How a step runs once its graph exists: plans, launches, timing, checks."""

@@ -1,0 +1,190 @@
+"""Check mode: replays compared with eager, and views of earlier results spoilt.
+
+A checked step runs twice, from the same state and the same random numbers; results and state
+are compared, and what stays of both is eager's. A graph that gave something else is not used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+from weakref import WeakSet
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dispatchkit.errors import ConfigError
+from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.io.buffers import InputBuffers
+from dispatchkit.execute.replay.check_state import (
+    State,
+    StateCheck,
+    comparable,
+    is_coarse,
+    is_comparable,
+    tolerance,
+)
+from dispatchkit.execute.step.fingerprint import Facts, changed, moved
+from dispatchkit.execute.step.state import Snapshot
+
+# A bucket is another shape than the batch, and other kernels may compute it: results differ
+# by rounding. What check mode is for (old values, wrong rows) differs by far more.
+RELATIVE, ABSOLUTE = 1e-2, 1e-3
+
+#: Compare the first replay of each graph, and its first padded one; nothing after that.
+FIRST: Final = "first"
+
+
+class CheckWarning(RuntimeWarning):
+    """A replay gave something else than eager; its key is not used any more."""
+
+
+class Checker:
+    """Compares sampled replays with eager.
+
+    Args:
+        every: Compare each so many replays; 1 is all of them; or ``FIRST``.
+        snapshot: Returns a snapshot of all that the step is known to change.
+        state: Returns what that is, to be compared.
+        facts: Returns the addresses and numbers of the step as they are now.
+
+    Raises:
+        ConfigError: ``every`` is neither.
+    """
+
+    def __init__(
+        self,
+        every: Any,
+        snapshot: Callable[[], Snapshot],
+        state: Callable[[], State],
+        facts: Callable[[InputBuffers], Facts],
+    ) -> None:
+        self._is_first_alone = every == FIRST
+        if self._is_first_alone:
+            every = 1
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigError("check", every, "0 (off), a whole number of at least 1, or 'first'")
+        self._every, self._snapshot, self._facts = every, snapshot, facts
+        self._state = StateCheck(state, RELATIVE, ABSOLUTE)
+        #: Steps that run eager are to be noted: only where every replay is compared.
+        self.notes_eager: bool = every == 1 and not self._is_first_alone
+        # Steps compared already: unpadded, padded.
+        self._compared: tuple[WeakSet[CapturedStep], ...] = (WeakSet(), WeakSet())
+        self._count = 0
+        self._handed_out: list[torch.Tensor] = []
+
+    def is_due(self, step: CapturedStep, num_tokens: int) -> bool:
+        """Return whether this replay is to be compared."""
+        is_padded = num_tokens != step.key.num_tokens
+        if self._is_first_alone:
+            if step in self._compared[is_padded]:
+                return False
+            self._compared[is_padded].add(step)
+        self._count += 1
+        return self._count % self._every == 0
+
+    def compare(
+        self,
+        step: CapturedStep,
+        num_tokens: int,
+        replay: Callable[[], Any],
+        eager: Callable[[], Any],
+    ) -> tuple[Any, str]:
+        """Run a step both ways, from the same state.
+
+        A graph that draws random numbers for padding too draws others than eager does, so
+        that it alone is run then.
+
+        Args:
+            step: What is replayed. Outputs in the lane's memory are spoilt before: what the
+                graph does not write shows.
+            num_tokens: Rows of the batch.
+            replay: Runs it by its graph and returns results of their own memory.
+            eager: Runs it plainly.
+
+        Returns:
+            Eager's result, if it was run, and what differed in words (empty if nothing did).
+        """
+        step.lane.order()
+        before = self._snapshot()
+        for leaf in step.leaves:
+            if isinstance(leaf, torch.Tensor) and leaf in step.lane.outputs:
+                leaf.fill_(_poison(leaf.dtype))
+        got = replay()
+        # Asked after the replay: of graphs nobody watched it is the first one that tells.
+        is_padded = num_tokens != step.key.num_tokens
+        if is_padded and any(one.has_random_state for one in step.graphs):
+            return got, ""
+        replayed = self._state.now()
+        before.restore()
+        notes, self.notes_eager = self.notes_eager, False  # of this one it is known anyway
+        try:
+            want = eager()
+        finally:
+            self.notes_eager = notes
+        difference = self._state.difference(before, replayed, is_padded=is_padded)
+        try:
+            _assert_close(got, want)
+        except (AssertionError, TypeError) as error:
+            difference = f"{str(error).strip()} {difference}".replace("\n", " ").strip()
+        if difference:
+            then = step.facts
+            why = "" if then is None else changed(then, self._facts(step.buffers))
+            return want, f"{difference} Since the capture: {why}." if why else difference
+        return want, self._moved(step)
+
+    def note_eager(self, run: Callable[[], Any]) -> Any:
+        """Run a step that no graph serves, and note what its rows change."""
+        before = self._state.now()
+        result = run()
+        self._state.note(before)
+        return result
+
+    def _moved(self, step: CapturedStep) -> str:
+        """Say so where a graph gave the right thing from memory that is not read any more."""
+        where = "" if step.facts is None else moved(step.facts, self._facts(step.buffers))
+        return f"The same for now, but since the capture: {where}." if where else ""
+
+    def hand_out(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return copies of views to give to the caller, spoiling those of the call before.
+
+        Whoever reads an earlier view then reads NaN, or the largest number of its type,
+        rather than plausible values of another call.
+        """
+        if self._is_first_alone:
+            return list(leaves)
+        for leaf in self._handed_out:
+            leaf.fill_(_poison(leaf.dtype))
+        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._handed_out = [leaf for leaf in tree_leaves(copies) if isinstance(leaf, torch.Tensor)]
+        return copies
+
+
+def _assert_close(got: Any, want: Any) -> None:
+    """Raise what tells how two results differ; floats of one byte are rounded as coarsely."""
+
+    def coarse(result: Any) -> list[torch.Tensor]:
+        return [one for one in tree_leaves(result) if is_coarse(one)]
+
+    def others(result: Any) -> Any:
+        return tree_map(lambda one: None if is_coarse(one) else one, result)
+
+    torch.testing.assert_close(
+        others(got), others(want), rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True, check_stride=False
+    )
+    for one, other in zip(coarse(got), coarse(want), strict=True):
+        if not is_comparable(one.dtype, one.device):
+            continue
+        torch.testing.assert_close(
+            comparable(one),
+            comparable(other),
+            rtol=tolerance(one.dtype, RELATIVE),
+            atol=ABSOLUTE,
+            equal_nan=True,
+        )
+
+
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).max

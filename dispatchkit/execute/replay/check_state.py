@@ -1,0 +1,187 @@
+"""What check mode compares of the state that a step changes.
+
+Rows of fill may write to a place that no row of a batch uses, a sink, and eager does not write
+there. Where that is need not be declared: it is what fill alone has ever changed. Once both have
+changed the same element, the fill of some input names a place that is not free. What rows change in
+steps that nobody looks at (``check`` of more than 1 or ``"first"``, other runners) does not count.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import attrs
+import torch
+
+from dispatchkit.execute.step.state import Snapshot, typed
+
+#: Storages that a step changes, by name, with the type of what is in them.
+State = Mapping[str, tuple[torch.UntypedStorage, torch.dtype]]
+
+#: Elements compared at a time: what a comparison needs besides is a few such parts, however
+#: large the state.
+_CHUNK: Final = 1 << 22
+
+
+@attrs.define
+class _Wrong:
+    """What differs between a replay and eager.
+
+    Attributes:
+        number: How many elements.
+        first: Index of the first.
+        is_any_by_rows: Eager changed one of them in this step.
+    """
+
+    number: int = 0
+    first: int = 0
+    is_any_by_rows: bool = False
+
+    def add(self, wrong: torch.Tensor, by_rows: torch.Tensor, offset: int) -> None:
+        """Count those of one part, which starts at an offset."""
+        number = int(torch.count_nonzero(wrong))
+        if number and not self.number:
+            self.first = offset + int(wrong.view(torch.uint8).argmax())
+        self.number += number
+        self.is_any_by_rows |= bool(number) and bool((wrong & by_rows).any())
+
+
+class StateCheck:
+    """Compares the state after a replay with the state after the same step run eager.
+
+    State of a type that torch cannot compare (quantized, bits, floats of four bits) is left out.
+
+    Args:
+        state: Returns what the step is known to change.
+        relative: Relative tolerance of numbers with a fraction.
+        absolute: Absolute tolerance of them.
+    """
+
+    def __init__(self, state: Callable[[], State], relative: float, absolute: float) -> None:
+        self._state, self._relative, self._absolute = state, relative, absolute
+        # For each element, whether rows of a batch have changed it so far.
+        self._changed: dict[str, torch.Tensor] = {}
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """Return copies of the state as it is."""
+        return {
+            name: typed(storage, dtype).clone()
+            for name, (storage, dtype) in self._state().items()
+            if is_comparable(dtype, storage.device)
+        }
+
+    def difference(
+        self, before: Snapshot, replayed: Mapping[str, torch.Tensor], *, is_padded: bool
+    ) -> str:
+        """Return in words how the state is another than after the replay; empty if it is not.
+
+        Args:
+            before: The state before the step, to which both ways were run.
+            replayed: What ``now`` gave after the replay.
+            is_padded: The replay had rows of fill.
+        """
+        found = []
+        for name, (storage, dtype) in self._state().items():
+            if name not in replayed:
+                continue
+            want, old = typed(storage, dtype), before.saved(storage, dtype)
+            said = self._resized(name, replayed[name], want, old)
+            if said:
+                found.append(said)
+                continue
+            wrong = self._compare(name, replayed[name], want, old, is_padded=is_padded)
+            if wrong.number:
+                got, eager = (comparable(one[wrong.first]).item() for one in (replayed[name], want))
+                found.append(
+                    f"{wrong.number} of {want.numel()} elements of {name} differ, the first at "
+                    f"{wrong.first}: {got} by the replay, {eager} by eager."
+                )
+                if not wrong.is_any_by_rows:
+                    found.append("Rows of fill changed what rows of a batch use: give them a sink.")
+        return " ".join(found)
+
+    def note(self, before: Mapping[str, torch.Tensor]) -> None:
+        """Note what rows have changed in a step that ran eager alone.
+
+        Args:
+            before: What ``now`` gave before the step.
+        """
+        for name, (storage, dtype) in self._state().items():
+            if name in before:
+                want, old = typed(storage, dtype), before[name]
+                if not self._resized(name, want, want, old):
+                    self._compare(name, want, want, old, is_padded=False)
+
+    def _resized(self, name: str, got: torch.Tensor, want: torch.Tensor, old: torch.Tensor) -> str:
+        """Say so where sizes differ, and start anew with who has changed what."""
+        changed = self._changed.get(name)
+        before = old if changed is None else changed
+        sizes = [one.numel() for one in (before, old, got, want)]
+        if changed is None or changed.device != want.device or len(set(sizes)) > 1:
+            self._changed[name] = torch.zeros_like(want, dtype=torch.bool)
+        if len(set(sizes)) == 1:
+            return ""
+        return (
+            f"{name} was resized: {sizes[0]} elements when last compared, {sizes[1]} before the "
+            f"step, {sizes[2]} after the replay, {sizes[3]} after eager."
+        )
+
+    def _compare(
+        self,
+        name: str,
+        got: torch.Tensor,
+        want: torch.Tensor,
+        old: torch.Tensor,
+        *,
+        is_padded: bool,
+    ) -> _Wrong:
+        found = _Wrong()
+        parts = (one.split(_CHUNK) for one in (got, want, old, self._changed[name]))
+        for number, (*values, changed) in enumerate(zip(*parts, strict=True)):
+            got, want, old = map(comparable, values)
+            by_rows = (want != old) & ~(want.isnan() & old.isnan())
+            changed |= by_rows
+            if torch.equal(got, want):
+                continue
+            wrong = ~self._is_close(got, want, tolerance(values[0].dtype, self._relative))
+            if is_padded:
+                wrong &= changed
+            found.add(wrong, by_rows, number * _CHUNK)
+        return found
+
+    def _is_close(self, got: torch.Tensor, want: torch.Tensor, relative: float) -> torch.Tensor:
+        if not (want.dtype.is_floating_point or want.dtype.is_complex):
+            return got == want
+        return torch.isclose(got, want, rtol=relative, atol=self._absolute, equal_nan=True)
+
+
+def is_coarse(value: Any) -> bool:
+    """Return whether a value is a tensor of floats of one byte."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize == 1
+
+
+def tolerance(dtype: torch.dtype, relative: float) -> float:
+    """Return the relative tolerance of a type: neighbours of a float of one byte are far apart."""
+    is_float = dtype.is_floating_point and dtype.itemsize == 1
+    return max(relative, torch.finfo(dtype).eps) if is_float else relative
+
+
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a type that torch compares: not floats of one byte, or half complex."""
+    if tensor.dtype is torch.complex32:
+        return tensor.to(torch.complex64)
+    return tensor.float() if is_coarse(tensor) else tensor
+
+
+@functools.cache
+def is_comparable(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch can compare numbers of a type on a device."""
+    try:
+        one = comparable(torch.empty(1, dtype=dtype, device=device))
+        torch.isclose(one, one)
+        torch.equal(one, one)
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return not one.is_quantized

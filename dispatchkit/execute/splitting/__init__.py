@@ -1,0 +1,1 @@
+"""From a step in plain Python to pieces."""

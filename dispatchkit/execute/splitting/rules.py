@@ -1,0 +1,153 @@
+"""Where a step is split: what operators, modules and functions are named by."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._library.custom_ops import CustomOpDef
+
+from dispatchkit.errors import ConfigError, UnknownNameError, nearest_names
+from dispatchkit.execute.step.support import limited_support
+from dispatchkit.keys.modes import AttentionSupport
+
+__all__ = ["SplitRules", "function_name", "node_support", "op_name"]
+
+
+class SplitRules:
+    """What runs eager between graphs.
+
+    Args:
+        at: Operators, modules, classes and functions, by object or name.
+
+    Attributes:
+        given: What was given.
+
+    Raises:
+        ConfigError: A rule is of a kind that names nothing.
+    """
+
+    def __init__(self, at: Iterable[Any] = ()) -> None:
+        if isinstance(at, str) or not isinstance(at, Iterable):
+            raise ConfigError("at", at, "a list of operators, modules, classes or functions")
+        self.given: tuple[Any, ...] = tuple(at)
+        self._rules = [_rule(one) for one in self.given]
+        self._used: set[int] = set()
+
+    def match(self, node: fx.Node) -> bool:
+        """Return whether an operation is to run eager."""
+        found = False
+        for index, rule in enumerate(self._rules):
+            if rule(node):
+                self._used.add(index)
+                found = True
+        return found or node_support(node)[0] < AttentionSupport.ALWAYS
+
+    def require_all_used(self, graph: fx.GraphModule) -> None:
+        """Check that every rule matched something.
+
+        Raises:
+            UnknownNameError: A name is none of an operator or module; it names the nearest.
+            ConfigError: The operator exists, but the step does not call it.
+        """
+        for index, one in enumerate(self.given):
+            if index in self._used:
+                continue
+            names = _names_in(graph)
+            if isinstance(one, str) and not ("::" in one and _op_exists(one)):
+                near = nearest_names(one, torch._C._dispatch_get_all_op_names())
+                near += nearest_names(one, filter(None, map(function_name, graph.graph.nodes)))
+                raise UnknownNameError("split point", one, {*names, *near})
+            raise ConfigError(
+                "at", str(one), f"something the step calls: {', '.join(sorted(names)) or 'none'}"
+            )
+
+
+def op_name(node: fx.Node) -> str | None:
+    """Return the qualified name of the operator a node calls, None if it calls none."""
+    target = node.target
+    # Dynamo puts the packet of all overloads into its graph, other tracers one overload.
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return str(target._qualified_op_name)
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name)
+    return None
+
+
+def node_support(node: fx.Node) -> tuple[AttentionSupport, str]:
+    """Return for which batches a node may be captured, and the name of what limits it."""
+    name = op_name(node)
+    found = limited_support(name, [kind for _, kind in _modules_of(node)])
+    return found if found is not None else (AttentionSupport.ALWAYS, "")
+
+
+def _rule(one: Any) -> Callable[[fx.Node], bool]:
+    if isinstance(one, str):
+        if "::" in one:
+            wanted = one.strip()
+            return lambda node: op_name(node) in (wanted, wanted.rpartition(".")[0] or wanted)
+        return lambda node: (
+            function_name(node) == one
+            or any(
+                _path_fits(path, one) or kind.__name__ == one for path, kind in _modules_of(node)
+            )
+        )
+    if isinstance(one, torch._ops.OpOverloadPacket):
+        return lambda node: op_name(node) == one._qualified_op_name
+    if isinstance(one, torch._ops.OpOverload):
+        return lambda node: op_name(node) == one._schema.name
+    if isinstance(one, CustomOpDef):
+        return lambda node: op_name(node) == one._qualname
+    if isinstance(one, type) and issubclass(one, torch.nn.Module):
+        return lambda node: any(issubclass(kind, one) for _, kind in _modules_of(node))
+    if callable(one) and not isinstance(one, (type, torch.nn.Module)):
+        return lambda node: node.target is one
+    raise ConfigError(
+        "at",
+        one,
+        "made of operators, module paths, module classes and functions",
+        "A module is named by its path in the model, such as 'layers.*.attention'.",
+    )
+
+
+def function_name(node: fx.Node) -> str:
+    """Return the name of the function or method that a node calls."""
+    target = node.target
+    return target if isinstance(target, str) else str(getattr(target, "__name__", ""))
+
+
+def _path_fits(path: str, pattern: str) -> bool:
+    words = path.split(".")
+    return any(fnmatch.fnmatchcase(".".join(words[start:]), pattern) for start in range(len(words)))
+
+
+_ROOT = re.compile(r"^[A-Z]\['[^']*'\]\.?")
+_MEMBER = re.compile(r"\['?([^'\]]+)'?\]")
+
+
+def _modules_of(node: fx.Node) -> Iterator[tuple[str, type]]:
+    """Yield path and class of the modules that a node was called in, outermost first."""
+    for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+        if isinstance(kind, type):
+            plain = _ROOT.sub("", str(path)).replace("._modules", "")
+            yield _MEMBER.sub(r".\1", plain).lstrip("."), kind
+
+
+def _op_exists(name: str) -> bool:
+    known = torch._C._dispatch_get_all_op_names()
+    return name in known or any(one.startswith(name + ".") for one in known)
+
+
+def _names_in(graph: fx.GraphModule) -> set[str]:
+    """Return what a graph could be split at: its custom operators and its modules."""
+    names: set[str] = set()
+    for node in graph.graph.nodes:
+        name = op_name(node)
+        if name is not None and not name.startswith(("aten::", "dispatchkit::")):
+            names.add(name)
+        names |= {path for path, _ in _modules_of(node) if path}
+    return names

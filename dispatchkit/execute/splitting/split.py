@@ -1,0 +1,328 @@
+"""Splitting a step into graph and eager pieces, at what is named or marked in its code.
+
+The step's graph of operations is cut into consecutive parts. What a rule matches, or what
+lies in a marked region, is an eager part; the rest are graph parts. Each becomes a piece for
+``GraphRunner``: a later piece gets the values it and those behind it need as one tuple, and
+inputs and weights directly. So a value stays where the graph that computed it wrote it, and
+nothing is copied between pieces but what an eager piece returned in fresh memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+
+from dispatchkit.errors import ConfigError
+from dispatchkit.execute.io.inputs import StaticInput, inputs_from_example
+from dispatchkit.execute.splitting.markers import BREAK, REGION_BEGIN, REGION_END
+from dispatchkit.execute.splitting.rules import SplitRules, function_name, node_support, op_name
+from dispatchkit.execute.splitting.stages import Stage, source_of
+from dispatchkit.execute.splitting.tracing import (
+    Constant,
+    Held,
+    Input,
+    Result,
+    Role,
+    Traced,
+    batch_dims_of,
+    example_of,
+    trace,
+)
+from dispatchkit.execute.step.pieces import Piece
+from dispatchkit.keys.modes import AttentionSupport
+
+__all__ = ["SplitRules", "split_graph", "split_module"]
+
+# Nodes that launch nothing by themselves: a graph of nothing else would be an empty graph.
+_LAUNCHES_NOTHING = frozenset(
+    "getitem _assert_scalar _check sym_size sym_stride size stride dim numel view view_as unbind "
+    "squeeze unsqueeze transpose permute expand split chunk detach empty empty_like "
+    "new_empty".split()
+)
+_ON_SIZES = frozenset("eq ge gt le lt ne mul add sub floordiv mod".split())
+_SIZES = (int, torch.SymInt, torch.SymBool, torch.SymFloat)
+
+
+def split_module(
+    step: Callable[..., Any],
+    example: Mapping[str, torch.Tensor | StaticInput],
+    *,
+    at: Iterable[Any] = (),
+    device: torch.device | str | None = None,
+) -> list[Piece]:
+    """Split a model, or a function, into pieces for ``GraphRunner``.
+
+    It is read once, for all sizes of the batch, without running anything. What its Python
+    decides is decided then, such as whether the module is in training; values in tensors
+    are read by every step, weights too.
+
+    Args:
+        step: Called with the inputs as keywords.
+        example: A tensor or a ``StaticInput`` for each input. The batch dimension is that of
+            the StaticInput; of tensors, dimension 0 of those as long as the first.
+        at: What runs eager between graphs, beside ``eager_region`` blocks and operators
+            that are declared not to be capturable for every batch: an operator
+            (``"vllm::attention"``, or the object), a module (its path, a pattern for paths,
+            its class or the class's name), or a function or tensor method that the code
+            calls (or its name).
+        device: Where inputs given as a StaticInput are; by default where the weights are.
+
+    Raises:
+        UnknownNameError: Nothing goes by a name in ``at``; it names the nearest.
+        ConfigError: Something in ``at`` does not occur in the step, or all of it is eager.
+        CaptureError: The step cannot be read as one graph for all sizes.
+    """
+    rules = SplitRules(at)
+    given = dict(example)
+    tensors = {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}
+    specs = {name: one for name, one in given.items() if isinstance(one, StaticInput)}
+    other = [name for name in given if name not in tensors and name not in specs]
+    if other:
+        raise ConfigError(f"example[{other[0]!r}]", given[other[0]], "a tensor or a StaticInput")
+    place = torch.device(device) if device is not None else _device_of(step, tensors)
+    tensors |= {name: spec.full(4, place) for name, spec in specs.items()}
+    specs = {**inputs_from_example({n: t for n, t in tensors.items() if n not in specs}), **specs}
+    ordered = {name: tensors[name] for name in given}
+    traced = trace(step, ordered, batch_dims_of(specs))
+    name = getattr(step, "__name__", type(step).__name__)
+    pieces = split_graph(traced, rules, name=name)
+    rules.require_all_used(traced.graph)
+    return pieces
+
+
+def split_graph(
+    traced: Traced,
+    rules: SplitRules,
+    *,
+    name: str = "step",
+    compile_piece: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]] | None = None,
+    held: list[torch.Tensor] | None = None,
+) -> list[Piece]:
+    """Split a traced step.
+
+    Args:
+        traced: The step.
+        rules: Where.
+        name: What the pieces are called, before a number.
+        compile_piece: Makes another callable of a graph piece and the fake values of its
+            arguments.
+        held: The list that pieces read held tensors from when they run; by default the
+            traced ones.
+
+    Raises:
+        ConfigError: Nothing is left to be a graph.
+    """
+    parts = _parts(traced.graph.graph, rules)
+    if not any(part.is_graph for part in parts):
+        raise ConfigError(
+            "at",
+            [str(rule) for rule in rules.given],
+            "a choice that leaves something to put into graphs",
+            f"All operations of {name!r} are eager pieces.",
+        )
+    return list(_Builder(traced, name, compile_piece, held).pieces(parts))
+
+
+# -- cutting ------------------------------------------------------------------------------
+
+
+@attrs.define
+class _Part:
+    """Consecutive nodes that become one piece."""
+
+    is_graph: bool
+    nodes: list[fx.Node] = attrs.Factory(list)
+
+
+def _launches(node: fx.Node) -> bool:
+    """Return whether a node may give the device something to do."""
+    name = op_name(node)
+    if name is not None and not name.startswith("aten::"):
+        return True
+    name = (name or function_name(node)).rpartition("::")[2]
+    if name in _ON_SIZES:
+        # Arithmetic on sizes is the host's; on tensors it is the device's.
+        return not isinstance(example_of(node), _SIZES)
+    return name not in _LAUNCHES_NOTHING
+
+
+def _parts(graph: fx.Graph, rules: SplitRules) -> list[_Part]:
+    """Return consecutive parts; neighbours of a kind are one, unless a mark is between them."""
+    parts: list[_Part] = []
+    depth = 0
+    is_broken = True
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        name = op_name(node)
+        if name == BREAK:
+            is_broken = True
+            continue
+        if name in (REGION_BEGIN, REGION_END):
+            depth += 1 if name == REGION_BEGIN else -1
+            continue
+        is_graph = not rules.match(node) and depth == 0
+        if is_broken or parts[-1].is_graph is not is_graph:
+            parts.append(_Part(is_graph))
+            is_broken = False
+        parts[-1].nodes.append(node)
+    merged: list[_Part] = []
+    for part in parts:
+        before = merged[-1] if merged else None
+        if before is not None and before.is_graph:
+            # What an eager part allocates first, for results of its operators, is allocated
+            # by the graph before it instead: then the memory stays, and nothing is copied.
+            while part.nodes and not _launches(part.nodes[0]):
+                before.nodes.append(part.nodes.pop(0))
+            if not part.nodes:
+                continue
+        elif before is not None and not any(map(_launches, before.nodes)):
+            # Sizes and their checks, in front of everything.
+            before.is_graph = part.is_graph
+            before.nodes += part.nodes
+            continue
+        if not any(map(_launches, part.nodes)):
+            part.is_graph = False  # nothing to capture: done by the host either way
+        if before is not None and not part.is_graph and not before.is_graph:
+            before.nodes += part.nodes
+        else:
+            merged.append(part)
+    return merged
+
+
+class _Builder:
+    """Makes pieces of parts."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        name: str,
+        compile_piece: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]] | None,
+        held: list[torch.Tensor] | None,
+    ) -> None:
+        self._traced, self._name, self._compile = traced, name, compile_piece
+        self._held = list(traced.held) if held is None else held
+        nodes = list(traced.graph.graph.nodes)
+        arguments = [node for node in nodes if node.op == "placeholder"]
+        self._roles: dict[fx.Node, Role] = dict(zip(arguments, traced.roles, strict=True))
+        self._results: list[Any] = list(nodes[-1].args[0])
+
+    def pieces(self, parts: list[_Part]) -> Iterator[Piece]:
+        """Yield a piece for each part, in order."""
+        stages = []
+        carried: list[fx.Node] = []
+        for index, part in enumerate(parts):
+            is_last = index == len(parts) - 1
+            later = [node for behind in parts[index + 1 :] for node in behind.nodes]
+            needed = self._needed_by(later)
+            known = {*carried, *part.nodes}
+            kept = [node for node in (*carried, *part.nodes) if node in needed and node in known]
+            final = [self._results[leaf.index] for leaf in self._leaves(Result)] if is_last else []
+            made = [node for node in part.nodes if node in needed or node in final]
+            stages.append(self._stage(index, part, carried, made, None if is_last else kept))
+            carried = kept
+        self._claim_idle_inputs(stages)
+        for part, stage in zip(parts, stages, strict=True):
+            limits = [node_support(node) for node in part.nodes]
+            level, limited_by = min(limits, default=(AttentionSupport.ALWAYS, ""))
+            yield Piece(stage.sign(), is_graph=part.is_graph, support=level, limited_by=limited_by)
+
+    def _leaves(self, kind: type) -> Iterator[Any]:
+        return (leaf for leaf in self._traced.leaves if isinstance(leaf, kind))
+
+    def _needed_by(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return what nodes, and the results of the step, take."""
+        needed = {taken for node in nodes for taken in node.all_input_nodes}
+        return needed | {one for one in self._results if isinstance(one, fx.Node)}
+
+    def _stage(
+        self,
+        index: int,
+        part: _Part,
+        carried: list[fx.Node],
+        made: list[fx.Node],
+        kept: list[fx.Node] | None,
+    ) -> Stage:
+        own = set(part.nodes)
+        outside: dict[fx.Node, None] = {}
+        constants: dict[fx.Node, None] = {}
+        for node in part.nodes:
+            for taken in node.all_input_nodes:
+                if taken.op == "get_attr":
+                    constants[taken] = None
+                elif taken not in own:
+                    outside[taken] = None
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in outside:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+        for node in (*constants, *part.nodes):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in made))
+        name = f"{self._name}.piece_{index}"
+        module = fx.GraphModule(self._traced.graph, graph, class_name=f"piece_{index}")
+        run: Callable[..., Any] = module.forward
+        if self._compile is not None and part.is_graph:
+            fakes = [example_of(node) for node in outside]
+            run = self._compile(module, fakes)
+        places = {node: position for position, node in enumerate(carried)}
+        stage = Stage(name, module, run, self._held, is_first=index == 0)
+        stage.arguments = [self._source(node, places) for node in outside]
+        made_at = {node: position for position, node in enumerate(made)}
+        if kept is not None:
+            stage.returns = [
+                ("made", made_at[node]) if node in made_at else ("carried", places[node])
+                for node in kept
+            ]
+        else:
+            stage.returns = [self._final(leaf, places, made_at) for leaf in self._traced.leaves]
+            stage.spec = self._traced.spec
+        return stage
+
+    def _source(self, node: fx.Node, places: Mapping[fx.Node, int]) -> tuple[str, Any]:
+        """Return where a piece takes a value from that it does not compute."""
+        role = self._roles.get(node)
+        if role is None:
+            return "carried", places[node]
+        return source_of(role)
+
+    def _final(
+        self,
+        leaf: Input | Held | Result | Constant,
+        places: Mapping[fx.Node, int],
+        made_at: Mapping[fx.Node, int],
+    ) -> tuple[str, Any]:
+        """Return where the last piece takes a leaf of the step's result from."""
+        if isinstance(leaf, Constant):
+            return "constant", leaf.value
+        if not isinstance(leaf, Result):
+            return source_of(leaf)
+        node = self._results[leaf.index]
+        if not isinstance(node, fx.Node):
+            return "constant", node
+        if node.op == "get_attr":
+            return "constant", operator.attrgetter(str(node.target))(self._traced.graph)
+        if node in made_at:
+            return "made", made_at[node]
+        return self._source(node, places)
+
+    def _claim_idle_inputs(self, stages: list[Stage]) -> None:
+        """Let the first piece take the inputs that no piece needs."""
+        wanted = {name for stage in stages for name in stage.inputs()}
+        idle = [name for name in self._traced.inputs if name not in wanted]
+        stages[0].also_takes = tuple(idle)
+
+
+def _device_of(step: Any, tensors: Mapping[str, torch.Tensor]) -> torch.device:
+    for tensor in tensors.values():
+        return tensor.device
+    if isinstance(step, torch.nn.Module):
+        for tensor in (*step.parameters(), *step.buffers()):
+            return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,135 @@
+"""What a piece of a split step does: bring its values together, run, hand on."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_unflatten
+
+from dispatchkit.execute.splitting.rules import function_name, op_name
+from dispatchkit.execute.splitting.tracing import Input, Role, Size
+
+__all__ = ["Stage", "source_of"]
+
+
+def source_of(role: Role) -> tuple[str, Any]:
+    """Return where a piece takes an argument of the graph from."""
+    if isinstance(role, Input):
+        return "input", role.name
+    if isinstance(role, Size):
+        return "size", (role.name, role.dim)
+    return "held", role.index
+
+
+class Stage:
+    """What a piece does: brings the values together, runs its operations, hands on.
+
+    Args:
+        name: What it is called in messages.
+        module: Its operations.
+        run: They, or what they were compiled to.
+        held: The list that held tensors are in.
+        is_first: Nothing is carried to it.
+
+    Attributes:
+        arguments: For each argument of ``run``, where it comes from.
+        returns: For each value handed on, likewise.
+        spec: The structure of the step's result, in the last piece.
+        also_takes: Further inputs that it is given.
+        failed_at: The operation that raised last, with its line in the user's code.
+    """
+
+    module: torch.fx.GraphModule
+    run: Callable[..., Any]
+    held: list[torch.Tensor]
+
+    def __init__(
+        self,
+        name: str,
+        module: fx.GraphModule,
+        run: Callable[..., Any],
+        held: list[torch.Tensor],
+        *,
+        is_first: bool,
+    ) -> None:
+        self.__name__ = name
+        self.module, self.run, self.held, self._is_first = module, run, held, is_first
+        self.arguments: list[tuple[str, Any]] = []
+        self.returns: list[tuple[str, Any]] = []
+        self.spec: Any = None
+        self.also_takes: tuple[str, ...] = ()
+        self.failed_at: str = ""
+
+    def inputs(self) -> list[str]:
+        """Return the inputs it needs, by name."""
+        names = dict.fromkeys(self.also_takes)
+        for kind, what in (*self.arguments, *self.returns):
+            if kind in ("input", "size"):
+                names[what if kind == "input" else what[0]] = None
+        return list(names)
+
+    def sign(self) -> Stage:
+        """Declare its parameters, for a runner to read."""
+        kinds = inspect.Parameter
+        parameters = [] if self._is_first else [kinds("carried", kinds.POSITIONAL_ONLY)]
+        parameters += [kinds(name, kinds.KEYWORD_ONLY) for name in self.inputs()]
+        self.__signature__: inspect.Signature = inspect.Signature(parameters)
+        return self
+
+    def __call__(self, carried: tuple[Any, ...] = (), /, **inputs: torch.Tensor) -> Any:
+        """Run on what the piece before returned and on the inputs it takes."""
+        arguments = [self._value(kind, what, carried, (), inputs) for kind, what in self.arguments]
+        try:
+            made = self.run(*arguments)
+        except Exception as error:
+            self.failed_at = place_of(error, self.module)
+            error.add_note(f"In {self.__name__}: {self.failed_at}")
+            raise
+        values = [self._value(kind, what, carried, made, inputs) for kind, what in self.returns]
+        return tuple(values) if self.spec is None else tree_unflatten(values, self.spec)
+
+    def _value(
+        self,
+        kind: str,
+        what: Any,
+        carried: Sequence[Any],
+        made: Sequence[Any],
+        inputs: Mapping[str, torch.Tensor],
+    ) -> Any:
+        if kind == "carried":
+            return carried[what]
+        if kind == "made":
+            return made[what]
+        if kind == "held":
+            return self.held[what]
+        if kind == "input":
+            return inputs[what]
+        if kind == "size":
+            return inputs[what[0]].shape[what[1]]
+        return what
+
+    def __repr__(self) -> str:
+        return f"<piece {self.__name__}>"
+
+
+def place_of(error: BaseException, module: fx.GraphModule) -> str:
+    """Return which operation of a piece raised, and the line of the user's that it is from."""
+    code = getattr(module.forward, "__code__", None)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not code:
+        trace = trace.tb_next
+    if trace is None:
+        return "code that it was compiled to"
+    line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
+    name = line.partition(" ")[0].rstrip(":;")
+    for node in module.graph.nodes:
+        if node.name == name:
+            stack = str(node.meta.get("stack_trace") or "").strip().splitlines()
+            where = next((one.strip() for one in reversed(stack) if "File" in one), line)
+            return f"{op_name(node) or function_name(node)} ({where})"
+    return line

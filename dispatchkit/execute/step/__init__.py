@@ -1,0 +1,1 @@
+"""The step that is run: its pieces, modules, guards, and what it changes."""

@@ -1,0 +1,125 @@
+"""What a graph has built in, by name: addresses it reads, and numbers of its function.
+
+Taken at a capture in check mode and compared at each checked step. A graph whose static
+inputs, parameters or buffers have moved is wrong from then on, whatever it gives now; another
+number, or a tensor found elsewhere, says why a result differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from dispatchkit.execute.io.buffers import InputBuffers
+from dispatchkit.execute.step.pieces import Piece
+
+_NUMBERS = (bool, int, float, str, type(None), torch.dtype)
+_MOST_NAMED = 5
+
+
+@attrs.frozen
+class _Place:
+    """Where a tensor is; a replaced one is likely to be elsewhere."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@attrs.frozen
+class Facts:
+    """What was found of a step.
+
+    Attributes:
+        places: Static inputs, parameters and buffers, which a graph reads by address.
+        values: Numbers and other tensors that the functions refer to.
+    """
+
+    places: Mapping[str, Any]
+    values: Mapping[str, Any]
+
+
+def facts_of(
+    pieces: Iterable[Piece], modules: Iterable[torch.nn.Module], buffers: InputBuffers
+) -> Facts:
+    """Return the facts of a step as they are now."""
+    inputs = zip(buffers.inputs.names, buffers.tensors, strict=True)
+    places = {f"input {name!r}": _place(tensor) for name, tensor in inputs}
+    values: dict[str, Any] = {}
+    for number, module in enumerate(modules, 1):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in places:  # of two modules that are built alike
+                name = f"{name} of module {number}"
+            places[name] = _place(tensor)
+        for path, one in module.named_modules():
+            prefix = f"{path}." if path else ""
+            values |= {f"{prefix}{name}": value for name, value in _known(vars(one))}
+    for piece in pieces:
+        values |= _values_of(piece.fn)
+    return Facts(places, values)
+
+
+def moved(then: Facts, now: Facts) -> str:
+    """Return in words what a graph reads that is elsewhere now; empty if nothing is."""
+    return _words(then.places, now.places)
+
+
+def changed(then: Facts, now: Facts) -> str:
+    """Return in words all that is otherwise than at the capture."""
+    return "; ".join(filter(None, (moved(then, now), _words(then.values, now.values))))
+
+
+def _words(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    found = [
+        f"{name} moved"
+        if isinstance(now.get(name), _Place)
+        else f"{name} was {value!r:.40} and is {now.get(name)!r:.40}"
+        for name, value in then.items()
+        # The same object first: nan is not even equal to itself.
+        if now.get(name) is not value and now.get(name) != value
+    ]
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return "; ".join(found[:_MOST_NAMED]) + more
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    # Sparse ones have no one place; that they are replaced shows by shape and type alone.
+    address = tensor.data_ptr() if tensor.layout is torch.strided else 0
+    return _Place(address, tuple(tensor.shape), tensor.dtype)
+
+
+def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in tuple(values.items()):
+        if isinstance(value, torch.Tensor):
+            yield name, _place(value)
+        elif isinstance(value, _NUMBERS) and not name.startswith("__"):
+            yield name, value
+
+
+def _values_of(fn: Any) -> dict[str, Any]:
+    """Return what a function, a method or an object that can be called refers to."""
+    found: dict[str, Any] = {}
+    owner = fn if not hasattr(fn, "__code__") else getattr(fn, "__self__", None)
+    if owner is not None and not isinstance(owner, torch.nn.Module):
+        found |= _known(getattr(owner, "__dict__", {}))
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return found
+    held = {
+        name: cell.cell_contents
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True)
+        if _is_full(cell)
+    }
+    named = {name: fn.__globals__[name] for name in code.co_names if name in fn.__globals__}
+    return found | dict(_known(named)) | dict(_known(held)) | dict(_known(fn.__kwdefaults__ or {}))
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises where nothing was put in yet
+    except ValueError:
+        return False
+    return True

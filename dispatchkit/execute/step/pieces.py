@@ -1,0 +1,176 @@
+"""The step: one function, or a list of pieces each marked graph or eager.
+
+The first piece is called with the static inputs that its signature names, as keywords; a
+later piece is called with what the piece before it returned, and with the static inputs it
+names. In FULL the composition is one graph; in PIECEWISE each graph piece is a graph of its
+own and each eager piece runs plainly between them, on padded tensors; in NONE all of it runs
+plainly at the exact size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from dispatchkit.errors import ConfigError
+from dispatchkit.execute.step.modules import held_modules
+from dispatchkit.keys.modes import AttentionSupport
+
+
+@attrs.frozen
+class Piece:
+    """One part of a step.
+
+    Attributes:
+        fn: What it does.
+        is_graph: It may be captured; otherwise it always runs plainly.
+        names: Static inputs it is given as keywords.
+        support: For which batches it may be captured inside a FULL graph.
+        limited_by: The operator or module that does not allow it for all.
+    """
+
+    fn: Callable[..., Any]
+    is_graph: bool
+    names: tuple[str, ...] = ()
+    support: AttentionSupport = AttentionSupport.ALWAYS
+    limited_by: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    def pick(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs that this piece is given."""
+        return {name: inputs[name] for name in self.names}
+
+
+def graph_piece(fn: Callable[..., Any]) -> Piece:
+    """Mark a part of a step that may be captured."""
+    return Piece(fn, is_graph=True)
+
+
+def eager_piece(
+    fn: Callable[..., Any], *, support: AttentionSupport | str = AttentionSupport.ALWAYS
+) -> Piece:
+    """Mark a part of a step that is never captured in PIECEWISE, such as attention.
+
+    Args:
+        fn: What it does.
+        support: For which batches it may be captured inside a FULL graph.
+
+    Raises:
+        UnknownNameError: No level of support goes by that name.
+    """
+    level = AttentionSupport.parse(support)
+    piece = Piece(fn, is_graph=False, support=level)
+    return attrs.evolve(piece, limited_by="" if level is AttentionSupport.ALWAYS else piece.name)
+
+
+class Step:
+    """What a runner runs: pieces with the inputs each takes.
+
+    Args:
+        step: A function, a module, or a list of marked pieces.
+        names: Static inputs by name.
+        row_count: Name of the input that tells the true row count; not among ``names``.
+        axes: Names of axes; the step need not take them.
+
+    Raises:
+        ConfigError: A piece is not marked, wants an input that is not declared, or an input
+            is wanted by none.
+    """
+
+    def __init__(
+        self,
+        step: Any,
+        names: Sequence[str],
+        row_count: str | None = None,
+        axes: Sequence[str] = (),
+    ) -> None:
+        self.can_split: bool = isinstance(step, (list, tuple))
+        given = list(step) if self.can_split else [graph_piece(step)]
+        known = [*names, *([row_count] if row_count else [])]
+        if not given:
+            raise ConfigError("step", step, "a function or a list of at least one piece")
+        for index, piece in enumerate(given):
+            if not isinstance(piece, Piece):
+                raise ConfigError(
+                    f"step[{index}]", piece, "marked: graph_piece(fn) or eager_piece(fn)"
+                )
+        if self.can_split and not any(piece.is_graph for piece in given):
+            raise ConfigError("step", step, "a list with at least one graph_piece")
+        self.pieces: tuple[Piece, ...] = tuple(
+            attrs.evolve(piece, names=_names_taken(piece, [*known, *axes], is_first=index == 0))
+            for index, piece in enumerate(given)
+        )
+        taken = {name for piece in self.pieces for name in piece.names}
+        idle = [name for name in known if name not in taken]
+        if idle:
+            raise ConfigError(
+                "inputs",
+                idle,
+                "named by the step's signature",
+                f"It takes: {', '.join(sorted(taken)) or 'none'}.",
+            )
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules that the pieces are, are methods of, or name in their code."""
+        found = [module for piece in self.pieces for module in held_modules(piece.fn)]
+        return list({id(module): module for module in found}.values())
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Any:
+        """Run all pieces plainly, in order."""
+        first, *rest = self.pieces
+        value = first.fn(**first.pick(inputs))
+        for piece in rest:
+            value = piece.fn(value, **piece.pick(inputs))
+        return value
+
+
+def _names_taken(piece: Piece, known: Sequence[str], *, is_first: bool) -> tuple[str, ...]:
+    """Return which of the known names a piece is to be called with, from its signature."""
+    fn = piece.fn
+    if not callable(fn):
+        raise ConfigError("step", fn, "callable")
+    try:
+        signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+    except (TypeError, ValueError):
+        return tuple(known) if is_first else ()  # a builtin without a signature
+    parameters = list(signature.parameters.values())
+    if not is_first:
+        if not parameters or parameters[0].kind in (
+            inspect.Parameter.KEYWORD_ONLY,
+            inspect.Parameter.VAR_KEYWORD,
+        ):
+            raise ConfigError(
+                f"piece {piece.name!r}",
+                str(signature),
+                "a function whose first parameter is what the piece before it returned",
+            )
+        if parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+            parameters = parameters[1:]
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return tuple(known)
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    usable = {one.name for one in parameters if one.kind in by_keyword}
+    required = [
+        one.name
+        for one in parameters
+        if one.default is inspect.Parameter.empty
+        and one.kind is not inspect.Parameter.VAR_POSITIONAL
+        and not (one.kind in by_keyword and one.name in known)
+    ]
+    if required:
+        raise ConfigError(
+            "inputs",
+            list(known),
+            f"declared for every parameter that {piece.name!r} needs; missing: "
+            f"{', '.join(required)}",
+        )
+    return tuple(name for name in known if name in usable)

@@ -1,0 +1,64 @@
+"""Why a step ran eager: the executor's own reasons beside those of policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dispatchkit.dispatch import Reason
+from dispatchkit.execute.step.guard import FACTS
+
+#: Its key has not been asked for often enough to be captured yet.
+CAPTURE_PENDING = "capture_pending"
+#: Reason of a step inside a capture that somebody else began; it is recorded there.
+INSIDE_CAPTURE = "inside_capture"
+#: Reason of an eager step whose replay failed before it had any effect.
+REPLAY_FAILED = "replay_failed"
+#: Reason of a step whose replay gave something else than eager, whose result was taken.
+CHECK_FAILED = "check_failed"
+#: Reasons that are a loss the user may want to know of; the others are what was asked for.
+DOWNGRADES = frozenset(
+    {
+        Reason.ABOVE_LARGEST,
+        Reason.NO_KEY,
+        Reason.NOT_CAPTURED,
+        Reason.CAPTURE_FAILED,
+        Reason.EVICTED,
+        Reason.STALE,
+        Reason.TOO_MANY_REQS,
+        Reason.OUTSIDE_AXIS,
+        Reason.PIECEWISE_UNSUPPORTED,
+        Reason.NOT_MINE,
+        Reason.POLICY_ERROR,
+        REPLAY_FAILED,
+        *FACTS,
+    }
+)
+
+
+_CAPTURE_ANEW = "Put that back, or let runner.invalidate() and runner.capture() make new graphs."
+#: What to do about a downgrade, in words; docs/how-to/operate.md has more.
+NEXT_STEPS: Mapping[str, str] = {
+    Reason.ABOVE_LARGEST: "A larger capture size would serve them.",
+    Reason.NO_KEY: "The mode and the sizes have no graph for this kind of batch.",
+    Reason.NOT_CAPTURED: "Call runner.capture(), or make the runner with lazy=True.",
+    Reason.CAPTURE_FAILED: "print(runner) says why its capture failed.",
+    Reason.EVICTED: "runner.capture() brings it back, within max_graphs and max_bytes.",
+    Reason.STALE: "runner.capture() captures it anew.",
+    Reason.TOO_MANY_REQS: "A larger max_num_seqs would serve them.",
+    Reason.OUTSIDE_AXIS: "More buckets on the axis would serve them.",
+    Reason.PIECEWISE_UNSUPPORTED: (
+        "The step is not split, so that mixed batches have no graph in this mode: make the runner "
+        "with mode='FULL' if one graph serves any batch of its size, or say uniform=True for "
+        "batches of decode alone, or split the step."
+    ),
+    Reason.NOT_MINE: "The policy answered None for them; vllm behind it in a composite would not.",
+    Reason.POLICY_ERROR: "The policy broke the contract; runner.explain() says how.",
+    REPLAY_FAILED: "print(runner) says what the replay raised.",
+    "autocast": "Capture under the autocast that steps run under.",
+    "training_mode": f"A module was switched to training, or back. {_CAPTURE_ANEW}",
+    "moved_module": f"A module was moved, or has another type. {_CAPTURE_ANEW}",
+}
+
+
+class EagerStepWarning(RuntimeWarning):
+    """Steps run eager that a graph was wanted for; told once for each reason."""

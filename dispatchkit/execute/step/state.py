@@ -1,0 +1,297 @@
+"""What a step changes outside its outputs, and putting it back after a warmup.
+
+A warmup runs the step for nothing, so whatever it writes must be as before afterwards: the
+tensors that the user declared as state, the random generators, and writes that nobody
+declared. The latter are found by watching the operations of the first warmup (a torch
+dispatch mode): just before an operation writes a storage that the step did not make itself,
+the storage is saved, up to a limit.
+
+Functions of torch.compile run plainly in that warmup, since what their kernels read and write is
+seen of their operations alone.
+
+Not seen: kernels that are launched without an operator torch knows to be mutating.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dispatchkit.backends.base import WarmupNotes
+from dispatchkit.backends.watching.collectives import is_collective, writes_first_argument
+from dispatchkit.backends.watching.compiled_code import Calls, dynamo_is_loaded
+from dispatchkit.backends.watching.dispatch_mode import (
+    DispatchMode,
+    PerOperation,
+    WeakStorages,
+    tensors_in,
+)
+from dispatchkit.errors import CaptureError
+
+DEFAULT_STATE_LIMIT = 64 << 20
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, for as long as it lives."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """Return all of a storage as elements of a type, without a copy."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+
+
+class Known:
+    """Storages by identity, kept alive so that an identity is never somebody else's.
+
+    Args:
+        tensors: Tensors whose storages to hold.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Hold a tensor's storage."""
+        self._storages[storage_of(tensor)] = tensor.untyped_storage()
+        self._dtypes.setdefault(storage_of(tensor), tensor.dtype)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in self._storages
+
+    def __iter__(self) -> Iterator[torch.UntypedStorage]:
+        return iter(self._storages.values())
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def typed(self) -> Iterator[tuple[torch.UntypedStorage, torch.dtype]]:
+        """Yield each storage with the type of the first tensor in it."""
+        for identity, storage in self._storages.items():
+            yield storage, self._dtypes[identity]
+
+
+class Snapshot:
+    """Copies of storages and generator states, to be put back.
+
+    Args:
+        device: Whose default generator to save, beside the CPU's.
+        generators: Further generators.
+    """
+
+    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        found = [torch.default_generator, *generators]
+        if device.type == "cuda":
+            found.append(torch.cuda.default_generators[device.index])
+        self._generators = [(one, one.get_state()) for one in found]
+
+    def save(self, storage: torch.UntypedStorage) -> None:
+        """Copy a storage, unless it is saved already."""
+        if storage._cdata not in self._saved:
+            self._saved[storage._cdata] = (storage, storage.clone())
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in self._saved
+
+    def saved(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+        """Return what a storage held, as elements of a type."""
+        return typed(self._saved[storage._cdata][1], dtype)
+
+    def restore(self) -> None:
+        """Put everything back, on the current stream."""
+        for storage, saved in self._saved.values():
+            storage.copy_(saved)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+
+@attrs.frozen
+class CompiledCode:
+    """What a plain run shows of functions of torch.compile.
+
+    Attributes:
+        reads: Storages that they are given from outside: what a graph of them must keep alive.
+        num_operations: Operations that they run plainly.
+        draws: The step may draw random numbers.
+    """
+
+    reads: tuple[torch.UntypedStorage, ...]
+    num_operations: int
+    draws: bool
+
+
+class WriteWatch(DispatchMode):
+    """Watches one run: what it writes outside, and how much memory it needs at once.
+
+    Args:
+        inputs: Storages of the static inputs, which a step may not write.
+        ignore: Storages that may be written: declared scratch and state.
+        snapshot: Where others are saved before their first write.
+        limit: Most bytes of undeclared storages to save.
+        meter: Find out ``peak_bytes``; it costs time.
+        notes: Shown every operation, for the capture.
+
+    Attributes:
+        written: Tensors outside that were written without being declared.
+        peak_bytes: Most bytes of tensors made in the run that were alive at one time.
+        draws: An operation was seen that may draw random numbers.
+    """
+
+    def __init__(
+        self,
+        *,
+        inputs: Known,
+        ignore: Sequence[Known],
+        snapshot: Snapshot,
+        limit: int,
+        meter: bool = True,
+        notes: WarmupNotes | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.written: list[torch.Tensor] = []
+        self.peak_bytes: int = 0
+        self.draws: bool = False
+        self._calls = Calls(id(sys._getframe(1))) if dynamo_is_loaded() else None
+        self._given = WeakStorages()
+        self._inputs, self._ignore = inputs, ignore
+        self._snapshot, self._left = snapshot, limit
+        self._meter, self._notes = meter, notes
+        self._own: set[int] = set()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._notes is not None:
+            self._notes.see(func, args, kwargs)
+        facts = _facts_of(func)
+        self.draws = self.draws or facts.draws
+        if self._calls is not None and self._calls.note(sys._getframe(1)):
+            self._note_given(args, kwargs)
+        for index, name in facts.writes:
+            for tensor in tensors_in((args[index] if index < len(args) else kwargs.get(name),)):
+                self._before_write(tensor, func._schema.name)
+        result = func(*args, **kwargs)
+        if facts.returns_nothing:
+            return None  # torch insists on it, also where the operation gives its list back
+        if facts.makes_new:
+            given = () if facts.is_trusted else (*args, *kwargs.values())
+            self._note_new(result, given)
+        return result
+
+    def compiled_code(self) -> CompiledCode | None:
+        """Return what was found out about functions of torch.compile; None if there are none."""
+        if self._calls is None or not self._calls.num_plain:
+            return None
+        reads = tuple(one for one in self._given.alive() if one._cdata not in self._own)
+        return CompiledCode(reads, self._calls.num_plain, self.draws)
+
+    def _note_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in tensors_in((*args, *kwargs.values())):
+            if not self._is_own(tensor):
+                self._given.add(tensor.untyped_storage())
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in self._own
+
+    def _before_write(self, tensor: torch.Tensor, operation: str) -> None:
+        if tensor in self._inputs:
+            raise CaptureError(
+                f"The step writes into one of its inputs, by {operation}. Eager changes the "
+                "caller's tensor then, and a graph only its own copy. Clone it in the step "
+                "first; what a step is to change is state, not an input.",
+                reason="input_written",
+            )
+        if (
+            any(tensor in known for known in self._ignore)
+            or tensor in self._snapshot
+            or self._is_own(tensor)
+        ):
+            return
+        storage = tensor.untyped_storage()
+        if storage.nbytes() > self._left:
+            raise CaptureError(
+                f"The step writes, by {operation}, a {tensor.dtype} tensor of shape "
+                f"{tuple(tensor.shape)} ({storage.nbytes()} bytes) that is not declared, and "
+                f"only {self._left} more bytes of such state are saved around a warmup. Declare "
+                "it: state=[tensor], or scratch=[tensor] if rows without a token write where "
+                "it does no harm; or raise state_limit_bytes.",
+                reason="undeclared_state",
+            )
+        self._left -= storage.nbytes()
+        self._snapshot.save(storage)
+        self.written.append(tensor)
+
+    def _note_new(self, result: Any, given: tuple[Any, ...]) -> None:
+        known = {storage_of(tensor) for tensor in tensors_in(given)} if given else ()
+        for tensor in tensors_in((result,)):
+            identity = storage_of(tensor)
+            if identity not in known:
+                # What lies outside was there before, so that no identity of it is used anew.
+                self._own.add(identity)
+                if self._meter:
+                    storage = tensor.untyped_storage()
+                    self._alive[identity] = (StorageWeakRef(storage), storage.nbytes())
+        if self._meter:
+            self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+            alive = sum(num_bytes for _, num_bytes in self._alive.values())
+            self.peak_bytes = max(self.peak_bytes, alive)
+
+
+@attrs.frozen
+class _Facts:
+    """What an operation's schema says of memory.
+
+    Attributes:
+        writes: Index and name of each argument that it writes.
+        returns_nothing: It has no result.
+        makes_new: A result of it may be new memory.
+        is_trusted: Results that are not marked as views are new memory for certain.
+        draws: It may draw random numbers.
+    """
+
+    writes: tuple[tuple[int, str], ...]
+    returns_nothing: bool
+    makes_new: bool
+    is_trusted: bool
+    draws: bool
+
+
+@PerOperation
+def _facts_of(func: Any) -> _Facts:
+    schema = func._schema
+    writes = tuple(
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    if is_collective(func) and writes_first_argument(func):
+        writes = ((0, schema.arguments[0].name),)
+    return _Facts(
+        writes=writes,
+        returns_nothing=not schema.returns,
+        makes_new=any(one.alias_info is None for one in schema.returns),
+        is_trusted=schema.name.startswith("aten::") and schema.name != "aten::_unsafe_view",
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
+@contextmanager
+def restored(snapshot: Snapshot) -> Iterator[Snapshot]:
+    """Put everything in a snapshot back at the end, also after an error."""
+    try:
+        yield snapshot
+    finally:
+        snapshot.restore()

@@ -1,0 +1,125 @@
+"""What operators and modules state of themselves: for which batches they may be captured.
+
+An attention kernel that reads lengths on the host can be captured for no batch, one that
+plans its work on the host for batches of one shape. An operator's level is declared by its
+name; a module's class has it as the attribute ``cudagraph_support``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+from dispatchkit.errors import ConfigError
+from dispatchkit.execute.step.pieces import Piece
+from dispatchkit.keys.modes import AttentionSupport, CUDAGraphMode, ModeResolution, resolve_mode
+
+__all__ = [
+    "ModeDowngradeWarning",
+    "declare_support",
+    "limited_support",
+    "mode_for_pieces",
+    "warn_of_downgrade",
+]
+
+_declared: dict[str, AttentionSupport] = {}
+
+
+class ModeDowngradeWarning(RuntimeWarning):
+    """The mode asked for cannot be honoured, and a lesser one is used."""
+
+
+def declare_support(op: Any, level: AttentionSupport | str) -> None:
+    """State for which batches an operator may run inside a captured graph.
+
+    Below ALWAYS, models are split at it without being told to.
+
+    Args:
+        op: The operator, or its qualified name such as ``"vllm::attention"``.
+        level: ALWAYS, UNIFORM_BATCH, UNIFORM_SINGLE_TOKEN_DECODE or NEVER.
+
+    Raises:
+        ConfigError: It is no operator and no such name.
+        UnknownNameError: No level goes by that name.
+    """
+    _declared[_qualified_name(op)] = AttentionSupport.parse(level)
+
+
+def limited_support(
+    op: str | None, module_types: Iterable[type]
+) -> tuple[AttentionSupport, str] | None:
+    """Return the least level that an operator and the modules around it state, with its name.
+
+    None where none states any.
+    """
+    found: list[tuple[AttentionSupport, str]] = []
+    if op is not None and op in _declared:
+        found.append((_declared[op], op))
+    for kind in module_types:
+        level = getattr(kind, "cudagraph_support", None)
+        if level is not None:
+            found.append((AttentionSupport.parse(level), kind.__name__))
+    return min(found, default=None)
+
+
+def mode_for_pieces(
+    pieces: Iterable[Piece],
+    mode: CUDAGraphMode | str = CUDAGraphMode.FULL_AND_PIECEWISE,
+    *,
+    query_len: int = 1,
+    captures: bool = True,
+) -> ModeResolution:
+    """Return the closest mode to the one asked for that a step's pieces can honour.
+
+    Args:
+        pieces: All pieces of the step.
+        mode: The mode asked for.
+        query_len: Tokens per request of a uniform decode batch.
+        captures: The backend can capture at all.
+
+    Raises:
+        ConfigError: FULL was asked for mixed batches, and a piece can never be captured. It
+            says which, and offers to split there.
+    """
+    pieces = list(pieces)
+    asked = CUDAGraphMode.parse(mode)
+    if not captures and asked is not CUDAGraphMode.NONE:
+        return ModeResolution(
+            CUDAGraphMode.NONE, (f"{asked} -> NONE: this backend captures no graphs",)
+        )
+    is_split = any(not piece.is_graph for piece in pieces)
+    try:
+        return resolve_mode(
+            asked,
+            [piece.support for piece in pieces],
+            query_len=query_len,
+            splits_attention=is_split,
+            rounds_sizes=False,
+        )
+    except ConfigError as error:
+        names = sorted({piece.limited_by for piece in pieces if piece.limited_by})
+        hint = "Ask for PIECEWISE" if is_split else "Split at it and ask for PIECEWISE"
+        error.add_note(f"What is never captured is {', '.join(names)}. {hint}.")
+        raise
+
+
+def warn_of_downgrade(resolution: ModeResolution) -> None:
+    """Say in words what is used in place of the mode asked for."""
+    if resolution.reasons:
+        warnings.warn(f"Mode {'; '.join(resolution.reasons)}.", ModeDowngradeWarning, stacklevel=3)
+
+
+def _qualified_name(op: Any) -> str:
+    if isinstance(op, str) and "::" in op:
+        return op.strip()
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return str(op._qualified_op_name)
+    if isinstance(op, torch._ops.OpOverload):
+        return str(op._schema.name)
+    if isinstance(op, CustomOpDef):
+        return str(op._qualname)
+    raise ConfigError("op", op, "an operator, or its name with a namespace such as 'my::op'")

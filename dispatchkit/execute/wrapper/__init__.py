@@ -1,0 +1,1 @@
+"""Graphs around a callable, chosen by a forward context."""

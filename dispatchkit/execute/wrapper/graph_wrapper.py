@@ -1,0 +1,412 @@
+"""GraphWrapper: capture on a new key, replay on a known one, pass through otherwise.
+
+It wraps a callable deep inside a model. Mode and key come from the forward context and are
+trusted; nothing is padded or copied here. A FULL wrapper around a model and PIECEWISE ones
+around its pieces work together since each acts in its own mode only.
+
+What differs between releases of vLLM, whose wrapper this one can stand for, is the data of
+``WrapperRules``. What a device must do is ``wrapper_device.WrapperDevice``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+
+from dispatchkit.errors import CaptureError, ReplayError
+from dispatchkit.execute.wrapper.context import forward_context_is_available, get_forward_context
+from dispatchkit.execute.wrapper.device import BackendDevice, WrapperDevice
+from dispatchkit.keys import RuntimeMode
+from dispatchkit.keys.modes import CUDAGraphMode, ModeError
+
+if TYPE_CHECKING:
+    from dispatchkit.execute.step.guard import Guard, Watched
+
+__all__ = [
+    "BackendDevice",
+    "GraphWrapper",
+    "WrappedEntry",
+    "WrapperDevice",
+    "WrapperError",
+    "WrapperOptions",
+    "WrapperRules",
+    "capture_counter",
+    "capturing_is_enabled",
+    "set_capturing_enabled",
+]
+
+_log = logging.getLogger(__name__)
+
+
+class WrapperError(ReplayError, AssertionError):
+    """A wrapper was called in a way that none of its graphs can serve.
+
+    Also an AssertionError, since that is what vLLM's wrapper raises for it.
+    """
+
+
+@attrs.define
+class WrapperOptions:
+    """How one wrapper captures.
+
+    Attributes:
+        debug_log_enable: Write a debug line before each capture.
+        gc_disable: Garbage is not collected, and the device's cache is not emptied, on the
+            way into a capture. Of many pieces only the first needs to.
+        weak_ref_output: Let go of the output inside the capture, so that its memory serves
+            later graphs. Callers must not keep it beyond the next replay.
+    """
+
+    debug_log_enable: bool = True
+    gc_disable: bool = False
+    weak_ref_output: bool = True
+
+
+@attrs.frozen
+class WrapperRules:
+    """What differs between the releases of vLLM that a wrapper can stand for.
+
+    Attributes:
+        passes_without_context: Without a forward context the callable runs directly;
+            otherwise the context is asked for, and its absence is an error.
+        needs_descriptor: A step in the wrapper's mode must have a descriptor.
+        offloads: Weights moved on the side are waited for before a capture and a replay,
+            and joined at the end of a capture.
+        names_stream: A capture is made on the device's current stream for it, rather than
+            on whatever the device takes by itself.
+        replays_after_capture: The call that captures replays too. A capture computes
+            nothing, so that without it the call's result holds no values.
+        unwraps_all: Of wrappers around wrappers, unwrapping gives the innermost callable.
+        guards_module: A module that was moved, or switched between training and evaluation,
+            since the capture is captured anew. vLLM replays all the same.
+    """
+
+    passes_without_context: bool = True
+    needs_descriptor: bool = True
+    offloads: bool = True
+    names_stream: bool = True
+    replays_after_capture: bool = True
+    unwraps_all: bool = True
+    guards_module: bool = True
+
+
+@attrs.define
+class WrappedEntry:
+    """One key of a wrapper.
+
+    Attributes:
+        batch_descriptor: The key.
+        cudagraph: The captured graph; None before.
+        output: What a replay returns.
+        input_addresses: Addresses of the positional tensor arguments at capture.
+        made_under: The module with its training flag and place at capture, where that is guarded.
+    """
+
+    batch_descriptor: Any
+    cudagraph: Any = None
+    output: Any = None
+    input_addresses: list[int] | None = None
+    made_under: tuple[Watched, ...] = ()
+
+
+# -- permission and counting ---------------------------------------------------------------
+
+_capturing_enabled = True
+
+
+def set_capturing_enabled(enabled: bool) -> None:
+    """Allow or forbid captures by wrappers, in the whole process.
+
+    An engine forbids them once it serves, so that an unforeseen key is an error there and
+    not a pause of seconds.
+    """
+    global _capturing_enabled  # noqa: PLW0603 - one switch for the process is what it is
+    _capturing_enabled = enabled
+
+
+def capturing_is_enabled() -> bool:
+    """Return whether wrappers may capture."""
+    return _capturing_enabled
+
+
+def _validate_capturing(descriptor: Any) -> None:
+    if not _capturing_enabled:
+        raise CaptureError(
+            f"{descriptor} has no graph, and capturing is switched off. Capture it before "
+            f"serving, or switch capturing on with set_capturing_enabled(True).",
+            key=str(descriptor),
+            reason="not_permitted",
+        )
+
+
+class _Counter:
+    """How many graphs wrappers have captured in this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_captured: int = 0
+
+    def add(self) -> None:
+        with self._lock:
+            self.num_captured += 1
+
+
+capture_counter: _Counter = _Counter()
+
+
+# -- the wrapper ---------------------------------------------------------------------------
+
+
+class GraphWrapper:
+    """A callable that captures and replays by the forward context.
+
+    Args:
+        runnable: What to run. Reading and setting attributes that are not the wrapper's
+            own reaches through to it.
+        mode: PIECEWISE or FULL: the runtime mode it acts in.
+        device: Where graphs are captured: a ``WrapperDevice`` or a backend.
+        options: How it captures.
+        rules: Which release's habits it has.
+
+    Raises:
+        ModeError: The mode is NONE.
+    """
+
+    _all: ClassVar[weakref.WeakSet[GraphWrapper]] = weakref.WeakSet()
+    _own: ClassVar[frozenset[str]] = frozenset(
+        {"runnable", "runtime_mode", "device", "options", "rules", "entries"}
+        | {"_pool", "_debugging", "_guard", "_has_warned"}
+    )
+
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        mode: Any,
+        device: Any,
+        *,
+        options: WrapperOptions | None = None,
+        rules: WrapperRules | None = None,
+    ) -> None:
+        configured = mode if isinstance(mode, RuntimeMode) else CUDAGraphMode.parse(mode)
+        if configured.name == "NONE":
+            raise ModeError("runtime mode of a wrapper", "NONE", "PIECEWISE or FULL")
+        self.runnable = runnable
+        # A mode made of two is accepted, and matches no step.
+        self.runtime_mode = configured
+        if not hasattr(device, "weak_ref"):
+            device = BackendDevice(device)
+        self.device: WrapperDevice = device
+        self.options: WrapperOptions = WrapperOptions() if options is None else options
+        self.rules: WrapperRules = WrapperRules() if rules is None else rules
+        self.entries: dict[Any, WrappedEntry] = {}
+        self._pool = self.device.global_pool()
+        self._guard = self._make_guard()
+        self._has_warned = False
+        self._debugging = os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG"
+        GraphWrapper._all.add(self)
+
+    # -- the call -----------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the callable, capture it, or replay its graph.
+
+        Returns:
+            What the callable returned. After a replay, and after a capture with weak
+            outputs, it is overwritten by the next replay.
+
+        Raises:
+            CaptureError: The key is new and capturing is switched off.
+            WrapperError: The step has no descriptor, or (with VLLM_LOGGING_LEVEL=DEBUG) a
+                tensor has moved since the capture.
+            NoForwardContextError: There is no context, and the rules ask for one.
+        """
+        if self.rules.passes_without_context and not self._context_is_available():
+            return self.runnable(*args, **kwargs)
+        context = self._get_context()
+        if context.runtime_mode.name != self.runtime_mode.name:
+            return self.runnable(*args, **kwargs)
+        descriptor = context.descriptor
+        if descriptor is None and self.rules.needs_descriptor:
+            raise WrapperError(
+                f"A step in mode {self.runtime_mode.name} has no descriptor to find its graph "
+                f"by. Set one in the forward context."
+            )
+        entry = self.entries.get(descriptor)
+        if entry is None:
+            entry = self.entries[descriptor] = WrappedEntry(descriptor)
+        for module, training, place_now, place in entry.made_under:
+            if module.training is not training or place_now() != place:
+                entry = self._renew(entry)
+                break
+        if entry.cudagraph is None:
+            return self._capture(entry, args, kwargs)
+        if self._debugging:
+            self._check_addresses(entry, args)
+        if self.rules.offloads:
+            self.device.sync_offload()
+        self.device.replay(entry.cudagraph)
+        return entry.output
+
+    def _renew(self, entry: WrappedEntry) -> WrappedEntry:
+        """Let go of what a module was captured as that has changed since."""
+        descriptor = entry.batch_descriptor
+        self._validate(descriptor)  # refused, nothing is lost: it may be switched back
+        if not self._has_warned:
+            self._has_warned = True
+            from dispatchkit.execute.capture.budget import (
+                ChurnWarning,  # it needs torch, as modules do
+            )
+
+            warnings.warn(
+                f"The module in {self!r} was moved, or switched between training and evaluation, "
+                f"since {descriptor} was captured: it is captured anew, as is every key at each "
+                f"such change. This is said once.",
+                ChurnWarning,
+                stacklevel=3,
+            )
+        self.device.release(entry.cudagraph)
+        entry = self.entries[descriptor] = WrappedEntry(descriptor)
+        return entry
+
+    def _make_guard(self) -> Guard | None:
+        inner = self.unwrap()
+        torch = sys.modules.get("torch")  # without it there is no module
+        if not self.rules.guards_module or torch is None or not isinstance(inner, torch.nn.Module):
+            return None
+        from dispatchkit.execute.step.guard import Guard
+
+        return Guard("cpu", [inner])  # autocast, of whatever device, is not looked at
+
+    def _context_is_available(self) -> bool:
+        return forward_context_is_available()
+
+    def _get_context(self) -> Any:
+        return get_forward_context()
+
+    def _capture(self, entry: WrappedEntry, args: Any, kwargs: Any) -> Any:
+        device, rules, options = self.device, self.rules, self.options
+        if options.debug_log_enable:
+            _log.debug("Capturing %s for %s", self.runtime_mode.name, entry.batch_descriptor)
+        self._validate(entry.batch_descriptor)
+        entry.input_addresses = self._addresses(args)
+        graph = device.new_graph()
+        device.announce_pool(device.new_pool() if self._pool is None else self._pool)
+        if rules.offloads:
+            device.sync_offload()
+
+        def run() -> Any:
+            output = self.runnable(*args, **kwargs)
+            if rules.offloads:
+                device.join_offload()
+            # Let go of inside the capture, its memory is free for the graphs after it.
+            return device.weak_ref(output) if options.weak_ref_output else output
+
+        stream = device.current_stream() if rules.names_stream else None
+        if options.gc_disable:
+            with device.without_collection():
+                output = device.capture(graph, run, pool=self._pool, stream=stream)
+        else:
+            output = device.capture(graph, run, pool=self._pool, stream=stream)
+        entry.output = device.weak_ref(output)
+        entry.cudagraph = graph
+        if self._guard is not None:
+            entry.made_under = self._guard.watched(self._guard.now())
+        capture_counter.add()
+        if rules.replays_after_capture:
+            device.replay(graph)
+        return output
+
+    def _validate(self, descriptor: Any) -> None:
+        _validate_capturing(descriptor)
+
+    def _addresses(self, args: Any) -> list[int]:
+        found = (self.device.address(value) for value in args)
+        return [address for address in found if address is not None]
+
+    def _check_addresses(self, entry: WrappedEntry, args: Any) -> None:
+        now = self._addresses(args)
+        if now != entry.input_addresses:
+            raise WrapperError(
+                f"Replay of {self.runtime_mode.name} {entry.batch_descriptor} refused: its "
+                f"tensors were at {entry.input_addresses} at capture and are at {now} now. "
+                f"Copy into the same tensors instead of passing others."
+            )
+
+    # -- graphs -------------------------------------------------------------------------
+
+    def unwrap(self) -> Any:
+        """Return the wrapped callable."""
+        inner = self.runnable
+        while self.rules.unwraps_all and isinstance(inner, GraphWrapper):
+            inner = inner.runnable
+        return inner
+
+    def clear_graphs(self) -> None:
+        """Let go of all graphs; the next call of each key captures anew."""
+        entries, self.entries = self.entries, {}
+        for entry in entries.values():
+            if entry.cudagraph is not None:
+                self.device.release(entry.cudagraph)
+
+    @classmethod
+    def clear_all_graphs(cls) -> None:
+        """Let go of the graphs of every wrapper of this class in the process."""
+        for wrapper in tuple(GraphWrapper._all):
+            if isinstance(wrapper, cls):
+                wrapper.clear_graphs()
+
+    # -- acting as the callable ---------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what the wrapper itself lacks. Half-built objects (copying,
+        # unpickling) lack their callable too, and must not look for it here again.
+        runnable = self.__dict__.get("runnable")
+        if runnable is None or name in self._own or (name[:2] == "__" and name[-2:] == "__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return getattr(runnable, name)
+        except AttributeError:
+            if _has_static(runnable, name):
+                raise  # an error from inside the attribute is not a missing attribute
+            inner = type(runnable).__name__
+            raise AttributeError(
+                f"neither {type(self).__name__} nor the {inner} it wraps has {name!r}"
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Setting acts where reading looks.
+        runnable = self.__dict__.get("runnable")
+        if name in self._own or runnable is None or hasattr(type(self), name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(runnable, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Graphs belong to this process and to these buffers: a copy starts without.
+        return {**self.__dict__, "entries": {}, "_pool": None, "_guard": None, "_has_warned": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__dict__["_pool"] = self.device.global_pool()
+        self.__dict__["_guard"] = self._make_guard()
+        GraphWrapper._all.add(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.runtime_mode.name}, {self.unwrap()!r})"
+
+
+def _has_static(value: Any, name: str) -> bool:
+    try:
+        inspect.getattr_static(value, name)
+    except AttributeError:
+        return False
+    return True
