@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dispatchkit._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from dispatchkit.dispatch import (
         CellUpdate,
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
     )
     from dispatchkit.plugins import PolicySpec, load_plugins
     from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Axis": "keys",

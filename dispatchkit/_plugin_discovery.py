@@ -128,7 +128,7 @@ def _read(distribution: Distribution, name: str) -> Iterator[Candidate | Misfit]
 
 def built_in() -> Candidate:
     """Return what dispatchkit itself brings; it comes through the same hooks."""
-    from dispatchkit import __version__
+    from dispatchkit._version import __version__
 
     def load() -> object:
         from dispatchkit import _plugin_builtins

@@ -70,10 +70,12 @@ def versions_disagree() -> str:
         return f"Versions differ from dispatchkit {found['dispatchkit']}: {', '.join(wrong)}."
     for name, folder in SOURCES.items():
         source = folder if name == "dispatchkit" else folder / "src"
-        text = (source / name.replace("-", "_") / "__init__.py").read_text()
+        package = source / name.replace("-", "_")
+        file = package / "_version.py" if name == "dispatchkit" else package / "__init__.py"
+        text = file.read_text()
         said = re.search(r'__version__\s*(?::\s*\w+)?\s*=\s*"([^"]+)"', text)
         if said and said[1] != found[name]:
-            return f"{name} is {found[name]} in pyproject.toml and {said[1]} in __init__.py."
+            return f"{name} is {found[name]} in pyproject.toml and {said[1]} in {file.name}."
     if f"## {found['dispatchkit']}" not in (ROOT / "CHANGELOG.md").read_text():
         return f"CHANGELOG.md has no section {found['dispatchkit']}."
     return ""

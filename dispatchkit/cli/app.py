@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dispatchkit import __version__
+from dispatchkit._version import __version__
 from dispatchkit.cli.benching import bench
 from dispatchkit.cli.calibrating import calibrate
 from dispatchkit.cli.configuring import config

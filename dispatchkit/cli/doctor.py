@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import typer
 
-from dispatchkit import __version__
+from dispatchkit._version import __version__
 from dispatchkit.cli import facts
 from dispatchkit.cli.options import settings_of
 from dispatchkit.cli.output import JsonOption, console, load_installed_plugins, print_json

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from dispatchkit import __version__
+from dispatchkit._version import __version__
 from dispatchkit.cli.output import JsonOption, load_installed_plugins, print_json
 from dispatchkit.errors import ConfigError
 

@@ -7,15 +7,13 @@ only the model's own work is done on the live rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from dispatchkit.errors import ConfigError, InputError
-
-if TYPE_CHECKING:
-    from dispatchkit.integrations.transformers import GraphDecoder
 
 # What generate() may have prepared for the model besides the prompt; a step makes its own.
 _UNDERSTOOD = frozenset(
@@ -31,8 +29,53 @@ _UNDERSTOOD = frozenset(
 )
 
 
+class RowDecoder(Protocol):
+    """What the loop asks of a decoder: rows that come, take a step together, and go."""
+
+    tokens: torch.Tensor
+    """The token that each live row is at (rows,); set it before a step to choose."""
+
+    @property
+    def model(self) -> Any:
+        """The model that it decodes with."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Live sequences."""
+        ...
+
+    def check_fits(self, rows: int, longest: int) -> None:
+        """Raise DescriptorError unless there is room for more rows of a length."""
+        ...
+
+    def admit(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Run prompts (B, T); return the logits of each row's first new token (B, V)."""
+        ...
+
+    def step(self) -> torch.Tensor:
+        """Return each row's likeliest next token (rows,)."""
+        ...
+
+    def logits(self) -> torch.Tensor:
+        """Return the logits of each row's next token (rows, V)."""
+        ...
+
+    def bucket(self, num_rows: int) -> int:
+        """Return the batch size that a step of ``num_rows`` rows is padded to."""
+        ...
+
+    def drop(self, rows: Iterable[int]) -> list[int]:
+        """Drop rows; return where each remaining row was before."""
+        ...
+
+    def reset(self) -> None:
+        """Drop all rows."""
+        ...
+
+
 def generate(
-    decoder: GraphDecoder,
+    decoder: RowDecoder,
     model: Any,
     input_ids: torch.Tensor,
     *,
@@ -74,7 +117,7 @@ def generate(
         decoder.reset()
 
 
-def _check(decoder: GraphDecoder, model: Any, config: Any, prepared: dict[str, Any]) -> None:
+def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any]) -> None:
     if model is not decoder.model:
         raise ConfigError(
             "custom_generate", type(model).__name__, "used with the model it was made for"
@@ -118,7 +161,7 @@ class _Loop:
 
     def __init__(
         self,
-        decoder: GraphDecoder,
+        decoder: RowDecoder,
         input_ids: torch.Tensor,
         mask: torch.Tensor | None,
         processors: Any,

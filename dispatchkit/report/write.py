@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dispatchkit import __version__
+from dispatchkit._version import __version__
 from dispatchkit.errors import ConfigError
 from dispatchkit.report.account import Account
 from dispatchkit.report.files import write_whole

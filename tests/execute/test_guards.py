@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.errors import InputError  # noqa: E402
-from dispatchkit.execute.step.fingerprint import Facts, changed  # noqa: E402
+from dispatchkit.execute.capture.fingerprint import Facts, changed  # noqa: E402
 
 INPUT = {"x": StaticInput((None, 4), "float32")}
 X = torch.arange(12.0).view(3, 4) / 8

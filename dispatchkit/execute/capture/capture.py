@@ -24,16 +24,16 @@ from dispatchkit.execute.capture.captured import (
     Link,
     PiecewiseStep,
 )
+from dispatchkit.execute.capture.fingerprint import Facts, facts_of
 from dispatchkit.execute.capture.graph import GraphMaker, Place
 from dispatchkit.execute.capture.warmup import Warmups, family_of
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.outputs import OutputLayout
 from dispatchkit.execute.io.small_copies import InputNode, input_node
+from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
-from dispatchkit.execute.step.fingerprint import Facts, facts_of
 from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.state import Known, Snapshot, restored
-from dispatchkit.execute.wrapper.device import weak_tensor
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 

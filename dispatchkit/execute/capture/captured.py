@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.errors import ReplayError
+from dispatchkit.execute.capture.fingerprint import Facts
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.outputs import OutputLayout
 from dispatchkit.execute.io.small_copies import InputNode
 from dispatchkit.execute.io.staging import Staging
 from dispatchkit.execute.lane import Lane
-from dispatchkit.execute.step.fingerprint import Facts
 from dispatchkit.execute.step.guard import Fingerprint
 from dispatchkit.execute.step.pieces import Piece
 from dispatchkit.keys.batch import GraphKey

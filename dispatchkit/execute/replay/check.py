@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.capture.fingerprint import Facts, changed, moved
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.replay.check_state import (
     State,
@@ -24,7 +25,6 @@ from dispatchkit.execute.replay.check_state import (
     is_comparable,
     tolerance,
 )
-from dispatchkit.execute.step.fingerprint import Facts, changed, moved
 from dispatchkit.execute.step.state import Snapshot
 
 # A bucket is another shape than the batch, and other kernels may compute it: results differ

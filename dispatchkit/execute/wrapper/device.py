@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from dispatchkit.errors import ConfigError
+from dispatchkit.execute.io.weak_tensor import weak_tensor
 
-__all__ = ["BackendDevice", "WrapperDevice", "weak_tensor"]
+__all__ = ["BackendDevice", "WrapperDevice"]
 
 
 class WrapperDevice(Protocol):
@@ -178,23 +179,3 @@ def _map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_map_tensors(change, each) for each in value)
     return value
-
-
-def weak_tensor(tensor: Any) -> Any:
-    """Return an alias of a device tensor that does not own its memory.
-
-    The allocator may then give the memory to later graphs of the pool, which is what weak
-    outputs are for. Memory of a CPU is given back to the system, so there it stays owned.
-    """
-    if tensor.device.type != "cuda" or tensor.numel() == 0:
-        return tensor
-    import torch
-
-    storage = tensor.untyped_storage()
-    # Source: torch/_inductor/cudagraph_trees.py makes its non-owning aliases in this way.
-    alias = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), tensor.device, storage.nbytes()
-    )
-    weak = torch.empty((0,), dtype=tensor.dtype, device=tensor.device)
-    weak.set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())
-    return weak

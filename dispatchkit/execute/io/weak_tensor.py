@@ -1,0 +1,23 @@
+"""Aliases that do not own the memory they stand for."""
+
+from __future__ import annotations
+
+import torch
+
+
+def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias of a device tensor that does not own its memory.
+
+    The allocator may then give the memory to later graphs of the pool, which is what weak
+    outputs are for. Memory of a CPU is given back to the system, so there it stays owned.
+    """
+    if tensor.device.type != "cuda" or tensor.numel() == 0:
+        return tensor
+    storage = tensor.untyped_storage()
+    # Source: torch/_inductor/cudagraph_trees.py makes its non-owning aliases in this way.
+    alias = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    weak = torch.empty((0,), dtype=tensor.dtype, device=tensor.device)
+    weak.set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return weak
