@@ -1,7 +1,7 @@
 """Who decides, and how: policies, decisions, hard constraints and the dispatcher."""
 
 from dispatchkit.dispatch.constraints import broken_constraint
-from dispatchkit.dispatch.decision import CellUpdate, Decision, Outcome, Reason
+from dispatchkit.dispatch.decision import CalibrationRun, CellUpdate, Decision, Outcome, Reason
 from dispatchkit.dispatch.dispatcher import Dispatcher
 from dispatchkit.dispatch.explain import Explanation, MeasuredTime, StepCost, explain
 from dispatchkit.dispatch.lanes import (
@@ -16,9 +16,14 @@ from dispatchkit.dispatch.lanes import (
 )
 from dispatchkit.dispatch.policy import (
     TRAITS,
+    CalibratedPolicy,
+    DescribedPolicy,
+    ExplainingPolicy,
     GraphView,
     LearningPolicy,
+    PacedPolicy,
     Policy,
+    PolicyParts,
     policy_name,
     policy_traits,
 )
@@ -26,9 +31,13 @@ from dispatchkit.dispatch.policy import (
 __all__ = [
     "LANE_TRAITS",
     "TRAITS",
+    "CalibratedPolicy",
+    "CalibrationRun",
     "CellUpdate",
     "Decision",
+    "DescribedPolicy",
     "Dispatcher",
+    "ExplainingPolicy",
     "Explanation",
     "GraphView",
     "LanePolicy",
@@ -37,7 +46,9 @@ __all__ = [
     "LearningPolicy",
     "MeasuredTime",
     "Outcome",
+    "PacedPolicy",
     "Policy",
+    "PolicyParts",
     "Reason",
     "StepCost",
     "broken_constraint",

@@ -10,7 +10,7 @@ import attrs
 from dispatchkit.dispatch.axes import knows_axes, without_axes
 from dispatchkit.dispatch.cells import batch_of_cell
 from dispatchkit.dispatch.constraints import broken_constraint
-from dispatchkit.dispatch.policy import GraphView, Policy, policy_name
+from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, policy_name
 from dispatchkit.errors import DescriptorError, PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.config import DispatchConfig
@@ -25,7 +25,7 @@ class Proposal:
     """A policy and a configuration that passed their trial and may be installed.
 
     Attributes:
-        policy: The policy.
+        parts: The policy, with its optional parts.
         config: What it decides under.
         origin: Where it comes from, for messages.
         keys: What it declares, in order; once for each combination of buckets where it knows
@@ -33,11 +33,16 @@ class Proposal:
         adds_axes: That is so.
     """
 
-    policy: Policy
+    parts: PolicyParts
     config: DispatchConfig
     origin: str
     keys: tuple[GraphKey, ...]
     adds_axes: bool = False
+
+    @property
+    def policy(self) -> Policy:
+        """The policy itself."""
+        return self.parts.policy
 
 
 def accepted_keys(

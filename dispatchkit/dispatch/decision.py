@@ -137,3 +137,18 @@ class CellUpdate:
     batch: Batch
     decision: Decision | None
     one_shot: bool = False
+
+
+@attrs.frozen
+class CalibrationRun:
+    """Timed runs of one batch that a learning policy asks for after a capture.
+
+    Attributes:
+        batch: What to run; any input of that size serves.
+        decision: How to run it; ``timed`` or not, it is measured.
+        runs: How often, at least once. Each outcome goes to ``observe``.
+    """
+
+    batch: Batch
+    decision: Decision
+    runs: int

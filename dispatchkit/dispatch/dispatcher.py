@@ -17,14 +17,12 @@ could change. Four devices keep branches off that path:
 from __future__ import annotations
 
 import itertools
-import warnings
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
 
-from dispatchkit.dispatch.acceptance import raised
+from dispatchkit.dispatch.acceptance import Proposal, raised
 from dispatchkit.dispatch.axes import (
     PlainView,
     answer_with_axes,
@@ -48,8 +46,9 @@ from dispatchkit.dispatch.decision import (
     Outcome,
     Reason,
 )
-from dispatchkit.dispatch.epochs import Epochs
-from dispatchkit.dispatch.policy import Policy, policy_name
+from dispatchkit.dispatch.epochs import Epoch, Epochs
+from dispatchkit.dispatch.faults import PolicyFaults
+from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, pace_fault
 from dispatchkit.dispatch.table import EMPTY, Table
 from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
@@ -60,7 +59,7 @@ from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState, RegistryEv
 _ALL_MODES = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
 
 
-class Dispatcher(Epochs):
+class Dispatcher:
     """Choose, for every batch, the graph to replay or eager, by a policy.
 
     Args:
@@ -87,8 +86,6 @@ class Dispatcher(Epochs):
     Thread safety: ``dispatch`` may be called from any thread.
     """
 
-    config: DispatchConfig
-
     def __init__(
         self,
         policy: Policy,
@@ -106,19 +103,13 @@ class Dispatcher(Epochs):
         self.registry: GraphRegistry = GraphRegistry() if registry is None else registry
         self._modes = frozenset(modes)
         self._lazy = lazy
-        self._strict = strict
-        self._bind = bind
-        self._on_swap, self._on_fault = on_swap, on_fault
+        self._bind, self._on_swap = bind, on_swap
         # One lock with the registry: its listeners come here under it, and a swap goes there.
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
-        self._warned: set[tuple[str, str]] = set()
-        self._untold: deque[tuple[PolicyError, int | None, int]] = deque()
-        self._since = 0
-        self._hidden: frozenset[GraphKey] = frozenset()
-        self._declared: frozenset[GraphKey] = frozenset()
-        self.num_policy_errors: int = 0
-        self._install(self.propose(policy, config, origin), epoch=0)
+        self._faults = PolicyFaults(strict=strict, on_fault=on_fault)
+        self._epochs = Epochs(self.registry, self._modes, self._is_dispatchable, self._revisions)
+        self._serve(self._epochs.install(self.propose(policy, config, origin), 0))
         self._unsubscribe = self.registry.subscribe(self._on_registry_event)
         if on_swap is not None:
             on_swap(self.policy_name, None, 0)
@@ -193,7 +184,7 @@ class Dispatcher(Epochs):
             with self._lock:
                 # Under the lock, so that limits and table are of one epoch.
                 cell = cell_of_call(self.config, num_tokens, num_reqs, uniform, loras, ceiling)
-                table = self._table
+                table = self._epoch.table
                 decision = table.take_one_shot(cell, num_reqs)
                 if decision is None:
                     decision = table.get(cell)
@@ -205,7 +196,7 @@ class Dispatcher(Epochs):
                     raise self._no_graph(cell, num_reqs, decision.reason)
                 return decision
         finally:
-            self._tell_faults()
+            self._faults.report()
 
     # -- learning -----------------------------------------------------------------------
 
@@ -215,11 +206,11 @@ class Dispatcher(Epochs):
         What came of a decision of an earlier policy is nothing to this one, nor what came of a
         batch that the configuration in force does not have.
         """
-        if getattr(self._policy, "observe", None) is None:
+        if not self._epoch.proposal.parts.learns:
             return
         try:
             with self._lock:
-                if 0 < outcome.decision.revision < self._since:
+                if 0 < outcome.decision.revision < self._epoch.first_revision:
                     return
                 try:
                     cell_of_batch(self.config, outcome.batch)
@@ -227,20 +218,22 @@ class Dispatcher(Epochs):
                     return  # of limits that were swapped since; no answer to it could be used
                 self._learn(outcome)
         finally:
-            self._tell_faults()
+            self._faults.report()
 
     def _learn(self, outcome: Outcome) -> None:
-        learn = getattr(self._policy, "observe", None)
+        learn = self._epoch.proposal.parts.observe
         if learn is None:  # there was a swap just now
             return
         axes = outcome.batch.axes
-        if self._adds_axes:
+        if self._epoch.proposal.adds_axes:
             outcome = outcome_without_axes(outcome)
         try:
             for update in learn(outcome) or ():
                 if not isinstance(update, CellUpdate):
                     raise self._fault("observe", f"answered {update!r}; only CellUpdates.")
-                self.update(update_with_axes(update, axes) if self._adds_axes else update)
+                self.update(
+                    update_with_axes(update, axes) if self._epoch.proposal.adds_axes else update
+                )
         except PolicyError as error:
             self._blame(error)
         except Exception as error:  # noqa: BLE001 - a policy may raise anything; it is named
@@ -261,7 +254,7 @@ class Dispatcher(Epochs):
         """
         batch, answer = update.batch, update.decision
         with self._lock:
-            table = self._table
+            table = self._epoch.table
             cell = cell_of_batch(self.config, batch)
             if answer is not None and self._is_lost(answer):
                 answer = None
@@ -287,13 +280,74 @@ class Dispatcher(Epochs):
 
     # -- changes ------------------------------------------------------------------------
 
+    def swap(
+        self, policy: Policy | None = None, config: DispatchConfig | None = None, origin: str = ""
+    ) -> int:
+        """Install another policy or configuration with an empty table: a new epoch.
+
+        Steps that already have their decision finish under it. If the new policy is
+        refused, the old one stays as it was.
+
+        Returns:
+            The number of the new epoch.
+        """
+        with self._lock:
+            now = self._epoch.proposal
+            origin = now.origin if policy is None else origin
+            new_policy = now.policy if policy is None else policy
+            new_config = now.config if config is None else config
+            proposal = self.propose(new_policy, new_config, origin)
+            epoch = self.epoch + 1
+            self._serve(self._epochs.install(proposal, epoch))
+        if self._on_swap is not None:
+            self._on_swap(proposal.parts.name, now.parts.name, epoch)
+        return epoch
+
+    def propose(self, policy: Policy, config: DispatchConfig, origin: str = "") -> Proposal:
+        """Return a policy and configuration that may be installed, after a trial.
+
+        Nothing changes here; the policy must be another object than the one in force, which
+        declares and decides in the trial.
+
+        Raises:
+            PolicyError: The policy is refused.
+        """
+        return self._epochs.propose(policy, config, origin)
+
+    def reserve(self, proposal: Proposal) -> list[GraphKey]:
+        """Declare a proposal's keys, unseen by the policy in force; return those that are new.
+
+        They can be captured from now on, and are neither chosen nor answered about.
+        """
+        with self._lock:
+            return self._epochs.reserve(proposal)
+
+    def install(self, proposal: Proposal) -> list[GraphKey]:
+        """Put a proposal in force, at once and with an empty table: a new epoch.
+
+        ``on_swap`` is not called; the caller does that once it holds no lock.
+
+        Returns:
+            The keys that policies before had declared and this one does not. They are in the
+            registry still, unseen; the caller is to forget them.
+        """
+        with self._lock:
+            retired = self._epochs.retire(proposal)
+            self._serve(self._epochs.install(proposal, self.epoch + 1))
+        return [key for key in retired if key in self.registry]
+
+    def show_all(self) -> None:
+        """Hide no key any more: a proposal was dropped, or what retired is forgotten."""
+        with self._lock:
+            self._epochs.show_all()
+
     def set_lazy(self, lazy: bool) -> None:
         """Let keys without a graph be dispatched, or no longer; cells are decided anew."""
         with self._lock:
             self._lazy = lazy
             self.graphs.num_changes += 1
             for mode in _ALL_MODES:
-                self._table.invalidate(mode, self.config.max_num_tokens)
+                self._epoch.table.invalidate(mode, self.config.max_num_tokens)
 
     def close(self) -> None:
         """Stop listening to the registry."""
@@ -304,17 +358,55 @@ class Dispatcher(Epochs):
     @property
     def policy(self) -> Policy:
         """The policy in force."""
-        return self._policy
+        return self._epoch.proposal.policy
+
+    @property
+    def policy_parts(self) -> PolicyParts:
+        """The policy in force, with its optional parts."""
+        return self._epoch.proposal.parts
 
     @property
     def policy_name(self) -> str:
         """The name of the policy in force."""
-        return policy_name(self._policy)
+        return self._epoch.proposal.parts.name
 
     @property
     def policy_origin(self) -> str:
         """The distribution and version the policy comes from, if known."""
-        return self._origin
+        return self._epoch.proposal.origin
+
+    @property
+    def config(self) -> DispatchConfig:
+        """The configuration in force."""
+        return self._epoch.proposal.config
+
+    @property
+    def graphs(self) -> GraphView:
+        """What the policy in force sees of the registry."""
+        return self._epoch.graphs
+
+    @property
+    def pace(self) -> int:
+        """How many times fewer steps than usual the policy wants measured, 1 or more.
+
+        Raises:
+            PolicyError: In strict mode, the policy's ``pace`` is not such a number.
+        """
+        pace = self.policy_parts.pace
+        problem = pace_fault(pace)
+        if not problem:
+            return int(pace)
+        try:
+            with self._lock:
+                self._blame(self._fault("pace", problem, pace))
+        finally:
+            self._faults.report()
+        return 1
+
+    @property
+    def num_policy_errors(self) -> int:
+        """How often the policies in force answered or raised what they must not."""
+        return self._faults.count
 
     @property
     def modes(self) -> frozenset[RuntimeMode]:
@@ -329,12 +421,12 @@ class Dispatcher(Epochs):
     @property
     def epoch(self) -> int:
         """Number of the table in force; grows with every swap."""
-        return self._table.epoch
+        return self._epoch.table.epoch
 
     @property
     def num_filled_cells(self) -> int:
         """How many cells have been decided in this epoch."""
-        return self._table.num_filled
+        return self._epoch.table.num_filled
 
     def batch(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
@@ -350,7 +442,7 @@ class Dispatcher(Epochs):
             with self._lock:
                 return self._decide(batch)
         finally:
-            self._tell_faults()
+            self._faults.report()
 
     def foresee(self, batch: Batch) -> tuple[Decision, PolicyError | None]:
         """Return what the next step of a batch would get, and the policy's fault if it has one.
@@ -368,7 +460,7 @@ class Dispatcher(Epochs):
             if is_outside(batch):
                 return Decision.eager(Reason.OUTSIDE_AXIS), None
             cell = cell_of_batch(self.config, batch)
-            known = self._table.peek(cell, num_reqs)
+            known = self._epoch.table.peek(cell, num_reqs)
             if known is not None:
                 return known, None
             try:
@@ -382,6 +474,13 @@ class Dispatcher(Epochs):
             return decision, None
 
     # -- inside -------------------------------------------------------------------------
+
+    def _serve(self, epoch: Epoch) -> None:
+        """Let steps read the table of an epoch."""
+        self._epoch: Epoch = epoch
+        # Kept beside the epoch: a step reads them without a further attribute.
+        self._by_reqs = epoch.table.by_reqs
+        self._rows = epoch.table.rows  # last, and at once: readers see the old epoch or the new
 
     def _is_dispatchable(self, entry: GraphEntry) -> bool:
         return entry.state is KeyState.CAPTURED or (
@@ -420,12 +519,12 @@ class Dispatcher(Epochs):
     def _ask(self, batch: Batch) -> Decision:
         """Return the policy's answer if it may stand; raise the PolicyError if not."""
         try:
-            if self._adds_axes:
+            if self._epoch.proposal.adds_axes:
                 view = PlainView(self.graphs, batch.axes)
-                answer = self._policy.decide(without_axes(batch), view)
+                answer = self.policy.decide(without_axes(batch), view)
                 answer = None if answer is None else answer_with_axes(answer, batch.axes)
             else:
-                answer = self._policy.decide(batch, self.graphs)
+                answer = self.policy.decide(batch, self.graphs)
         except Exception as error:
             raise self._fault("decide", raised(error, batch)) from error
         if answer is None:
@@ -436,30 +535,10 @@ class Dispatcher(Epochs):
         return answer
 
     def _fault(self, hook: str, problem: str, value: Any = None) -> PolicyError:
-        return PolicyError(self.policy_name, hook, problem, origin=self._origin, value=value)
+        return PolicyError(self.policy_name, hook, problem, origin=self.policy_origin, value=value)
 
     def _blame(self, error: PolicyError, num_tokens: int | None = None) -> None:
-        """Count a policy's fault; raise it in strict mode, else warn once per method."""
-        self.num_policy_errors += 1
-        if self._on_fault is not None:
-            self._untold.append((error, num_tokens, self._table.epoch))
-        if self._strict:
-            raise error
-        if (error.policy, error.hook) not in self._warned:
-            self._warned.add((error.policy, error.hook))
-            message = f"{error} Steps concerned run eager with reason policy_error."
-            if error.hook == "observe":
-                message = f"{error} The table keeps what it had learnt before."
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-    def _tell_faults(self) -> None:
-        """Tell of faults without the lock: who hears of one may wait for other threads."""
-        while self._untold and self._on_fault is not None:
-            try:
-                fault = self._untold.popleft()
-            except IndexError:  # another thread was quicker
-                return
-            self._on_fault(*fault)
+        self._faults.add(error, num_tokens, self.epoch)
 
     def _bound(self, decision: Decision, batch: Batch) -> Decision:
         """Bind an answer to the cell of a batch; the executor prepares its plan."""
@@ -492,9 +571,9 @@ class Dispatcher(Epochs):
     def _on_registry_event(self, event: RegistryEvent) -> None:
         """Empty the cells that name the key or could choose it."""
         with self._lock:
-            if event.key in self._hidden:
+            if event.key in self._epochs.hidden:
                 return
-            self._table.invalidate(event.key.mode, event.key.num_tokens)
+            self._epoch.table.invalidate(event.key.mode, event.key.num_tokens)
 
     def _no_graph(self, cell: Cell, num_reqs: int, reason: str) -> NoGraphError:
         batch = batch_of_cell(self.config, cell, num_reqs)

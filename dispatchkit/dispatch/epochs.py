@@ -7,12 +7,13 @@ install, show all. What is captured ahead, or about to go, is hidden from the po
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
+
+import attrs
 
 from dispatchkit.dispatch.acceptance import Proposal, accepted_keys
 from dispatchkit.dispatch.axes import expanded, knows_axes
-from dispatchkit.dispatch.policy import GraphView, Policy, policy_name
+from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts
 from dispatchkit.dispatch.table import Table
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
@@ -20,48 +21,50 @@ from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.registry import GraphEntry, GraphRegistry
 
 
-class Epochs:
-    """The part of Dispatcher that puts policies and configurations in force."""
+@attrs.frozen(eq=False)
+class Epoch:
+    """What decides from one swap to the next.
 
-    config: DispatchConfig
-    registry: GraphRegistry
+    Attributes:
+        proposal: The policy, its configuration and its keys.
+        graphs: What the policy sees of the registry.
+        table: The decisions made so far.
+        first_revision: Decisions with a smaller revision were another policy's.
+    """
+
+    proposal: Proposal
     graphs: GraphView
-    _lock: threading.RLock
-    _modes: frozenset[RuntimeMode]
-    _on_swap: Callable[[str, str | None, int], None] | None
-    _policy: Policy
-    _origin: str
-    _adds_axes: bool
-    _hidden: frozenset[GraphKey]
-    _revisions: itertools.count[int]
-    _since: int
-    _declared: frozenset[GraphKey]
-    _table: Table
-    _is_dispatchable: Callable[[GraphEntry], bool]
+    table: Table
+    first_revision: int
 
-    def swap(
-        self, policy: Policy | None = None, config: DispatchConfig | None = None, origin: str = ""
-    ) -> int:
-        """Install another policy or configuration with an empty table: a new epoch.
 
-        Steps that already have their decision finish under it. If the new policy is
-        refused, the old one stays as it was.
+class Epochs:
+    """Put policies and configurations in force, one after another, over one registry.
 
-        Returns:
-            The number of the new epoch.
-        """
-        with self._lock:
-            origin = self._origin if policy is None else origin
-            new_policy = self._policy if policy is None else policy
-            new_config = self.config if config is None else config
-            proposal = self.propose(new_policy, new_config, origin)
-            previous, epoch = policy_name(self._policy), self._table.epoch + 1
-            self._install(proposal, epoch)
-        if self._on_swap is not None:
-            self._on_swap(policy_name(new_policy), previous, epoch)
-        return epoch
+    Args:
+        registry: Where the keys are declared; its lock is held for each change.
+        modes: Runtime modes the executor can do.
+        is_dispatchable: Whether a declared key may run now.
+        revisions: Numbers for bound decisions, which only grow.
 
-    # -- a swap in parts ----------------------------------------------------------------
+    Attributes:
+        current: The epoch in force; there is none before the first ``install``.
+        hidden: Keys of the registry that the policy in force does not see.
+    """
+
+    current: Epoch
+
+    def __init__(
+        self,
+        registry: GraphRegistry,
+        modes: frozenset[RuntimeMode],
+        is_dispatchable: Callable[[GraphEntry], bool],
+        revisions: itertools.count[int],
+    ) -> None:
+        self.hidden: frozenset[GraphKey] = frozenset()
+        self._registry, self._modes = registry, modes
+        self._is_dispatchable, self._revisions = is_dispatchable, revisions
+        self._declared: frozenset[GraphKey] = frozenset()
 
     def propose(self, policy: Policy, config: DispatchConfig, origin: str = "") -> Proposal:
         """Return a policy and configuration that may be installed, after a trial.
@@ -76,62 +79,47 @@ class Epochs:
         adds_axes = bool(config.axes) and not knows_axes(keys)
         if adds_axes:
             keys = expanded(keys, config)
-        return Proposal(policy, config, origin, tuple(dict.fromkeys(keys)), adds_axes)
+        parts = PolicyParts.of(policy, origin)
+        return Proposal(parts, config, origin, tuple(dict.fromkeys(keys)), adds_axes)
 
     def reserve(self, proposal: Proposal) -> list[GraphKey]:
-        """Declare a proposal's keys, unseen by the policy in force; return those that are new.
-
-        They can be captured from now on, and are neither chosen nor answered about.
-        """
-        with self._lock:
-            new = [key for key in proposal.keys if key not in self.registry]
-            self._hide(self._hidden.union(new))
-            self.registry.declare(new)
+        """Declare a proposal's keys, unseen by the policy in force; return those that are new."""
+        new = [key for key in proposal.keys if key not in self._registry]
+        self._hide(self.hidden.union(new))
+        self._registry.declare(new)
         return new
 
-    def install(self, proposal: Proposal) -> list[GraphKey]:
-        """Put a proposal in force, at once and with an empty table: a new epoch.
+    def retire(self, proposal: Proposal) -> frozenset[GraphKey]:
+        """Hide and return the keys of earlier policies that a proposal does not declare."""
+        retired = self._declared.difference(proposal.keys)
+        self.hidden |= retired
+        self._declared -= retired
+        return retired
 
-        ``on_swap`` is not told; the caller does that once it holds no lock.
-
-        Returns:
-            The keys that policies before had declared and this one does not. They are in the
-            registry still, unseen; the caller is to forget them.
-        """
-        with self._lock:
-            retired = self._declared.difference(proposal.keys)
-            self._hidden |= retired
-            self._declared -= retired
-            self._install(proposal, self._table.epoch + 1)
-        return [key for key in retired if key in self.registry]
-
-    def show_all(self) -> None:
-        """Hide no key any more: a proposal was given up, or what retired is forgotten."""
-        with self._lock:
-            self._hide(frozenset())
-
-    # -- inside -------------------------------------------------------------------------
-
-    def _install(self, proposal: Proposal, epoch: int) -> None:
-        if epoch and proposal.policy is not self._policy:
-            self._since = next(self._revisions)  # decisions made earlier were another policy's
-        self._adds_axes = proposal.adds_axes
-        self.registry.declare(proposal.keys)
-        table = Table(proposal.config, epoch)
-        self._policy, self._origin = proposal.policy, proposal.origin
-        self.config = proposal.config
+    def install(self, proposal: Proposal, number: int) -> Epoch:
+        """Put a proposal in force, with an empty table, and return its epoch."""
+        first_revision = 0
+        if number:
+            first_revision = self.current.first_revision
+            if proposal.policy is not self.current.proposal.policy:
+                first_revision = next(self._revisions)
+        self._registry.declare(proposal.keys)
         self._declared = self._declared.union(proposal.keys)
-        self._hidden = self._hidden.difference(proposal.keys)
-        self.graphs = GraphView(
-            self.registry,
-            self.config,
+        self.hidden = self.hidden.difference(proposal.keys)
+        view = GraphView(
+            self._registry,
+            proposal.config,
             modes=self._modes,
             dispatchable=self._is_dispatchable,
-            hidden=self._hidden,
+            hidden=self.hidden,
         )
-        self._table = table
-        self._by_reqs = table.by_reqs
-        self._rows = table.rows  # last, and at once: readers see the old epoch or the new
+        table = Table(proposal.config, number)
+        self.current = Epoch(proposal, view, table, first_revision)
+        return self.current
+
+    def show_all(self) -> None:
+        """Hide no key any more."""
+        self._hide(frozenset())
 
     def _hide(self, keys: frozenset[GraphKey]) -> None:
-        self._hidden = self.graphs.hidden = keys
+        self.hidden = self.current.graphs.hidden = keys

@@ -1,11 +1,14 @@
-"""The protocol of a policy, and the read-only view of the registry it decides from."""
+"""What a policy must have and may have, and the read-only view of the graphs it decides from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
-from dispatchkit.dispatch.decision import CellUpdate, Decision, Outcome, Reason
+import attrs
+
+from dispatchkit.dispatch.decision import CalibrationRun, CellUpdate, Decision, Outcome, Reason
+from dispatchkit.errors import PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import RuntimeMode
@@ -98,9 +101,9 @@ class Policy(Protocol):
     its answer is then served until something that could change it happens. It must be a
     function of the batch, the view and what ``observe`` has taught.
 
-    A policy that learns also has ``observe(outcome)``, and one with lasting properties to
-    be tested names them in ``traits``: ``smallest_bucket``, ``monotone``, ``order``,
-    ``stateless``, ``all_keys_reachable``.
+    Everything else is optional, and each part has a protocol of its own: ``DescribedPolicy``,
+    ``LearningPolicy``, ``CalibratedPolicy``, ``PacedPolicy`` and ``ExplainingPolicy``.
+    ``PolicyParts`` reads them, when the policy is installed.
     """
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
@@ -113,12 +116,128 @@ class Policy(Protocol):
 
 
 @runtime_checkable
+class DescribedPolicy(Policy, Protocol):
+    """A policy that says what it is called, or which properties it always keeps."""
+
+    @property
+    def name(self) -> str:
+        """The name in counters and messages; without it, the name of the class."""
+        ...
+
+    @property
+    def traits(self) -> Collection[str]:
+        """Properties that it keeps, of ``TRAITS``; the test kit checks them."""
+        ...
+
+
+@runtime_checkable
 class LearningPolicy(Policy, Protocol):
-    """A policy that is told what came of its decisions."""
+    """A policy that receives the outcomes of measured steps."""
 
     def observe(self, outcome: Outcome) -> Iterable[CellUpdate] | None:
         """Learn from an executed step; return the cells whose answer changes."""
         ...
+
+
+@runtime_checkable
+class CalibratedPolicy(LearningPolicy, Protocol):
+    """A learning policy that has steps timed before the first batch is served."""
+
+    def calibration_runs(self, graphs: GraphView) -> Iterable[CalibrationRun]:
+        """Return the runs to time now; empty once it knows enough.
+
+        It is called after a capture, and again after the outcomes of the runs it asked for
+        went to ``observe``, until it returns none.
+        """
+        ...
+
+
+@runtime_checkable
+class PacedPolicy(LearningPolicy, Protocol):
+    """A learning policy that says how many measured steps it needs just now."""
+
+    @property
+    def pace(self) -> int:
+        """How many times fewer steps than usual are to be measured, 1 or more.
+
+        It is read at each measured step, so that it may change while serving.
+        """
+        ...
+
+
+@runtime_checkable
+class ExplainingPolicy(Policy, Protocol):
+    """A policy that reports what it has learnt."""
+
+    def explain(self) -> Iterable[Any]:
+        """Return one attrs record for each range of sizes; live reports show their fields."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class PolicyParts:
+    """The optional parts of one policy, read when it is installed.
+
+    Attributes:
+        policy: The policy.
+        name: Its ``name``, or the name of its class.
+        traits: The traits it claims.
+        observe: Its method of that name; None if it does not learn.
+        calibration_runs: Its method of that name; None if it has no runs to time.
+        explain: Its method of that name; None if it has nothing to report.
+    """
+
+    policy: Policy
+    name: str
+    traits: frozenset[str]
+    observe: Callable[[Outcome], Iterable[CellUpdate] | None] | None
+    calibration_runs: Callable[[GraphView], Iterable[CalibrationRun]] | None
+    explain: Callable[[], Iterable[Any]] | None
+
+    @classmethod
+    def of(cls, policy: Policy, origin: str = "") -> PolicyParts:
+        """Read the parts of a policy.
+
+        Args:
+            policy: The policy.
+            origin: Where it comes from, for error messages.
+
+        Raises:
+            PolicyError: An optional part is there and cannot be used.
+        """
+        name = policy_name(policy)
+        methods: dict[str, Any] = {}
+        for method in ("observe", "calibration_runs", "explain"):
+            found = methods[method] = getattr(policy, method, None)
+            if found is not None and not callable(found):
+                problem = f"is {found!r:.60}; make it a method, or leave it out."
+                raise PolicyError(name, method, problem, origin=origin, value=found)
+        traits = getattr(policy, "traits", ())
+        if isinstance(traits, str) or not isinstance(traits, Collection):
+            problem = f"is {traits!r:.60}; give a set of names, such as frozenset({{'monotone'}})."
+            raise PolicyError(name, "traits", problem, origin=origin, value=traits)
+        parts = cls(policy, name, frozenset(traits), **methods)
+        fault = pace_fault(parts.pace)
+        if fault:
+            raise PolicyError(name, "pace", fault, origin=origin, value=parts.pace)
+        return parts
+
+    @property
+    def learns(self) -> bool:
+        """Whether the policy receives outcomes."""
+        return self.observe is not None
+
+    @property
+    def pace(self) -> Any:
+        """What the policy's ``pace`` is now, unchecked; 1 if it has none."""
+        return getattr(self.policy, "pace", 1)
+
+
+def pace_fault(pace: object) -> str:
+    """Return what is wrong with a policy's ``pace``; empty if nothing is."""
+    if isinstance(pace, int) and not isinstance(pace, bool) and pace >= 1:
+        return ""
+    return f"is {pace!r:.60}; it must be a whole number of 1 or more."
 
 
 def policy_name(policy: object) -> str:

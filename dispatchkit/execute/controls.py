@@ -65,7 +65,7 @@ class Controls:
     ) -> CaptureReport:
         """Capture the keys that have no graph yet, largest first; failures are contained.
 
-        A policy that learns is then given the timed runs it asks for, see ``seed``.
+        A policy that learns is then given the timed runs it asks for, see ``run_calibration``.
 
         Args:
             keys: Which; all declared ones by default. Each lane captures those that have a
@@ -82,7 +82,7 @@ class Controls:
             )
             if report.num_graphs:
                 for member in self.lanes:
-                    member.seed()  # each lane learns for itself
+                    member.run_calibration()  # each lane learns for itself
             return report
 
     def warm_up(self) -> dict[GraphKey, str]:

@@ -289,7 +289,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
             self.dispatcher.observe,
             self._lane,
             sample_every,
-            lambda: getattr(self.dispatcher.policy, "pace", 1),
+            lambda: self.dispatcher.pace,
         )
         warm = Warmups(
             self._step,

@@ -364,5 +364,5 @@ class Shadow:
             yield f"{self.refused} steps are outside the candidate's limits and would raise."
         if self.faults:
             yield f"On {self.faults} steps the candidate is at fault, and eager: {self._fault}"
-        if callable(getattr(self.candidate.policy, "observe", None)):
+        if self.candidate.policy_parts.learns:
             yield "The candidate learns; what it would learn from steps of its own is not in this."

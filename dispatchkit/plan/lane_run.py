@@ -126,7 +126,7 @@ class LaneRun:
 
     def serve(self, steps: Steps) -> None:
         """Run the lane's steps."""
-        if callable(getattr(self.dispatcher.policy, "observe", None)):
+        if self.dispatcher.policy_parts.learns:
             self._serve_learning(steps)
         elif self.scenario.is_lazy:
             self._serve_lazy(steps)

@@ -205,7 +205,7 @@ def account_for(
             config.max_num_tokens,
             f"at least {most}, the largest step of {trace.source}",
         )
-    learns = callable(getattr(dispatcher.policy, "observe", None))
+    learns = dispatcher.policy_parts.learns
     num_bins = min(MAX_BINS, len(rows))
     bins = [AccountBin() for _ in range(num_bins)]
     # By identity: a bound decision belongs to one cell; the tally keeps it alive.

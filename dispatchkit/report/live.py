@@ -60,9 +60,8 @@ class LiveStatistics:
         self.samples.append(attrs.asdict(runner.stats()))
         if len(self.samples) > MAX_SAMPLES:
             self.samples = self.samples[::2]
-        explains = getattr(runner.dispatcher.policy, "explain", None)
-        if callable(explains):
-            # A policy that learns may say what it knows of each bucket; any other says nothing.
+        explains = runner.dispatcher.policy_parts.explain
+        if explains is not None:
             self.arms = [attrs.asdict(bucket) for bucket in explains() if attrs.has(type(bucket))]
 
     def to_json(self) -> dict[str, Any]:

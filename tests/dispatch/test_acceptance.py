@@ -122,5 +122,43 @@ def test_each_proposal_is_its_own(config):
     made = Dispatcher(policy, config)
     proposal = made.propose(policy, config)
     assert not proposal.adds_axes
-    assert not Proposal(policy, config, "", ()).adds_axes
+    assert not Proposal(proposal.parts, config, "", ()).adds_axes
     assert proposal != made.propose(policy, config)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "says"),
+    [
+        ("observe", 3, "observe: is 3; make it a method"),
+        ("calibration_runs", [], "calibration_runs: is .*; make it a method"),
+        ("explain", "text", "explain: is 'text'; make it a method"),
+        ("traits", "monotone", "traits: is 'monotone'; give a set of names"),
+        ("traits", 3, "traits: is 3; give a set of names"),
+        ("pace", 0, "pace: is 0; it must be a whole number"),
+        ("pace", True, "pace: is True; it must be a whole number"),
+        ("pace", 1.5, "pace: is 1.5; it must be a whole number"),
+    ],
+)
+def test_optional_part_that_cannot_be_used_is_refused(config, part, value, says):
+    policy = WrongAt()
+    setattr(policy, part, value)
+    with pytest.raises(PolicyError, match=says):
+        Dispatcher(policy, config)
+
+
+def test_pace_that_becomes_wrong_is_a_fault_and_counts_as_1(config):
+    policy = WrongAt()
+    policy.pace = 4
+    told = []
+    made = Dispatcher(policy, config, on_fault=lambda *fault: told.append(fault))
+    assert made.pace == 4
+    policy.pace = "often"
+    with pytest.warns(RuntimeWarning, match="pace: is 'often'.* measured as often as without"):
+        assert made.pace == 1
+    assert made.pace == 1
+    assert made.num_policy_errors == len(told) == 2
+    strict = WrongAt()
+    made = Dispatcher(strict, config, strict=True)
+    strict.pace = 0
+    with pytest.raises(PolicyError, match="pace"):
+        _ = made.pace

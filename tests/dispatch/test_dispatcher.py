@@ -496,7 +496,7 @@ def test_answers_by_requests_are_bounded(monkeypatch):
     for num_tokens in range(5, 17):
         for num_reqs in range(5, num_tokens + 1):
             assert dispatcher.dispatch(num_tokens, num_reqs).key == dispatcher.policy.any
-    kept = dispatcher._table.by_reqs
+    kept = dispatcher._epoch.table.by_reqs
     assert sum(map(len, kept.values())) <= 10
 
 

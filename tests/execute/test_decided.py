@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from dispatchkit import Axis, Batch, Decision, StaticInput, load_plugins  # noqa: E402
+from dispatchkit.dispatch import CalibrationRun  # noqa: E402
 from dispatchkit.errors import (  # noqa: E402
     CaptureError,
     ConfigError,
@@ -104,7 +104,7 @@ def test_decisions_of_others_and_other_rows_are_refused(make_runner, keys):
 
 
 def test_a_decision_of_other_buckets_is_refused(make_runner, policy, keys, quiet):
-    """A graph of one length is not run for another; seeding knows no values and runs nothing."""
+    """A graph of one length is not run for another; calibration with axes runs nothing."""
     asking = Asking(policy, keys.full(4))
     runner = make_runner(
         lambda tokens, length: tokens + length, policy=asking, axes=[Axis("length", (16, 32))]
@@ -125,13 +125,6 @@ def test_a_decision_of_other_buckets_is_refused(make_runner, policy, keys, quiet
 # -- the runs that a policy asks for ----------------------------------------------------------
 
 
-@attrs.frozen
-class Run:
-    batch: Batch
-    decision: Decision
-    runs: int
-
-
 class Asking:
     """Wants two runs of each way for 3 tokens, then one more of eager."""
 
@@ -147,11 +140,11 @@ class Asking:
     def decide(self, batch, graphs):
         return self._inner.decide(batch, graphs)
 
-    def wants_seeding(self, graphs):
+    def calibration_runs(self, graphs):
         self._asked += 1
         batch = Batch(3)
-        eager = Run(batch, Decision.eager("seed", timed=True), 3 - self._asked)
-        graph = Run(batch, Decision.replay(self._key, "seed", timed=True), 2)
+        eager = CalibrationRun(batch, Decision.eager("calibration", timed=True), 3 - self._asked)
+        graph = CalibrationRun(batch, Decision.replay(self._key, "calibration", timed=True), 2)
         return [[graph, eager], [eager], []][self._asked - 1]
 
     def observe(self, outcome):
@@ -244,11 +237,11 @@ def test_an_old_plan_of_a_lazy_key_does_not_capture_it_again(make_runner, keys):
 
 def test_a_policy_that_raises_when_asked_for_runs_is_named_and_its_graphs_stay(make_runner):
     class Asking(load_plugins().create_policy("vllm").__class__):
-        def wants_seeding(self, graphs):
+        def calibration_runs(self, graphs):
             raise ZeroDivisionError
 
     runner = make_runner(plus_one, policy=Asking())
-    with pytest.raises(PolicyError, match="wants_seeding: raised ZeroDivisionError"):
+    with pytest.raises(PolicyError, match="calibration_runs: raised ZeroDivisionError"):
         runner.capture()
     assert runner.stats().captures == len(runner.registry)
 

@@ -6,7 +6,6 @@ On a deferred tape: a wait that is missing between two streams loses what one of
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +19,7 @@ from dispatchkit import (  # noqa: E402
     graph_piece,
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+from dispatchkit.dispatch import CalibrationRun  # noqa: E402
 
 SEEDS = range(3)
 ROWS = {"x": StaticInput((None, 2), "float32")}
@@ -134,9 +134,9 @@ class TestOrder:
         class Asking(type(policy)):
             asked = False
 
-            def wants_seeding(self, graphs):
+            def calibration_runs(self, graphs):
                 self.asked = not self.asked
-                run = SimpleNamespace(batch=Batch(9), decision=Decision.eager("seed"), runs=1)
+                run = CalibrationRun(Batch(9), Decision.eager("calibration"), runs=1)
                 return [run] if self.asked else []
 
         for seed in SEEDS:
@@ -144,7 +144,7 @@ class TestOrder:
             one.runner.capture()
             for _ in range(4):
                 one.runner.submit(GRAPH)
-            assert one.runner.seed() == 2
+            assert one.runner.run_calibration() == 2
             assert one.counted() == 4 * 8, f"seed {seed}"
 
     def test_call_inside_a_capture_leaves_the_order_of_the_lanes(self, make_runner):

@@ -265,9 +265,9 @@ def test_what_a_policy_answers_wrongly_is_raised_before_the_next_measured_step(
     make_runner, learning, policy
 ):
     """The step that was measured has run: its result is its caller's."""
+    learning.observe = lambda outcome: [None]
     runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1, strict=True)
     runner.capture()
-    learning.observe = lambda outcome: [None]
     assert runner(torch.arange(3)).tolist() == [1, 2, 3]
     with pytest.raises(PolicyError, match="observe"):
         runner(torch.arange(3))
@@ -284,8 +284,8 @@ def test_step_raises_its_own_error_whatever_the_policy_makes_of_it(make_runner, 
     def observe(outcome):
         return () if outcome.completed else [None]
 
-    runner = make_runner(step, policy=learning, sample_every=1, strict=True)
     learning.observe = observe
+    runner = make_runner(step, policy=learning, sample_every=1, strict=True)
     with pytest.raises(KeyError, match="the step's own"):
         runner(torch.full((3,), -1), ceiling=0)
     with pytest.raises(PolicyError, match="observe"):

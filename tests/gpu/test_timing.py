@@ -116,7 +116,7 @@ def test_the_adaptive_policy_gets_its_runs_and_nothing_is_counted():
     adaptive.observe = lambda outcome: (heard.append(outcome), observe(outcome))[1]
     runner, rows, weight = make_runner(adaptive)
     assert len(heard) >= 8 * 4
-    assert all(one.decision.reason == "seed" and one.completed for one in heard)
+    assert all(one.decision.reason == "calibration" and one.completed for one in heard)
     assert runner.stats().steps == 0
     for size in (1, 13, 16, 40, 64):
         found = runner(rows[:size])

@@ -96,8 +96,8 @@ def test_arms_of_a_policy_that_explains_itself_are_sampled(runner: Any) -> None:
             return runner.stats()
 
     fake = Explains()
-    fake.dispatcher = type("D", (), {"policy_name": "p", "policy": type("P", (), {})()})()
-    fake.dispatcher.policy.explain = lambda: (Known(), "words")
+    fake.dispatcher = type("D", (), {"policy_name": "p", "policy_parts": type("P", (), {})()})()
+    fake.dispatcher.policy_parts.explain = lambda: (Known(), "words")
     live = LiveStatistics()
     live.sample(fake)
     assert live.to_json()["arms"] == [{"sizes": [1, 2], "arms": [], "margin": None}]
@@ -130,7 +130,7 @@ def counters(steps):
 
 def test_sampling_for_weeks_keeps_file_and_page_small():
     steps = iter(range(1, 10_000))
-    dispatcher = SimpleNamespace(policy_name="vllm", policy=None)
+    dispatcher = SimpleNamespace(policy_name="vllm", policy_parts=SimpleNamespace(explain=None))
     runner = SimpleNamespace(dispatcher=dispatcher, stats=lambda: counters(next(steps)))
     live = LiveStatistics()
     for _ in range(4001):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dispatchkit.dispatch import (
     Dispatcher,
     LanePolicy,
+    LearningPolicy,
     lane_homes,
     lane_priorities,
     policy_name,
@@ -42,7 +43,7 @@ def check_lanes(lanes: Any, *, policy: Any, outputs: str, check: Any) -> None:
         raise ConfigError(
             "check", check, "0 with several lanes", "Steps are compared on one: leave lanes out."
         )
-    if callable(getattr(policy, "observe", None)):
+    if isinstance(policy, LearningPolicy):
         raise ConfigError(
             "policy",
             policy_name(policy),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dispatchkit.backends.base import GraphBackend
-from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, GraphView
+from dispatchkit.dispatch import CalibrationRun, CellUpdate, Decision, Dispatcher, GraphView
 from dispatchkit.dispatch.cells import cell_of_batch
 from dispatchkit.errors import ConfigError, InputError, PolicyError, ReplayError
 from dispatchkit.execute.capture.captured import CapturedStep
@@ -24,26 +24,10 @@ from dispatchkit.execute.replay.check import Checker
 from dispatchkit.execute.replay.plans import AGAIN, GraphPlan
 from dispatchkit.execute.replay.timing import Timings
 from dispatchkit.execute.step.state import Snapshot, restored
-from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.observe.counters import StepCounters
 from dispatchkit.observe.recorder import StepRecorder
-
-
-class _SeedRun(Protocol):
-    """What a policy asks for after a capture."""
-
-    @property
-    def batch(self) -> Batch:
-        """What to run."""
-
-    @property
-    def decision(self) -> Decision:
-        """How."""
-
-    @property
-    def runs(self) -> int:
-        """How often."""
 
 
 class Decided:
@@ -179,11 +163,11 @@ class Decided:
                 "for several ranks, so that it does not run another way on one of them."
             )
 
-    def seed(self) -> int:
+    def run_calibration(self) -> int:
         """Time the runs that a learning policy asks for; ``capture`` does so at its end.
 
-        A policy asks by ``wants_seeding(graphs)``, which returns runs (batch, decision, how
-        often) until it knows enough. Each is done twice as often, on rows of nobody: first
+        A policy asks by ``calibration_runs(graphs)``, which returns runs (batch, decision, how
+        often) until it knows enough. Each is done twice as often, on dummy rows: first
         with nothing ahead on the stream, then right behind the one before; eager behind the
         largest graph too, so that the device is not done before all of it is submitted.
         Nothing of it is counted, and what the step changes is put back. With axes nothing is
@@ -195,7 +179,7 @@ class Decided:
         Raises:
             PolicyError: The policy raised when it was asked. Graphs that were captured stay.
         """
-        wants = getattr(self.dispatcher.policy, "wants_seeding", None)
+        wants = self.dispatcher.policy_parts.calibration_runs
         # In check mode nothing is measured.
         if wants is None or self.checker is not None or self.config.axes:
             return 0
@@ -203,22 +187,29 @@ class Decided:
         with self._lock, self.counters.unchanged():
             while runs := self._wanted(wants):
                 try:
-                    steps += self._sow(runs)
+                    steps += self._run_all(runs)
                 except ReplayError:
                     # Its graph is marked as failed, what it changed is put back, and no step of
                     # the caller's was lost: a capture does not fail for it.
                     break
         return steps
 
-    def _wanted(self, wants: Callable[[GraphView], Iterable[_SeedRun]]) -> list[_SeedRun]:
+    def _wanted(
+        self, wants: Callable[[GraphView], Iterable[CalibrationRun]]
+    ) -> list[CalibrationRun]:
+        name, origin = self.dispatcher.policy_name, self.dispatcher.policy_origin
         try:
-            return list(wants(self.dispatcher.graphs) or ())
+            runs = list(wants(self.dispatcher.graphs) or ())
         except Exception as error:
             problem = f"raised {type(error).__name__}: {error}"
-            name, origin = self.dispatcher.policy_name, self.dispatcher.policy_origin
-            raise PolicyError(name, "wants_seeding", problem, origin=origin) from error
+            raise PolicyError(name, "calibration_runs", problem, origin=origin) from error
+        for run in runs:
+            if not isinstance(run, CalibrationRun):
+                problem = f"returned {run!r:.60}; return CalibrationRuns (of dispatchkit.dispatch)."
+                raise PolicyError(name, "calibration_runs", problem, origin=origin, value=run)
+        return runs
 
-    def _sow(self, runs: Iterable[_SeedRun]) -> int:
+    def _run_all(self, runs: Iterable[CalibrationRun]) -> int:
         steps = 0
         largest = max(self.lifecycle.live().items(), key=_size, default=None)
         for run in runs:

@@ -60,8 +60,8 @@ class Device:
             return self.eager_per_token * num_tokens
         return self.graph * graph.num_tokens / 512
 
-    def seed(self) -> None:
-        while runs := self.dispatcher.policy.wants_seeding(self.dispatcher.graphs):  # type: ignore[attr-defined]
+    def calibrate(self) -> None:
+        while runs := self.dispatcher.policy.calibration_runs(self.dispatcher.graphs):  # type: ignore[attr-defined]
             for run in runs:
                 for _ in range(run.runs):
                     us = self.us(run.batch.num_tokens, run.decision.key)
@@ -102,17 +102,17 @@ def test_without_any_time_it_is_its_base() -> None:
         assert (mine.key, mine.reason) == (theirs.key, theirs.reason)
 
 
-def test_seeding_finds_the_faster_arm_before_the_first_step() -> None:
+def test_calibration_finds_the_faster_arm_before_the_first_step() -> None:
     """Eager takes 2 µs a token, the graph of 512 tokens 900: eager up to about 450."""
     device = Device(serve(adaptive()), 2.0, 900.0)
-    device.seed()
+    device.calibrate()
     table = device.dispatcher
     assert table.dispatch(300).key is None
     assert table.dispatch(300).reason == "eager_is_faster"
     assert table.dispatch(500).key == key(512)
 
 
-def test_it_learns_while_serving_without_seeding() -> None:
+def test_it_learns_while_serving_without_calibration() -> None:
     device = Device(serve(adaptive()), 1.0, 900.0)
     for _ in range(1200):
         device.step(400 + device.chance.randrange(100))
@@ -122,7 +122,7 @@ def test_it_learns_while_serving_without_seeding() -> None:
 def test_a_slow_graph_that_mends_is_found_again() -> None:
     """A mode that was slow is tried again now and then."""
     device = Device(serve(adaptive()), 1.5, 900.0)
-    device.seed()
+    device.calibrate()
     for _ in range(200):
         device.step(500)
     assert device.dispatcher.dispatch(500).key is None
@@ -134,7 +134,7 @@ def test_a_slow_graph_that_mends_is_found_again() -> None:
 
 def test_a_change_of_eager_in_one_bucket_is_expected_in_the_others() -> None:
     device = Device(serve(adaptive()), 1.2, 900.0)
-    device.seed()
+    device.calibrate()
     for _ in range(50):
         device.step(450)
         device.step(700)
@@ -236,7 +236,7 @@ def test_a_learned_cell_is_served_from_the_table() -> None:
             return super().decide(batch, graphs)
 
     device = Device(serve(Counting(plugins=PLUGINS)), 1.0, 900.0)
-    device.seed()
+    device.calibrate()
     device.step(400)
     asked.clear()
     first = device.dispatcher.dispatch(400)
@@ -247,7 +247,7 @@ def test_a_learned_cell_is_served_from_the_table() -> None:
 def test_only_cells_whose_answer_flips_are_changed() -> None:
     policy = adaptive()
     device = Device(serve(policy), 2.0, 900.0)
-    device.seed()
+    device.calibrate()
     for num_tokens in (300, 400, 500):
         device.dispatcher.dispatch(num_tokens)
     kept = {n: device.dispatcher.dispatch(n) for n in (300, 500)}
@@ -266,7 +266,7 @@ def test_only_cells_whose_answer_flips_are_changed() -> None:
 
 def test_probes_are_one_shot_and_the_steady_answer_is_back_after_them() -> None:
     device = Device(serve(adaptive()), 2.0, 900.0)
-    device.seed()
+    device.calibrate()
     probes = 0
     for _ in range(3000):
         decision = device.step(440)
@@ -281,14 +281,14 @@ def test_probes_are_one_shot_and_the_steady_answer_is_back_after_them() -> None:
 
 def test_far_arms_are_seldom_tried() -> None:
     device = Device(serve(adaptive()), 8.0, 900.0)
-    device.seed()
+    device.calibrate()
     modes = [device.step(500).mode for _ in range(3000)]
     assert modes.count(RuntimeMode.NONE) <= 3
 
 
 def test_evicted_graphs_are_not_chosen_and_what_was_learnt_of_them_stays() -> None:
     device = Device(serve(adaptive()), 2.0, 900.0)
-    device.seed()
+    device.calibrate()
     table = device.dispatcher
     assert table.dispatch(500).key == key(512)
     table.registry.evicted(key(512))
@@ -301,7 +301,7 @@ def test_evicted_graphs_are_not_chosen_and_what_was_learnt_of_them_stays() -> No
 def test_same_seed_same_run() -> None:
     def run() -> list[tuple[str, str]]:
         device = Device(serve(adaptive(seed=5)), 1.8, 900.0)
-        device.seed()
+        device.calibrate()
         return [
             (str(decision.key), decision.reason)
             for decision in (device.step(n) for n in range(300, 700))
@@ -313,7 +313,7 @@ def test_same_seed_same_run() -> None:
 def test_inside_a_composite_it_learns_from_its_own_steps() -> None:
     composite = PLUGINS.create_policy("composite", members="adaptive:1, vllm", plugins=PLUGINS)
     device = Device(serve(composite), 1.0, 900.0)
-    device.seed()
+    device.calibrate()
     for _ in range(20):
         decision = device.step(400)
     assert (decision.policy, decision.reason) == ("adaptive", "eager_is_faster")
@@ -350,7 +350,7 @@ def test_times_that_make_no_sense_are_refused(what: Any, mode: RuntimeMode, us: 
 def test_explain_names_arms_samples_and_margins() -> None:
     policy = adaptive()
     device = Device(serve(policy), 2.0, 900.0)
-    device.seed()
+    device.calibrate()
     for _ in range(100):
         device.step(500)
     (report,) = policy.explain(device.dispatcher.batch(500))
@@ -373,7 +373,7 @@ def test_explain_says_what_is_done_and_which_batches_it_is_about() -> None:
     assert report.eager_up_to == 0
     assert f"-> {key(512)};" in str(report)  # and not eager, of which nothing is known
     assert "eager: not measured" in str(report)
-    device.seed()
+    device.calibrate()
     for _ in range(60):
         device.step(450)
     (report,) = policy.explain(device.dispatcher.batch(450))
@@ -408,7 +408,7 @@ HERE = {"device": "H100", "driver": "cuda 13", "torch": "2.13", "model": "mlp"}
 def learned(path: Path) -> AdaptivePolicy:
     policy = adaptive(state=path, fingerprint=HERE)
     device = Device(serve(policy), 2.0, 900.0)
-    device.seed()
+    device.calibrate()
     for n in range(300, 500):
         device.step(n)
     policy.save()
@@ -477,7 +477,7 @@ def test_save_needs_a_path() -> None:
 
 
 def test_a_runner_measures_what_the_policy_asks_for() -> None:
-    """Seed runs and steady steps come back as samples; results are those of eager."""
+    """Calibration runs and steady steps come back as samples; results are those of eager."""
     torch = pytest.importorskip("torch")
     from dispatchkit import GraphRunner, StaticInput
 
@@ -494,7 +494,7 @@ def test_a_runner_measures_what_the_policy_asks_for() -> None:
     policy: Any = runner.dispatcher.policy
     rows = torch.randn(8, 8)
     # The capture has given it its runs; there is nothing new.
-    assert policy.wants_seeding(runner.dispatcher.graphs) == []
+    assert policy.calibration_runs(runner.dispatcher.graphs) == []
     for _ in range(20):
         assert torch.allclose(runner(rows[:3]), rows[:3] @ weight)
     runner.drain(wait=True)
@@ -539,7 +539,7 @@ def test_what_is_learnt_asks_the_base_nothing_again() -> None:
 def test_fewer_steps_are_measured_once_nothing_changes_and_more_at_an_odd_one() -> None:
     policy = adaptive()
     device = Device(serve(policy), 1.2, 900.0)
-    device.seed()
+    device.calibrate()
     step = paces = 0
 
     def tell(us: float) -> None:
@@ -560,7 +560,7 @@ def test_fewer_steps_are_measured_once_nothing_changes_and_more_at_an_odd_one() 
 def test_who_measures_every_step_is_asked_for_no_fewer() -> None:
     policy = adaptive()
     device = Device(serve(policy), 1.2, 900.0)
-    device.seed()
+    device.calibrate()
     for _ in range(400):
         device.step(500)
         assert policy.pace == 1

@@ -128,18 +128,18 @@ def test_learning_pays_for_its_measuring():
     assert runner.stats().steps == len(sizes)
 
 
-def test_only_what_was_measured_is_told_and_seeds_are_no_steps():
+def test_only_what_was_measured_is_told_and_calibrations_are_no_steps():
     policy = AdaptivePolicy(seed=2)
     heard = []
     observe = policy.observe
     policy.observe = lambda outcome: (heard.append(outcome), observe(outcome))[1]
     _, runner = serve(policy, [20] * 120, 16)
     runner.drain(wait=True)
-    seeds = [one for one in heard if one.decision.reason == "seed"]
-    served = [one for one in heard if one.decision.reason != "seed"]
-    assert len(seeds) >= 8 * len(SIZES)
-    assert all(one.decision.one_shot and one.completed for one in seeds)
+    calibrations = [one for one in heard if one.decision.reason == "calibration"]
+    served = [one for one in heard if one.decision.reason != "calibration"]
+    assert len(calibrations) >= 8 * len(SIZES)
+    assert all(one.decision.one_shot and one.completed for one in calibrations)
     steady = [one.step for one in served if not one.decision.one_shot]
-    assert steady[0] - len(seeds) in range(1, 8 * len(SIZES) + 400)
+    assert steady[0] - len(calibrations) in range(1, 8 * len(SIZES) + 400)
     assert all(later - earlier >= 16 for earlier, later in itertools.pairwise(steady))
     assert len(steady) <= 120 // 16 + 1

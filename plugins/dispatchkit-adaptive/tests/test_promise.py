@@ -121,7 +121,7 @@ def test_most_of_what_the_pad_rule_loses_is_won(sample_every: int, delay: int) -
     assert result.worst_prefix_pct <= 1.0
 
 
-def test_without_noise_seeding_alone_finds_every_winner() -> None:
+def test_without_noise_calibration_alone_finds_every_winner() -> None:
     result = rehearse(
         AdaptivePolicy(plugins=PLUGINS),
         CONFIG,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dispatchkit_adaptive.latency import LatencyPolicy
-from dispatchkit_adaptive.policy import AdaptivePolicy, SeedRun
+from dispatchkit_adaptive.policy import AdaptivePolicy
 from dispatchkit_adaptive.rehearsal import Noise, Rehearsal, rehearse
 from dispatchkit_adaptive.report import ArmReport, BucketReport
 from dispatchkit_adaptive.state import StateError, device_fingerprint
@@ -17,7 +17,6 @@ __all__ = [
     "LatencyPolicy",
     "Noise",
     "Rehearsal",
-    "SeedRun",
     "StateError",
     "device_fingerprint",
     "rehearse",

@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import attrs
-
 from dispatchkit import (
     Batch,
     CellUpdate,
@@ -25,6 +23,7 @@ from dispatchkit import (
     Policy,
     RuntimeMode,
 )
+from dispatchkit.dispatch import CalibrationRun
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import check_count
 from dispatchkit.plugins import PluginSet, load_plugins
@@ -43,10 +42,10 @@ from dispatchkit_adaptive.ledger import DRIFT, Ledger
 from dispatchkit_adaptive.report import BucketReport, describe
 from dispatchkit_adaptive.state import StateError, read_state, write_state
 
-__all__ = ["PROBE", "SEED", "AdaptivePolicy", "SeedRun"]
+__all__ = ["CALIBRATION", "PROBE", "AdaptivePolicy"]
 
 #: Reasons of decisions that are there to be measured.
-PROBE, SEED = "probe", "seed"
+PROBE, CALIBRATION = "probe", "calibration"
 #: Samples from which on an arm counts as known.
 _KNOWN = 3
 #: An arm this many times slower than the one in use is far off, and seldom tried.
@@ -68,7 +67,7 @@ _CALM, _SLOWEST_PACE = 24, 8
 _WORTH_SAVING = 8.0
 # Samples since a change in which it is still news.
 _JUST_CHANGED = 5
-_SEED_RUNS, _SEED_ROUNDS = 8, 3
+_CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
 _REGIME_WINDOW, _REGIME_MAJORITY = 16, 12
 # What an arm that was never measured is taken to cost, in times of the one in use.
 _UNKNOWN_COST = 3.0
@@ -76,21 +75,6 @@ _UNKNOWN_COST = 3.0
 _PLANNED = 0.75
 
 _Regime = tuple[str, bool]  # the clock, and whether other work was ahead on the stream
-
-
-@attrs.frozen
-class SeedRun:
-    """A timed run that the policy asks for after a capture.
-
-    Attributes:
-        batch: What to run; any input of that size.
-        decision: How.
-        runs: How often. Each outcome goes to ``dispatcher.observe``.
-    """
-
-    batch: Batch
-    decision: Decision
-    runs: int
 
 
 class AdaptivePolicy:
@@ -168,8 +152,8 @@ class AdaptivePolicy:
         self._calm = 0
         self._plain_spacing = 1.0
         self.pace: int = 1
-        self._seed_rounds = 0
-        self._seeded: set[tuple[Batch, GraphKey | None]] = set()
+        self._calibration_rounds = 0
+        self._calibrated: set[tuple[Batch, GraphKey | None]] = set()
         self._step = 0
         self.state_path = None if state is None else Path(state)
         if self.state_path is not None and self.state_path.exists():
@@ -186,7 +170,7 @@ class AdaptivePolicy:
         self._of_cell.clear()
         self._asked.clear()
         self._catch_up()
-        self._seeded.clear()
+        self._calibrated.clear()
         return self.base.declare(config)
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
@@ -256,21 +240,21 @@ class AdaptivePolicy:
         if self._put_off(bucket, outcome, ran, us):
             return []
         late = self._catch_up()
-        is_seed = outcome.decision.reason == SEED
+        is_calibration = outcome.decision.reason == CALIBRATION
         regime = (outcome.clock, outcome.queued)
-        if not is_seed:
+        if not is_calibration:
             self._outcomes += 1
             self._step = outcome.step or self._step + 1
-        changed = self._note_regime(regime) if outcome.won and not is_seed else False
+        changed = self._note_regime(regime) if outcome.won and not is_calibration else False
         num_tokens = outcome.batch.num_tokens
         arm = self._arm(regime, ran)
         expected = arm.expect(num_tokens)
         arm.last_step = self._step
-        if is_seed:
+        if is_calibration:
             arm.add(num_tokens, us, watch=False)
         else:
             changed |= self._learn(arm, ran, regime, num_tokens, us)
-        if bucket is None or is_seed or not outcome.won:
+        if bucket is None or is_calibration or not outcome.won:
             concerned = {**late, **dict.fromkeys(self._buckets_with(ran))}
             return self._choose_anew(self._buckets.values() if changed else concerned)
         self._account(bucket, outcome, ran, expected, us)
@@ -291,7 +275,7 @@ class AdaptivePolicy:
         queued: bool = False,
         clock: str = "device",
     ) -> None:
-        """Teach one time by hand: seeding, or an executor of one's own.
+        """Teach one time by hand: from calibration, or an executor of one's own.
 
         Args:
             key: The graph that was replayed; for eager (mode NONE) the batch that ran, which
@@ -321,29 +305,31 @@ class AdaptivePolicy:
         self._learn(self._arm((clock, queued), arm), arm, (clock, queued), num_tokens, latency_us)
         self._choose_anew(self._buckets_with(arm))
 
-    def wants_seeding(self, graphs: GraphView) -> list[SeedRun]:
+    def calibration_runs(self, graphs: GraphView) -> list[CalibrationRun]:
         """Return timed runs that spare serving the first mistakes; none when it has enough.
 
         Ask after a capture, and again when all of them have been told. First comes each
         graph at its size, and eager at both ends of the range that each size serves; then
         more of those that are too close to tell apart.
         """
-        self._seed_rounds += 1
-        times = _SEED_RUNS * 2 ** (self._seed_rounds - 1)
-        places = self._seed_places(graphs)
-        if self._seed_rounds == 1:
+        self._calibration_rounds += 1
+        times = _CALIBRATION_RUNS * 2 ** (self._calibration_rounds - 1)
+        places = self._calibration_places(graphs)
+        if self._calibration_rounds == 1:
             # After a further capture only what is new.
-            places = [(batch, how) for batch, how in places if (batch, how.key) not in self._seeded]
-            self._seeded.update((batch, how.key) for batch, how in places)
-        elif self._seed_rounds > _SEED_ROUNDS:
+            places = [
+                (batch, how) for batch, how in places if (batch, how.key) not in self._calibrated
+            ]
+            self._calibrated.update((batch, how.key) for batch, how in places)
+        elif self._calibration_rounds > _CALIBRATION_ROUNDS:
             places = []
         else:
             places = [(batch, how) for batch, how in places if self._is_close_call(batch)]
         if not places:
-            self._seed_rounds = 0
-        return [SeedRun(batch, how, times) for batch, how in places]
+            self._calibration_rounds = 0
+        return [CalibrationRun(batch, how, times) for batch, how in places]
 
-    def _seed_places(self, graphs: GraphView) -> list[tuple[Batch, Decision]]:
+    def _calibration_places(self, graphs: GraphView) -> list[tuple[Batch, Decision]]:
         places: dict[tuple[Batch, GraphKey | None], Decision] = {}
         below: dict[Any, int] = {}
         for key in sorted(graphs, key=lambda key: key.num_tokens):
@@ -368,8 +354,8 @@ class AdaptivePolicy:
                 )
                 self.decide(batch, graphs)  # so that the batch has its bucket
                 if num_tokens == high:
-                    places[batch, key] = Decision.replay(key, SEED, timed=True)
-                places.setdefault((batch, None), Decision.eager(SEED, timed=True))
+                    places[batch, key] = Decision.replay(key, CALIBRATION, timed=True)
+                places.setdefault((batch, None), Decision.eager(CALIBRATION, timed=True))
         return [(batch, how) for (batch, _), how in places.items()]
 
     def _is_close_call(self, batch: Batch) -> bool:

@@ -108,7 +108,7 @@ def rehearse(
     chance, noise = random.Random(seed), noise or Noise()
     served, reference = _captured(policy, config), _captured(base, config)
     graphs = tuple(served.registry)
-    _sow(policy, served, cost, noise, chance)
+    _calibrate(policy, served, cost, noise, chance)
     waiting: deque[tuple[int, Outcome]] = deque()
     total = oracle = base_total = 0.0
     worst: float | None = None
@@ -151,11 +151,11 @@ def _outcome(
     return Outcome(dispatcher.batch(num_tokens), decision, us, step=step)
 
 
-def _sow(
+def _calibrate(
     policy: Policy, dispatcher: Dispatcher, cost: Cost, noise: Noise, chance: random.Random
 ) -> None:
     """Give a policy the timed runs that it asks for after a capture."""
-    wants = getattr(policy, "wants_seeding", None)
+    wants = getattr(policy, "calibration_runs", None)
     while wants is not None and (runs := wants(dispatcher.graphs)):
         for run in runs:
             for _ in range(run.runs):

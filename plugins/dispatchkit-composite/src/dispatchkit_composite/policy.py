@@ -186,12 +186,12 @@ class CompositePolicy:
             updates += [kept for update in answer or () if (kept := self._own(one, update))]
         return updates
 
-    def wants_seeding(self, graphs: GraphView) -> list[Any]:
+    def calibration_runs(self, graphs: GraphView) -> list[Any]:
         """Return the timed runs that members ask for after a capture."""
         runs: list[Any] = []
         for one in self._active():
-            if hasattr(one.policy, "wants_seeding"):
-                asked = self._guarded(one, "wants_seeding", _wanted, graphs)
+            if hasattr(one.policy, "calibration_runs"):
+                asked = self._guarded(one, "calibration_runs", _wanted, graphs)
                 runs += [run for run in asked or () if run not in runs]
         return runs
 
@@ -266,7 +266,7 @@ def _learnt(policy: Any, outcome: Outcome) -> list[CellUpdate]:
 
 
 def _wanted(policy: Any, graphs: GraphView) -> list[Any]:
-    return list(policy.wants_seeding(graphs))
+    return list(policy.calibration_runs(graphs))
 
 
 def _label(one: Seat, answer: Decision) -> str:

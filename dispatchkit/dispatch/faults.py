@@ -1,0 +1,57 @@
+"""What a policy does wrong: counted, warned about once, reported, or raised in strict mode."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+
+from dispatchkit.errors import PolicyError
+
+_CONSEQUENCES = {
+    "observe": "The table keeps what it had learnt before.",
+    "pace": "Steps are measured as often as without it.",
+}
+
+
+class PolicyFaults:
+    """The faults of a dispatcher's policies.
+
+    Args:
+        strict: Raise each fault.
+        on_fault: Called with each fault, the tokens of its batch (None where there is none)
+            and the epoch, by ``report``.
+
+    Attributes:
+        count: How many there were.
+    """
+
+    def __init__(
+        self, *, strict: bool, on_fault: Callable[[PolicyError, int | None, int], None] | None
+    ) -> None:
+        self.count: int = 0
+        self._strict, self._on_fault = strict, on_fault
+        self._warned: set[tuple[str, str]] = set()
+        self._unreported: deque[tuple[PolicyError, int | None, int]] = deque()
+
+    def add(self, error: PolicyError, num_tokens: int | None, epoch: int) -> None:
+        """Count a fault; raise it in strict mode, else warn once per policy and method."""
+        self.count += 1
+        if self._on_fault is not None:
+            self._unreported.append((error, num_tokens, epoch))
+        if self._strict:
+            raise error
+        if (error.policy, error.hook) not in self._warned:
+            self._warned.add((error.policy, error.hook))
+            after = "Steps concerned run eager with reason policy_error."
+            message = f"{error} {_CONSEQUENCES.get(error.hook, after)}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def report(self) -> None:
+        """Call back with the faults added since; hold no lock, since the callee may wait."""
+        while self._unreported and self._on_fault is not None:
+            try:
+                fault = self._unreported.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            self._on_fault(*fault)
