@@ -163,11 +163,12 @@ def faulty_device(device: str, faults: Faults) -> Any:
             self.num_live += 1
             return FaultyGraph(graph, self)
 
-        def direct_launch(self) -> Any:
+        def direct_launch(self, graph: Any) -> Any:
             """Return a call that launches, or gives an error code."""
-            launch = super().direct_launch()
-            if launch is None:
+            found = super().direct_launch(graph)
+            if found is None:
                 return None
+            launch, handle = found
 
             def launch_unless_refused(graph: Any, stream: Any) -> int:
                 if faults.takes("launch refused"):
@@ -175,7 +176,7 @@ def faulty_device(device: str, faults: Faults) -> Any:
                     return _UNKNOWN_ERROR
                 return launch(graph, stream)
 
-            return launch_unless_refused
+            return launch_unless_refused, handle
 
     return FaultyCuda()
 

@@ -1,4 +1,4 @@
-"""What a device must do, and the devices there are, chosen by name.
+"""What a device must do, what it may offer, and the built-in devices, chosen by name.
 
 Importing this loads no torch; a backend is imported when it is asked for.
 """
@@ -10,18 +10,38 @@ from dispatchkit.backends.base import (
     CapturedGraph,
     Event,
     GraphBackend,
-    RehearsingBackend,
     Stream,
+)
+from dispatchkit.backends.optional import (
+    BackendFeatures,
+    DirectLaunchBackend,
+    LaunchCall,
+    PriorityBackend,
+    RehearsingBackend,
+    UnwatchedCaptureBackend,
+    UploadingBackend,
+    WarmupNotes,
+    WatchedGraph,
+    features_of,
 )
 from dispatchkit.backends.resolve import BUILT_IN_BACKENDS, resolve_backend
 
 __all__ = [
     "BUILT_IN_BACKENDS",
     "BackendCapabilities",
+    "BackendFeatures",
     "CapturedGraph",
+    "DirectLaunchBackend",
     "Event",
     "GraphBackend",
+    "LaunchCall",
+    "PriorityBackend",
     "RehearsingBackend",
     "Stream",
+    "UnwatchedCaptureBackend",
+    "UploadingBackend",
+    "WarmupNotes",
+    "WatchedGraph",
+    "features_of",
     "resolve_backend",
 ]

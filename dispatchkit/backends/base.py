@@ -1,14 +1,15 @@
 """What a device must do for dispatchkit: one Protocol, no torch.
 
 A backend owns streams, events, memory pools and the capture and replay of one callable.
-It decides nothing. The same ``BackendTests`` pass on every backend.
+It decides nothing. The same ``BackendTests`` pass on every backend. What a backend may offer
+beyond this is in ``optional``.
 
 Words are torch's: see "CUDA semantics", section "CUDA Graphs", in torch's documentation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,12 +27,9 @@ class BackendCapabilities:
         concurrent_streams: Work on two streams may overlap in time.
         poisons_outputs: Outputs read before the first replay hold recognisable poison;
             otherwise they hold whatever was in the memory.
-        unwatched_captures: ``capture`` takes ``watched=False``, which is quicker, for a
-            callable whose operations were watched in an earlier capture; such graphs have
-            ``holds`` and ``host_tensors``: what a watched one saw that it must keep alive.
-            Where the backend has ``new_notes``, what watched a warmup counts as well. And it
-            takes ``compiled=True`` for a callable that calls functions of torch.compile, which
-            run compiled then.
+        stream_priorities: ``new_stream`` takes ``priority``, as ``PriorityBackend`` says.
+        unwatched_captures: ``capture`` takes ``watched``, ``notes`` and ``compiled``, as
+            ``UnwatchedCaptureBackend`` says.
     """
 
     graphs: bool = True
@@ -39,6 +37,7 @@ class BackendCapabilities:
     device_timing: bool = False
     concurrent_streams: bool = False
     poisons_outputs: bool = False
+    stream_priorities: bool = False
     unwatched_captures: bool = False
 
 
@@ -213,62 +212,4 @@ class GraphBackend(Protocol):
 
     def is_capturing(self) -> bool:
         """Return whether this thread is inside a capture, ours or the caller's."""
-        ...
-
-
-@runtime_checkable
-class RehearsingBackend(Protocol):
-    """A backend that tells beforehand how much memory a capture takes.
-
-    Optional: where it is missing, a budget of bytes goes by the memory of the first warm-up.
-    """
-
-    def rehearse(
-        self,
-        run: Callable[[], Any],
-        *,
-        stream: Stream,
-        pool: Any,
-        generators: Iterable[Any] = (),
-    ) -> int:
-        """Return by how many bytes at most a capture would make the pool grow.
-
-        The callable runs once on the stream, like a warm-up: what it changes is the
-        caller's to put back. The pool stays as it is.
-
-        Raises:
-            CaptureError: It could not be captured either.
-        """
-        ...
-
-
-class WarmupNotes(Protocol):
-    """What a warmup tells of a capture of the same operations."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the operations can be captured unwatched."""
-        ...
-
-    @property
-    def draws(self) -> bool:
-        """Whether an operation may draw random numbers."""
-        ...
-
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note an operation before it runs."""
-        ...
-
-
-@runtime_checkable
-class NotingBackend(Protocol):
-    """A backend whose captures need no watch where the warmup before was looked at.
-
-    Optional, for backends with ``unwatched_captures``: ``capture`` takes ``notes`` then, the
-    plain ones of a warmup that ran the same operations, and makes the graph hold what they
-    were given. All that the warmup made and nobody keeps is let go of before.
-    """
-
-    def new_notes(self) -> WarmupNotes:
-        """Return empty notes."""
         ...

@@ -10,7 +10,6 @@ The lane's own stream serves warmup, capture and ``submit``.
 from __future__ import annotations
 
 import ctypes
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from dispatchkit.backends.base import CapturedGraph, GraphBackend, Stream
+from dispatchkit.backends.optional import features_of
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.inputs import InputSet
@@ -61,18 +61,17 @@ class Chain:
 
 
 def new_stream(backend: GraphBackend, priority: int = 0) -> Stream:
-    """Return a stream; a priority is told only to backends that are asked for one.
+    """Return a stream of a priority.
 
     Raises:
         ConfigError: The device gives no more streams, or its backend knows no priorities.
     """
     if not priority:
         return backend.new_stream()
-    make: Any = backend.new_stream
-    if "priority" not in inspect.signature(make).parameters:
+    priorities = features_of(backend).priorities
+    if priorities is None:
         raise ConfigError("priority", priority, f"0: backend {backend.name!r} has no priorities")
-    stream: Stream = make(priority=priority)
-    return stream
+    return priorities.new_stream(priority=priority)
 
 
 class Lane:

@@ -87,11 +87,14 @@ class StandIn(TapeBackend):
     def capabilities(self):
         return attrs.evolve(super().capabilities, unwatched_captures=True)
 
+    def new_notes(self):
+        return None
+
     def capture(self, run, *, stream, pool, generators=(), **options):
         self.options.append(options)
         graphs, runs = self.compiler.graphs, self.compiler.runs
-        watch = CaptureWatch(compiled=options.get("compiled", False))
-        if options.get("watched", True):
+        watch = CaptureWatch(compiled=options["compiled"])
+        if options["watched"]:
             with watch.watching():
                 run()
         else:
@@ -169,7 +172,8 @@ def test_every_size_is_captured_compiled_and_compiled_before(compiler, net, dyna
         assert not runner.capture().failed
     assert device.runs == [1] * len(sizes)
     assert device.compiled_inside == 0
-    assert device.options == [{"compiled": True}] + [{"watched": False}] * (len(sizes) - 1)
+    assert [one["compiled"] for one in device.options] == [True] + [False] * (len(sizes) - 1)
+    assert [one["watched"] for one in device.options] == [True] + [False] * (len(sizes) - 1)
     assert compiler.graphs == {True: 2, False: len(sizes), None: 2}[dynamic]
 
 
@@ -197,7 +201,7 @@ def test_a_file_of_the_user_is_not_taken_for_one_of_dynamo(compiler):
     fast = torch.compile(names["fn"], backend=compiler)
     runner = GraphRunner(fast, INPUTS, sizes=[2], mode="FULL", backend=device)
     assert not runner.capture().failed
-    assert device.options == [{"compiled": True}]
+    assert device.options == [{"watched": True, "notes": None, "compiled": True}]
     assert device.runs == [1]
 
 

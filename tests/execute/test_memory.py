@@ -294,6 +294,7 @@ class Holding:
 
     def __init__(self, graph, holds):
         self._graph, self.holds, self.host_tensors = graph, holds, []
+        self.num_plain_operations = 0
 
     def __getattr__(self, name):
         return getattr(self._graph, name)
@@ -324,7 +325,10 @@ def holding(backend):
         def capabilities(self):
             return attrs.evolve(super().capabilities, unwatched_captures=True)
 
-        def capture(self, run, *, watched=True, **settings):
+        def new_notes(self):
+            return None
+
+        def capture(self, run, *, watched=True, notes=None, compiled=False, **settings):
             watch = Watch()
 
             def watched_run():

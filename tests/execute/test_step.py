@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -326,7 +328,7 @@ class DirectTape(TapeBackend):
         self.starts_unsettled = False
         self.streams = []
 
-    def direct_launch(self):
+    def direct_launch(self, graph):
         def launch(graph, stream):
             self.direct += 1
             self.streams.append(stream.value or 0)
@@ -334,7 +336,7 @@ class DirectTape(TapeBackend):
                 self.by_handle[graph.value].replay()
             return self.code
 
-        return launch
+        return launch, ctypes.c_void_p(graph.raw_exec_handle)
 
     def capture(self, run, **options):
         return DirectGraph(super().capture(run, **options), self)

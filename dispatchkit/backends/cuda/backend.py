@@ -42,6 +42,7 @@ from dispatchkit.backends.cuda.streams import (
 )
 from dispatchkit.backends.cuda.watch import CaptureWatch, WarmupNotes
 from dispatchkit.backends.cuda.workspace import hold_workspace
+from dispatchkit.backends.optional import LaunchCall
 from dispatchkit.backends.watching.capture_errors import capture_error, forget_frames
 from dispatchkit.backends.watching.warmup import run_warmup
 from dispatchkit.errors import CaptureError, ConfigError
@@ -117,6 +118,7 @@ class CudaBackend:
             device_timing=True,
             concurrent_streams=True,
             poisons_outputs=False,
+            stream_priorities=True,
             unwatched_captures=True,
         )
 
@@ -169,9 +171,15 @@ class CudaBackend:
         """Return a new event; only a timing event measures."""
         return CudaEvent(self._index, timing=timing)
 
-    def direct_launch(self) -> Callable[[Any, Any], int] | None:
-        """Return the runtime's own launch call for graphs of this device; None without one."""
-        return direct_launch(self._index)
+    def direct_launch(self, graph: Any) -> tuple[LaunchCall, Any] | None:
+        """Return the runtime's own launch call, and the graph's handle for it; None without one.
+
+        Raises:
+            ReplayError: The graph was released.
+        """
+        handle = getattr(graph, "raw_exec_handle", None)  # none: captured by somebody else
+        call = None if handle is None else direct_launch(self._index)
+        return None if call is None else (call, ctypes.c_void_p(handle))
 
     def copy_node(self, num_pieces: int, num_bytes: int, data_bytes: int = 0) -> CopyNode | str:
         """Return a copy for the beginning of a graph, or why there is none.

@@ -98,6 +98,7 @@ class TapeBackend:
             device_timing=False,
             concurrent_streams=False,
             poisons_outputs=True,
+            stream_priorities=True,
         )
 
     def device_info(self) -> dict[str, str]:
@@ -121,7 +122,7 @@ class TapeBackend:
         return 0 if stream is None else stream.handle
 
     def new_stream(self, *, priority: int = 0) -> TapeStream:
-        """Return a new stream; the tape knows no hurry, whatever the priority.
+        """Return a new stream; its priority changes nothing on the tape.
 
         Raises:
             ConfigError: ``max_streams`` streams are alive already.

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.backends.base import RehearsingBackend
+from dispatchkit.backends.optional import features_of
 from dispatchkit.errors import CaptureError, ConfigError, UnknownNameError
 from dispatchkit.execute.capture.captured import CapturedStep
 from dispatchkit.execute.lane import Lane
@@ -155,11 +155,12 @@ class Admission:
     def _growth(self, trial: Callable[[], Any], generators: Iterable[Any], pool: Any) -> int:
         """Return by how many bytes a pool grows at most."""
         backend = self._lane.backend
-        if isinstance(backend, RehearsingBackend):
-            return backend.rehearse(
+        rehearsals = features_of(backend).rehearsals
+        if rehearsals is not None:
+            return rehearsals.rehearse(
                 trial, stream=self._lane.stream, pool=pool, generators=generators
             )
-        # No more than a guess; what comes out otherwise is given up after the capture.
+        # No more than a guess; a graph that turns out larger is evicted after the capture.
         return max(0, (self._forecast(self._key) or 0) - backend.pool_bytes(pool))
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from dispatchkit.backends.base import CapturedGraph, GraphBackend, WarmupNotes
+from dispatchkit.backends.base import CapturedGraph, GraphBackend
+from dispatchkit.backends.optional import WarmupNotes
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
 from dispatchkit.execute.capture.captured import (

@@ -10,12 +10,8 @@ import attrs
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dispatchkit.backends.base import (
-    CapturedGraph,
-    GraphBackend,
-    RehearsingBackend,
-    WarmupNotes,
-)
+from dispatchkit.backends.base import CapturedGraph, GraphBackend
+from dispatchkit.backends.optional import WarmupNotes, WatchedGraph, features_of
 from dispatchkit.backends.watching.compiled_code import PLAINLY
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
@@ -61,6 +57,8 @@ class GraphMaker:
         generators: Iterable[torch.Generator],
     ) -> None:
         self._backend, self._device = backend, device
+        features = features_of(backend)
+        self._rehearsals, self._unwatched = features.rehearsals, features.unwatched_captures
         self._generators = tuple(generators)
         self._watched: dict[tuple[Family, int], _Watched] = {}
 
@@ -76,13 +74,13 @@ class GraphMaker:
         Raises:
             CaptureError: It could not be captured either.
         """
-        if not isinstance(self._backend, RehearsingBackend):
+        if self._rehearsals is None:
             return None
         memory = SharedMemory(self._device)
         homes = [None if place is None else memory.take(*place) for place in places]
         trial = _without_result(_writing_home(run, homes, []))
         pool = self._backend.new_pool()
-        grown = self._backend.rehearse(
+        grown = self._rehearsals.rehearse(
             trial, stream=lane.stream, pool=pool, generators=self._generators
         )
         return grown + memory.num_bytes
@@ -126,25 +124,24 @@ class GraphMaker:
             admission.ask_for_graph(trial, self._generators, more)
         homes = [None if place is None else lane.outputs.take(*place) for place in places]
         captured = _without_result(_writing_home(run, homes, found))
+        if self._unwatched is None:  # each is watched in full, and by itself
+            own = self._backend.capture(
+                captured, stream=lane.stream, pool=lane.pool, generators=self._generators
+            )
+            return own, own.has_random_state
         # Keys that differ in size only run the same operations: one of them is watched.
         known = self._watched.get(name)
-        may_be_unwatched = self._backend.capabilities.unwatched_captures
-        if not may_be_unwatched:  # each is watched in full, and by itself
-            notes = compiled = None
-        options: dict[str, Any] = {}
-        if known is not None:
-            options["watched"] = False
-        elif compiled is not None:
-            options["compiled"] = True
-        elif notes is not None and notes.is_plain:
-            options["notes"] = notes
+        if known is not None or compiled is not None or (notes is not None and not notes.is_plain):
+            notes = None
         begun = None if PLAINLY.is_on else PLAINLY.num_begun
-        graph: Any = self._backend.capture(
+        graph = self._unwatched.capture(
             captured,
             stream=lane.stream,
             pool=lane.pool,
             generators=self._generators,
-            **options,
+            watched=known is None,
+            notes=notes,
+            compiled=known is None and compiled is not None,
         )
         if compiled is not None and PLAINLY.num_begun != begun:
             warnings.warn(
@@ -157,12 +154,12 @@ class GraphMaker:
         if known is not None:
             graph.holds.extend(known.holds)
             return graph, known.draws
-        draws = options["notes"].draws if "notes" in options else graph.has_random_state
+        draws = graph.has_random_state if notes is None else notes.draws
         if compiled is not None:
             _warn_of_plain_code(graph, compiled)
             graph.holds.extend(compiled.reads)
             draws = compiled.draws
-        if may_be_unwatched and not graph.host_tensors:
+        if not graph.host_tensors:
             # The lane's memory is the lane's to give up: kept here it would outlive its graphs.
             holds = tuple(
                 one for one in graph.holds if not (lane.outputs.owns(one) or lane.between.owns(one))
@@ -171,8 +168,8 @@ class GraphMaker:
         return graph, draws
 
 
-def _warn_of_plain_code(graph: Any, compiled: CompiledCode) -> None:
-    ran_plainly = getattr(graph, "num_plain_operations", 0)
+def _warn_of_plain_code(graph: WatchedGraph, compiled: CompiledCode) -> None:
+    ran_plainly = graph.num_plain_operations
     if ran_plainly >= compiled.num_operations:
         warnings.warn(
             f"The step calls functions of torch.compile, and all of their {ran_plainly} "

@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dispatchkit.backends.base import (
-    GraphBackend,
-    NotingBackend,
-    RehearsingBackend,
-    WarmupNotes,
-)
+from dispatchkit.backends.base import GraphBackend
+from dispatchkit.backends.optional import WarmupNotes, features_of
 from dispatchkit.backends.watching.compiled_code import every_size_compiled, plainly
 from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute.io.inputs import InputSet
@@ -102,6 +98,7 @@ class Warmups:
                 if not isinstance(tensor, torch.Tensor):
                     raise ConfigError(setting, tensor, "a list of tensors")
         self.step, self._inputs, self._backend = step, inputs, backend
+        self._features = features_of(backend)
         self._row_count, self._axes = row_count, axes
         self._state = Known(state)
         self._written = Known()  # by any watched warmup, beside the declared state
@@ -240,14 +237,14 @@ class Warmups:
             own = Known(lane.buffers_of(key).tensors)
             if lane.row_count is not None:
                 own.add(lane.row_count)
-            if isinstance(self._backend, NotingBackend):
-                notes = self._backend.new_notes()
+            if (unwatched := self._features.unwatched_captures) is not None:
+                notes = unwatched.new_notes()
             watch = WriteWatch(
                 inputs=own,
                 ignore=(self._scratch, self._state),
                 snapshot=snapshot,
                 limit=self._state_limit,
-                meter=not isinstance(self._backend, RehearsingBackend),
+                meter=self._features.rehearsals is None,
                 notes=notes,
             )
 
@@ -263,7 +260,7 @@ class Warmups:
             compiled = watch.compiled_code()
             if compiled is not None:
                 self._compiled[family] = compiled
-                if self._backend.capabilities.unwatched_captures:
+                if unwatched is not None:
                     # Compilation and its kernels' tuning happen here, and never in a capture.
                     left = max(left, 1)
         else:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dispatchkit.backends.base import GraphBackend
+from dispatchkit.backends.optional import features_of
 from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.errors import ConfigError, RegistryError
 from dispatchkit.execute.capture.captured import CapturedStep
@@ -179,12 +180,14 @@ class Recording:
         Returns:
             Whether that was queued; False without a graph, or where the backend cannot.
         """
-        call = getattr(self.backend, "upload", None)
-        if call is None:
+        uploads = features_of(self.backend).uploads
+        if uploads is None:
             return False
         with self._lock:
             steps = [one for member in self.lanes if (one := member.lifecycle.live().get(key))]
-            done = [call(graph, step.lane.stream) for step in steps for graph in step.graphs]
+            done = [
+                uploads.upload(graph, step.lane.stream) for step in steps for graph in step.graphs
+            ]
         return bool(done) and all(done)
 
     def launch_path(self, key: GraphKey) -> str:

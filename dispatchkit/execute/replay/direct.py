@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
 from typing import Any
 
 from dispatchkit.backends.base import GraphBackend
+from dispatchkit.backends.optional import LaunchCall, features_of
 from dispatchkit.errors import ReplayError
 from dispatchkit.execute.capture.captured import CapturedStep, FullStep, LaunchError
-
-# Takes a graph and a stream; anything but 0 and None is an error code.
-LaunchCall = Callable[[Any, Any], int | None]
 
 
 def direct_call(backend: GraphBackend, step: CapturedStep) -> tuple[LaunchCall, Any] | str:
@@ -25,14 +21,10 @@ def direct_call(backend: GraphBackend, step: CapturedStep) -> tuple[LaunchCall, 
     graph = step.graphs[0]
     if graph.has_random_state:
         return "may draw random numbers"
-    find = getattr(backend, "direct_launch", None)
-    handle = getattr(graph, "raw_exec_handle", None)
-    if find is None or handle is None:
-        return "no direct launch on this backend, or of this graph"
-    call = find()
-    if call is None:
-        return "the CUDA runtime was not found"
-    return call, ctypes.c_void_p(handle)
+    launches = features_of(backend).direct_launches
+    if launches is None:
+        return "this backend has no direct launch"
+    return launches.direct_launch(graph) or "the backend launches this graph by its replay only"
 
 
 def launch_path(backend: GraphBackend, step: CapturedStep) -> str:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from dispatchkit.backends.optional import LaunchCall
 from dispatchkit.dispatch import Decision
 from dispatchkit.execute.capture.captured import CapturedStep, FullStep, LaunchError
 from dispatchkit.execute.io.loaders import Loader
 from dispatchkit.execute.io.node_loaders import NodeLoader, loader_of
 from dispatchkit.execute.io.outputs import builder, cut
-from dispatchkit.execute.replay.direct import LaunchCall, direct_call, refused
+from dispatchkit.execute.replay.direct import direct_call, refused
 from dispatchkit.execute.replay.timing import Timer
 from dispatchkit.execute.step.guard import Watched, difference
 from dispatchkit.keys.batch import GraphKey

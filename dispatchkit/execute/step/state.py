@@ -23,7 +23,7 @@ import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dispatchkit.backends.base import WarmupNotes
+from dispatchkit.backends.optional import WarmupNotes
 from dispatchkit.backends.watching.collectives import is_collective, writes_first_argument
 from dispatchkit.backends.watching.compiled_code import Calls, dynamo_is_loaded
 from dispatchkit.backends.watching.dispatch_mode import (

@@ -1,0 +1,220 @@
+"""What a backend may offer beyond ``GraphBackend``, and the record of what one does offer.
+
+Each part is a Protocol of its own, and a backend has as many of them as its device can do. A
+method that is there is offered; where only the arguments of a required method differ, a field of
+``BackendCapabilities`` says so. ``features_of`` is the one place that looks.
+
+Without a part the runner does what it replaces: a warm-up for a rehearsal, ``replay`` for a
+direct launch, copies by torch for a copy node. ``BackendTests`` tests each part that is offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, cast
+
+import attrs
+
+from dispatchkit.backends.base import CapturedGraph, GraphBackend, Stream
+
+#: Launches a graph on a stream. Both arguments are those of the device's runtime: what
+#: ``direct_launch`` returned for the graph, and the stream's raw handle as ``ctypes.c_void_p``.
+#: It returns 0 or None, or the runtime's error code if nothing was launched.
+LaunchCall = Callable[[Any, Any], int | None]
+
+
+class RehearsingBackend(Protocol):
+    """A backend that measures beforehand how much memory a capture takes.
+
+    Without it, a budget of bytes goes by the memory of the first warm-up, and a graph that turns
+    out larger is evicted after its capture.
+    """
+
+    def rehearse(
+        self,
+        run: Callable[[], Any],
+        *,
+        stream: Stream,
+        pool: Any,
+        generators: Iterable[Any] = (),
+    ) -> int:
+        """Return by how many bytes at most a capture would make the pool grow.
+
+        The callable runs once on the stream, like a warm-up: the caller restores what it
+        changes. The pool stays as it is.
+
+        Raises:
+            CaptureError: The callable cannot be captured either.
+        """
+        ...
+
+
+class PriorityBackend(Protocol):
+    """A backend whose streams have priorities; ``capabilities.stream_priorities`` is True.
+
+    Without it, lanes with priorities are refused.
+    """
+
+    def new_stream(self, *, priority: int = 0) -> Stream:
+        """Return a stream.
+
+        Args:
+            priority: How urgent its work is. 0 is the default, larger numbers go first, and a
+                number beyond the device's range counts as the nearest one in it. A graph keeps
+                the priority of the stream that captured it.
+
+        Raises:
+            ConfigError: The device has no stream left; the error says the limit.
+        """
+        ...
+
+
+class DirectLaunchBackend(Protocol):
+    """A backend that launches graphs by a call of the device's runtime, past ``replay``.
+
+    Without it, ``replay`` launches each graph. Only graphs without random state are launched
+    directly, since their generators need not move.
+    """
+
+    def direct_launch(self, graph: CapturedGraph) -> tuple[LaunchCall, Any] | None:
+        """Return the call, and what stands for the graph in it; None if only replay launches it.
+
+        The answer holds until the graph is released. The call runs once per step: it takes no
+        lock and makes no object.
+
+        Args:
+            graph: A graph of this backend, or another object with ``replay()``.
+
+        Raises:
+            ReplayError: The graph is released.
+        """
+        ...
+
+
+class UploadingBackend(Protocol):
+    """A backend that can prepare a graph on the device before its first launch.
+
+    Without it, the first launch takes longer.
+    """
+
+    def upload(self, graph: CapturedGraph, stream: Stream) -> bool:
+        """Queue the preparation on a stream; return whether that could be done.
+
+        Raises:
+            ReplayError: The graph is released.
+        """
+        ...
+
+
+class WarmupNotes(Protocol):
+    """What a warm-up shows about the operations of the capture that follows."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the operations can be captured by these notes, without another watch."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether an operation may draw random numbers."""
+        ...
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note an operation before it runs, as ``__torch_dispatch__`` gets it."""
+        ...
+
+
+class WatchedGraph(CapturedGraph, Protocol):
+    """A graph that keeps alive what its operations read and write, as far as it was watched."""
+
+    @property
+    def holds(self) -> list[Any]:
+        """Storages on the device that are kept alive until release; the runner adds more."""
+        ...
+
+    @property
+    def host_tensors(self) -> list[Any]:
+        """Host memory that the graph copies from or to; another capture has its own."""
+        ...
+
+    @property
+    def num_plain_operations(self) -> int:
+        """Operations of functions of torch.compile that were captured without being compiled."""
+        ...
+
+
+class UnwatchedCaptureBackend(Protocol):
+    """A backend that looks at each operation of a capture, and can do without.
+
+    ``capabilities.unwatched_captures`` is True. A watch costs microseconds for each operation.
+    The runner watches one capture of those that run the same operations at different sizes.
+    """
+
+    def new_notes(self) -> WarmupNotes | None:
+        """Return empty notes for a warm-up; None if no warm-up can stand in for a watch."""
+        ...
+
+    def capture(
+        self,
+        run: Callable[[], Any],
+        *,
+        stream: Stream,
+        pool: Any,
+        generators: Iterable[Any] = (),
+        watched: bool = True,
+        notes: WarmupNotes | None = None,
+        compiled: bool = False,
+    ) -> WatchedGraph:
+        """Capture as ``GraphBackend.capture`` does.
+
+        Args:
+            run: The callable.
+            stream: One of ``new_stream()``.
+            pool: Where the graph's memory comes from.
+            generators: Random generators beside the default one.
+            watched: Look at each operation. False: the caller watched the same operations in
+                an earlier capture, and adds to ``holds`` what that graph held.
+            notes: Plain notes of a warm-up of the same operations, which take the place of the
+                watch. Memory that only the warm-up used is not kept.
+            compiled: The callable calls functions of torch.compile, which must run compiled.
+
+        Raises:
+            CaptureError: As for ``GraphBackend.capture``.
+        """
+        ...
+
+
+@attrs.frozen
+class BackendFeatures:
+    """The optional parts of one backend: the backend itself where it offers one, else None.
+
+    Attributes:
+        rehearsals: It measures the memory of a capture beforehand.
+        priorities: Its streams have priorities.
+        direct_launches: It launches graphs past ``replay``.
+        uploads: It prepares graphs before their first launch.
+        unwatched_captures: It captures without watching each operation.
+    """
+
+    rehearsals: RehearsingBackend | None = None
+    priorities: PriorityBackend | None = None
+    direct_launches: DirectLaunchBackend | None = None
+    uploads: UploadingBackend | None = None
+    unwatched_captures: UnwatchedCaptureBackend | None = None
+
+
+def features_of(backend: GraphBackend) -> BackendFeatures:
+    """Return which optional parts a backend offers."""
+    # Looked up on the object, not on its class: a backend may delegate to another one.
+    capabilities, offer = backend.capabilities, cast(Any, backend)
+
+    def offering(method: str) -> Any:
+        return offer if callable(getattr(offer, method, None)) else None
+
+    return BackendFeatures(
+        rehearsals=offering("rehearse"),
+        priorities=offer if capabilities.stream_priorities else None,
+        direct_launches=offering("direct_launch"),
+        uploads=offering("upload"),
+        unwatched_captures=offer if capabilities.unwatched_captures else None,
+    )
