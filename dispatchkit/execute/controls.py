@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from dispatchkit.dispatch import Dispatcher, Explanation, Reason
+from dispatchkit.dispatch import Dispatcher, Explanation
 from dispatchkit.dispatch import explain as explain_batch
 from dispatchkit.execute.capture.captured import CapturedStep
 from dispatchkit.execute.capture.external import external_step
@@ -17,6 +17,8 @@ from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.capture.report import CaptureReport
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.replay.eager import EagerRunner
+from dispatchkit.execute.replay.planner import Planner
 from dispatchkit.execute.replay.timing import Timings
 from dispatchkit.execute.report import progress_shower
 from dispatchkit.execute.step.guard import Guard
@@ -42,7 +44,8 @@ class Controls:
     registry: GraphRegistry
     config: DispatchConfig
     asked_mode: CUDAGraphMode
-    strict: bool
+    eager: EagerRunner
+    _planner: Planner
     guard: Guard
     lifecycle: Lifecycle
     counters: StepCounters
@@ -109,7 +112,7 @@ class Controls:
             for member in self.lanes:
                 member.lifecycle.is_frozen = True
                 if strict is not None:
-                    member.strict = strict
+                    member.eager.strict = strict
                 member.dispatcher.set_lazy(False)
 
     def unfreeze(self) -> None:
@@ -255,7 +258,7 @@ class Controls:
         if axes or self.config.axes:
             loras = self.config.variant(loras, **axes)
         found = explain_batch(self.dispatcher, num_tokens, num_reqs, uniform, loras, ceiling)
-        decision = attrs.evolve(found.decision, reason=self._own_reason(found.decision.reason))
+        decision = attrs.evolve(found.decision, reason=self._planner.own_reason(found.decision.reason))
         model = load_cost_model(cost_model) if isinstance(cost_model, str) else cost_model
         return attrs.evolve(
             found,
@@ -263,9 +266,3 @@ class Controls:
             cost=None if model is None else model.cost_of(decision, num_tokens),
             times=self.timings.of(decision, found.batch),
         )
-
-    def _own_reason(self, reason: str) -> str:
-        """Say so where a mode is only missing because this step cannot be split."""
-        if reason == Reason.MODE_NONE and self.config.mode is not self.asked_mode:
-            return str(Reason.PIECEWISE_UNSUPPORTED)
-        return str(reason)

@@ -51,13 +51,18 @@ class Chain:
             return True
         return any(graph.has_random_state for graph in graphs)
 
-    def before(self, stream: Stream) -> None:
-        """Make a stream wait for the last step of the chain."""
+    @contextmanager
+    def turn(self, lane: Lane) -> Iterator[None]:
+        """Have what is queued on a lane's stream wait for the chain, and be its last step."""
+        stream = lane.last_stream
+        if stream is None:
+            yield
+            return
         self._last.wait(stream)
-
-    def after(self, stream: Stream) -> None:
-        """Note that what was queued on a stream last is the last step of the chain."""
-        self._last.record(stream)
+        try:
+            yield
+        finally:  # what raised may have queued a part
+            self._last.record(stream)
 
 
 def new_stream(backend: GraphBackend, priority: int = 0) -> Stream:

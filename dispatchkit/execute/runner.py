@@ -17,7 +17,7 @@ from dispatchkit.execute.capture.captured import CapturedStep
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.capture.warmup import Warmups
 from dispatchkit.execute.controls import Controls
-from dispatchkit.execute.io.axes import AxisCut, AxisInputs, axis_graph_plan
+from dispatchkit.execute.io.axes import AxisCut, AxisInputs
 from dispatchkit.execute.io.buffers import StaticBuffers
 from dispatchkit.execute.io.inputs import InputSet, StaticInput, inputs_from_example
 from dispatchkit.execute.io.outputs import DERIVED
@@ -29,15 +29,9 @@ from dispatchkit.execute.live.notices import Notices
 from dispatchkit.execute.live.recording import Recording
 from dispatchkit.execute.live.shadowing import Shadowing
 from dispatchkit.execute.replay.check import Checker
-from dispatchkit.execute.replay.eager import Fallbacks
-from dispatchkit.execute.replay.plans import (
-    AGAIN,
-    EagerPlan,
-    LazyPlan,
-    Plan,
-    graph_plan,
-    timer_for,
-)
+from dispatchkit.execute.replay.eager import EagerRunner
+from dispatchkit.execute.replay.planner import Planner
+from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.replay.timing import SAMPLE_EVERY, Timings
 from dispatchkit.execute.report import ladder
 from dispatchkit.execute.setup import honoured, make_backend, make_config, make_policy
@@ -45,12 +39,11 @@ from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import DEFAULT_STATE_LIMIT
 from dispatchkit.keys.axes import Axis
-from dispatchkit.keys.batch import Batch
 from dispatchkit.keys.capture_sizes import check_count
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import StepCounters
-from dispatchkit.registry import GraphRegistry, KeyState
+from dispatchkit.registry import GraphRegistry
 
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
@@ -71,7 +64,7 @@ def _remake(settings: dict[str, Any]) -> GraphRunner:
     return GraphRunner(**settings)
 
 
-class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks):
+class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
     """Run a step through captured graphs, padded to the nearest size, or eager.
 
     A call gives what the step itself gives on the same inputs. Graphs carry no gradients:
@@ -224,7 +217,6 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
             given["sizes"] = asked.capture_sizes  # a generator gives them once
         check_lanes(lanes, policy=policy, outputs=outputs, check=check)
         self._made_from, self._asked = given, asked
-        self.strict = strict
         self.owned_outputs: bool = outputs == "owned"
         self.backend: GraphBackend = make_backend(backend, device, plugins)
         specs = inputs if inputs is not None else inputs_from_example(example or {})
@@ -240,7 +232,6 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         self.guard: Guard = Guard(self._inputs.device.type, self._step.modules)
         self.counters: StepCounters = StepCounters()
         self._lock = threading.RLock()
-        self._told: set[str] = set()
         self._swap_lock = threading.Lock()
 
         chosen, origin, plugins = make_policy(policy, policy_options, self.config, plugins)
@@ -253,7 +244,6 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
             lazy=lazy,
             strict=strict,
             origin=origin,
-            bind=self._bind,
             on_swap=self._notices.policy_swapped,
             on_fault=self._notices.policy_at_fault,
         )
@@ -279,17 +269,12 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         self._to_arrays = incoming.to_arrays
         self._has_host_inputs = bool(self._inputs.host)
         self._is_special = self._has_host_inputs or self._axes is not None
-        self._make_plan = graph_plan if self._axes is None else axis_graph_plan
         self._is_capturing = self.backend.is_capturing
         self._current_stream_handle = self.backend.current_stream_handle
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._decide: Callable[..., Decision] = self.dispatcher.dispatch
         self.timings: Timings = Timings(
-            self.backend,
-            self.dispatcher.observe,
-            self._lane,
-            sample_every,
-            lambda: self.dispatcher.pace,
+            self.backend, self.dispatcher, self._lane, sample_every
         )
         warm = Warmups(
             self._step,
@@ -304,15 +289,15 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
             warmups=warmups,
             generators=generators,
         )
-        self._writes, self._may_write = warm.writes, warm.may_write
         self._snapshot = warm.snapshot
+        registry = self.registry
         self.known_axis_cuts: Callable[..., tuple[AxisCut, ...] | None] = warm.known_axis_cuts
         capturer = Capturer(
             warm,
             self.backend,
             self.guard,
             # An only graph has nobody to share with, and needs no copy.
-            share_outputs=lambda: share_outputs and len(self.registry) > 1,
+            share_outputs=lambda: share_outputs and len(registry) > 1,
             notes_facts=bool(check),
         )
         self.checker: Checker | None = (
@@ -329,6 +314,31 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
             lazy=lazy,
             capture_after=capture_after,
         )
+        self.eager: EagerRunner = EagerRunner(
+            warm,
+            self._inputs,
+            self._axes,
+            row_count,
+            self._lane,
+            self.lifecycle,
+            self.counters,
+            self.checker,
+            strict=strict,
+        )
+        self._planner = Planner(
+            self.dispatcher,
+            self.lifecycle,
+            self._lane,
+            self.eager,
+            self.guard,
+            self.counters,
+            self.timings,
+            self.checker,
+            axes=tuple(axis.name for axis in asked.axes),
+            asked_mode=asked.mode,
+            is_owned=self.owned_outputs,
+        )
+        self.dispatcher.bind = self._planner.plan
         if lanes > 1:
             add_lanes(self, given, asked, plugins)
 
@@ -371,7 +381,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         stream = self._current_stream_handle()
         # The default stream, handle 0, is never captured.
         if stream and self._is_capturing():
-            return self.run_inside_capture(tensors, num_tokens)
+            return self.eager.run_inside_capture(tensors, num_tokens)
         self._acquire()  # half the price of a with statement
         try:
             plan = self._decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
@@ -404,7 +414,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
         """
         stream = self._current_stream_handle()
         if stream and self._is_capturing():
-            return self.run_inside_capture(None, num_tokens)
+            return self.eager.run_inside_capture(None, num_tokens)
         self._acquire()
         try:
             plan = self._decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
@@ -431,27 +441,3 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing, Fallbacks
             f"<GraphRunner {self.dispatcher.policy_name} on {self.backend.name}, "
             f"{self.lifecycle.num_graphs()} of {len(self.registry)} keys captured>"
         )
-
-    # -- inside -------------------------------------------------------------------------
-
-    def _bind(self, decision: Decision, batch: Batch) -> Plan:
-        """Make the plan of a cell; called under the dispatcher's lock, writes nothing."""
-        num_tokens = batch.num_tokens
-        timer = timer_for(self, decision, batch)
-        if decision.key is not None:
-            entry = self.registry.get(decision.key)
-            if entry is None or entry.state is not KeyState.CAPTURED:
-                return LazyPlan(self, decision.key, num_tokens)
-            count = self.counters.of_key(decision.key)
-            return self._make_plan(self, entry.graph, num_tokens, count, timer)
-        reason = self._own_reason(decision.reason)
-        missed = [
-            key
-            for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
-            if batch.allows(mode) and num_tokens
-            for key in self.dispatcher.graphs.covering(batch, mode)
-        ]
-        first = missed[0] if missed else None
-        retry = self.lifecycle.retry_key(reason, missed)
-        count = self.counters.of_eager(reason, first)
-        return EagerPlan(self, num_tokens, reason, count, first, retry, timer)

@@ -9,7 +9,6 @@ its signature is given the bucket there, and the value itself when it runs eager
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -19,7 +18,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dispatchkit.errors import CaptureError, ConfigError, InputError
 from dispatchkit.execute.io.host_arrays import host_array, numpy_module
 from dispatchkit.execute.io.inputs import MAX_KEPT_SIZES, RESERVED_NAMES, InputSet, StaticInput
-from dispatchkit.execute.replay.plans import AGAIN, GraphPlan, TimedPlan, WatchedPlan, graph_plan
 from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
@@ -274,41 +272,3 @@ def _padded(value: Any, spec: StaticInput, shape: torch.Size) -> Any:
 def _bits(spec: StaticInput) -> Any:
     """Return the fill as an array holds it: types that numpy lacks go bit by bit."""
     return host_array(torch.full((1,), spec.fill, dtype=spec.dtype), spec.dtype)[0]
-
-
-class AxisPlan(GraphPlan):
-    """Replay a captured step of a runner with axes, and cut the results to their values."""
-
-    def run(self, tensors: Any, stream: int) -> Any:
-        """Replay as any other step does.
-
-        Raises:
-            InputError: It is a step in place.
-        """
-        if tensors is None:
-            raise refused_in_place([axis.name for axis in self.runner.config.axes])
-        result = super().run(tensors, stream)
-        cuts = self.step.axis_cuts
-        buckets = self.step.key.descriptor.axes
-        if result is AGAIN or not cuts or tensors.values == buckets:
-            return result
-        leaves, spec = tree_flatten(result)
-        for number, dim, index in cuts:
-            if leaves[number].shape[dim] == buckets[index] != tensors.values[index]:
-                leaf = leaves[number].narrow(dim, 0, tensors.values[index])
-                leaves[number] = leaf.clone() if self.runner.owned_outputs else leaf
-        return tree_unflatten(leaves, spec)
-
-
-class WatchedAxisPlan(WatchedPlan, AxisPlan):
-    """The same for a step that check mode may look at: what is compared has been cut."""
-
-
-class TimedAxisPlan(AxisPlan, TimedPlan):
-    """The same for a step that is measured: cutting is no part of the time."""
-
-
-#: The plan of a step of a runner with axes.
-axis_graph_plan: Callable[..., GraphPlan] = partial(
-    graph_plan, plain=AxisPlan, timed=TimedAxisPlan, watched=WatchedAxisPlan
-)

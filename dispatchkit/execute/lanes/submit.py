@@ -38,6 +38,7 @@ from dispatchkit.execute.io.axes import AxisInputs
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.live.notices import Notices
+from dispatchkit.execute.replay.eager import EagerRunner
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCounters
@@ -247,7 +248,7 @@ class Traffic:
 class Submitting:
     """The part of GraphRunner that gives steps to lanes."""
 
-    strict: bool
+    eager: EagerRunner
     backend: GraphBackend
     counters: StepCounters
     dispatcher: Dispatcher
@@ -433,7 +434,7 @@ class Submitting:
         name = policy_name(self._lane_policy)
         error = PolicyError(name, "choose", problem, origin=self._lane_origin, value=answer)
         self.lane_faults += 1
-        if self.strict:
+        if self.eager.strict:
             raise error from cause
         least = min(self._traffic, key=lambda one: one.num_unfinished)
         if not self._is_lane_fault_told:

@@ -21,7 +21,9 @@ from dispatchkit.execute.io.sample_inputs import sample_inputs
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.live.recording import StepWatcher
 from dispatchkit.execute.replay.check import Checker
-from dispatchkit.execute.replay.plans import AGAIN, GraphPlan
+from dispatchkit.execute.replay.eager import EagerRunner
+from dispatchkit.execute.replay.planner import Planner
+from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.replay.timing import Timings
 from dispatchkit.execute.step.state import Snapshot, restored
 from dispatchkit.keys.batch import GraphKey
@@ -40,7 +42,8 @@ class Decided:
     timings: Timings
     checker: Checker | None
     lifecycle: Lifecycle
-    is_exact: bool = False
+    eager: EagerRunner
+    _planner: Planner
     _snapshot: Callable[[], Snapshot]
     _axes: AxisInputs | None
     _bind_inputs: Callable[..., Any]
@@ -50,7 +53,6 @@ class Decided:
     _inputs: InputSet
     _lane: Lane
     _lock: threading.RLock
-    _make_plan: Callable[..., GraphPlan]
     _recorder: StepRecorder | None
     _shadow_dispatch: Callable[..., Decision] | None
     _tell: Callable[[Decision], None] | None
@@ -95,7 +97,7 @@ class Decided:
                 training mode), or its launch failed; or this stream is being captured.
         """
         plan = getattr(decision, "plan", None)
-        if plan is None or plan.runner is not self:
+        if plan is None or plan.eager is not self.eager:
             raise ConfigError("decision", decision, "one that this runner's dispatcher gave")
         tensors, num_tokens = self._bound_and_checked(inputs)
         if self._axes is not None and decision.key is not None:
@@ -118,17 +120,17 @@ class Decided:
             watcher = self._watcher
             if watcher is not None:
                 watcher.enter(decision, 0)
-            self.is_exact, failed = True, True
+            self.eager.is_exact, failed = True, True
             try:
                 result = plan.run(tensors, stream)
                 if result is AGAIN:
-                    self.refuse_if_exact("its graph was given up", decision.key)
+                    self.eager.refuse_if_exact("its graph was given up", decision.key)
                 failed = False
             except Exception:
                 self.counters.failed_steps += 1
                 raise
             finally:
-                self.is_exact = False
+                self.eager.is_exact = False
                 if watcher is not None:
                     watcher.leave(failed=failed)
         return result
@@ -150,18 +152,6 @@ class Decided:
         if self._is_special:
             tensors = self._to_arrays(tensors)
         return tensors, self._check_inputs(tensors)
-
-    def refuse_if_exact(self, why: str, what: object) -> None:
-        """Raise where a step may only run as it was decided.
-
-        Raises:
-            ReplayError: It is such a step.
-        """
-        if self.is_exact:
-            raise ReplayError(
-                f"A step was to run by {what or 'eager'}, and could not: {why}. It was decided "
-                "for several ranks, so that it does not run another way on one of them."
-            )
 
     def run_calibration(self) -> int:
         """Time the runs that a learning policy asks for; ``capture`` does so at its end.
@@ -248,7 +238,7 @@ class Decided:
         return self._inputs.to_arrays(tensors) if self._inputs.host else tensors
 
     def _replay_of(self, key: GraphKey, step: CapturedStep) -> Callable[[], Any]:
-        plan = self._make_plan(self, step, key.num_tokens, self.counters.of_key(key), None)
+        plan = self._planner.replay(key, step, key.num_tokens)
         tensors = self._sample(key.num_tokens)
         return lambda: plan.run(tensors, self.backend.current_stream_handle())
 

@@ -20,6 +20,7 @@ from dispatchkit.errors import SwapError
 from dispatchkit.execute.capture.budget import Budget
 from dispatchkit.execute.capture.report import largest_first
 from dispatchkit.execute.live.swap_requests import UNCHANGED, Change, SwapRequests, no_change
+from dispatchkit.execute.replay.planner import Planner
 from dispatchkit.execute.replay.timing import Timings
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
@@ -69,6 +70,7 @@ class Swapping(SwapRequests):
     """The part of GraphRunner that changes what decides, while steps run."""
 
     timings: Timings
+    _planner: Planner
 
     def swap(
         self,
@@ -216,6 +218,7 @@ class Swapping(SwapRequests):
             removed = sorted(self.dispatcher.install(change.proposal), key=largest_first)
             self._asked = change.asked
             self.asked_mode: CUDAGraphMode = change.asked.mode
+            self._planner.asked_mode = change.asked.mode
             self.config: DispatchConfig = change.proposal.config
             self.mode_reasons: tuple[str, ...] = change.mode_reasons
             self._lane.forget_plans()

@@ -17,6 +17,7 @@ from dispatchkit.execute.capture.budget import Budget
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.live.notices import Notices
+from dispatchkit.execute.replay.eager import EagerRunner
 from dispatchkit.execute.setup import OF_CONFIG, honoured, make_policy
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.keys.batch import GraphKey
@@ -59,7 +60,7 @@ class SwapRequests:
 
     dispatcher: Dispatcher
     registry: GraphRegistry
-    strict: bool
+    eager: EagerRunner
     config: DispatchConfig
     asked_mode: CUDAGraphMode
     mode_reasons: tuple[str, ...]
@@ -124,7 +125,7 @@ class SwapRequests:
             **{name: made_from[name] for name in _FIXED},
             "backend": backend if isinstance(backend, str) else self.backend.name,
             "lazy": self.lifecycle.lazy,
-            "strict": self.strict,
+            "strict": self.eager.strict,
             "policy": self._policy_name(),
             "policy_options": made_from["policy_options"] or {},
         }

@@ -8,6 +8,8 @@ from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.optional import LaunchCall, features_of
 from dispatchkit.errors import ReplayError
 from dispatchkit.execute.capture.captured import CapturedStep, FullStep, LaunchError
+from dispatchkit.execute.io.staging import Staging
+from dispatchkit.execute.lane import Chain, Lane
 
 
 def direct_call(backend: GraphBackend, step: CapturedStep) -> tuple[LaunchCall, Any] | str:
@@ -37,3 +39,25 @@ def refused(code: int, step: CapturedStep) -> LaunchError:
     """Return the error of a direct launch that gave an error code."""
     cause = ReplayError(f"The launch of {step.key} failed with CUDA error {code}.")
     return LaunchError(cause, has_effect=step.has_effect)
+
+
+def noting(launch: LaunchCall, staging: Staging, lane: Lane) -> LaunchCall:
+    """Return a launch that also notes until when the pinned memory of host inputs is read."""
+
+    def launch_and_note(graph: Any, stream: Any) -> int | None:
+        code = launch(graph, stream)
+        if lane.last_stream is not None:
+            staging.note_launch(lane.last_stream)
+        return code
+
+    return launch_and_note
+
+
+def in_turn(launch: LaunchCall, chain: Chain, lane: Lane) -> LaunchCall:
+    """Return a launch that waits for its turn among the steps of all lanes."""
+
+    def launch_in_turn(graph: Any, stream: Any) -> int | None:
+        with chain.turn(lane):
+            return launch(graph, stream)
+
+    return launch_in_turn

@@ -1,22 +1,21 @@
-"""What a runner does when no graph serves a step, or one that did must not any more."""
+"""EagerRunner: the step without a graph, and graphs that must not be used any more."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import InputError, NoGraphError, ReplayError
 from dispatchkit.execute.capture.captured import CapturedStep, LaunchError
 from dispatchkit.execute.capture.lifecycle import Lifecycle
+from dispatchkit.execute.capture.warmup import Warmups
 from dispatchkit.execute.io.axes import AxisInputs
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.replay.check import Checker, CheckWarning
-from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.reasons import (
     CHECK_FAILED,
     DOWNGRADES,
@@ -34,34 +33,51 @@ _ABOUT_PADDING = (
 )
 
 
-class Fallbacks:
-    """The part of GraphRunner that runs steps plainly, and says why."""
+class EagerRunner:
+    """Run the step eager, with a counted reason.
 
-    strict: bool
-    lifecycle: Lifecycle
-    counters: StepCounters
-    backend: GraphBackend
-    downgrades = DOWNGRADES
-    _axes: AxisInputs | None
-    _inputs: InputSet
-    _lane: Lane
-    _step: Step
-    _writes: Callable[[], bool]
-    _may_write: Callable[[], bool]
-    _is_capturing: Callable[[], bool]
-    _current_stream_handle: Callable[[], int]
-    _row_count: str | None
-    checker: Checker | None
-    _told: set[str]
-    refuse_if_exact: Callable[[str, object], None]
+    This is all that a plan needs to know of what is around it: a step that no graph serves runs
+    here, and a graph whose replay failed, or differed from eager, is put out of use here.
 
-    @property
-    def num_ticks(self) -> int:
-        """How often the step has been run, by a replay or eager."""
-        return self._lane.tick
+    Args:
+        warmups: What is known of the step and of the state it changes.
+        inputs: Its static inputs; where there are axes, at their smallest buckets.
+        axes: Its axes, where it has some.
+        row_count: Name of the input that holds the true number of rows.
+        lane: Orders eager steps with replays.
+        lifecycle: The graphs.
+        counters: Where steps are counted.
+        checker: Check mode, where it is on.
+        strict: A downgrade to eager raises.
 
-    def run_eager(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
-        """Run the step plainly on a checked call, uncounted; None: on what the buffers hold."""
+    Attributes:
+        strict: The same; it may change while serving.
+        is_exact: The step that runs now may only run as it was decided.
+    """
+
+    def __init__(
+        self,
+        warmups: Warmups,
+        inputs: InputSet,
+        axes: AxisInputs | None,
+        row_count: str | None,
+        lane: Lane,
+        lifecycle: Lifecycle,
+        counters: StepCounters,
+        checker: Checker | None,
+        *,
+        strict: bool,
+    ) -> None:
+        self._warmups, self._step, self._lane = warmups, warmups.step, lane
+        self._inputs, self._axes, self._row_count = inputs, axes, row_count
+        self._lifecycle, self._counters, self._checker = lifecycle, counters, checker
+        self._backend = lane.backend
+        self._warned: set[str] = set()
+        self.strict = strict
+        self.is_exact: bool = False
+
+    def run(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
+        """Run a checked call, uncounted; None runs what the static inputs hold."""
         self._lane.tick += 1
         self._inputs.plain = None
         if self._axes is not None:
@@ -72,40 +88,22 @@ class Fallbacks:
             else:
                 tensors = self._inputs.to_tensors(tensors)
             given = dict(zip(self._inputs.names, tensors, strict=True))
-        checker = self.checker
-        if checker is None or not checker.notes_eager or self._is_capturing():
-            return self._run_plainly(given, num_tokens)
+        checker = self._checker
+        if checker is None or not checker.notes_eager or self._backend.is_capturing():
+            return self._run_in_order(given, num_tokens)
         self._lane.order()
-        return checker.note_eager(lambda: self._run_plainly(given, num_tokens))
+        return checker.note_eager(lambda: self._run_in_order(given, num_tokens))
 
-    def _run_plainly(self, given: dict[str, Any], num_tokens: int) -> Any:
-        if self._row_count is not None:
-            given[self._row_count] = torch.full(
-                (), num_tokens, dtype=torch.int64, device=self._inputs.device
-            )
-        lane, handle = self._lane, self._current_stream_handle()
-        chain = lane.chain
-        with torch.no_grad():
-            if chain is None and (handle == lane.handle or not self._writes()):
-                return self._step(given)
-            # Inside a capture nothing outside can be waited for, and whoever captures orders it.
-            if not self._may_write() or (handle and self._is_capturing()):
-                return self._step(given)
-            if handle != lane.handle:
-                lane.switch(handle)  # replays change the same state, and a capture restores it
-            if chain is None or chain.disjoint_state:
-                return self._step(given)
-            stream = self.backend.current_stream()
-            chain.before(stream)
-            try:
-                return self._step(given)
-            finally:
-                chain.after(stream)
-
-    def run_eager_for(
+    def run_for(
         self, reason: str, tensors: Sequence[Any] | None, num_tokens: int, missed: GraphKey | None
     ) -> Any:
-        """Run the step plainly, counted and told with a reason.
+        """Run a checked call, counted with a reason and warned of.
+
+        Args:
+            reason: Why no graph runs.
+            tensors: The call; None runs what the static inputs hold.
+            num_tokens: Its rows.
+            missed: The graph that would have run.
 
         Raises:
             NoGraphError: The runner is strict and the reason is a downgrade.
@@ -113,19 +111,19 @@ class Fallbacks:
         """
         self.refuse_if_exact(reason, missed)
         if reason in DOWNGRADES:
-            self.tell_eager(reason, num_tokens, missed)
-        result = self.run_eager(tensors, num_tokens)
-        count = self.counters.of_eager(str(reason), missed)
+            self.warn(reason, num_tokens, missed)
+        result = self.run(tensors, num_tokens)
+        count = self._counters.of_eager(str(reason), missed)
         count.steps += 1
         count.tokens += num_tokens
         return result
 
     def run_inside_capture(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
-        """Run the step plainly inside a capture that the caller began, which records it.
+        """Run a checked call inside a capture that the caller began, which records it.
 
         Raises:
-            InputError: There are host inputs: their values would be those of the capture in
-                every replay of the caller's graph.
+            InputError: There are host inputs: every replay of the caller's graph would use
+                their values of now.
         """
         if self._inputs.host:
             name = self._inputs.names[self._inputs.host[0]]
@@ -135,17 +133,17 @@ class Fallbacks:
                 "every replay of that graph would use the value of now. Declare it without "
                 "host=True and give a tensor of the device, or call the runner outside.",
             )
-        return self.run_eager_for(INSIDE_CAPTURE, tensors, num_tokens, None)
+        return self.run_for(INSIDE_CAPTURE, tensors, num_tokens, None)
 
-    def tell_eager(self, reason: str, num_tokens: int, missed: GraphKey | None) -> None:
-        """Warn once of a downgrade; in a strict runner refuse it.
+    def warn(self, reason: str, num_tokens: int, missed: GraphKey | None) -> None:
+        """Warn of a downgrade, once for each reason; in a strict runner refuse it.
 
         Raises:
             NoGraphError: The runner is strict.
         """
-        if not self.strict and reason in self._told:
+        if not self.strict and reason in self._warned:
             return
-        near = sorted(self.lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
+        near = sorted(self._lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
         nearest = tuple(str(key) for key in near[:3])
         what = f"{num_tokens} tokens" + (f" (graph {missed})" if missed else "")
         have = f"Nearest captured: {', '.join(nearest) or 'none'}. {NEXT_STEPS[reason]}"
@@ -156,7 +154,7 @@ class Fallbacks:
                 reason=reason,
                 nearest=nearest,
             )
-        self._told.add(reason)
+        self._warned.add(reason)
         warnings.warn(
             f"Steps run eager, reason {reason}; the first had {what}. {have} "
             "Told once; runner.stats() counts them, runner.explain() says why.",
@@ -164,35 +162,47 @@ class Fallbacks:
             stacklevel=2,
         )
 
+    def refuse_if_exact(self, why: str, what: object) -> None:
+        """Raise where a step may only run as it was decided.
+
+        Raises:
+            ReplayError: It is such a step.
+        """
+        if self.is_exact:
+            raise ReplayError(
+                f"A step was to run by {what or 'eager'}, and could not: {why}. It was decided "
+                "for several ranks, so that it does not run another way on one of them."
+            )
+
     def replay_failed(
         self, step: CapturedStep, error: LaunchError, tensors: Sequence[Any] | None, num_tokens: int
     ) -> Any:
-        """Mark the keys of a step whose launch failed; run eager if that is still once.
+        """Put a graph whose launch failed out of use; run eager if the step still runs once.
 
         Raises:
             ReplayError: Something of the step may have taken effect.
         """
-        self.counters.replay_failures += 1
+        self._counters.replay_failures += 1
         problem = f"replay: {type(error.cause).__name__}: {error.cause}"
-        for key, one in self.lifecycle.live().items():
+        for key, one in self._lifecycle.live().items():
             if one is step:
-                self.lifecycle.fail(key, problem)
+                self._lifecycle.fail(key, problem)
         if error.has_effect:
             raise ReplayError(
                 f"Replay of {step.key} failed: {error.cause}. The step changes state and may "
                 "have done so in part, so that it was not run again; its graph is not used any "
                 "more. Restore the state before the next step."
             ) from error.cause
-        return self.run_eager_for(REPLAY_FAILED, tensors, num_tokens, step.key)
+        return self.run_for(REPLAY_FAILED, tensors, num_tokens, step.key)
 
     def check_failed(
         self, step: CapturedStep, difference: str, result: Any, num_tokens: int
     ) -> Any:
-        """Put a graph that gave something else than eager out of use; return eager's result."""
-        for key, one in self.lifecycle.live().items():
+        """Put a graph that gave another result than eager out of use; return eager's result."""
+        for key, one in self._lifecycle.live().items():
             if one is step:
-                self.lifecycle.fail(key, f"check: {difference}")
-        count = self.counters.of_eager(CHECK_FAILED, step.key)
+                self._lifecycle.fail(key, f"check: {difference}")
+        count = self._counters.of_eager(CHECK_FAILED, step.key)
         count.steps += 1
         count.tokens += num_tokens
         warnings.warn(
@@ -205,3 +215,24 @@ class Fallbacks:
             stacklevel=2,
         )
         return result
+
+    def _run_in_order(self, given: dict[str, Any], num_tokens: int) -> Any:
+        """Run the step, ordered with other steps that change the same state."""
+        if self._row_count is not None:
+            given[self._row_count] = torch.full(
+                (), num_tokens, dtype=torch.int64, device=self._inputs.device
+            )
+        lane, handle = self._lane, self._backend.current_stream_handle()
+        chain = lane.chain
+        with torch.no_grad():
+            if chain is None and (handle == lane.handle or not self._warmups.writes()):
+                return self._step(given)
+            # Inside a capture nothing outside can be waited for, and whoever captures orders it.
+            if not self._warmups.may_write() or (handle and self._backend.is_capturing()):
+                return self._step(given)
+            if handle != lane.handle:
+                lane.switch(handle)  # replays change the same state, and a capture restores it
+            if chain is None or chain.disjoint_state:
+                return self._step(given)
+            with chain.turn(lane):
+                return self._step(given)

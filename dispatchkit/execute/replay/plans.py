@@ -8,25 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dispatchkit.backends.optional import LaunchCall
-from dispatchkit.dispatch import Decision
 from dispatchkit.execute.capture.captured import CapturedStep, FullStep, LaunchError
+from dispatchkit.execute.capture.lifecycle import Lifecycle
+from dispatchkit.execute.io.axes import refused_in_place
 from dispatchkit.execute.io.loaders import Loader
 from dispatchkit.execute.io.node_loaders import NodeLoader, loader_of
 from dispatchkit.execute.io.outputs import builder, cut
-from dispatchkit.execute.replay.direct import direct_call, refused
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.replay.check import Checker
+from dispatchkit.execute.replay.direct import direct_call, in_turn, noting, refused
+from dispatchkit.execute.replay.eager import EagerRunner
 from dispatchkit.execute.replay.timing import Timer
-from dispatchkit.execute.step.guard import Watched, difference
+from dispatchkit.execute.step.guard import Guard, Watched, difference
+from dispatchkit.execute.step.reasons import DOWNGRADES
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCount
-
-if TYPE_CHECKING:
-    from dispatchkit.execute.replay.check import Checker
-    from dispatchkit.execute.runner import GraphRunner
 
 
 class _Again:
@@ -43,10 +45,12 @@ _is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 class EagerPlan:
-    """Run the step plainly, at its exact size.
+    """Run the step eager, at its exact size.
 
     Args:
-        runner: Whose step.
+        eager: Runs it.
+        lifecycle: The graphs, one of which may be captured again first.
+        lane: Whose static inputs steps in place write.
         num_tokens: Rows of the cell.
         reason: Why, for counters.
         count: What the step is counted in.
@@ -55,17 +59,11 @@ class EagerPlan:
         timer: Measures it, where the decision asks for that.
     """
 
-    runner: GraphRunner
-    num_tokens: int
-    reason: str
-    count: StepCount
-    missed: GraphKey | None
-    retry: GraphKey | None
-    timer: Timer | None
-
     def __init__(
         self,
-        runner: GraphRunner,
+        eager: EagerRunner,
+        lifecycle: Lifecycle,
+        lane: Lane,
         num_tokens: int,
         reason: str,
         count: StepCount,
@@ -73,9 +71,11 @@ class EagerPlan:
         retry: GraphKey | None,
         timer: Timer | None,
     ) -> None:
-        self.runner, self.num_tokens, self.reason = runner, num_tokens, reason
-        self.count, self.missed, self.retry, self.timer = count, missed, retry, timer
-        self._is_downgrade = reason in runner.downgrades
+        self.eager: EagerRunner = eager
+        self._lifecycle, self._lane = lifecycle, lane
+        self._num_tokens, self._reason, self._count = num_tokens, reason, count
+        self._missed, self._retry, self._timer = missed, retry, timer
+        self._is_downgrade = reason in DOWNGRADES
 
     def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
         """Run a checked call.
@@ -83,54 +83,66 @@ class EagerPlan:
         Raises:
             NoGraphError: The runner is strict and the reason is a downgrade.
         """
-        runner = self.runner
+        eager, num_tokens, timer = self.eager, self._num_tokens, self._timer
         if self._is_downgrade:
-            if self.retry is not None and not runner.is_exact:
-                with _rows_kept(runner, tensors, self.num_tokens):
-                    is_tried = runner.lifecycle.retry_if_due(self.retry)
+            if self._retry is not None and not eager.is_exact:
+                with _rows_kept(self._lane, tensors, num_tokens):
+                    is_tried = self._lifecycle.retry_if_due(self._retry)
                 if is_tried:
                     return AGAIN
-            if self.missed is not None:
-                runner.lifecycle.note_missed(self.missed)
-            runner.tell_eager(self.reason, self.num_tokens, self.missed)
-        timer = self.timer
-        if timer is None or not timer.is_due(runner.num_ticks):
-            result = runner.run_eager(tensors, self.num_tokens)
+            if self._missed is not None:
+                self._lifecycle.note_missed(self._missed)
+            eager.warn(self._reason, num_tokens, self._missed)
+        if timer is None or not timer.is_due(self._lane.tick):
+            result = eager.run(tensors, num_tokens)
         else:
-            result = timer.measure(lambda: runner.run_eager(tensors, self.num_tokens))
-        self.count.steps += 1
-        self.count.tokens += self.num_tokens
+            result = timer.measure(lambda: eager.run(tensors, num_tokens))
+        self._count.steps += 1
+        self._count.tokens += num_tokens
         return result
 
 
 def _rows_kept(
-    runner: GraphRunner, tensors: Sequence[Any] | None, num_tokens: int
+    lane: Lane, tensors: Sequence[Any] | None, num_tokens: int
 ) -> AbstractContextManager[None]:
     """Keep what a step in place was given over a capture; a call's tensors are its own."""
-    buffers = runner._lane.buffers
+    buffers = lane.buffers
     if tensors is not None or num_tokens > buffers.num_rows:
         return nullcontext()
     return buffers.kept(num_tokens)
 
 
 class LazyPlan:
-    """A key that may run but has no graph yet: capture it, or run eager until it is due."""
+    """A key that may run but has no graph yet: capture it, or run eager until it is due.
 
-    runner: GraphRunner
-    key: GraphKey
-    num_tokens: int
+    Args:
+        eager: Runs the step until then.
+        lifecycle: Captures the key.
+        lane: Whose static inputs steps in place write.
+        key: Which.
+        num_tokens: Rows of the cell.
+    """
 
-    def __init__(self, runner: GraphRunner, key: GraphKey, num_tokens: int) -> None:
-        self.runner, self.key, self.num_tokens = runner, key, num_tokens
+    def __init__(
+        self,
+        eager: EagerRunner,
+        lifecycle: Lifecycle,
+        lane: Lane,
+        key: GraphKey,
+        num_tokens: int,
+    ) -> None:
+        self.eager: EagerRunner = eager
+        self._lifecycle, self._lane = lifecycle, lane
+        self._key, self._num_tokens = key, num_tokens
 
     def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
         """Capture and ask the table again, or run eager."""
-        self.runner.refuse_if_exact("it has no graph yet", self.key)
-        with _rows_kept(self.runner, tensors, self.num_tokens):
-            reason = self.runner.lifecycle.capture_if_due(self.key)
+        self.eager.refuse_if_exact("it has no graph yet", self._key)
+        with _rows_kept(self._lane, tensors, self._num_tokens):
+            reason = self._lifecycle.capture_if_due(self._key)
         if not reason:
             return AGAIN
-        return self.runner.run_eager_for(reason, tensors, self.num_tokens, self.key)
+        return self.eager.run_for(reason, tensors, self._num_tokens, self._key)
 
 
 class GraphPlan:
@@ -141,36 +153,45 @@ class GraphPlan:
     may have changed, copies in, launches and counts.
 
     Args:
-        runner: Whose step.
         step: What is replayed.
         num_tokens: Rows of the cell, at most the size of the graph.
         count: What the step is counted in.
+        eager: Runs the step where the graph must not, and where its launch fails.
+        guard: Tells whether the graph was made under the facts of now.
+        is_owned: Each call returns tensors of its own.
 
     Attributes:
         loader: Brings the inputs in; None until the first run, and again when there are too
             many plans.
     """
 
-    runner: GraphRunner
-    step: CapturedStep
-    num_tokens: int
-    count: StepCount
-
     def __init__(
-        self, runner: GraphRunner, step: CapturedStep, num_tokens: int, count: StepCount
+        self,
+        step: CapturedStep,
+        num_tokens: int,
+        count: StepCount,
+        eager: EagerRunner,
+        guard: Guard,
+        *,
+        is_owned: bool,
     ) -> None:
-        self.runner, self.step, self.num_tokens, self.count = runner, step, num_tokens, count
+        self.eager: EagerRunner = eager
+        self.step: CapturedStep = step
+        self.num_tokens: int = num_tokens
+        self.count: StepCount = count
+        self._guard, self._is_owned = guard, is_owned
         self.loader: Loader | NodeLoader | None = None
         self._lane = step.lane
         self._had_autocast = step.guard[0] is not None
-        self._modules: tuple[Watched, ...] = runner.guard.watched(step.guard)
+        self._modules: tuple[Watched, ...] = guard.watched(step.guard)
         # A step without modules pays for none.
         self._looks = self._had_autocast or bool(self._modules)
-        self._launch: LaunchCall = self._launch_step
+        # None: by its own replay. A bound method of the plan here would be a reference cycle.
+        self._launch: LaunchCall | None = None
         self._graph: Any = None
-        self._may_settle = True  # whether it draws random numbers is known after its first replay
+        self._may_go_direct = True  # whether it draws random numbers: its first replay tells
         self._ready: Any = _NOT_READY
-        self._result: Callable[[], Any] = self._make_result
+        self._make: Callable[[], Any] | None = None
         self._leaves: list[Any] | None = None
         self._padded: Sequence[Any] = ()
         self._build = builder(step.layout.spec)
@@ -186,12 +207,12 @@ class GraphPlan:
         if step.released:
             return AGAIN
         if _is_any_autocast_enabled() or (self._looks and self._has_changed()):
-            reason = self._guard_reason()
+            reason = self.guard_reason()
             if reason:
-                return self.runner.run_eager_for(reason, tensors, self.num_tokens, step.key)
+                return self.eager.run_for(reason, tensors, self.num_tokens, step.key)
         if stream != lane.handle:
             lane.switch(stream)
-        loader = self.loader or self._prepare()
+        loader = self.loader or self.prepare()
         if tensors is not None:
             loader.load(tensors)
         elif not loader.is_settled():
@@ -199,24 +220,33 @@ class GraphPlan:
         if lane.row_count is not None:
             lane.set_rows(self.num_tokens)
         try:
-            code = self._launch(self._graph, lane.stream_argument)
-            if code:
+            launch = self._launch
+            if launch is None:
+                self._replay()
+            elif code := launch(self._graph, lane.stream_argument):
                 raise refused(code, step)
         except LaunchError as error:
-            return self.runner.replay_failed(step, error, tensors, self.num_tokens)
+            return self.eager.replay_failed(step, error, tensors, self.num_tokens)
         lane.tick = step.last_used = lane.tick + 1
         step.hits += 1
         count = self.count
         count.steps += 1
         count.tokens += self.num_tokens
         ready = self._ready
-        return self._result() if ready is _NOT_READY else ready
+        if ready is not _NOT_READY:
+            return ready
+        make = self._make
+        return self._make_result() if make is None else make()
 
     def forget(self) -> None:
-        """Let go of what is kept; the next run finds it again."""
+        """Release what is kept; the next run finds it again."""
         self.loader = None
-        self._ready, self._leaves, self._result = _NOT_READY, None, self._make_result
-        self._launch, self._graph, self._padded = self._launch_step, None, ()
+        self._ready, self._leaves, self._make = _NOT_READY, None, None
+        self._launch, self._graph, self._padded = None, None, ()
+
+    def guard_reason(self) -> str:
+        """Return which fact is another than at the capture, as a reason; empty if none is."""
+        return difference(self.step.guard, self._guard.now())
 
     def _has_changed(self) -> bool:
         if self._had_autocast:
@@ -226,15 +256,12 @@ class GraphPlan:
                 return True
         return False
 
-    def _guard_reason(self) -> str:
-        return difference(self.step.guard, self.runner.guard.now())
-
     # -- what is found once -------------------------------------------------------------
 
-    def _prepare(self) -> Loader | NodeLoader:
+    def prepare(self) -> Loader | NodeLoader:
+        """Find what is found once, and keep it; returns what brings the inputs in."""
         step = self.step
-        self._may_settle = any(graph.has_random_state for graph in step.graphs)
-        self._launch, self._graph = self._choose_launch()
+        self._choose_launch()
         if step.leaves:
             self._leaves = cut(step.layout, step.leaves, self.num_tokens)
             self._choose_result(self._leaves)
@@ -242,117 +269,99 @@ class GraphPlan:
         step.lane.keep_ready(self)
         return loader
 
-    def _choose_launch(self) -> tuple[LaunchCall, Any]:
+    def _choose_launch(self) -> None:
         step, lane = self.step, self._lane
-        launch, own = self._choose_call()
-        chain = lane.chain
-        if chain is None or not chain.orders(step.graphs, has_effect=step.has_effect):
-            return launch, own
-
-        def in_turn(graph: Any, stream: Any) -> int | None:
-            if lane.last_stream is None:
-                return launch(graph, stream)
-            chain.before(lane.last_stream)
-            try:
-                return launch(graph, stream)
-            finally:  # what raised may have queued a part
-                chain.after(lane.last_stream)
-
-        return in_turn, own
-
-    def _choose_call(self) -> tuple[LaunchCall, Any]:
-        direct = direct_call(self.runner.backend, self.step)
+        self._may_go_direct = any(graph.has_random_state for graph in step.graphs)
+        direct = direct_call(lane.backend, step)
         if isinstance(direct, str):
-            return self._launch_step, None
-        staging = self.step.staging
-        if staging is None:
-            return direct
-        launch, graph = direct
-        lane = self._lane
-
-        def launch_and_note(graph: Any, stream: Any) -> int | None:
-            code = launch(graph, stream)
-            if lane.last_stream is not None:
-                staging.note_launch(lane.last_stream)
-            return code
-
-        return launch_and_note, graph
+            self._launch, self._graph = None, None
+            return
+        launch, self._graph = direct
+        if step.staging is not None:
+            launch = noting(launch, step.staging, lane)
+        if lane.chain is not None and lane.chain.orders(step.graphs, has_effect=step.has_effect):
+            launch = in_turn(launch, lane.chain, lane)
+        self._launch = launch
 
     def _choose_result(self, leaves: list[Any]) -> None:
         """Keep the result itself where every call may have the same one, or what makes it."""
         spec = self.step.layout.spec
-        if self.runner.owned_outputs and any(self.step.clones):
+        if self._is_owned and any(self.step.clones):
             if spec.is_leaf():
-                self._result = leaves[0].clone
+                self._make = leaves[0].clone
         elif spec.is_leaf() or (spec.type is tuple and spec.num_nodes == 1 + spec.num_leaves):
             self._ready = self._build(leaves)
 
     # -- the ways that are not direct ---------------------------------------------------
 
-    def _launch_step(self, graph: Any, stream: Any) -> None:
-        """Launch by the graph itself; from its first replay on it may turn out to draw nothing."""
-        step = self.step
-        staging = step.staging
+    def _replay(self) -> None:
+        """Launch by the graph itself; its first replay may tell that it can go directly."""
+        step, lane, chain = self.step, self._lane, self._lane.chain
+        if chain is None or not chain.orders(step.graphs, has_effect=step.has_effect):
+            padded = self._replay_now()
+        else:
+            with chain.turn(lane):
+                padded = self._replay_now()
+        if not step.leaves:  # kept no longer than the graph where the graph has them
+            self._padded = padded
+        if self._may_go_direct:
+            self._choose_launch()
+
+    def _replay_now(self) -> Sequence[Any]:
+        step, staging = self.step, self.step.staging
         if staging is not None and not isinstance(step, FullStep):
             staging.queue_copy(step.key.num_tokens)  # before all pieces: it is in no graph
         padded = step.launch()
-        if not step.leaves:  # kept no longer than the graph where the graph has them
-            self._padded = padded
         if staging is not None and self._lane.last_stream is not None:
             staging.note_launch(self._lane.last_stream)
-        if self._may_settle:
-            self._may_settle = any(graph.has_random_state for graph in step.graphs)
-            self._launch, self._graph = self._choose_launch()
+        return padded
 
     def _make_result(self) -> Any:
         leaves = self._leaves
         if leaves is None:
             leaves = cut(self.step.layout, self._padded, self.num_tokens)
-        return self._build(self._hand_out(leaves))
+        if not self._is_owned:
+            return self._build(list(leaves))
+        return self._build(
+            [
+                leaf.clone() if own else leaf
+                for leaf, own in zip(leaves, self.step.clones, strict=True)
+            ]
+        )
 
-    def _hand_out(self, leaves: list[Any]) -> list[Any]:
-        if not self.runner.owned_outputs:
-            return list(leaves)
-        return [
-            leaf.clone() if own else leaf
-            for leaf, own in zip(leaves, self.step.clones, strict=True)
-        ]
 
-
-class TimedPlan(GraphPlan):
+class TimedPlan:
     """Replay a captured step that is measured when its turn comes.
 
     Other steps of it cost one comparison more than those that nobody wants timed.
+
+    Args:
+        plan: Replays it.
+        timer: Measures it.
     """
 
-    def __init__(
-        self,
-        runner: GraphRunner,
-        step: CapturedStep,
-        num_tokens: int,
-        count: StepCount,
-        timer: Timer,
-    ) -> None:
-        super().__init__(runner, step, num_tokens, count)
+    def __init__(self, plan: GraphPlan, timer: Timer) -> None:
+        self.eager: EagerRunner = plan.eager
+        self._plan, self._lane = plan, plan.step.lane
         self._timer, self._timings = timer, timer.timings
         self._is_always_due = timer.is_always_due
 
     def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
         """Replay as any other step does, and perhaps measure it."""
-        lane = self._lane
+        lane, plan = self._lane, self._plan
         if lane.tick < self._timings.due and not self._is_always_due:
-            return GraphPlan.run(self, tensors, stream)
-        step = self.step
+            return plan.run(tensors, stream)
+        step = plan.step
         if step.released:
             return AGAIN
         # Neither a wait for another stream nor what is found once is part of the step.
         if stream != lane.handle:
             lane.switch(stream)
-        if self.loader is None:
-            self._prepare()
+        if plan.loader is None:
+            plan.prepare()
         hits, measurement = step.hits, self._timer.begin()
         try:
-            result = GraphPlan.run(self, tensors, stream)
+            result = plan.run(tensors, stream)
         except Exception:
             self._timings.fail(measurement)
             raise
@@ -363,84 +372,93 @@ class TimedPlan(GraphPlan):
         return result
 
 
-class WatchedPlan(GraphPlan):
-    """Replay a captured step that check mode may look at."""
+class AxisPlan:
+    """Replay a captured step of a runner with axes, and cut the results to their values.
+
+    Args:
+        plan: Replays it.
+        step: What is replayed.
+        axes: Names of the axes.
+        is_owned: Each call returns tensors of its own.
+    """
 
     def __init__(
-        self,
-        runner: GraphRunner,
-        step: CapturedStep,
-        num_tokens: int,
-        count: StepCount,
-        checker: Checker,
+        self, plan: GraphPlan | TimedPlan, step: CapturedStep, axes: Sequence[str], *, is_owned: bool
     ) -> None:
-        super().__init__(runner, step, num_tokens, count)
-        self._checker = checker
-        self._owns = runner.owned_outputs
+        self.eager: EagerRunner = plan.eager
+        self._plan, self._step, self._axes, self._is_owned = plan, step, axes, is_owned
+
+    def run(self, tensors: Any, stream: int) -> Any:
+        """Replay as any other step does.
+
+        Raises:
+            InputError: It is a step in place.
+        """
+        if tensors is None:
+            raise refused_in_place(self._axes)
+        result = self._plan.run(tensors, stream)
+        cuts = self._step.axis_cuts
+        buckets = self._step.key.descriptor.axes
+        if result is AGAIN or not cuts or tensors.values == buckets:
+            return result
+        leaves, spec = tree_flatten(result)
+        for number, dim, index in cuts:
+            if leaves[number].shape[dim] == buckets[index] != tensors.values[index]:
+                leaf = leaves[number].narrow(dim, 0, tensors.values[index])
+                leaves[number] = leaf.clone() if self._is_owned else leaf
+        return tree_unflatten(leaves, spec)
+
+
+class CheckedPlan:
+    """Replay a captured step that check mode may compare with eager.
+
+    Args:
+        plan: Replays it; with axes, the plan that cuts its results.
+        replay: The replay itself.
+        checker: Compares.
+        is_owned: Each call returns tensors of its own.
+    """
+
+    def __init__(
+        self, plan: GraphPlan | AxisPlan, replay: GraphPlan, checker: Checker, *, is_owned: bool
+    ) -> None:
+        self.eager: EagerRunner = plan.eager
+        self._plan, self._replay, self._checker, self._is_owned = plan, replay, checker, is_owned
 
     def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
         """Replay as any other step does, and perhaps compare it."""
-        step, runner, checker = self.step, self.runner, self._checker
+        replay, eager, checker = self._replay, self.eager, self._checker
+        step, num_tokens, count = replay.step, replay.num_tokens, replay.count
         if step.released:
             return AGAIN
-        if self._guard_reason() or not checker.is_due(step, self.num_tokens):
-            return super().run(tensors, stream)
-        steps, tokens = self.count.steps, self.count.tokens
-        self._owns = True
-        try:
-            result, found = checker.compare(
-                step,
-                self.num_tokens,
-                lambda: super(WatchedPlan, self).run(tensors, stream),
-                lambda: runner.run_eager(tensors, self.num_tokens),
-            )
-        finally:
-            self._owns = runner.owned_outputs
+        if replay.guard_reason() or not checker.is_due(step, num_tokens):
+            hits = step.hits
+            result = self._plan.run(tensors, stream)
+            if self._is_owned or step.hits == hits:  # nothing is handed out, or it ran eager
+                return result
+            leaves, spec = tree_flatten(result)
+            return tree_unflatten(checker.hand_out(leaves), spec)
+        steps, tokens = count.steps, count.tokens
+        result, found = checker.compare(
+            step,
+            num_tokens,
+            lambda: self._own(self._plan.run(tensors, stream)),
+            lambda: eager.run(tensors, num_tokens),
+        )
         if found:
             # The caller gets eager's result: that is what is counted.
-            self.count.steps, self.count.tokens = steps, tokens
-            return runner.check_failed(step, found, result, self.num_tokens)
+            count.steps, count.tokens = steps, tokens
+            return eager.check_failed(step, found, result, num_tokens)
         return result
 
-    def _choose_result(self, leaves: list[Any]) -> None:
-        """Nothing is ready: who reads a result too late is to be found out."""
-
-    def _hand_out(self, leaves: list[Any]) -> list[Any]:
-        if not self._owns:
-            return self._checker.hand_out(leaves)
-        return [
-            leaf.clone() if own else leaf
-            for leaf, own in zip(leaves, self.step.clones, strict=True)
-        ]
+    def _own(self, result: Any) -> Any:
+        """Return a result in memory of its own."""
+        clones = self._replay.step.clones
+        leaves, spec = tree_flatten(result)
+        if self._is_owned or len(leaves) != len(clones):
+            return result
+        own = [leaf.clone() if one else leaf for leaf, one in zip(leaves, clones, strict=True)]
+        return tree_unflatten(own, spec)
 
 
-Plan = EagerPlan | LazyPlan | GraphPlan
-
-
-def graph_plan(
-    runner: GraphRunner,
-    step: CapturedStep,
-    num_tokens: int,
-    count: StepCount,
-    timer: Timer | None,
-    *,
-    plain: type[GraphPlan] = GraphPlan,
-    timed: type[TimedPlan] = TimedPlan,
-    watched: type[WatchedPlan] = WatchedPlan,
-) -> GraphPlan:
-    """Return the plan of a step: measured or compared only where somebody asks for that."""
-    if runner.checker is not None:
-        return watched(runner, step, num_tokens, count, runner.checker)
-    if timer is not None:
-        return timed(runner, step, num_tokens, count, timer)
-    return plain(runner, step, num_tokens, count)
-
-
-def timer_for(runner: GraphRunner, decision: Decision, batch: Any) -> Timer | None:
-    """Return what measures a decision's step, None where it asks for nothing.
-
-    In check mode none is measured, since some steps run twice.
-    """
-    if not decision.timed or runner.checker is not None:
-        return None
-    return Timer(runner.timings, decision, batch)
+Plan = EagerPlan | LazyPlan | GraphPlan | TimedPlan | AxisPlan | CheckedPlan

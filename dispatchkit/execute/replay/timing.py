@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,7 +17,7 @@ from typing import TypeVar
 import attrs
 
 from dispatchkit.backends.base import Event, GraphBackend
-from dispatchkit.dispatch import Decision, MeasuredTime, Outcome
+from dispatchkit.dispatch import Decision, Dispatcher, MeasuredTime, Outcome
 from dispatchkit.errors import PolicyError
 from dispatchkit.execute.lane import Lane
 from dispatchkit.keys.batch import Batch, GraphKey
@@ -77,10 +78,10 @@ class Timings:
 
     Args:
         backend: Makes the events; where it has no device timing, times are host times.
-        tell: Called with each outcome when it is read.
+        dispatcher: Learns each outcome when it is read; its policy may ask for a slower pace. It
+            is held weakly: its table holds the plans, which hold this.
         lane: Counts the steps.
         sample_every: Of the steps whose steady decision is timed, one in so many is measured.
-        pace: How many times as seldom it is just now; asked at each measured step.
 
     Attributes:
         due: The lane's tick from which on the next such step is measured.
@@ -90,14 +91,13 @@ class Timings:
     def __init__(
         self,
         backend: GraphBackend,
-        tell: Callable[[Outcome], None],
+        dispatcher: Dispatcher,
         lane: Lane,
         sample_every: int = SAMPLE_EVERY,
-        pace: Callable[[], int] = lambda: 1,
     ) -> None:
-        self._pace = pace
         self._backend, self._lane = backend, lane
-        self._listeners: tuple[Callable[[Outcome], None], ...] = (tell,)
+        self._dispatcher = weakref.ref(dispatcher)
+        self._listeners: tuple[Callable[[Outcome], None], ...] = ()
         self.sample_every: int = check_count(sample_every, "sample_every")
         self.due: int = 0
         self.is_held: bool = False
@@ -225,7 +225,15 @@ class Timings:
             return min(done.submit_us, statistics.median(known))
         return done.submit_us
 
+    def _pace(self) -> int:
+        """Return how many times as seldom the policy wants steps measured just now."""
+        dispatcher = self._dispatcher()
+        return 1 if dispatcher is None else dispatcher.pace
+
     def _tell(self, outcome: Outcome) -> None:
+        dispatcher = self._dispatcher()
+        if dispatcher is not None:
+            dispatcher.observe(outcome)
         for tell in self._listeners:
             tell(outcome)
 

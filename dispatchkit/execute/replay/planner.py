@@ -1,0 +1,134 @@
+"""Planner: how the step of each cell of the table runs."""
+
+from __future__ import annotations
+
+import weakref
+
+from dispatchkit.dispatch import Decision, Dispatcher, Reason
+from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.capture.lifecycle import Lifecycle
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.replay.check import Checker
+from dispatchkit.execute.replay.eager import EagerRunner
+from dispatchkit.execute.replay.plans import (
+    AxisPlan,
+    CheckedPlan,
+    EagerPlan,
+    GraphPlan,
+    LazyPlan,
+    Plan,
+    TimedPlan,
+)
+from dispatchkit.execute.replay.timing import Timer, Timings
+from dispatchkit.execute.step.guard import Guard
+from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
+from dispatchkit.observe.counters import StepCounters
+from dispatchkit.registry import KeyState
+
+
+class Planner:
+    """Make the plan of each decision that the dispatcher puts into its table.
+
+    Args:
+        dispatcher: Whose decisions. It is held weakly: its table holds the plans.
+        lifecycle: The graphs.
+        lane: Where they run.
+        eager: Runs what no graph serves.
+        guard: Tells what graphs were made under.
+        counters: What steps are counted in.
+        timings: Measures steps where a decision asks for that.
+        checker: Check mode, where it is on; nothing is measured then, since steps run twice.
+        axes: Names of the axes.
+        asked_mode: The mode that was asked for, where the one in force may be less.
+        is_owned: Each call returns tensors of its own.
+
+    Attributes:
+        asked_mode: The same; a swap changes it.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        lifecycle: Lifecycle,
+        lane: Lane,
+        eager: EagerRunner,
+        guard: Guard,
+        counters: StepCounters,
+        timings: Timings,
+        checker: Checker | None,
+        *,
+        axes: tuple[str, ...],
+        asked_mode: CUDAGraphMode,
+        is_owned: bool,
+    ) -> None:
+        self._dispatcher = weakref.ref(dispatcher)
+        self._registry = dispatcher.registry
+        self._lifecycle, self._lane, self._eager, self._guard = lifecycle, lane, eager, guard
+        self._counters, self._timings, self._checker = counters, timings, checker
+        self._axes, self._is_owned = axes, is_owned
+        self.asked_mode = asked_mode
+
+    def plan(self, decision: Decision, batch: Batch) -> Plan:
+        """Return the plan of a cell; called under the dispatcher's lock, changes nothing."""
+        num_tokens = batch.num_tokens
+        timer = None
+        if decision.timed and self._checker is None:
+            timer = Timer(self._timings, decision, batch)
+        if decision.key is not None:
+            entry = self._registry.get(decision.key)
+            if entry is None or entry.state is not KeyState.CAPTURED:
+                key = decision.key
+                return LazyPlan(self._eager, self._lifecycle, self._lane, key, num_tokens)
+            return self.replay(decision.key, entry.graph, num_tokens, timer)
+        reason = self.own_reason(decision.reason)
+        missed = self._missed(batch) if num_tokens else []
+        first = missed[0] if missed else None
+        return EagerPlan(
+            self._eager,
+            self._lifecycle,
+            self._lane,
+            num_tokens,
+            reason,
+            self._counters.of_eager(reason, first),
+            first,
+            self._lifecycle.retry_key(reason, missed),
+            timer,
+        )
+
+    def replay(
+        self, key: GraphKey, step: CapturedStep, num_tokens: int, timer: Timer | None = None
+    ) -> Plan:
+        """Return the plan that replays a captured step: measured or compared where asked for."""
+        count, is_owned = self._counters.of_key(key), self._is_owned
+        replay = GraphPlan(
+            step, num_tokens, count, self._eager, self._guard, is_owned=is_owned
+        )
+        timed = replay if timer is None else TimedPlan(replay, timer)
+        if not self._axes and self._checker is None:
+            return timed
+        # What is compared has been cut, and cutting is no part of the time.
+        plan = AxisPlan(timed, step, self._axes, is_owned=is_owned) if self._axes else replay
+        if self._checker is None:
+            return plan
+        return CheckedPlan(plan, replay, self._checker, is_owned=is_owned)
+
+    def own_reason(self, reason: str) -> str:
+        """Return a reason, or that a mode is only missing because the step cannot be split."""
+        dispatcher = self._dispatcher()
+        is_less = dispatcher is not None and dispatcher.config.mode is not self.asked_mode
+        if reason == Reason.MODE_NONE and is_less:
+            return str(Reason.PIECEWISE_UNSUPPORTED)
+        return str(reason)
+
+    def _missed(self, batch: Batch) -> list[GraphKey]:
+        """Return the keys that could have served a batch, smallest first."""
+        dispatcher = self._dispatcher()
+        if dispatcher is None:
+            return []
+        return [
+            key
+            for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
+            if batch.allows(mode)
+            for key in dispatcher.graphs.covering(batch, mode)
+        ]
