@@ -17,6 +17,7 @@ could change. Four devices keep branches off that path:
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,13 +49,13 @@ from dispatchkit.dispatch.decision import (
 )
 from dispatchkit.dispatch.epochs import Epoch, Epochs
 from dispatchkit.dispatch.faults import PolicyFaults
-from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, pace_fault
+from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, Readiness, pace_fault
 from dispatchkit.dispatch.table import EMPTY, Table
 from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
-from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState, RegistryEvent
+from dispatchkit.registry import GraphRegistry, RegistryEvent
 
 _ALL_MODES = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
 
@@ -72,7 +73,8 @@ class Dispatcher:
         strict: An impossible answer of the policy raises, rather than running eager.
         origin: Where the policy comes from, for error messages.
         bind: Called once for each decision put into the table; its result becomes
-            ``Decision.plan``. The executor prepares there what a step needs.
+            ``Decision.plan``. The executor prepares there what a step needs. It may be set
+            later as an attribute, before the first ``dispatch``.
         on_swap: Told when a policy or configuration is in force: its name, the name of the
             policy before (None for the first) and the epoch. No lock is held.
         on_fault: Told of a fault of the policy, with the tokens of the batch (None where there
@@ -102,15 +104,15 @@ class Dispatcher:
     ) -> None:
         self.registry: GraphRegistry = GraphRegistry() if registry is None else registry
         self._modes = frozenset(modes)
-        self._lazy = lazy
-        self._bind, self._on_swap = bind, on_swap
+        self._readiness = Readiness(lazy=lazy)
+        self.bind, self._on_swap = bind, on_swap
         # One lock with the registry: its listeners come here under it, and a swap goes there.
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
         self._faults = PolicyFaults(strict=strict, on_fault=on_fault)
-        self._epochs = Epochs(self.registry, self._modes, self._is_dispatchable, self._revisions)
+        self._epochs = Epochs(self.registry, self._modes, self._readiness, self._revisions)
         self._serve(self._epochs.install(self.propose(policy, config, origin), 0))
-        self._unsubscribe = self.registry.subscribe(self._on_registry_event)
+        self._unsubscribe = self.registry.subscribe(_weakly(self._on_registry_event))
         if on_swap is not None:
             on_swap(self.policy_name, None, 0)
 
@@ -344,7 +346,7 @@ class Dispatcher:
     def set_lazy(self, lazy: bool) -> None:
         """Let keys without a graph be dispatched, or no longer; cells are decided anew."""
         with self._lock:
-            self._lazy = lazy
+            self._readiness.lazy = lazy
             self.graphs.num_changes += 1
             for mode in _ALL_MODES:
                 self._epoch.table.invalidate(mode, self.config.max_num_tokens)
@@ -416,7 +418,7 @@ class Dispatcher:
     @property
     def lazy(self) -> bool:
         """Whether declared keys may be dispatched, to be captured on first use."""
-        return self._lazy
+        return self._readiness.lazy
 
     @property
     def epoch(self) -> int:
@@ -482,11 +484,6 @@ class Dispatcher:
         self._by_reqs = epoch.table.by_reqs
         self._rows = epoch.table.rows  # last, and at once: readers see the old epoch or the new
 
-    def _is_dispatchable(self, entry: GraphEntry) -> bool:
-        return entry.state is KeyState.CAPTURED or (
-            self._lazy and entry.state in (KeyState.DECLARED, KeyState.EVICTED)
-        )
-
     def _fill(self, table: Table, cell: Cell) -> Decision:
         batch = batch_of_cell(self.config, cell, 0)
         decision = self._bound(self._decide(batch), batch)
@@ -543,9 +540,9 @@ class Dispatcher:
     def _bound(self, decision: Decision, batch: Batch) -> Decision:
         """Bind an answer to the cell of a batch; the executor prepares its plan."""
         decision = self._limited(decision, batch, next(self._revisions))
-        if self._bind is None:
+        if self.bind is None:
             return decision
-        return attrs.evolve(decision, plan=self._bind(decision, batch))
+        return attrs.evolve(decision, plan=self.bind(decision, batch))
 
     def _limited(self, decision: Decision, batch: Batch, revision: int = 0) -> Decision:
         """Return an answer with the facts of its cell, and the requests it holds for."""
@@ -590,3 +587,19 @@ class Dispatcher:
             reason=reason,
             nearest=tuple(near),
         )
+
+
+def _weakly(listener: Callable[[RegistryEvent], None]) -> Callable[[RegistryEvent], None]:
+    """Return a listener that does not keep the owner of a method alive.
+
+    A dispatcher holds its registry: held by it in turn, its graphs would outlive their runner
+    until a garbage collection.
+    """
+    method = weakref.WeakMethod(listener)
+
+    def call(event: RegistryEvent) -> None:
+        found = method()
+        if found is not None:
+            found(event)
+
+    return call

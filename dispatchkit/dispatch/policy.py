@@ -24,6 +24,23 @@ _WHY_NOT = {
 }
 
 
+class Readiness:
+    """Tell which entries of the registry may be dispatched.
+
+    Attributes:
+        lazy: Keys without a graph may be, too: the executor captures them on first use.
+    """
+
+    def __init__(self, *, lazy: bool) -> None:
+        self.lazy = lazy
+
+    def __call__(self, entry: GraphEntry) -> bool:
+        """Return whether a key may be dispatched now."""
+        return entry.state is KeyState.CAPTURED or (
+            self.lazy and entry.state in (KeyState.DECLARED, KeyState.EVICTED)
+        )
+
+
 class GraphView:
     """What a policy may know of the graphs: which keys exist and which can run now.
 

@@ -258,7 +258,9 @@ class Controls:
         if axes or self.config.axes:
             loras = self.config.variant(loras, **axes)
         found = explain_batch(self.dispatcher, num_tokens, num_reqs, uniform, loras, ceiling)
-        decision = attrs.evolve(found.decision, reason=self._planner.own_reason(found.decision.reason))
+        decision = attrs.evolve(
+            found.decision, reason=self._planner.own_reason(found.decision.reason)
+        )
         model = load_cost_model(cost_model) if isinstance(cost_model, str) else cost_model
         return attrs.evolve(
             found,

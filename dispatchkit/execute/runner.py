@@ -273,9 +273,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
         self._current_stream_handle = self.backend.current_stream_handle
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._decide: Callable[..., Decision] = self.dispatcher.dispatch
-        self.timings: Timings = Timings(
-            self.backend, self.dispatcher, self._lane, sample_every
-        )
+        self.timings: Timings = Timings(self.backend, self.dispatcher, self._lane, sample_every)
         warm = Warmups(
             self._step,
             self._inputs,

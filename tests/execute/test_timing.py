@@ -357,9 +357,11 @@ def measured(monkeypatch):
     device, heard = _Device(), []
     monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: int(device.now_us * 1e3))
     lane = type("Lane", (), {"tick": 0})()
-    timings = timing.Timings(device, heard.append, lane, 1)
+    learner = type("Dispatcher", (), {"observe": lambda self, outcome: heard.append(outcome)})()
+    learner.pace = 1
+    timings = timing.Timings(device, learner, lane, 1)
 
-    def run(*, ahead_us, host_us, device_us=10.0):
+    def run(*, ahead_us, host_us, device_us=10.0, learner=learner):
         device.now_us = max(device.now_us, device.busy_until_us)
         device.submit(0.0, ahead_us)
         step = timings.begin(Batch(3), Decision.eager("test", timed=True))

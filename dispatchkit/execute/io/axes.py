@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from dispatchkit.errors import CaptureError, ConfigError, InputError
 from dispatchkit.execute.io.host_arrays import host_array, numpy_module

@@ -101,9 +101,7 @@ class Planner:
     ) -> Plan:
         """Return the plan that replays a captured step: measured or compared where asked for."""
         count, is_owned = self._counters.of_key(key), self._is_owned
-        replay = GraphPlan(
-            step, num_tokens, count, self._eager, self._guard, is_owned=is_owned
-        )
+        replay = GraphPlan(step, num_tokens, count, self._eager, self._guard, is_owned=is_owned)
         timed = replay if timer is None else TimedPlan(replay, timer)
         if not self._axes and self._checker is None:
             return timed

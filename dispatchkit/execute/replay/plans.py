@@ -383,7 +383,12 @@ class AxisPlan:
     """
 
     def __init__(
-        self, plan: GraphPlan | TimedPlan, step: CapturedStep, axes: Sequence[str], *, is_owned: bool
+        self,
+        plan: GraphPlan | TimedPlan,
+        step: CapturedStep,
+        axes: Sequence[str],
+        *,
+        is_owned: bool,
     ) -> None:
         self.eager: EagerRunner = plan.eager
         self._plan, self._step, self._axes, self._is_owned = plan, step, axes, is_owned
