@@ -44,7 +44,7 @@ class RehearsingBackend(Protocol):
         changes. The pool stays as it is.
 
         Raises:
-            CaptureError: The callable cannot be captured either.
+            CaptureError: The callable cannot be captured, as far as a rehearsal shows.
         """
         ...
 
@@ -59,9 +59,9 @@ class PriorityBackend(Protocol):
         """Return a stream.
 
         Args:
-            priority: How urgent its work is. 0 is the default, larger numbers go first, and a
-                number beyond the device's range counts as the nearest one in it. A graph keeps
-                the priority of the stream that captured it.
+            priority: How urgent its work is, at least 0. Larger numbers go first, and a number
+                beyond the device's range counts as the largest in it. A graph keeps the
+                priority of the stream that captured it.
 
         Raises:
             ConfigError: The device has no stream left; the error says the limit.

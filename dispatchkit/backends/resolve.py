@@ -14,7 +14,7 @@ _logger = logging.getLogger(__name__)
 AUTO = "auto"
 BUILT_IN_BACKENDS = ("cuda", "tape")
 
-_REQUIRED = ("capture", "warmup", "new_stream", "new_pool", "current_stream", "capabilities")
+_REQUIRED = tuple(name for name in vars(GraphBackend) if not name.startswith("_"))
 
 
 def resolve_backend(

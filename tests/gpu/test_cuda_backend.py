@@ -58,6 +58,11 @@ class TestCudaUnwatched(BackendTests):
         """All but ``numpy``, where torch itself refuses before the driver does."""
         super().test_calls_that_wait_for_the_device_are_refused(rig, name)
 
+    def test_a_watched_graph_holds_what_it_reads_until_release(self, rig):
+        """Nothing is watched, so nothing is known that could be held."""
+        graph = rig.warm_capture(lambda: rig.zeros(2) + 1)
+        assert graph.holds == []
+
     def test_a_refused_call_is_named(self, rig):
         """Torch or the driver speaks, and what it said is passed on."""
         x = rig.zeros(3)

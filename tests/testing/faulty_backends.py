@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from typing import Any
 
 import torch
+from offering_tape import OfferingTape
 
 from dispatchkit.backends.tape import TapeBackend
 from dispatchkit.backends.tape.graph import TapePool
@@ -423,3 +425,106 @@ class OneAtATimeElseErrorBackend(TapeBackend):
         if number == 2:
             raise RuntimeError("The device is capturing already.")
         return super().capture(run, **options)
+
+
+# -- optional parts -----------------------------------------------------------------------------
+
+
+@planted("test_a_rehearsal_measures_the_growth_of_the_pool", r"left \d+ bytes in the pool")
+class RehearsesInThePoolBackend(TapeBackend):
+    """A rehearsal is a capture that is thrown away later."""
+
+    def rehearse(self, run, *, stream, pool, generators=()):
+        self.kept = self.capture(run, stream=stream, pool=pool, generators=generators)
+        return self.pool_bytes(pool)
+
+
+@planted("test_streams_of_every_priority_are_distinct_and_capture", r"are one stream")
+class OneUrgentStreamBackend(TapeBackend):
+    """All urgent work shares a stream."""
+
+    def new_stream(self, *, priority=0):
+        if priority:
+            if not hasattr(self, "urgent"):
+                self.urgent = super().new_stream()
+            return self.urgent
+        return super().new_stream()
+
+
+@planted("test_a_direct_launch_does_what_a_replay_does", r"did not run the graph twice")
+class LaunchesTwiceBackend(OfferingTape):
+    """The first launch is preceded by a launch "to load the graph"."""
+
+    def __init__(self):
+        super().__init__()
+        self.loaded = set()
+
+    def launch(self, graph, stream):
+        if graph.value not in self.loaded:
+            self.loaded.add(graph.value)
+            super().launch(graph, stream)
+        return super().launch(graph, stream)
+
+
+@planted("test_a_released_graph_has_no_direct_launch", r"released graph got a launch")
+class LaunchesReleasedBackend(OfferingTape):
+    """Handles are looked up without asking whether they are still alive."""
+
+    def direct_launch(self, graph):
+        return self.launch, ctypes.c_void_p(graph.handle)
+
+
+@planted("test_an_uploaded_graph_has_not_run_and_replays", r"upload ran the graph")
+class UploadIsAReplayBackend(OfferingTape):
+    """Replaying once brings everything to the device."""
+
+    def upload(self, graph, stream):
+        graph.replay()
+        return True
+
+
+@planted("test_a_released_graph_is_not_uploaded", r"released graph was uploaded")
+class UploadsReleasedBackend(OfferingTape):
+    """Uploads whatever it is given."""
+
+    def upload(self, graph, stream):
+        return True
+
+
+@planted(
+    "test_a_watched_graph_holds_what_it_reads_until_release",
+    r"does not hold a weight that it reads",
+)
+class HoldsOutputsOnlyBackend(OfferingTape):
+    """The watch is for waits alone; nothing that it saw is kept."""
+
+    def capture(self, run, **options):
+        graph = super().capture(run, **options)
+        graph.holds = []
+        return graph
+
+
+@planted(
+    "test_notes_of_a_warmup_take_the_place_of_a_watch", r"does not hold a weight that it reads"
+)
+class ForgetsNotesBackend(OfferingTape):
+    """Notes switch the watch off, and that is all."""
+
+    def capture(self, run, *, notes=None, watched=True, **options):
+        return super().capture(run, watched=watched and notes is None, **options)
+
+
+@planted("test_notes_say_that_an_operation_may_draw", r"say that nothing draws")
+class NotesWithoutDrawsBackend(OfferingTape):
+    """Random numbers are looked for in captures only."""
+
+    def new_notes(self):
+        notes = super().new_notes()
+        see = notes.see
+
+        def see_no_draw(func, args, kwargs):
+            see(func, args, kwargs)
+            notes.draws = False
+
+        notes.see = see_no_draw
+        return notes

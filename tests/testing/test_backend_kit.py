@@ -11,8 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from faulty_backends import PLANTED  # noqa: E402
+from offering_tape import OfferingTape  # noqa: E402
 
 from dispatchkit.testing import BackendTests  # noqa: E402
+from dispatchkit.testing.backend_optional_tests import OptionalTests  # noqa: E402
 from dispatchkit.testing.backend_rig import Rig  # noqa: E402
 
 
@@ -41,6 +43,15 @@ def test_planted_fault_is_rejected_by_name(backend, test, arguments, message):
     assert said, f"not found: {backend.__doc__}"
     assert re.search(message, said), said
     assert getattr(BackendTests, test).__doc__
+
+
+class TestEveryPart(OptionalTests):
+    """A backend that offers each optional part; what all must do is tested on the tape."""
+
+    @pytest.fixture
+    def rig(self):
+        backend = OfferingTape()
+        return Rig(torch, backend, backend.new_stream(), backend.new_pool())
 
 
 def test_no_two_planted_faults_are_one():

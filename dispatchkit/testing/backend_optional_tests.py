@@ -1,0 +1,226 @@
+"""Promises of the optional parts of a backend, for BackendTests; a missing part is skipped."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dispatchkit.backends.optional import LaunchCall, UnwatchedCaptureBackend, features_of
+from dispatchkit.errors import ReplayError
+from dispatchkit.testing.backend_rig import Rig
+
+
+def offered(rig: Rig, part: str) -> Any:
+    """Return a part of the backend under test, by its name in ``BackendFeatures``; or skip."""
+    found = getattr(features_of(rig.backend), part)
+    if found is None:
+        pytest.skip(f"Backend {rig.backend.name!r} offers no {part.replace('_', ' ')}.")
+    return found
+
+
+def direct_launch(rig: Rig, graph: Any) -> tuple[LaunchCall, Any]:
+    """Return the direct launch of a graph; skip if only ``replay`` launches it."""
+    found = offered(rig, "direct_launches").direct_launch(graph)
+    if found is None:
+        pytest.skip(f"Backend {rig.backend.name!r} launches this graph by replay alone.")
+    return found  # type: ignore[no-any-return]
+
+
+def assert_refused(ask: Callable[[], Any], problem: str) -> None:
+    """Check that a call raises ReplayError."""
+    try:
+        ask()
+    except ReplayError:
+        return
+    raise AssertionError(problem)
+
+
+class OptionalTests:
+    """What a backend offers beyond ``GraphBackend`` does what its Protocol says."""
+
+    # -- rehearsals -----------------------------------------------------------------------
+
+    def test_a_rehearsal_measures_the_growth_of_the_pool(self, rig: Rig) -> None:
+        """A budget of bytes is kept by this number, before memory is taken."""
+        rehearsals = offered(rig, "rehearsals")
+        x = rig.zeros(1 << 18)
+
+        def run() -> Any:
+            y = (x + 1) * 2
+            return y.relu() + y
+
+        rig.backend.warmup(run, stream=rig.stream)
+        expected = rehearsals.rehearse(run, stream=rig.stream, pool=rig.pool)
+        left = rig.backend.pool_bytes(rig.pool)
+        assert left == 0, f"The rehearsal left {left} bytes in the pool."
+        graph = rig.capture(run)
+        grown = rig.backend.pool_bytes(rig.pool)
+        problem = f"The pool grew by {grown} bytes, and the rehearsal said {expected} at most."
+        assert x.nbytes <= grown <= expected, problem
+        assert rig.read(rig.replayed(graph)[:2]) == [4.0, 4.0]
+
+    # -- priorities -----------------------------------------------------------------------
+
+    def test_streams_of_every_priority_are_distinct_and_capture(self, rig: Rig) -> None:
+        """Lanes of any priority must not share a queue; the device's range is no limit."""
+        priorities = offered(rig, "priorities")
+        streams = [priorities.new_stream(priority=priority) for priority in (0, 1, 1, 99)]
+        handles = {one.handle for one in (*streams, rig.stream)}
+        assert len(handles) == 5, "Streams of different priorities are one stream."
+        x = rig.zeros(4)
+        for stream in streams:
+            graph = rig.backend.capture(lambda: x * 2 + 1, stream=stream, pool=rig.pool)
+            x.add_(1)
+            stream.wait_stream(rig.backend.current_stream())
+            with rig.backend.use_stream(stream):
+                graph.replay()
+            stream.synchronize()
+            assert rig.equal(graph.outputs, x * 2 + 1)
+
+    # -- direct launches ------------------------------------------------------------------
+
+    def test_a_direct_launch_does_what_a_replay_does(self, rig: Rig) -> None:
+        """Each launch runs the graph once, on the stream that it is given."""
+        x, count = rig.zeros(4), rig.zeros(1)
+        graph = rig.warm_capture(lambda: (count.add_(1), x * 2 + 1))
+        graph.replay()  # a graph may show only now that it draws nothing
+        assert not graph.has_random_state
+        launch, handle = direct_launch(rig, graph)
+        count.zero_()
+        rig.backend.synchronize()
+        for value, stream in enumerate((rig.stream, rig.backend.new_stream()), 1):
+            with rig.backend.use_stream(stream):
+                x.fill_(value)
+                code = launch(handle, ctypes.c_void_p(stream.handle))
+            assert not code, f"The launch failed with error code {code}."
+            stream.synchronize()
+            assert rig.read(graph.outputs[1]) == [2.0 * value + 1] * 4
+        assert rig.read(count) == [2.0], "Two direct launches did not run the graph twice."
+
+    def test_a_graph_of_somebody_else_has_no_direct_launch(self, rig: Rig) -> None:
+        """A runner also takes graphs that were captured elsewhere, with ``replay`` alone."""
+        launches = offered(rig, "direct_launches")
+
+        class Foreign:
+            outputs = None
+            has_random_state = False
+
+            def replay(self) -> None: ...
+
+            def release(self) -> None: ...
+
+        assert launches.direct_launch(Foreign()) is None
+
+    def test_a_released_graph_has_no_direct_launch(self, rig: Rig) -> None:
+        """Its handle may belong to another graph by now."""
+        launches = offered(rig, "direct_launches")
+        graph = rig.capture(lambda: rig.zeros(2) + 1)
+        graph.release()
+        assert_refused(lambda: launches.direct_launch(graph), "A released graph got a launch.")
+
+    # -- uploads --------------------------------------------------------------------------
+
+    def test_an_uploaded_graph_has_not_run_and_replays(self, rig: Rig) -> None:
+        """An upload in idle time must not be a step."""
+        uploads = offered(rig, "uploads")
+        count = rig.zeros(1)
+        graph = rig.warm_capture(lambda: count.add_(1) * 1)
+        count.zero_()
+        rig.backend.synchronize()
+        assert isinstance(uploads.upload(graph, rig.stream), bool)
+        assert rig.read(count) == [0.0], "The upload ran the graph."
+        assert rig.read(rig.replayed(graph)) == [1.0]
+
+    def test_a_released_graph_is_not_uploaded(self, rig: Rig) -> None:
+        """Its handle may belong to another graph by now."""
+        uploads = offered(rig, "uploads")
+        graph = rig.capture(lambda: rig.zeros(2) + 1)
+        graph.release()
+        assert_refused(lambda: uploads.upload(graph, rig.stream), "A released graph was uploaded.")
+
+    # -- captures without a watch -----------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"watched": True}, {"watched": False}, {"compiled": True}],
+        ids=["watched", "unwatched", "compiled"],
+    )
+    def test_captures_give_the_same_graph_watched_or_not(
+        self, rig: Rig, options: dict[str, bool]
+    ) -> None:
+        """A watch looks; what is captured does not depend on it."""
+        offered(rig, "unwatched_captures")
+        x, weight = rig.randn(4, 8), rig.randn(8, 8)
+        graph: Any = rig.warm_capture(lambda: (x @ weight).relu() + 1, **options)
+        assert [type(graph.holds), type(graph.host_tensors)] == [list, list]
+        assert graph.num_plain_operations == 0
+        x.copy_(rig.randn(4, 8))
+        rig.torch.testing.assert_close(rig.replayed(graph), (x @ weight).relu() + 1)
+
+    def test_a_watched_graph_holds_what_it_reads_until_release(self, rig: Rig) -> None:
+        """A weight that the model replaced is still read by its address."""
+        offered(rig, "unwatched_captures")
+        x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
+        graph: Any = rig.warm_capture(lambda: x + weights[0])
+        self._assert_holds(rig, graph, x, weights)
+        graph.release()
+        assert graph.holds == [], "A released graph still holds memory."
+
+    def test_notes_of_a_warmup_take_the_place_of_a_watch(self, rig: Rig) -> None:
+        """The first capture of a step is as quick as the others then."""
+        unwatched = offered(rig, "unwatched_captures")
+        x, weights = rig.zeros(64), [rig.torch.ones(64, device=rig.backend.torch_device)]
+
+        def run() -> Any:
+            return (x + weights[0]).relu()
+
+        notes = self._noted(rig, unwatched, run)
+        if not notes.is_plain:
+            pytest.skip("These notes do not stand in for a watch.")
+        assert not notes.draws
+        graph: Any = rig.capture(run, notes=notes)
+        self._assert_holds(rig, graph, x, weights)
+
+    def test_notes_say_that_an_operation_may_draw(self, rig: Rig) -> None:
+        """Such graphs must move the generator at each replay."""
+        unwatched = offered(rig, "unwatched_captures")
+        notes = self._noted(rig, unwatched, lambda: rig.randn(8) + 1)
+        assert notes.draws, "The notes of a warmup that drew say that nothing draws."
+
+    @staticmethod
+    def _noted(rig: Rig, unwatched: UnwatchedCaptureBackend, run: Callable[[], Any]) -> Any:
+        """Return the notes of a warm-up; skip if the backend makes none."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        notes: Any = unwatched.new_notes()
+        if notes is None:
+            pytest.skip(f"Backend {rig.backend.name!r} makes no notes.")
+
+        class Showing(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                notes.see(func, args, kwargs or {})
+                return func(*args, **(kwargs or {}))
+
+        def noted() -> Any:
+            with Showing():  # type: ignore[no-untyped-call]
+                return run()
+
+        rig.backend.warmup(noted, stream=rig.stream)
+        return notes
+
+    @staticmethod
+    def _assert_holds(rig: Rig, graph: Any, x: Any, weights: list[Any]) -> None:
+        """Check that a graph of ``x + weights[0]`` keeps the weight once nobody else does."""
+        address = weights[0].untyped_storage().data_ptr()
+        held = {storage.data_ptr() for storage in graph.holds}
+        assert address in held, "The graph does not hold a weight that it reads."
+        weights.clear()
+        others = [rig.zeros(64) - 5 for _ in range(8)]
+        x.fill_(2)
+        assert rig.read(rig.replayed(graph)) == [3.0] * 64
+        assert len(others) == 8

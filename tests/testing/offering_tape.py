@@ -1,0 +1,110 @@
+"""A tape that offers every optional part of a backend, as a device would."""
+
+from __future__ import annotations
+
+import ctypes
+
+import attrs
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dispatchkit.backends.tape import TapeBackend
+from dispatchkit.errors import ReplayError
+
+
+class Notes:
+    """Storages that operations were given, and whether one of them draws."""
+
+    is_plain = True
+
+    def __init__(self):
+        self.draws, self.given = False, {}
+
+    def see(self, func, args, kwargs):
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self.given[storage._cdata] = storage
+
+
+class Watch(TorchDispatchMode):
+    """Shows notes each operation."""
+
+    def __init__(self, notes):
+        super().__init__()
+        self.notes = notes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.notes.see(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class OfferedGraph:
+    """A graph of the tape with a handle, which holds what its operations were given."""
+
+    num_plain_operations = 0
+
+    def __init__(self, graph, handle, holds):
+        self.graph, self.handle, self.is_released = graph, handle, False
+        self.holds, self.host_tensors = holds, []
+
+    @property
+    def outputs(self):
+        return self.graph.outputs
+
+    @property
+    def has_random_state(self):
+        return self.graph.has_random_state
+
+    def replay(self):
+        self.graph.replay()
+
+    def release(self):
+        self.is_released = True
+        self.holds = []
+        self.graph.release()
+
+
+class OfferingTape(TapeBackend):
+    """Launches by handle, uploads, and captures with or without a watch."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_handle = {}
+
+    @property
+    def capabilities(self):
+        return attrs.evolve(super().capabilities, unwatched_captures=True)
+
+    def new_notes(self):
+        return Notes()
+
+    def capture(self, run, *, watched=True, notes=None, compiled=False, **options):
+        seen = notes or Notes()
+
+        def watched_run():
+            with Watch(seen):
+                return run()
+
+        graph = super().capture(watched_run if watched and notes is None else run, **options)
+        handle = len(self.by_handle) + 1
+        self.by_handle[handle] = OfferedGraph(graph, handle, list(seen.given.values()))
+        return self.by_handle[handle]
+
+    def direct_launch(self, graph):
+        if not isinstance(graph, OfferedGraph):
+            return None
+        if graph.is_released:
+            raise ReplayError("The graph is released.")
+        return self.launch, ctypes.c_void_p(graph.handle)
+
+    def launch(self, graph, stream):
+        self.by_handle[graph.value].replay()
+        return 0
+
+    def upload(self, graph, stream):
+        if graph.is_released:
+            raise ReplayError("The graph is released.")
+        return True
