@@ -22,6 +22,26 @@ def nearest_names(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[s
     return tuple(by_lower[one] for one in near)
 
 
+_LONGEST_VALUE = 200
+_LONGEST_MESSAGE = 1000
+
+
+def shortened(text: str, most: int = _LONGEST_VALUE) -> str:
+    """Return a text for a message, with its middle left out if it is longer than ``most``."""
+    if len(text) <= most:
+        return text
+    head = 2 * most // 3
+    return f"{text[:head]} ... {text[head - most :]} ({len(text):,} characters)"
+
+
+def _shown(value: Any) -> str:
+    """Return a value as messages show it, however large it is."""
+    try:
+        return shortened(repr(value))
+    except ValueError:  # an int of thousands of digits
+        return f"a {type(value).__name__} too large to print"
+
+
 class DispatchkitError(Exception):
     """Base of all errors raised by dispatchkit."""
 
@@ -41,7 +61,7 @@ class ConfigError(DispatchkitError, ValueError):
 
     def __init__(self, setting: str, value: Any, allowed: str, hint: str = "") -> None:
         self.setting, self.value, self.allowed = setting, value, allowed
-        text = f"{setting} must be {allowed}, got {value!r}."
+        text = f"{setting} must be {allowed}, got {_shown(value)}."
         super().__init__(f"{text} {hint}" if hint else text)
 
 
@@ -82,7 +102,7 @@ class DescriptorError(DispatchkitError, ValueError):
 
     def __init__(self, field: str, value: Any, allowed: str, hint: str = "") -> None:
         self.field, self.value, self.allowed = field, value, allowed
-        text = f"{field} must be {allowed}, got {value!r}."
+        text = f"{field} must be {allowed}, got {_shown(value)}."
         super().__init__(f"{text} {hint}" if hint else text)
 
 
@@ -224,7 +244,7 @@ class TraceError(DispatchkitError, ValueError):
     def __init__(self, path: str, line: int | None, message: str) -> None:
         self.path, self.line = path, line
         where = f"{path}, line {line}" if line is not None else path
-        super().__init__(f"{where}: {message}")
+        super().__init__(f"{where}: {shortened(message, _LONGEST_MESSAGE)}")
 
 
 class RankError(DispatchkitError, RuntimeError):

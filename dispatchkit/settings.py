@@ -567,7 +567,10 @@ def _read_file(
                 "configuration file", str(path), "a TOML file with a table [tool.dispatchkit]"
             )
         return path, table
-    here = Path(start or Path.cwd()).absolute()
+    try:
+        here = Path(start or Path.cwd()).absolute()
+    except FileNotFoundError:  # the current folder was removed: nothing lies above it
+        return None, {}
     for folder in (here, *here.parents):
         path = folder / "pyproject.toml"
         if path.is_file():

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
-__all__ = ["main"]
+__all__ = ["STOPPED", "Terminated", "main"]
+
+STOPPED = 130
+"""Exit code after Ctrl-C."""
 
 _NEEDS = ("typer", "rich")
 # Older releases do not agree with newer ones of click, which they let in: they lose arguments.
 _OLDEST_TYPER = (0, 20)
 
 
+class Terminated(SystemExit):
+    """SIGTERM or a closed terminal, as an exception: what is being written is cleaned up."""
+
+    CODE = 143
+
+
 def main() -> NoReturn:
     """Run the command line on ``sys.argv`` and exit with its code.
 
     Codes: 0 done, 1 done and found wanting, 2 bad input, 130 stopped by Ctrl-C, 141 the
-    reader of the output went away.
+    reader of the output went away, 143 terminated.
     """
+    _open_missing_streams()
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _terminate)
     try:
         import typer
 
@@ -40,8 +56,31 @@ def main() -> NoReturn:
         )
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(130)  # Ctrl-C while typer was being imported
+        sys.exit(STOPPED)  # Ctrl-C while typer was being imported
     sys.exit(run())
+
+
+def _terminate(number: int, frame: Any) -> None:
+    raise Terminated(Terminated.CODE)
+
+
+def _open_missing_streams() -> None:
+    """Open the null device for standard streams that are closed.
+
+    A file opened later would get the number of the closed one, and what is printed would go
+    into it.
+    """
+    if sys.stdin is None or sys.stdout is None or sys.stderr is None:
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(number)
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        print("Note: standard output is closed; what would be printed is lost.", file=sys.stderr)
 
 
 def _release(version: str) -> tuple[int, ...]:

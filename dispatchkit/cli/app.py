@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 import os
 import sys
 import warnings
@@ -21,6 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from dispatchkit._version import __version__
+from dispatchkit.cli import STOPPED
 from dispatchkit.cli.benching import bench
 from dispatchkit.cli.calibrating import calibrate
 from dispatchkit.cli.configuring import config
@@ -35,14 +37,13 @@ from dispatchkit.cli.planning import plan
 from dispatchkit.cli.recording import record
 from dispatchkit.cli.reporting import report
 from dispatchkit.cli.simulating import simulate
-from dispatchkit.errors import DispatchkitError, UnknownNameError
+from dispatchkit.errors import DispatchkitError, UnknownNameError, shortened
 from dispatchkit.keys import CaptureSizeWarning
 
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
 
 BAD_INPUT = 2
-STOPPED = 130
 READER_GONE = 141
 
 # The classes that a wrong command line raises: click's, which newer typer brings along itself.
@@ -112,7 +113,14 @@ class Commands(TyperGroup):
 
 def _let_go_of_stdout() -> None:
     """Python flushes stdout once more on exit, and would complain about it again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError, ValueError):  # it has no file behind it
+        number = sys.stdout.fileno()
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, number)
+            os.close(null)
 
 
 class Group(TyperGroup):
@@ -215,6 +223,10 @@ def run(args: Sequence[str] | None = None) -> int:
         args: Words after the program's name; those of the process by default.
     """
     COMMON.config_file, COMMON.sets = None, ()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            # A name that the terminal cannot show is escaped, and not a failure.
+            stream.reconfigure(errors="backslashreplace")
     command = _command()
     try:
         code = command.main(
@@ -237,16 +249,38 @@ def run(args: Sequence[str] | None = None) -> int:
         _let_go_of_stdout()
         return READER_GONE
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
         _let_go_of_stdout()
-        complain("There is no room left where the output goes; nothing more was written.")
+        if error.errno == errno.ENOSPC:
+            complain("There is no room left where the output goes; nothing more was written.")
+        else:
+            # The system refuses something that no command foresaw: still no defect of ours.
+            where = f"{error.filename}: " if error.filename is not None else ""
+            complain(f"{where}{error.strerror or error}.")
+        return BAD_INPUT
+    except MemoryError:
+        complain("There is not enough memory for this. Next: smaller sizes, or a shorter trace.")
         return BAD_INPUT
     except SystemExit as done:  # from completion, and from commands of plugins
         if isinstance(done.__context__, BrokenPipeError):  # rich would have it that this is code 1
             return READER_GONE
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     return code if isinstance(code, int) else 0
+
+
+def _with_value(error: Any, text: str) -> str:
+    """Return the text of a mistake with the value that was given, which pydantic leaves out."""
+    details = getattr(error.__cause__ or error.__context__, "errors", None)
+    if not callable(details) or not (found := details()):
+        return text
+    one = found[0]
+    wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+    allowed = wanted.get(str(one.get("type", "")).partition("_")[0])
+    shown = shortened(repr(one.get("input")))
+    name = text.partition("'")[2].partition("'")[0]
+    if allowed is not None and name:
+        return f"{name} must be {allowed}, got {shown}"
+    text = text.replace("Value error, ", "")
+    return text if shown in text else f"{text}, got {shown}"
 
 
 def _refuse(error: Exception) -> None:
@@ -268,7 +302,7 @@ def _as_ours(error: Any) -> Exception:
         if any(error.option_name in one.opts for one in before.get_params(ctx.find_root())):
             hint = f"It stands before the command: dispatchkit {error.option_name} ..."
         return UnknownNameError("option", error.option_name, known, hint)
-    text = " ".join(error.format_message().split()).removesuffix(".")
+    text = _with_value(error, " ".join(error.format_message().split()).removesuffix("."))
     hint = f" Next: {ctx.command_path} --help." if ctx is not None else ""
     made: Exception = UsageError(f"{text}.{hint}")
     return made

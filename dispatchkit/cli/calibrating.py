@@ -9,8 +9,17 @@ import typer
 from rich.text import Text
 
 from dispatchkit.cli.options import settings_of
-from dispatchkit.cli.output import JsonOption, console, print_json, progress, table
-from dispatchkit.errors import BackendUnavailableError, ConfigError
+from dispatchkit.cli.output import (
+    FORCE_HINT,
+    ForceOption,
+    JsonOption,
+    console,
+    print_json,
+    progress,
+    table,
+)
+from dispatchkit.errors import BackendUnavailableError
+from dispatchkit.files import check_output
 
 if TYPE_CHECKING:
     from dispatchkit.execute.calibration.calibrate import Pace
@@ -49,6 +58,7 @@ def calibrate(
     name: Annotated[
         str, typer.Option("--name", metavar="TEXT", help="Name of the model in the file.")
     ] = "",
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure a step eager and replayed, size by size, and write a cost model.
@@ -58,10 +68,10 @@ def calibrate(
     Example: dispatchkit calibrate --model my_module:make_runner -o costs.json
     """
     from dispatchkit.plan import save_cost_model
-    from dispatchkit.report.files import check_writable
 
-    check_writable(output)
-    chosen = settings_of({"capture_sizes": sizes})["capture_sizes"]
+    settings = settings_of({"capture_sizes": sizes})
+    chosen = settings["capture_sizes"]
+    check_output(output, inputs=[settings.file], overwrite=force, hint=FORCE_HINT)
     try:
         from dispatchkit.execute.calibration.calibrate import DEFAULT_MODEL, load_runner
         from dispatchkit.execute.calibration.calibrate import calibrate as measure
@@ -82,10 +92,7 @@ def calibrate(
             name=name,
             progress=lambda done, total: tell("measuring", done, total),
         )
-    try:
-        save_cost_model(made, output)
-    except OSError as error:
-        raise ConfigError("output", str(output), f"a file that can be written ({error})") from error
+    save_cost_model(made, output)
     if as_json:
         print_json({"output": str(output), **made.to_json()})
         return

@@ -52,12 +52,14 @@ MAX_SHOWN = 15
 
 def explain_batch(
     num_tokens: Annotated[
-        int | None,
+        str | None,
         typer.Argument(metavar="N", help="Tokens of the batch.", show_default=False),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="Explain a whole trace instead."),
+        typer.Option(
+            "--trace", metavar="FILE", help="Explain a whole trace instead; any file `plan` takes."
+        ),
     ] = None,
     num_reqs: Annotated[
         int, typer.Option("--num-reqs", metavar="N", help="Requests of the batch; 0: not known.")
@@ -116,6 +118,7 @@ def explain_batch(
             "given, or --trace FILE, and not both",
             "Next: dispatchkit explain --help.",
         )
+    batch_tokens = None if num_tokens is None else check_count(num_tokens, "N", minimum=0)
     highest = RuntimeMode.parse(ceiling)
     settings = settings_of(
         {
@@ -130,6 +133,7 @@ def explain_batch(
             "cost_model": cost_model,
         }
     )
+    from dispatchkit.observe import read_steps
     from dispatchkit.plan.costs import load_cost_model
 
     model = load_cost_model(settings["cost_model"])
@@ -141,7 +145,7 @@ def explain_batch(
                 raise ConfigError(flag, value, "left out beside --trace, which has its own")
         if highest is not RuntimeMode.FULL:
             raise ConfigError("--ceiling", ceiling, "left out beside --trace")
-        account = account_of(trace, settings, model)
+        account = account_of(read_steps(trace), settings, model)
         if as_json:
             print_json(account_as_dict(account))
         else:
@@ -149,15 +153,30 @@ def explain_batch(
         return
     if show_all:
         raise ConfigError("--all", show_all, "left out without --trace")
-    config = settings.dispatch_config(max_loras=loras)
+    config = _config_for_batch(settings, batch_tokens or 0, loras)
     variant = _variant(config, loras, values or ())
     dispatcher = dispatcher_of(settings, config)
-    answer = explain(dispatcher, num_tokens or 0, num_reqs, int(uniform), variant, int(highest))
+    answer = explain(dispatcher, batch_tokens or 0, num_reqs, int(uniform), variant, int(highest))
     answer = attrs.evolve(answer, cost=model.cost_of(answer.decision, answer.batch.num_tokens))
     if as_json:
         print_json(explanation_as_dict(answer))
     else:
         show(answer, console())
+
+
+def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> DispatchConfig:
+    """Return the configuration of the settings; a limit that nobody gave admits the batch."""
+    config = settings.dispatch_config(max_loras=loras)
+    if settings.is_given("max_num_tokens") or num_tokens <= config.max_num_tokens:
+        return config
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureSizeWarning)  # the answer says that it runs eager
+        return settings.dispatch_config(
+            max_loras=loras,
+            max_num_tokens=num_tokens,
+            capture_sizes=config.capture_sizes,
+            max_num_seqs=max(config.max_num_seqs, min(num_tokens, 2**31 - 1)),
+        )
 
 
 def _variant(config: DispatchConfig, loras: int, values: Sequence[str]) -> int:
@@ -185,12 +204,10 @@ def dispatcher_of(settings: Settings, config: DispatchConfig) -> Dispatcher:
     return Dispatcher(rule, config, lazy=True, origin=origin)
 
 
-def account_of(trace: Path, settings: Settings, model: CostModel) -> Account:
-    """Read a trace and run it through the chosen policy, with a progress bar."""
-    from dispatchkit.observe.trace import read_trace
+def account_of(rows: StepTrace, settings: Settings, model: CostModel) -> Account:
+    """Run a trace through the chosen policy, with a progress bar."""
     from dispatchkit.report import account_for
 
-    rows = read_trace(trace)
     config = config_for(rows, settings)
     note_unused_axes(rows, config)
     dispatcher = dispatcher_of(settings, config)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import keyword
+import os
 import re
 import shlex
+import shutil
+import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +21,7 @@ from dispatchkit.cli.output import JsonOption, load_installed_plugins, print_jso
 from dispatchkit.errors import ConfigError
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_LONGEST_NAME = 100  # a file system takes 255 bytes, and packages add to it
 
 #: Template -> where it goes; ``{package}`` stands for the package.
 _FILES = {
@@ -84,13 +88,15 @@ def write_distribution(name: str, directory: Path) -> Path:
     if not _NAME.fullmatch(name):
         allowed = "small letters, digits and single hyphens, beginning with a letter"
         raise ConfigError("NAME", name, allowed)
+    if len(name) > _LONGEST_NAME:
+        raise ConfigError("NAME", name, f"at most {_LONGEST_NAME} characters")
     if keyword.iskeyword(name):
         raise ConfigError("NAME", name, "a word that means nothing to Python itself")
     if name.startswith("dispatchkit-"):
         hint = f"That of the distribution is made from it; give {name.partition('-')[2]!r}."
         raise ConfigError("NAME", name, "the name of the policy alone", hint)
     target = directory / f"dispatchkit-{name}"
-    if target.exists():
+    if os.path.lexists(target):
         hint = "Nothing is overwritten; choose another name or directory."
         raise ConfigError("NAME", name, f"one for which {target} does not exist", hint)
     facts = {
@@ -100,15 +106,33 @@ def write_distribution(name: str, directory: Path) -> Path:
         "class_name": "".join(part.capitalize() for part in name.split("-")) + "Policy",
         "version": __version__,
     }
+    part: Path | None = None
     try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # Complete or not there: it gets its name when all files are in it.
+        part = Path(tempfile.mkdtemp(prefix=".new-policy-", suffix=".part", dir=directory))
+        part.chmod(0o777 & ~_umask())
         for template, where in _FILES.items():
-            path = target / where.format(package=package)
+            path = part / where.format(package=package)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_filled(template, facts), encoding="utf-8")
-        (target / "src" / package / "py.typed").touch()
-    except OSError as error:
-        raise ConfigError("directory", str(directory), "writable", f"It says: {error}.") from error
+        (part / "src" / package / "py.typed").touch()
+        part.rename(target)
+    except BaseException as error:
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError):
+            why = f"a folder in which {target.name} can be made ({error.strerror})"
+            raise ConfigError("directory", str(directory), why) from error
+        raise
     return target
+
+
+def _umask() -> int:
+    """Return the permissions that new files do not get."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _filled(template: str, facts: Mapping[str, str]) -> str:

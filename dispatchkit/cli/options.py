@@ -126,7 +126,11 @@ CostModelOption = Annotated[
     ),
 ]
 TraceArgument = Annotated[
-    Path, typer.Argument(metavar="TRACE", help="A step trace: CSV or JSON lines, plain or gzip.")
+    Path,
+    typer.Argument(
+        metavar="TRACE",
+        help="A step trace, a histogram of sizes, or a log with vLLM's cudagraph statistics.",
+    ),
 ]
 
 _FLAGS = {

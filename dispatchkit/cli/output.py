@@ -29,6 +29,12 @@ JsonOption = Annotated[
 ]
 
 
+ForceOption = Annotated[
+    bool, typer.Option("--force", metavar="", help="Replace the output if it exists.")
+]
+FORCE_HINT = "Next: choose another name, or give --force to replace it."
+
+
 def console() -> Console:
     """Return a console on standard output; plain text where it is no terminal."""
     return Console(highlight=False, markup=False, soft_wrap=False)
@@ -40,8 +46,13 @@ def complain(message: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print JSON on standard output."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """Print JSON on standard output; escaped where the output cannot take its characters."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=2)
+    print(text)
 
 
 def table(

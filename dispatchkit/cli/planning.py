@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from dispatchkit.cli.options import TraceArgument
 from dispatchkit.cli.output import JsonOption, complain, console, print_json, progress, table
 from dispatchkit.errors import ConfigError
 
@@ -26,13 +26,7 @@ class FitOn(enum.StrEnum):
 
 
 def plan(
-    trace: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TRACE",
-            help="A step trace, a histogram of sizes, or a log with vLLM's cudagraph statistics.",
-        ),
-    ],
+    trace: TraceArgument,
     graphs: Annotated[
         int | None, typer.Option("--graphs", metavar="N", help="How many graphs may be captured.")
     ] = None,
@@ -124,7 +118,7 @@ def plan(
     ):
         if given is not None and needed is None:
             raise ConfigError(flag, given, f"left out without {needs}")
-    from dispatchkit.observe.trace_counts import read_workload
+    from dispatchkit.observe import read_workload
     from dispatchkit.plan import emit, load_cost_model, plan_sizes
 
     with progress() as tell:

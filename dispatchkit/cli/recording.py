@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import runpy
 import sys
 import threading
 import time
+import traceback
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import attrs
 import typer
 from rich.text import Text
 
-from dispatchkit.cli.output import JsonOption, complain, console, print_json
+from dispatchkit.cli import STOPPED, Terminated
+from dispatchkit.cli.output import (
+    FORCE_HINT,
+    ForceOption,
+    JsonOption,
+    complain,
+    console,
+    print_json,
+)
 from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.errors import ConfigError
-from dispatchkit.observe.trace import MAX_COUNT, TraceStep, TraceWriter
-from dispatchkit.report.files import check_writable
+from dispatchkit.files import check_output
+from dispatchkit.observe import TraceStep, TraceWriter
+from dispatchkit.observe.trace import MAX_COUNT
 
 
 def record(
@@ -34,18 +48,19 @@ def record(
         list[str] | None,
         typer.Argument(metavar="[ARGS]...", help="What the script is given.", show_default=False),
     ] = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a Python script and record every batch it dispatches as a step trace.
 
     Batches of every GraphRunner and Dispatcher of this process count; processes that it starts
-    are not seen. What the script prints goes to standard error.
+    are not seen. What the script prints goes to standard error. However it ends, the steps until
+    then are written: to OUTPUT, or where the process is killed to OUTPUT.part.
 
     Example: dispatchkit record trace.csv.gz serve.py --port 8000
 
     Example: dispatchkit record trace.csv.gz -m my_package.serve
     """
-    check_writable(output)
     words = [script, *(arguments or [])]
     if words[0] == "--" and len(words) > 1:
         words = words[1:]
@@ -53,42 +68,133 @@ def record(
     if as_module and len(words) < 2:
         raise ConfigError("script", script, "followed by a module's name")
     target, rest = (words[1], words[2:]) if as_module else (words[0], words[1:])
-    if not as_module and not Path(target).is_file():
-        raise ConfigError("script", target, "a Python file that exists, or -m MODULE")
-    code, stopped = 0, False
-    with TraceWriter(output) as writer:
-        with recording(writer) as left_out, _arguments(target, rest), _stdout_is_stderr():
-            try:
-                if as_module:
-                    runpy.run_module(target, run_name="__main__", alter_sys=True)
-                else:
-                    sys.path.insert(0, str(Path(target).resolve().parent))
-                    runpy.run_path(target, run_name="__main__")
-            except SystemExit as done:
-                code = done.code if isinstance(done.code, int) else int(done.code is not None)
-            except KeyboardInterrupt:
-                # Servers are stopped that way: what was recorded until then is a whole trace.
-                stopped = True
-        steps = writer.num_steps
-        if not steps:
-            raise ConfigError(
-                "script", target, "one that dispatches batches in this process", "It did not."
-            )
+    inputs = [] if as_module else [target]
+    check_output(output, inputs=inputs, overwrite=force, hint=FORCE_HINT)
+    if not as_module:
+        _check_script(target)
+    writer = TraceWriter(output)
+    end = _End()
+    with writer, recording(writer) as left_out, _arguments(target, rest), _stdout_is_stderr():
+        folder = str(Path.cwd()) if as_module else str(Path(target).resolve().parent)
+        sys.path.insert(0, folder)
+        try:
+            if not as_module:
+                runpy.run_path(target, run_name="__main__")
+            elif problem := _module_problem(target):
+                end = _End(refused=ConfigError("module", target, problem))
+            else:
+                runpy.run_module(target, run_name="__main__", alter_sys=True)
+        except Terminated:
+            end = _End(Terminated.CODE)
+        except SystemExit as done:
+            end = _End(done.code if isinstance(done.code, int) else int(done.code is not None))
+            if isinstance(done.code, str):
+                complain(done.code)
+        except KeyboardInterrupt:
+            # Servers are stopped that way: what was recorded until then is a whole trace.
+            end = _End(STOPPED)
+        except Exception as error:  # noqa: BLE001 - the script's own; what it did is kept
+            end = _End(1, error)
+        if not writer.num_steps and not writer.num_lost:
+            writer.discard()
+    steps = writer.num_steps
+    if end.refused is not None:
+        raise end.refused
+    if end.error is not None:
+        _print_traceback(end.error)
+    elif not steps and not end.code:
+        raise ConfigError(
+            "script", target, "one that dispatches batches in this process", "It did not."
+        )
+    _report(output, steps, end, left_out, as_json=as_json)
+    if end.code in (STOPPED, Terminated.CODE):
+        complain("Stopped.")
+        raise typer.Exit(end.code)
+    if end.code:
+        if end.error is None:
+            complain(f"{target} ended with exit code {end.code}.")
+        raise typer.Exit(1)
+
+
+@attrs.frozen
+class _End:
+    """How a script ended: its exit code, and what it raised; or why it could not be run."""
+
+    code: int = 0
+    error: Exception | None = None
+    refused: ConfigError | None = None
+
+
+def _report(output: Path, steps: int, end: _End, left_out: Counter[str], *, as_json: bool) -> None:
     if as_json:
-        print_json({"output": str(output), "steps": steps, "exit_code": code, "stopped": stopped})
-    else:
+        stopped = end.code in (STOPPED, Terminated.CODE)
+        print_json(
+            {
+                "output": str(output) if steps else None,
+                "steps": steps,
+                "exit_code": 0 if stopped else end.code,
+                "stopped": stopped,
+            }
+        )
+    elif steps:
         console().print(Text(f"{steps:,} steps written to {output}."))
     if left_out:
         complain(
             f"Note: {sum(left_out.values()):,} steps of runners with other axes than the first "
             f"({', '.join(left_out)}) are left out: a trace has one set of columns."
         )
-    if stopped:
-        complain("Stopped.")
-        raise typer.Exit(130)
-    if code:
-        complain(f"{target} ended with exit code {code}.")
-        raise typer.Exit(1)
+
+
+def _check_script(target: str) -> None:
+    """Validate that a script can be read and compiled, or is a zip file that runpy takes."""
+    path = Path(target)
+    try:
+        if not path.is_file():
+            raise ConfigError("script", target, "a Python file that exists, or -m MODULE")
+        source = path.read_bytes()
+        if not zipfile.is_zipfile(path):
+            compile(source, target, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        where = f"line {error.lineno}: " if error.lineno else ""
+        raise ConfigError("script", target, f"valid Python ({where}{error.msg})") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("script", target, f"a Python file that can be read ({why})") from error
+
+
+def _module_problem(target: str) -> str:
+    """Return what is wrong with a module's name, if anything; its package is imported for that."""
+    try:
+        spec = importlib.util.find_spec(target)
+        is_package = spec is not None and spec.submodule_search_locations is not None
+        if is_package and importlib.util.find_spec(f"{target}.__main__") is None:
+            return "a package with a __main__.py, or a module"
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{target}.".startswith(f"{error.name}."):
+            raise  # the package of the target lacks something of its own
+        spec = None
+    except ValueError:  # a name that is none, or a module without a spec
+        spec = None
+    return "" if spec is not None else "one that can be imported from here"
+
+
+def _print_traceback(error: Exception) -> None:
+    """Print the traceback of a script without the frames that ran it."""
+    whole = traceback.TracebackException.from_exception(error)
+    todo: list[traceback.TracebackException | None] = [whole]
+    while todo:
+        one = todo.pop()
+        if one is not None:
+            frames = [frame for frame in one.stack if not _is_ours(frame.filename)]
+            one.stack = traceback.StackSummary.from_list(frames)
+            todo += [one.__cause__, one.__context__, *(one.exceptions or ())]
+    print("".join(whole.format()), end="", file=sys.stderr)
+
+
+def _is_ours(filename: str) -> bool:
+    return filename in (__file__, "<frozen runpy>", runpy.__file__)
 
 
 @contextmanager
@@ -105,7 +211,7 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
     lock = threading.Lock()
     left_out: Counter[str] = Counter()
     first: list[tuple[str, ...]] = []
-    start = time.monotonic()
+    start, process = time.monotonic(), os.getpid()
 
     def dispatch(
         self: Dispatcher,
@@ -116,6 +222,8 @@ def recording(writer: TraceWriter) -> Iterator[Counter[str]]:
         ceiling: int = 2,
     ) -> Decision:
         decision = decide(self, num_tokens, num_reqs, uniform, loras, ceiling)
+        if os.getpid() != process:
+            return decision  # a forked process is not recorded
         is_uniform, query_len, most = self.config.query_class(int(uniform))
         variants = self.config.variants
         names = tuple(axis.name for axis in self.config.axes)

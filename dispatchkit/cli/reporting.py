@@ -16,8 +16,9 @@ from dispatchkit.cli.options import (
     SizesOption,
     settings_of,
 )
-from dispatchkit.cli.output import JsonOption, console, print_json
+from dispatchkit.cli.output import FORCE_HINT, ForceOption, JsonOption, console, print_json
 from dispatchkit.errors import ConfigError
+from dispatchkit.files import check_output
 
 if TYPE_CHECKING:
     from dispatchkit.report import Report
@@ -28,7 +29,7 @@ def report(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="A step trace, the output of `simulate --json`, or saved live statistics.",
+            help="Traffic as `plan` takes it, output of `simulate --json`, or live statistics.",
         ),
     ],
     output: Annotated[
@@ -49,6 +50,7 @@ def report(
     sizes: SizesOption = None,
     mode: ModeOption = None,
     cost_model: CostModelOption = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write one HTML file: padding, modes, waste, times and reasons, to look at anywhere.
@@ -58,25 +60,26 @@ def report(
     Example: dispatchkit report trace.csv.gz --policy vllm -o report.html
     """
     from dispatchkit.report import write_report
-    from dispatchkit.report.files import check_writable, read_json
+    from dispatchkit.report.files import read_source
 
     if output is None:
         # A name is checked with the figures there are; until then it is no path.
         stem = "report" if figure is None else figure.replace("/", "-")
         output = Path(f"{stem}.html" if figure is None else f"{stem}.svg")
-    check_writable(output)
     given = {"policy": policy, "capture_sizes": sizes, "mode": mode, "cost_model": cost_model}
     settings = settings_of(given)
-    document = read_json(source)
-    made = None if document is None else _of_document(document, source, given)
-    if made is None:
-        from dispatchkit.observe.trace import read_trace
+    inputs = [source, settings["cost_model"], settings.file]
+    check_output(output, inputs=inputs, overwrite=force, hint=FORCE_HINT)
+    found = read_source(source)
+    if isinstance(found, dict | list):
+        made = _of_document(found, source, given)
+    else:
         from dispatchkit.plan.costs import load_cost_model
         from dispatchkit.report import report_of_account, waste_plan
 
-        account = account_of(source, settings, load_cost_model(settings["cost_model"]))
+        account = account_of(found, settings, load_cost_model(settings["cost_model"]))
         largest = account.config.max_capture_size
-        curve = waste_plan(read_trace(source), largest) if largest else "There are no sizes."
+        curve = waste_plan(found, largest) if largest else "There are no sizes."
         made = report_of_account(account, plan=curve)
     write_report(made, output, figure=figure)
     if as_json:
@@ -93,16 +96,16 @@ def report(
         out = console()
         out.print(Text(made.title, style="bold"))
         out.print(Text(made.summary))
-        out.print(Text(f"Written to {output} ({output.stat().st_size / 1024:.0f} KiB)."))
+        out.print(Text(f"Written to {output}."))
 
 
-def _of_document(document: Any, source: Path, given: dict[str, Any]) -> Report | None:
-    """Return the report of a JSON document; None where it is a trace in JSON lines."""
+def _of_document(
+    document: dict[str, Any] | list[Any], source: Path, given: dict[str, Any]
+) -> Report:
+    """Return the report of a JSON document."""
     from dispatchkit.report import report_of_simulations, report_of_statistics
     from dispatchkit.report.live import STATISTICS_FORMAT
 
-    if isinstance(document, dict) and "num_tokens" in document:
-        return None  # a trace of one line
     for name, value in given.items():
         if value is not None:
             raise ConfigError(

@@ -89,11 +89,11 @@ def simulate(
         "cost_model": cost_model,
     }
     settings = settings_of(given)
-    from dispatchkit.observe.trace import read_trace
+    from dispatchkit.observe import read_steps
     from dispatchkit.plan import Scenario
     from dispatchkit.plan import simulate as run_scenario
 
-    rows = read_trace(trace)
+    rows = read_steps(trace)
     config = config_for(rows, settings)
     note_unused_axes(rows, config)
     plugins = load_installed_plugins(settings)

@@ -21,7 +21,7 @@ from dispatchkit.demo.traffic import DEFAULT_STEPS, PlannedStep, Traffic, plan_t
 from dispatchkit.errors import BackendUnavailableError, ConfigError, UnknownNameError
 from dispatchkit.execute import EagerStepWarning, GraphRunner, RunnerStats, StaticInput
 from dispatchkit.keys import DispatchConfig
-from dispatchkit.observe.trace import StepTrace, read_trace
+from dispatchkit.observe import StepTrace, read_steps, read_trace
 from dispatchkit.registry import KeyState
 from dispatchkit.settings import Settings
 
@@ -412,7 +412,7 @@ def _larger(one: float, other: float) -> float:
 def _read(path: Path | None, steps: int) -> tuple[str, StepTrace]:
     """Return the name and the first steps of a trace."""
     if path is not None:
-        return str(path), read_trace(path)[:steps]
+        return str(path), read_steps(path)[:steps]
     with as_file(files("dispatchkit.demo") / "data" / "azure_conv_high.csv") as excerpt:
         return "azure_conv_high (excerpt, CC-BY-4.0)", read_trace(excerpt)[:steps]
 

@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 _COARSE_FROM = 256  # Above it, sizes are twice as far apart.
+MAX_CAPTURE_SIZE = 1 << 22
+"""Largest capture size: tables hold an entry for each number of tokens up to it."""
 
 
 class CaptureSizeWarning(UserWarning):
@@ -45,7 +47,7 @@ class CaptureSizeWarning(UserWarning):
 # -- checking what a user wrote -----------------------------------------------------------
 
 
-def check_count(value: Any, setting: str, *, minimum: int = 1) -> int:
+def check_count(value: Any, setting: str, *, minimum: int = 1, maximum: int | None = None) -> int:
     """Return a whole number that a user gave for a setting.
 
     Text is accepted, so that the command line, the environment and Python agree.
@@ -54,18 +56,21 @@ def check_count(value: Any, setting: str, *, minimum: int = 1) -> int:
         value: An int, anything with ``__index__``, or text of one.
         setting: Name of the setting, for the message.
         minimum: Smallest number allowed.
+        maximum: Largest number allowed; None: any.
 
     Raises:
-        ConfigError: It is a boolean, has a fraction, is no number, or is too small.
+        ConfigError: It is a boolean, has a fraction, is no number, or is too small or large.
     """
     allowed = f"a whole number of at least {minimum}"
+    if maximum is not None:
+        allowed += f" and at most {maximum}"
     if isinstance(value, bool) or type(value).__name__ == "bool_":
         raise ConfigError(setting, value, allowed, "True and False are not counts.")
     try:
         number = int(value.strip()) if isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError):
         raise ConfigError(setting, value, allowed) from None
-    if number < minimum:
+    if number < minimum or (maximum is not None and number > maximum):
         raise ConfigError(setting, value, allowed)
     return number
 
@@ -90,8 +95,8 @@ def check_capture_sizes(
         The sizes; empty if the list was, or if trimming left nothing.
 
     Raises:
-        ConfigError: A size is zero, negative, fractional, boolean or no number, or is over
-            the limit and that is refused.
+        ConfigError: A size is zero, negative, fractional, boolean, no number, or larger than
+            any batch can be; or it is over the limit and that is refused.
 
     Warns:
         CaptureSizeWarning: Sizes were trimmed, or batches between the last size and the
@@ -102,6 +107,8 @@ def check_capture_sizes(
     elif not isinstance(sizes, Iterable):
         raise ConfigError(setting, sizes, "a list of whole numbers", "One size: [8].")
     checked = sorted({check_count(size, setting) for size in sizes})
+    if checked and checked[-1] > MAX_CAPTURE_SIZE:
+        raise ConfigError(setting, checked[-1], f"at most {MAX_CAPTURE_SIZE:,} tokens")
     if limit is None:
         return tuple(checked)
     kept = checked[: bisect_left(checked, limit + 1)]

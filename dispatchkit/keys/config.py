@@ -18,6 +18,7 @@ from dispatchkit.keys.capture_sizes import (
 from dispatchkit.keys.modes import CUDAGraphMode
 
 _DEFAULT_CEILING = 512
+_MAX_LORAS = 1 << 12  # each number of adapters is a column of the table
 
 
 def _query_lens(value: Any) -> tuple[int, ...]:
@@ -121,7 +122,11 @@ class DispatchConfig:
         most: Any = self.max_num_seqs
         most = limit if most is None else check_count(most, "max_num_seqs")
         set_(self, "max_num_seqs", most)
-        set_(self, "max_loras", check_count(self.max_loras, "max_loras", minimum=0))
+        set_(
+            self,
+            "max_loras",
+            check_count(self.max_loras, "max_loras", minimum=0, maximum=_MAX_LORAS),
+        )
         if self.uniform_capture_sizes is not None:
             aligned = check_capture_sizes(
                 self.uniform_capture_sizes, setting="uniform_capture_sizes", limit=limit

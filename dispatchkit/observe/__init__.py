@@ -17,17 +17,16 @@ if TYPE_CHECKING:
         TRACE_COLUMNS,
         StepTrace,
         TraceStep,
-        TraceWriter,
         read_trace,
-        write_trace,
     )
     from dispatchkit.observe.trace_counts import (
         CudagraphStats,
         SizeHistogram,
         read_cudagraph_stats,
         read_histogram,
-        read_workload,
     )
+    from dispatchkit.observe.trace_writer import TraceWarning, TraceWriter, write_trace
+    from dispatchkit.observe.workload_files import read_steps, read_workload
 
 _HOME = {
     "CudagraphStats": "trace_counts",
@@ -38,12 +37,14 @@ _HOME = {
     "Timeline": "timeline",
     "StepTrace": "trace",
     "TraceStep": "trace",
-    "TraceWriter": "trace",
+    "TraceWarning": "trace_writer",
+    "TraceWriter": "trace_writer",
     "read_cudagraph_stats": "trace_counts",
     "read_histogram": "trace_counts",
     "read_trace": "trace",
-    "read_workload": "trace_counts",
-    "write_trace": "trace",
+    "read_steps": "workload_files",
+    "read_workload": "workload_files",
+    "write_trace": "trace_writer",
 }
 
 __all__ = [
@@ -58,9 +59,11 @@ __all__ = [
     "StepTrace",
     "Timeline",
     "TraceStep",
+    "TraceWarning",
     "TraceWriter",
     "read_cudagraph_stats",
     "read_histogram",
+    "read_steps",
     "read_trace",
     "read_workload",
     "write_trace",

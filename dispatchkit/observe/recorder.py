@@ -15,7 +15,8 @@ from typing import Any
 
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys.config import DispatchConfig
-from dispatchkit.observe.trace import MAX_COUNT, StepTrace, TraceStep, write_trace
+from dispatchkit.observe.trace import MAX_COUNT, StepTrace, TraceStep
+from dispatchkit.observe.trace_writer import write_trace
 
 __all__ = ["DEFAULT_CAPACITY", "StepRecorder"]
 

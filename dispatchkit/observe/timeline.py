@@ -22,7 +22,7 @@ from dispatchkit.observe.events import (
     PolicyErrorEvent,
     PolicySwappedEvent,
 )
-from dispatchkit.observe.trace_files import replace_when_done
+from dispatchkit.observe.trace_files import whole_text
 
 __all__ = ["Timeline", "span_name"]
 
@@ -139,7 +139,7 @@ class Timeline:
             TraceError: The file cannot be written.
         """
         data = self.to_json()
-        with replace_when_done(path) as stream:
+        with whole_text(path) as stream:
             json.dump(data, stream)
         return sum(one["ph"] == "X" for one in data["traceEvents"])
 

@@ -20,9 +20,9 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, overload
 
-from dispatchkit.errors import ConfigError, TraceError, nearest_names
+from dispatchkit.errors import TraceError, nearest_names
 from dispatchkit.observe.trace_columns import (
     AXIS_PREFIX,
     MAX_COUNT,
@@ -32,28 +32,28 @@ from dispatchkit.observe.trace_columns import (
     TraceStep,
     axis_names,
     check_header,
-    check_value,
-    cross_faults,
     csv_cells,
-    ordered_columns,
 )
 from dispatchkit.observe.trace_files import (
     DEFAULT_MAX_BYTES,
+    Blocks,
     iter_line_blocks,
-    replace_when_done,
     trace_name,
 )
 
 __all__ = [
     "AXIS_PREFIX",
     "MAX_COUNT",
+    "MAX_STEPS",
     "TRACE_COLUMNS",
     "StepTrace",
     "TraceStep",
-    "TraceWriter",
+    "parse_trace",
     "read_trace",
-    "write_trace",
 ]
+
+MAX_STEPS = 10_000_000
+"""Most steps of one trace; a packed file may unpack to far more than memory holds."""
 
 
 class StepTrace(Sequence[TraceStep]):
@@ -63,6 +63,7 @@ class StepTrace(Sequence[TraceStep]):
         columns: Column name to values; all of one length, ``num_tokens`` among them.
         source: Where it came from, for messages.
         ignored_columns: Columns that the file had and that mean nothing here.
+        has_order: Whether the steps are in the order they ran; a histogram knows none.
 
     Raises:
         TraceError: A column is missing, unknown or of another length, or a value is not
@@ -75,8 +76,9 @@ class StepTrace(Sequence[TraceStep]):
         *,
         source: str = "<memory>",
         ignored_columns: Sequence[str] = (),
+        has_order: bool = True,
     ) -> None:
-        self.source = source
+        self.source, self.has_order = source, has_order
         self.ignored_columns: tuple[str, ...] = tuple(ignored_columns)
         check_header(source, None, tuple(columns), strict=True)
         parsed = {name: list(values) for name, values in columns.items()}
@@ -89,10 +91,15 @@ class StepTrace(Sequence[TraceStep]):
 
     @classmethod
     def _of(
-        cls, columns: dict[str, array[Any]], source: str, ignored: tuple[str, ...] = ()
+        cls,
+        columns: dict[str, array[Any]],
+        source: str,
+        ignored: tuple[str, ...] = (),
+        *,
+        has_order: bool = True,
     ) -> StepTrace:
         trace = cls.__new__(cls)
-        trace.source, trace.ignored_columns = source, ignored
+        trace.source, trace.ignored_columns, trace.has_order = source, ignored, has_order
         trace._columns = columns  # noqa: SLF001 - a constructor for columns already checked
         return trace
 
@@ -146,7 +153,7 @@ class StepTrace(Sequence[TraceStep]):
     def __getitem__(self, index: int | slice) -> TraceStep | StepTrace:
         if isinstance(index, slice):
             cut = {name: values[index] for name, values in self._columns.items()}
-            return StepTrace._of(cut, self.source, self.ignored_columns)
+            return StepTrace._of(cut, self.source, self.ignored_columns, has_order=self.has_order)
         row = {name: values[index] for name, values in self._columns.items()}
         if "uniform_decode" in row:
             row["uniform_decode"] = bool(row["uniform_decode"])
@@ -183,14 +190,18 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYT
             that unpacks without end.
 
     Raises:
-        TraceError: The file cannot be read, has no ``num_tokens``, has no steps, or a value
-            is not possible; the message names the line.
+        TraceError: The file cannot be read, has no ``num_tokens``, has no steps or more than
+            10 million, or a value is not possible; the message names the line.
     """
-    name = trace_name(path)
+    return parse_trace(trace_name(path), iter_line_blocks(path, max_bytes=max_bytes))
+
+
+def parse_trace(name: str, blocks: Blocks) -> StepTrace:
+    """Return the step trace that a text holds; see ``read_trace``."""
     builder: ColumnBuilder | None = None
     ignored: tuple[str, ...] = ()
     is_json = False
-    for line, lines in iter_line_blocks(path, max_bytes=max_bytes):
+    for line, lines in blocks:
         if builder is None:
             while lines and not lines[0].strip():
                 lines, line = lines[1:], line + 1
@@ -208,6 +219,12 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYT
             builder.add_json(line, lines)
         else:
             builder.add_csv(line, lines)
+        if builder.num_rows > MAX_STEPS:
+            raise TraceError(
+                name,
+                line,
+                f"holds more than {MAX_STEPS:,} steps. Cut it, or take every tenth.",
+            )
     if builder is None:
         raise TraceError(name, None, "is empty. A step trace starts with a line of column names.")
     if not builder.num_rows:
@@ -221,121 +238,3 @@ def _json_header(name: str, line: int, text: str) -> tuple[str, ...]:
     except (ValueError, RecursionError) as error:
         raise TraceError(name, line, f"is not a JSON object: {error}.") from error
     return tuple(record)
-
-
-# -- writing ------------------------------------------------------------------------------
-
-
-class TraceWriter:
-    """Writes steps one at a time; the file has its name only once it is whole.
-
-    Use it in a ``with`` statement. Until the end the steps are in ``PATH.part``; an exception
-    inside the block leaves nothing behind.
-
-    Args:
-        path: File to write; ``.jsonl`` in the name gives JSON lines, anything else CSV, and
-            ``.gz`` at its end packs either.
-        columns: Columns to write; by default all, and those of the axes of the first step.
-
-    Raises:
-        TraceError: The file cannot be written.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], columns: Sequence[str] | None = None) -> None:
-        self.path: str = trace_name(path)
-        self._takes_axes = columns is None
-        columns = TRACE_COLUMNS if columns is None else columns
-        check_header(self.path, None, tuple(columns), strict=True)
-        self._header = ordered_columns(columns)
-        self.format: Literal["csv", "jsonl"] = (
-            "jsonl" if self.path.removesuffix(".gz").endswith(".jsonl") else "csv"
-        )
-        self._file = replace_when_done(path)
-        self._out: IO[str] | None = None
-        self.num_steps: int = 0
-
-    def __enter__(self) -> TraceWriter:
-        self._out = self._file.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> bool | None:
-        if self._out is not None and not self.num_steps and not any(error):
-            self._begin(self._out, ())
-        self._out = None
-        return self._file.__exit__(*error)
-
-    def write(self, step: TraceStep) -> None:
-        """Append one step; a missing step number becomes the running one.
-
-        Raises:
-            TraceError: The step lacks a column that is written, or is not possible.
-            ConfigError: The writer is not open.
-        """
-        if self._out is None:
-            raise ConfigError("TraceWriter", "closed", "open", "Use it in a `with` statement.")
-        header = self._header
-        if self._takes_axes and not self.num_steps:
-            header = (*header, *(AXIS_PREFIX + axis for axis in step.axes))
-            check_header(self.path, None, header, strict=True)
-        row = {
-            column: getattr(step, column)
-            if column in TRACE_COLUMNS
-            else step.axes.get(column.removeprefix(AXIS_PREFIX))
-            for column in header
-        }
-        if "step" in row and row["step"] is None:
-            row["step"] = self.num_steps
-        for column, value in row.items():
-            row[column] = check_value(self.path, None, column, value)
-        for problem in cross_faults(row):
-            raise TraceError(self.path, None, problem)
-        if self._takes_axes and len(header) - len(TRACE_COLUMNS) != len(step.axes):
-            raise _other_axes(self.path, step)
-        if not self.num_steps:
-            self._begin(self._out, header)
-        if self.format == "jsonl":
-            self._out.write(json.dumps(row, separators=(",", ":")) + "\n")
-        else:
-            self._out.write(",".join(map(repr, row.values())) + "\n")
-        self.num_steps += 1
-
-    def _begin(self, out: IO[str], header: tuple[str, ...]) -> None:
-        """Write the first line; which axes there are is known by then."""
-        self._header = header or self._header
-        if self.format == "csv":
-            out.write(",".join(self._header) + "\n")
-
-
-def _other_axes(path: str, step: TraceStep) -> TraceError:
-    differ = ", ".join(sorted(step.axes))
-    return TraceError(path, None, f"a step has axes that the first had not: {differ}.")
-
-
-def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep]) -> int:
-    """Write steps as CSV, or as JSON lines where the name has ``.jsonl``; return how many.
-
-    ``.gz`` at the end of the name packs the file. Nothing of it is there until it is whole.
-
-    Args:
-        path: File to write; replaced if it exists.
-        steps: A StepTrace, or any steps; columns that the first step does not know are left
-            out.
-
-    Raises:
-        TraceError: The file cannot be written, or a step lacks what the first one had, or
-            has axes that it had not.
-    """
-    iterator = iter(steps)
-    first = next(iterator, None)
-    columns: Sequence[str] | None = None
-    if first is not None:
-        known = [c for c in TRACE_COLUMNS if c == "step" or getattr(first, c) is not None]
-        columns = (*known, *(AXIS_PREFIX + axis for axis in first.axes))
-    with TraceWriter(path, columns) as writer:
-        if first is not None:
-            writer.write(first)
-            for step in iterator:
-                if not step.axes.keys() <= first.axes.keys():
-                    raise _other_axes(writer.path, step)
-                writer.write(step)
-    return writer.num_steps

@@ -14,17 +14,23 @@ from collections.abc import Iterable, Iterator, Mapping
 import attrs
 
 from dispatchkit.errors import TraceError, nearest_names
-from dispatchkit.observe.trace import MAX_COUNT, StepTrace, read_trace
-from dispatchkit.observe.trace_files import DEFAULT_MAX_BYTES, iter_line_blocks, trace_name
+from dispatchkit.observe.trace import MAX_COUNT, MAX_STEPS, StepTrace
+from dispatchkit.observe.trace_files import (
+    DEFAULT_MAX_BYTES,
+    Blocks,
+    iter_line_blocks,
+    trace_name,
+)
 
 __all__ = [
     "CudagraphStatRow",
     "CudagraphStats",
     "SizeHistogram",
     "StepKind",
+    "parse_cudagraph_stats",
+    "parse_histogram",
     "read_cudagraph_stats",
     "read_histogram",
-    "read_workload",
 ]
 
 
@@ -85,6 +91,40 @@ class SizeHistogram:
     def knows_uniform(self) -> bool:
         """Whether each kind says if it is uniform decode."""
         return all(kind.uniform is not None for kind in self.counts)
+
+    def steps(self) -> StepTrace:
+        """Return as many steps as were counted, each kind spread evenly over the whole.
+
+        Which order they ran in is not known; ``has_order`` of the trace says so.
+
+        Raises:
+            TraceError: There are none, or more than 10 million.
+        """
+        if self.num_steps > MAX_STEPS:
+            raise TraceError(
+                self.source,
+                None,
+                f"counts {self.num_steps:,} steps; at most {MAX_STEPS:,} can be gone through one "
+                "by one. Divide all counts by the same number.",
+            )
+        kinds = [kind for kind, count in self.counts.items() if count]
+        places = (
+            ((2 * nth + 1) / self.counts[kind], number)
+            for number, kind in enumerate(kinds)
+            for nth in range(self.counts[kind])
+        )
+        order = [number for _, number in sorted(places)]
+        if not order:
+            raise TraceError(self.source, None, "counts no steps.")
+        columns: dict[str, list[int]] = {"num_tokens": [kind.num_tokens for kind in kinds]}
+        if self.knows_uniform:
+            columns["uniform_decode"] = [int(bool(kind.uniform)) for kind in kinds]
+        columns["num_active_loras"] = [kind.num_active_loras for kind in kinds]
+        return StepTrace(
+            {name: [values[number] for number in order] for name, values in columns.items()},
+            source=self.source,
+            has_order=False,
+        )
 
 
 @attrs.frozen
@@ -169,10 +209,27 @@ def read_cudagraph_stats(
         Mode, Count).
     """
     name = trace_name(path)
+    found = parse_cudagraph_stats(name, iter_line_blocks(path, max_bytes=max_bytes))
+    if found is None:
+        raise TraceError(
+            name,
+            None,
+            "has no CUDA graph statistics table. vLLM prints one with --cudagraph-metrics, "
+            f"under the columns {', '.join(_STAT_HEADER)}.",
+        )
+    return found
+
+
+def parse_cudagraph_stats(name: str, blocks: Blocks) -> CudagraphStats | None:
+    """Return the statistics that a text holds, None without a table.
+
+    Raises:
+        TraceError: A table is empty or damaged.
+    """
     rows: list[CudagraphStatRow] = []
     config_mode, in_table, seen_header = "", False, False
     sizes: tuple[int, ...] = ()
-    for first, lines in iter_line_blocks(path, max_bytes=max_bytes):
+    for first, lines in blocks:
         for line, text in enumerate(lines, start=first):
             if match := re.search(r"- Mode: (?:\w+\.)?(\w+)\s*$", text):
                 config_mode = match[1]
@@ -194,12 +251,7 @@ def read_cudagraph_stats(
                     f"{', '.join(_STAT_HEADER)}.",
                 )
     if not seen_header:
-        raise TraceError(
-            name,
-            None,
-            "has no CUDA graph statistics table. vLLM prints one with --cudagraph-metrics, "
-            f"under the columns {', '.join(_STAT_HEADER)}.",
-        )
+        return None
     if not rows:
         raise TraceError(name, None, "has a CUDA graph statistics table without lines.")
     return CudagraphStats(tuple(rows), config_mode, sizes, name)
@@ -276,10 +328,14 @@ def read_histogram(
     Raises:
         TraceError: A column is missing or unknown, a value is not possible, or there is none.
     """
-    name = trace_name(path)
+    return parse_histogram(trace_name(path), iter_line_blocks(path, max_bytes=max_bytes))
+
+
+def parse_histogram(name: str, blocks: Blocks) -> SizeHistogram:
+    """Return the histogram that a text holds; see ``read_histogram``."""
     counts: Counter[StepKind] = Counter()
     header: tuple[str, ...] | None = None
-    for line, text in _numbered(path, max_bytes):
+    for line, text in _numbered(blocks):
         cells = [cell.strip() for cell in text.split(",")]
         if header is None:
             header = _histogram_header(name, line, cells)
@@ -308,8 +364,8 @@ def read_histogram(
     return SizeHistogram(dict(counts), name)
 
 
-def _numbered(path: str | os.PathLike[str], max_bytes: int) -> Iterator[tuple[int, str]]:
-    for first, lines in iter_line_blocks(path, max_bytes=max_bytes):
+def _numbered(blocks: Blocks) -> Iterator[tuple[int, str]]:
+    for first, lines in blocks:
         for line, text in enumerate(lines, start=first):
             if text.strip():
                 yield line, text
@@ -333,39 +389,3 @@ def _histogram_header(name: str, line: int, cells: list[str]) -> tuple[str, ...]
             name, line, f"a histogram needs `count` and one of {', '.join(_SIZE_NAMES)}."
         )
     return tuple(cells)
-
-
-# -- whichever it is ----------------------------------------------------------------------
-
-
-def read_workload(
-    path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
-) -> StepTrace | SizeHistogram:
-    """Read a step trace, a histogram or vLLM's table, told apart by the content.
-
-    Args:
-        path: The file, plain or gzip.
-        max_bytes: Most bytes of text to read.
-
-    Raises:
-        TraceError: It is none of them, or a damaged one.
-    """
-    name = trace_name(path)
-    for _, text in _numbered(path, max_bytes):
-        cells = [cell.strip() for cell in text.split(",")]
-        if text.lstrip().startswith("{") or {"step", "t_s"} & set(cells):
-            return read_trace(path, max_bytes=max_bytes)
-        if "count" in cells:
-            return read_histogram(path, max_bytes=max_bytes)
-        break
-    else:
-        raise TraceError(name, None, "is empty.")
-    if "," in text and "|" not in text and any(nearest_names(c, ("num_tokens",)) for c in cells):
-        return read_trace(path, max_bytes=max_bytes)
-    try:
-        return read_cudagraph_stats(path, max_bytes=max_bytes).histogram()
-    except TraceError as error:
-        if error.line is not None or "|" in text:
-            raise
-        # No table in it: most likely a trace with a wrong first line, so say that.
-        return read_trace(path, max_bytes=max_bytes)

@@ -1,4 +1,4 @@
-"""Opening trace files: plain or gzip, text only, bounded, with line numbers for complaints.
+"""Trace files: plain or gzip, text only, bounded, with line numbers for complaints.
 
 A trace comes from anywhere: a log that was cut, a download that broke off, a file someone
 else made. So nothing here trusts it: a gzip file is unpacked piece by piece up to a limit,
@@ -13,13 +13,14 @@ import gzip
 import io
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, cast
 
 from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.files import whole_file
 
-__all__ = ["DEFAULT_MAX_BYTES", "iter_line_blocks", "replace_when_done", "trace_name"]
+__all__ = ["DEFAULT_MAX_BYTES", "Blocks", "iter_line_blocks", "trace_name", "whole_text"]
 
 DEFAULT_MAX_BYTES = 512 * 1024 * 1024
 """Most bytes of text read from one trace, after unpacking: some 15 million steps."""
@@ -30,30 +31,42 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _FOREIGN_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
-def trace_name(path: str | os.PathLike[str]) -> str:
-    """Return a path as it is named in messages."""
+StrPath = str | os.PathLike[str]
+Blocks = Iterable[tuple[int, list[str]]]
+"""A text as (number of the first line, lines), block by block."""
+
+
+def trace_name(path: StrPath | IO[bytes]) -> str:
+    """Return a path as messages name it; of an open file, the path it was opened with."""
+    if hasattr(path, "read"):
+        return str(getattr(path, "name", "<stream>"))
     return os.fspath(path)
 
 
-def _open(path: str | os.PathLike[str], name: str, closing: contextlib.ExitStack) -> IO[bytes]:
-    """Open a file; what is opened is closed with the stack."""
+def _open(path: StrPath | IO[bytes], name: str, closing: contextlib.ExitStack) -> IO[bytes]:
+    """Open a file; what is opened here is closed with the stack."""
     try:
-        raw = closing.enter_context(Path(path).open("rb"))  # noqa: SIM115 - on the stack
+        if hasattr(path, "read"):
+            raw: Any = path
+        else:
+            raw = closing.enter_context(Path(path).open("rb"))  # noqa: SIM115 - on the stack
+        if not hasattr(raw, "peek"):
+            raw = io.BufferedReader(raw)
+        # By its first bytes and not by its name: a renamed file is still what it is.
+        if not raw.peek(2).startswith(_GZIP_MAGIC):
+            return cast("IO[bytes]", raw)
     except FileNotFoundError:
         raise TraceError(name, None, "no such file. Check the path of the trace.") from None
     except IsADirectoryError:
         raise TraceError(name, None, "is a folder; a trace is one file.") from None
-    except OSError as error:
-        raise TraceError(name, None, f"cannot be opened: {error.strerror}.") from error
-    # By its first bytes and not by its name: a renamed file is still what it is.
-    packed = raw.peek(2).startswith(_GZIP_MAGIC)
-    if not packed:
-        return raw
-    stream: IO[bytes] = io.BufferedReader(closing.enter_context(gzip.GzipFile(fileobj=raw)))
-    return stream
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise TraceError(name, None, f"cannot be read: {why}.") from error
+    packed = closing.enter_context(gzip.GzipFile(fileobj=raw))
+    return cast("IO[bytes]", io.BufferedReader(packed))
 
 
-def _blocks(path: str | os.PathLike[str], name: str, max_bytes: int) -> Iterator[bytes]:
+def _blocks(path: StrPath | IO[bytes], name: str, max_bytes: int) -> Iterator[bytes]:
     total = 0
     with contextlib.ExitStack() as closing:
         stream = _open(path, name, closing)
@@ -88,17 +101,18 @@ def _blocks(path: str | os.PathLike[str], name: str, max_bytes: int) -> Iterator
 
 
 def iter_line_blocks(
-    path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
+    path: StrPath | IO[bytes], *, max_bytes: int = DEFAULT_MAX_BYTES, name: str | None = None
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield (number of the first line, lines) of a text file, block by block.
 
-    Lines come without their end; line ends may be LF or CRLF. A leading byte order mark is
+    Lines come without their end; line ends may be LF, CRLF or CR. A leading byte order mark is
     dropped. The last line is yielded whether or not it ends with a line break, and an empty
     one after the last break is not.
 
     Args:
-        path: File, plain or gzip (told by its content).
+        path: File, or an open binary one; plain or gzip (told by its content).
         max_bytes: Most unpacked bytes to read.
+        name: What messages call it; by default its path.
 
     Raises:
         TraceError: The file is missing, torn, damaged, too large, or not UTF-8 text.
@@ -106,8 +120,8 @@ def iter_line_blocks(
     """
     if max_bytes < 1:
         raise ConfigError("max_bytes", max_bytes, "at least 1")
-    name = trace_name(path)
-    line, rest, first = 1, b"", True
+    name = trace_name(path) if name is None else name
+    line, rest, first, line_end = 1, b"", True, b"\n"
     for block in _blocks(path, name, max_bytes):
         if first:
             first = False
@@ -115,31 +129,37 @@ def iter_line_blocks(
                 encoding = _FOREIGN_BOMS[block[:2]]
                 raise TraceError(name, 1, f"is {encoding} text. Save it as UTF-8.")
             block = block.removeprefix(b"\xef\xbb\xbf")
+            line_end = b"\r" if b"\r" in block and b"\n" not in block else b"\n"
         data = rest + block
-        end = data.rfind(b"\n")
+        end = data.rfind(line_end)
         if end < 0:
             rest = data
         else:
             rest = data[end + 1 :]
-            lines = _decode(name, line, data[:end])
+            lines = _decode(name, line, data[:end], line_end)
             yield line, lines
             line += len(lines)
         if len(rest) > _MAX_LINE:
+            if b"\0" in rest:
+                _decode(name, line, rest, line_end)
             raise TraceError(
                 name, line, f"no line break within {_MAX_LINE} bytes; this is not a trace."
             )
     if rest:
-        yield line, _decode(name, line, rest)
+        yield line, _decode(name, line, rest, line_end)
 
 
-def _decode(name: str, line: int, data: bytes) -> list[str]:
+def _decode(name: str, line: int, data: bytes, line_end: bytes) -> list[str]:
     try:
         text = data.decode("utf-8")
+        bad = data.find(b"\0")
     except UnicodeDecodeError as error:
-        at = line + data[: error.start].count(b"\n")
-        raise TraceError(
-            name, at, f"byte {data[error.start]:#04x} is not UTF-8 text. Is this a trace?"
-        ) from error
+        bad = error.start
+    if bad >= 0:
+        at = line + data[:bad].count(line_end)
+        raise TraceError(name, at, f"byte {data[bad]:#04x} is not UTF-8 text. Is this a trace?")
+    if line_end == b"\r":
+        return text.split("\r")
     if "\r" in text:
         text = text.replace("\r\n", "\n")
         text = text.removesuffix("\r")  # the block ends before the LF of its last CRLF
@@ -147,32 +167,24 @@ def _decode(name: str, line: int, data: bytes) -> list[str]:
 
 
 @contextlib.contextmanager
-def replace_when_done(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Write a text file beside its name, and give it the name only when it is whole.
-
-    Args:
-        path: Name of the finished file; ``.gz`` at its end packs it.
+def whole_text(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
+    """Open a text file that gets its name once the block has ended; ``.gz`` packs it.
 
     Raises:
-        TraceError: The file cannot be written. What had the name before is kept.
+        TraceError: It cannot be written; an older file of that name is kept.
     """
-    target = Path(path)
-    part = target.with_name(target.name + ".part")
     try:
-        with contextlib.ExitStack() as stack:
-            if target.suffix == ".gz":
-                raw = stack.enter_context(part.open("wb"))
+        with contextlib.ExitStack() as closing:
+            out: IO[bytes] = closing.enter_context(whole_file(path))
+            if Path(path).suffix == ".gz":
                 # No time stamp: the same steps give the same bytes.
-                packed = stack.enter_context(
-                    gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0)
-                )
-                yield stack.enter_context(io.TextIOWrapper(packed, encoding="utf-8", newline="\n"))
-            else:
-                yield stack.enter_context(part.open("w", encoding="utf-8", newline="\n"))
-        part.replace(target)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise TraceError(trace_name(path), None, f"cannot be written: {error}.") from error
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+                packed: Any = gzip.GzipFile(filename="", fileobj=out, mode="wb", mtime=0)
+                out = closing.enter_context(packed)
+            text = io.TextIOWrapper(out, encoding="utf-8", newline="\n")
+            yield closing.enter_context(text)
+    except ConfigError as error:
+        if error.setting != "output":
+            raise
+        raise TraceError(
+            trace_name(path), None, f"cannot be written: it must be {error.allowed}."
+        ) from error

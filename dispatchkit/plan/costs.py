@@ -30,6 +30,7 @@ import attrs
 
 from dispatchkit.dispatch import Decision, StepCost
 from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.files import write_whole
 from dispatchkit.keys.modes import RuntimeMode
 
 __all__ = [
@@ -294,13 +295,17 @@ def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
     name = os.fspath(name_or_path)
     if name in BUILTIN_COST_MODELS:
         return BUILTIN_COST_MODELS[name]
-    path = Path(name)
-    if not path.is_file():
+    try:
+        with Path(name).open("rb") as stream:
+            raw = stream.read(_MAX_FILE_BYTES + 1)
+    except (FileNotFoundError, ValueError):
         raise UnknownNameError(
             "cost model", name, BUILTIN_COST_MODELS, "Or give the path of a file."
-        )
-    with path.open("rb") as stream:
-        raw = stream.read(_MAX_FILE_BYTES + 1)
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            "cost model", name, f"a file that can be read ({error.strerror})"
+        ) from error
     if len(raw) > _MAX_FILE_BYTES:
         raise ConfigError(name, f"over {_MAX_FILE_BYTES} bytes", "a cost model file")
     try:
@@ -311,15 +316,12 @@ def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
 
 
 def save_cost_model(model: CostModel, path: str | os.PathLike[str]) -> None:
-    """Write a model to a file, which has its name only once it is whole."""
-    target = Path(path)
-    part = target.with_name(target.name + ".part")
-    try:
-        part.write_text(json.dumps(model.to_json(), indent=2) + "\n", encoding="utf-8")
-        part.replace(target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    """Write a model to a file, which has its name only once it is whole.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    write_whole(path, json.dumps(model.to_json(), indent=2) + "\n")
 
 
 _H100 = "One NVIDIA H100 80GB, torch 2.11 (CUDA 13), Python 3.12; medians of device time. {}"

@@ -36,6 +36,7 @@ class Steps:
     num_reqs: IntArray
     uniform: IntArray
     loras: IntArray
+    has_order: bool = True
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -75,6 +76,7 @@ class Steps:
             np.minimum(column("num_reqs"), config.max_num_seqs)[some],
             query[some],
             np.array(trace_variants(trace, config), dtype=np.int64)[some],
+            trace.has_order,
         )
 
     def every(self, first: int, stride: int) -> Steps:

@@ -203,6 +203,7 @@ def _merged(
             total_us += model.eager_us(num_tokens) * count
         lane_us.append(total_us)
     first = runs[0].dispatcher
+    learns = callable(getattr(first.policy, "observe", None))
     return Simulation(
         label=scenario.label or first.policy_name,
         policy=first.policy_name,
@@ -227,18 +228,23 @@ def _merged(
         if model.graph_bytes is None
         else round(sum(run.peak_bytes for run in runs)),
         cost_model=model.name,
-        notes=tuple(_notes(steps, model, scenario, config)),
+        notes=tuple(_notes(steps, model, scenario, config, learns=learns)),
     )
 
 
 def _eager_us(steps: Steps, eager: Callable[[float], float]) -> float:
-    counts = np.bincount(steps.num_tokens)
-    return float(sum(eager(int(n)) * int(counts[n]) for n in np.flatnonzero(counts)))
+    sizes, counts = np.unique(steps.num_tokens, return_counts=True)
+    return float(sum(eager(int(n)) * int(count) for n, count in zip(sizes, counts, strict=True)))
 
 
 def _notes(
-    steps: Steps, model: CostModel, scenario: Scenario, config: DispatchConfig
+    steps: Steps, model: CostModel, scenario: Scenario, config: DispatchConfig, *, learns: bool
 ) -> Iterable[str]:
+    if not steps.has_order and (learns or scenario.is_lazy or scenario.lanes > 1):
+        yield (
+            "The file counts steps and not their order, so they are spread evenly; captures, "
+            "evictions and what a policy learns depend on the order."
+        )
     last = min(model.eager_us.last, model.graph_us.last)
     over = int((steps.num_tokens > last).sum())
     if over:

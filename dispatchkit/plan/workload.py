@@ -79,7 +79,7 @@ class Workload:
             raise ConfigError(
                 "fit_on",
                 fit_on,
-                "'all' for a histogram, whose order is unknown",
+                "'all' for a file of counts, whose order is unknown",
                 "A step trace can be cut into halves.",
             )
         middle = len(self.num_tokens) // 2
@@ -113,7 +113,7 @@ def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
             num_active_loras=np.array(data.column("num_active_loras"), dtype=np.int64)
             if "num_active_loras" in names
             else np.zeros(size, dtype=np.int64),
-            ordered=True,
+            ordered=data.has_order,
             source=data.source,
             axes=data.axes,
         )

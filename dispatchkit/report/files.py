@@ -1,72 +1,59 @@
-"""Reading what a report is made of, and writing files whole or not at all."""
+"""Reading what a report is made of."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from dispatchkit.errors import ConfigError
+from dispatchkit.observe import StepTrace, read_steps
 
-__all__ = ["check_writable", "read_json", "write_whole"]
+__all__ = ["read_source"]
 
 _MAX_JSON_BYTES = 64 * 1024 * 1024
 
 
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise now what ``write_whole`` would raise after long work.
+def read_source(path: str | os.PathLike[str]) -> StepTrace | dict[str, Any] | list[Any]:
+    """Return the steps of a file, or the JSON document that it holds.
+
+    The file is read once, so that it may be a pipe. JSON lines are steps, one of them too.
 
     Raises:
-        ConfigError: The folder is missing or cannot be written, or the path is a folder.
+        TraceError: It is neither, or cannot be read.
     """
-    target = Path(path)
-    folder = target.parent
-    if target.is_dir():
-        raise ConfigError("output", str(path), "a file, and it is a folder")
-    if not folder.is_dir():
-        raise ConfigError("output", str(path), "in a folder that exists")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError("output", str(path), "in a folder that can be written")
-
-
-def write_whole(path: str | os.PathLike[str], content: str) -> None:
-    """Write a text file beside its name, and give it the name once it is whole.
-
-    Raises:
-        ConfigError: It cannot be written; what had the name before is kept.
-    """
-    check_writable(path)
-    target = Path(path)
-    part = target.with_name(f"{target.name}.part")
+    name = os.fspath(path)
     try:
-        part.write_text(content, encoding="utf-8", newline="\n")
-        part.replace(target)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise ConfigError(
-            "output", str(path), f"a file that can be written ({error.strerror})"
-        ) from error
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+        stream = Path(path).open("rb")  # noqa: SIM115 - closed below
+    except (OSError, ValueError):
+        return read_steps(path)  # says what is wrong with the path
+    with stream:
+        try:
+            head = stream.peek(1)
+        except OSError:
+            return read_steps(stream, name=name)
+        if head.lstrip()[:1] not in (b"{", b"["):
+            return read_steps(stream, name=name)
+        text = stream.read(_MAX_JSON_BYTES + 1)
+        try:
+            document = None if len(text) > _MAX_JSON_BYTES else json.loads(text)
+        except (ValueError, RecursionError):
+            document = None
+        if document is not None and not (isinstance(document, dict) and "num_tokens" in document):
+            return cast("dict[str, Any] | list[Any]", document)
+        rest = io.BufferedReader(cast("io.RawIOBase", _Joined(text, stream)))
+        return read_steps(rest, name=name)
 
 
-def read_json(path: str | os.PathLike[str]) -> Any | None:
-    """Return the JSON document of a file; None if it is not one, but perhaps a trace."""
-    try:
-        with Path(path).open("rb") as stream:
-            head = stream.read(1)
-            while head.isspace():
-                head = stream.read(1)
-            if head not in (b"{", b"["):
-                return None
-            raw = head + stream.read(_MAX_JSON_BYTES + 1)
-    except OSError:
-        return None  # the trace reader says what is wrong with the path
-    if len(raw) > _MAX_JSON_BYTES:
-        return None
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
+class _Joined(io.RawIOBase):
+    """The bytes that were read ahead, and the stream behind them."""
+
+    def __init__(self, head: bytes, rest: io.BufferedReader) -> None:
+        self._head, self._rest = io.BytesIO(head), rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        return self._head.readinto(into) or self._rest.readinto(into)

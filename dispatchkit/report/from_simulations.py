@@ -22,6 +22,8 @@ _NUMBERS = (
     "time_s",
     "eager_time_s",
 )
+_OPTIONAL_NUMBERS = ("capture_time_s", "memory_bytes")
+_A_SIMULATION = "a simulation, as `dispatchkit simulate --json` prints it"
 _REASON_COLOURS = ("eager", "padding", "other", "piecewise", "full")
 
 
@@ -82,20 +84,20 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
 
 def _checked(row: Any, source: str) -> dict[str, Any]:
     """Return a row with all that is used of it, of the right types."""
-    allowed = "a simulation, as `dispatchkit simulate --json` prints it"
     if not isinstance(row, Mapping):
-        raise ConfigError(source, row, allowed)
+        raise ConfigError(source, row, _A_SIMULATION)
     made = dict(row)
+    for name in _OPTIONAL_NUMBERS:
+        if made.setdefault(name, None) is not None:
+            _check_number(made[name], f"{source}: {name}")
     for name in _NUMBERS:
-        value = made.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
-            raise ConfigError(f"{source}: {name}", value, "a number, in " + allowed)
+        _check_number(made.get(name), f"{source}: {name}")
     for name in ("modes", "misses"):
         counts = made.get(name)
         if not isinstance(counts, Mapping) or not all(
             isinstance(value, int) and 0 <= value < 10**18 for value in counts.values()
         ):
-            raise ConfigError(f"{source}: {name}", counts, "a table of counts, in " + allowed)
+            raise ConfigError(f"{source}: {name}", counts, "a table of counts, in " + _A_SIMULATION)
     made["label"] = str(made.get("label") or made.get("policy") or "?")
     made["cost_model"] = str(made.get("cost_model", "?"))
     notes = made.get("notes")
@@ -103,6 +105,11 @@ def _checked(row: Any, source: str) -> dict[str, Any]:
     real = made["real_tokens"]
     made["waste_pct"] = 100.0 * made["padding_tokens"] / real if real else 0.0
     return made
+
+
+def _check_number(value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
+        raise ConfigError(where, value, "a number, in " + _A_SIMULATION)
 
 
 def _modes(rows: Sequence[Mapping[str, Any]]) -> Figure:

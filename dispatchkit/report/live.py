@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError
+from dispatchkit.files import write_whole
 from dispatchkit.report.account import MAX_BINS
 from dispatchkit.report.charts import Band, Bars, Pairs, Series, Shares, Stacked
 from dispatchkit.report.from_account import MODE_NAMES
@@ -80,8 +81,6 @@ class LiveStatistics:
         Raises:
             ConfigError: The file cannot be written.
         """
-        from dispatchkit.report.files import write_whole
-
         write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 

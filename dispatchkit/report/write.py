@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from dispatchkit._version import __version__
 from dispatchkit.errors import ConfigError
+from dispatchkit.files import write_whole
 from dispatchkit.report.account import Account
-from dispatchkit.report.files import write_whole
 from dispatchkit.report.from_account import report_of_account
 from dispatchkit.report.from_simulations import report_of_simulations
 from dispatchkit.report.live import LiveStatistics, report_of_statistics

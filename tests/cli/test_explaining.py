@@ -75,7 +75,7 @@ def test_text_shows_the_same_in_80_columns(run: Any) -> None:
         (["3", "--sizes", "4,8", "--max-num-tokens", "6"], "max_num_tokens"),
         (["3", "--sizes", "0,4"], "capture_sizes"),
         (["3", "--sizes", "4,1.5"], "capture_sizes"),
-        (["9", "--sizes", "4,8"], "num_tokens"),
+        (["9", "--sizes", "4,8", "--max-num-tokens", "8"], "num_tokens"),
         (["3", "--num-reqs", "4"], "num_reqs"),
         (["3", "--num-reqs", "-1"], "num_reqs"),
         (["3", "--loras", "2", "--max-loras", "1"], "loras"),

@@ -78,14 +78,21 @@ def test_how_the_script_ends_is_told_and_the_trace_is_whole(
     assert len(read_trace(path)) == 3
 
 
-def test_a_script_that_raises_keeps_its_traceback_and_leaves_no_trace(
+def test_a_script_that_raises_keeps_its_traceback_and_its_steps(
     run: Any, tmp_path: Path, script: Path
 ) -> None:
-    """It is the script's defect, not bad input."""
-    script.write_text(SCRIPT + "1 / 0")
-    with pytest.raises(ZeroDivisionError):
-        run("record", str(tmp_path / "trace.csv"), str(script))
-    assert [each.name for each in tmp_path.glob("trace*")] == []
+    """It is the script's defect, not bad input; no frame of the command is in the traceback."""
+    from dispatchkit.observe.trace import read_trace
+
+    script.write_text(SCRIPT + "try:\n    1 / 0\nexcept ValueError:\n    pass\n")
+    done = run("record", str(tmp_path / "trace.csv"), str(script))
+    assert done.code == 1
+    assert "ZeroDivisionError" in done.err
+    assert f'File "{script}", line 11' in done.err
+    assert "runpy" not in done.err
+    assert "recording.py" not in done.err
+    assert len(read_trace(tmp_path / "trace.csv")) == 3
+    assert [each.name for each in tmp_path.glob("trace*")] == ["trace.csv"]
 
 
 def test_dispatch_is_as_before_afterwards(run: Any, tmp_path: Path, script: Path) -> None:

@@ -153,7 +153,7 @@ def test_ctrl_c_leaves_nothing_half_written(
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", stop)
-    done = run("report", TRACE, "-o", str(path))
+    done = run("report", TRACE, "-o", str(path), "--force")
     assert (done.code, done.err) == (130, "Stopped.\n")
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
     assert path.read_text() == "before"

@@ -19,10 +19,9 @@ from dispatchkit.observe.trace import (
     TRACE_COLUMNS,
     StepTrace,
     TraceStep,
-    TraceWriter,
     read_trace,
-    write_trace,
 )
+from dispatchkit.observe.trace_writer import TraceWriter, write_trace
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 HEADER = ",".join(TRACE_COLUMNS)
@@ -174,7 +173,8 @@ def test_a_bad_value_deep_in_a_long_file_is_named(tmp_path):
     [
         (b"\xff\xfen\x00u\x00m\x00", "UTF-16"),
         (HEADER.encode() + b"\n0,0,3,3,1,1,\xff\n", "not UTF-8"),
-        (b"\x00\x01\x02\x03", "no column 'num_tokens'"),
+        (b"\x00\x01\x02\x03", "line 1: byte 0x00 is not UTF-8 text"),
+        (bytes(200_000), "line 1: byte 0x00"),
         (b"x" * 200_000, "no line break"),
         (b"\x1f\x8b\x08\x00", "torn"),
         (b"\x1f\x8bnonsense that is no gzip file", "damaged"),
@@ -272,7 +272,7 @@ def test_reading_a_trace_loads_no_numpy():
     code = (
         "import sys\n"
         "from dispatchkit.observe.trace import read_trace\n"
-        "from dispatchkit.observe.trace_counts import read_workload\n"
+        "from dispatchkit.observe.workload_files import read_workload\n"
         f"read_trace({str(TRACES / 'step_mooncake_low.csv.gz')!r})\n"
         "assert not {'numpy', 'torch'} & set(sys.modules), 'heavy imports'\n"
     )

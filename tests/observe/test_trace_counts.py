@@ -13,8 +13,8 @@ from dispatchkit.observe.trace_counts import (
     StepKind,
     read_cudagraph_stats,
     read_histogram,
-    read_workload,
 )
+from dispatchkit.observe.workload_files import read_workload
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 

@@ -13,7 +13,7 @@ import pytest
 from dispatchkit.errors import ConfigError
 from dispatchkit.observe import RunnerStats
 from dispatchkit.report import LiveStatistics, render, report_of_statistics, write_report
-from dispatchkit.report.files import read_json
+from dispatchkit.report.files import read_source
 from dispatchkit.report.live import MAX_SAMPLES
 
 torch = pytest.importorskip("torch")
@@ -54,7 +54,7 @@ def test_samples_of_a_runner_become_a_page(runner: Any, tmp_path: Path) -> None:
     live.save(path)
     saved = json.loads(path.read_text())
     assert saved == json.loads(json.dumps(live.to_json()))
-    report = report_of_statistics(read_json(path), source=str(path))
+    report = report_of_statistics(read_source(path), source=str(path))
     assert [figure.name for figure in report.figures] == [
         "padding",
         "modes",

@@ -51,6 +51,7 @@ __all__ = ["DEFAULT_MODEL", "Pace", "calibrate", "load_runner"]
 
 #: What is measured where no model is named: the demo's decoder.
 DEFAULT_MODEL = "dispatchkit.demo.models:decoder"
+_STEADY = 0.25  # largest spread of samples, as a share of the median, that is called steady
 
 Pace = Literal["queued", "waited"]
 #: A sample takes at least so long, so that its first and last step count for little.
@@ -288,6 +289,17 @@ def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
     return start.elapsed_us(end) / steps
 
 
+def _steadiness(times: Mapping[Arm, _Times]) -> str:
+    """Return a sentence on how far the samples of the worst size are apart."""
+    worst = max(time.spread for time in times.values())
+    if worst <= _STEADY:
+        return f"The middle half of them lies within {worst:.1%} of the median at worst."
+    return (
+        f"Unsteady: the middle half of them spreads over {worst:.2g} times the median at worst. "
+        "Measure again while nothing else runs."
+    )
+
+
 def _waited(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
     """Return microseconds a step takes from call to result, each waited for."""
     run()
@@ -340,13 +352,12 @@ def _source(
     runner: GraphRunner, graphs: _Graphs, times: Mapping[Arm, _Times], pace: Pace, samples: int
 ) -> str:
     info = ", ".join(f"{key} {value}" for key, value in runner.backend.device_info().items())
-    worst = max(time.spread for time in times.values())
     clock = {"queued": "timing events", "waited": "host clock, each step to its end"}[pace]
     if not runner.backend.capabilities.device_timing:
         clock = "host clock, of no device"
     text = (
         f"Backend {runner.backend.name}: {info}. Steps {pace} ({clock}); medians of "
-        f"{samples}, whose middle half lies within {worst:.1%} at worst."
+        f"{samples} samples. {_steadiness(times)}"
     )
     if graphs.failed:
         listed = "; ".join(f"{key}: {why}" for key, why in list(graphs.failed.items())[:3])

@@ -1,0 +1,189 @@
+"""Output files: complete or not there at all, and never over what they are made from.
+
+A file is written under a temporary name beside its own and renamed once it is whole. Whatever
+interrupts the writing (an error, Ctrl-C, a full disk) leaves an older file of that name as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+from dispatchkit.errors import ConfigError, DispatchkitError
+
+__all__ = [
+    "check_output",
+    "is_special",
+    "open_beside",
+    "real_target",
+    "rename_over",
+    "whole_file",
+    "write_whole",
+]
+
+StrPath = str | os.PathLike[str]
+_LONGEST_STEM = 240
+
+
+def real_target(path: StrPath) -> Path:
+    """Return the absolute path that a name stands for, links followed.
+
+    Written to, a link keeps pointing where it did; and a program may change its folder between
+    naming a file and writing it.
+
+    Raises:
+        OSError: The path is relative and the current folder is gone.
+    """
+    return Path(os.path.realpath(path))
+
+
+def check_output(
+    path: StrPath,
+    *,
+    inputs: Iterable[StrPath | None] = (),
+    overwrite: bool = True,
+    hint: str = "",
+) -> None:
+    """Validate an output path before long work begins.
+
+    Args:
+        path: The file that is to be written.
+        inputs: Files that the output is made from; None stands for one that is not given.
+        overwrite: Whether a file that exists may be replaced.
+        hint: What to do about a file that exists.
+
+    Raises:
+        ConfigError: The path is a folder or one of the inputs, under whatever name; its folder
+            is missing or read-only; or the file exists and ``overwrite`` is False.
+    """
+    shown = os.fspath(path)
+    try:
+        target = real_target(path)
+        for source in inputs:
+            if source is not None and _is_same(target, source):
+                raise ConfigError(
+                    "output", shown, f"a file other than its input {os.fspath(source)!r}"
+                )
+        try:
+            mode = target.stat().st_mode
+        except FileNotFoundError:
+            mode = None
+        if mode is not None:
+            if stat.S_ISDIR(mode):
+                raise ConfigError("output", shown, "a file, and it is a folder")
+            if not os.access(target, os.W_OK):
+                raise ConfigError("output", shown, "a file that can be written")
+            if not stat.S_ISREG(mode):
+                return  # a device or a pipe is written to, never replaced
+            if not overwrite:
+                raise ConfigError("output", shown, "a file that does not exist yet", hint)
+        if not target.parent.is_dir():
+            raise ConfigError("output", shown, "in a folder that exists")
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            raise ConfigError("output", shown, "in a folder that can be written")
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+
+
+def is_special(target: Path) -> bool:
+    """Return whether a path is a device or a pipe, which is written to and never replaced.
+
+    Raises:
+        OSError: The path cannot be looked at.
+    """
+    return target.exists() and not target.is_dir() and not target.is_file()
+
+
+def _is_same(target: Path, source: StrPath) -> bool:
+    try:
+        return target.samefile(source)
+    except (OSError, ValueError):  # one of them is not there
+        return False
+
+
+def _unwritable(path: StrPath, error: OSError | ValueError) -> ConfigError:
+    why = getattr(error, "strerror", None) or str(error)
+    return ConfigError("output", os.fspath(path), f"a file that can be written ({why})")
+
+
+def _part_name(target: Path, number: int) -> str:
+    # Shortened where the name itself is about as long as a file system allows.
+    name = os.fsdecode(os.fsencode(target.name)[:_LONGEST_STEM])
+    return f"{name}.part" if not number else f"{name}.{number}.part"
+
+
+def open_beside(target: Path) -> tuple[int, Path]:
+    """Open a new, empty file beside a target; return its descriptor and path.
+
+    It is called ``TARGET.part``, or ``TARGET.1.part`` and so on where that is taken: what another
+    process writes, or left when it was killed, stays.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+    for number in itertools.count():
+        part = target.with_name(_part_name(target, number))
+        with contextlib.suppress(FileExistsError):
+            return os.open(part, flags, 0o666), part
+    raise AssertionError("unreachable")
+
+
+def rename_over(part: Path, target: Path) -> None:
+    """Give a finished file its name, with the permissions of the file it replaces.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        part.chmod(stat.S_IMODE(target.stat().st_mode))
+    part.replace(target)
+
+
+@contextlib.contextmanager
+def whole_file(path: StrPath) -> Iterator[IO[bytes]]:
+    """Open a binary file for writing that gets its name once the block has ended.
+
+    Args:
+        path: The finished file; replaced if it exists. A device or pipe is written to directly.
+
+    Raises:
+        ConfigError: It cannot be written; an older file of that name is kept.
+    """
+    check_output(path)
+    try:
+        target = real_target(path)
+        descriptor, part = (
+            (os.open(target, os.O_WRONLY), None) if is_special(target) else open_beside(target)
+        )
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+        if part is not None:
+            rename_over(part, target)
+    except BaseException as error:
+        if part is not None:
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not isinstance(error, DispatchkitError):
+            raise _unwritable(path, error) from error
+        raise
+
+
+def write_whole(path: StrPath, content: str) -> None:
+    """Write a text file in UTF-8, complete or not at all.
+
+    Raises:
+        ConfigError: It cannot be written; an older file of that name is kept.
+    """
+    with whole_file(path) as stream:
+        # A file name that is not UTF-8 may be part of the text.
+        stream.write(content.encode("utf-8", errors="backslashreplace"))

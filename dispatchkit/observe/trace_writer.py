@@ -1,0 +1,327 @@
+"""Writing step traces: a whole trace at once, or step by step while a program runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.files import check_output, is_special, open_beside, real_target, rename_over
+from dispatchkit.observe.trace_columns import (
+    AXIS_PREFIX,
+    TRACE_COLUMNS,
+    TraceStep,
+    check_header,
+    check_value,
+    cross_faults,
+    ordered_columns,
+)
+from dispatchkit.observe.trace_files import trace_name, whole_text
+
+__all__ = ["TraceWarning", "TraceWriter", "write_trace"]
+
+
+class TraceWarning(UserWarning):
+    """Steps cannot be written to their trace any more, and are counted instead."""
+
+
+class TraceWriter:
+    """Writes steps one at a time, from a program that is running.
+
+    Use it in a ``with`` statement. Each step is in ``PATH.part``, as plain text, when ``write``
+    returns; the file gets its own name (and is packed) when the block ends, by an exception or
+    ``sys.exit`` too. If the process is killed, ``PATH.part`` remains and can be read as a trace.
+
+    A disk that is full does not stop the program: ``write`` warns once and counts the steps in
+    ``num_lost``, and the end of the block raises TraceError, with the steps before them in PATH.
+
+    Example::
+
+        with TraceWriter("trace.csv.gz") as trace:
+            for batch in batches:
+                trace.write(len(batch))
+
+    Args:
+        path: File to write; ``.jsonl`` in the name gives JSON lines, anything else CSV, and
+            ``.gz`` at its end packs either. Replaced at the end if it exists.
+        columns: Columns to write; by default those that the first step knows.
+
+    Attributes:
+        num_steps: Steps written.
+        num_lost: Steps that could not be written.
+
+    Raises:
+        TraceError: The file cannot be written.
+
+    Thread safety: one thread at a time. A forked process cannot write to its parent's trace.
+    """
+
+    path: str
+    num_steps: int
+    num_lost: int
+
+    def __init__(self, path: str | os.PathLike[str], columns: Sequence[str] | None = None) -> None:
+        self.path = trace_name(path)
+        self._rows = _Rows(self.path, columns)
+        self.format: Literal["csv", "jsonl"] = self._rows.format
+        try:
+            self._target = real_target(path)  # the program may change its folder
+        except (OSError, ValueError) as error:
+            raise _unwritten(self.path, error) from error
+        self._part: _Part | None = None
+        self.num_steps = self.num_lost = 0
+
+    def __enter__(self) -> TraceWriter:
+        try:
+            check_output(self._target)
+            self._part = _Part(self._target)
+        except (OSError, ConfigError) as error:
+            raise _unwritten(self.path, error) from error
+        # A writer that is never closed is closed when it is collected, or at exit.
+        self._closing = weakref.finalize(self, self._part.finish)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self.num_steps and not self.num_lost and not any(error) and self._part is not None:
+            self._part.append(self._rows.header_line())
+        self.close()
+
+    def close(self) -> None:
+        """Give the file its name; nothing happens the second time, nor without steps.
+
+        Raises:
+            TraceError: Steps were lost, or the file cannot get its name; the message says where
+                the steps are.
+        """
+        part, self._part = self._part, None
+        if part is None:
+            return
+        self._closing.detach()
+        try:
+            part.finish()
+        except (OSError, TraceError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise TraceError(
+                self.path,
+                None,
+                f"cannot be written: {why}. Its {self.num_steps} steps are in {part.path}.",
+            ) from error
+        if self.num_lost:
+            raise TraceError(
+                self.path,
+                None,
+                f"could not be written to the end: {part.failure}. It has the first "
+                f"{self.num_steps} steps; {self.num_lost} later ones are lost.",
+            )
+
+    def discard(self) -> None:
+        """Close the writer and remove what it has written; an older file stays."""
+        part, self._part = self._part, None
+        if part is not None:
+            self._closing.detach()
+            part.remove()
+
+    def write(self, step: TraceStep | int) -> None:
+        """Append one step.
+
+        Args:
+            step: A step, or just its number of tokens. A step number that is missing becomes
+                the running one.
+
+        Raises:
+            TraceError: The step lacks a column that is written, or is not possible.
+            ConfigError: The writer is not open, or belongs to the parent of this process.
+
+        Warns:
+            TraceWarning: The step cannot be written, nor can later ones; once.
+        """
+        part = self._part
+        if part is None:
+            raise ConfigError("TraceWriter", "closed", "open", "Use it in a `with` statement.")
+        if not part.is_own:
+            raise ConfigError(
+                "TraceWriter",
+                f"the one of process {part.process}",
+                "opened by the process that writes",
+                "Open one with a path of its own in each process.",
+            )
+        line = self._rows.line(step, self.num_steps + self.num_lost)
+        if part.failure is not None:
+            self.num_lost += 1
+            return
+        try:
+            part.append(line)
+        except OSError as error:
+            self.num_lost += 1
+            warnings.warn(
+                f"{self.path}: cannot be written any more ({error.strerror}). Steps from "
+                f"{self.num_steps} on are counted in num_lost; the program goes on.",
+                TraceWarning,
+                stacklevel=2,
+            )
+        else:
+            self.num_steps += 1
+
+
+class _Part:
+    """The open file beside its later name: holds whole lines only.
+
+    Attributes:
+        path: Where the lines are.
+        process: Number of the process that opened it.
+        failure: Why no more lines are taken; None as long as they are.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        self._descriptor, self.path = open_beside(target)
+        self._size = 0
+        self._is_open = True
+        self.process: int = os.getpid()
+        self.failure: str | None = None
+
+    @property
+    def is_own(self) -> bool:
+        return self.process == os.getpid()
+
+    def append(self, text: str) -> None:
+        """Append lines; none of them if there is no room for all.
+
+        Raises:
+            OSError: They cannot be written; no more are taken.
+        """
+        data = memoryview(text.encode())
+        done = 0
+        try:
+            while done < len(data):
+                done += os.write(self._descriptor, data[done:])
+        except OSError as error:
+            self.failure = error.strerror
+            if done:
+                os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += done
+
+    def remove(self) -> None:
+        """Close and remove the file."""
+        if self._is_open and self.is_own:
+            self._is_open = False
+            os.close(self._descriptor)
+            self.path.unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Give the file its name, packed where the name says so.
+
+        Raises:
+            OSError: That failed; the lines stay in ``path``.
+        """
+        if not self._is_open or not self.is_own:
+            return
+        self._is_open = False
+        os.close(self._descriptor)
+        if not self._size:
+            self.path.unlink(missing_ok=True)
+        elif self._target.suffix == ".gz" or is_special(self._target):
+            lines = self.path.open(encoding="utf-8", newline="")
+            with lines, whole_text(self._target) as out:
+                shutil.copyfileobj(lines, out, 1 << 16)
+            self.path.unlink(missing_ok=True)
+        else:
+            rename_over(self.path, self._target)
+
+
+class _Rows:
+    """Lines of a trace from its steps; the first one settles which columns there are."""
+
+    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
+        self._path = path
+        self.format: Literal["csv", "jsonl"] = (
+            "jsonl" if path.removesuffix(".gz").endswith(".jsonl") else "csv"
+        )
+        self._header: tuple[str, ...] | None = None
+        self._num_axes: int | None = None  # None: the columns were given
+        self._has_begun = False
+        if columns is not None:
+            check_header(path, None, tuple(columns), strict=True)
+            self._header = ordered_columns(columns)
+
+    def header_line(self) -> str:
+        """Return the first line of a trace without steps."""
+        return self._first_line(self._header or TRACE_COLUMNS)
+
+    def line(self, step: TraceStep | int, number: int) -> str:
+        """Return the line of a step, behind the header if it is the first.
+
+        Raises:
+            TraceError: It is not possible, or lacks a column.
+        """
+        if not isinstance(step, TraceStep):
+            step = TraceStep(num_tokens=step)
+        header, num_axes = self._header, self._num_axes
+        if header is None:
+            known = (c for c in TRACE_COLUMNS if c == "step" or getattr(step, c) is not None)
+            header = (*known, *(AXIS_PREFIX + axis for axis in step.axes))
+            num_axes = len(step.axes)
+            check_header(self._path, None, header, strict=True)
+        row = {
+            column: getattr(step, column)
+            if column in TRACE_COLUMNS
+            else step.axes.get(column.removeprefix(AXIS_PREFIX))
+            for column in header
+        }
+        if "step" in row and row["step"] is None:
+            row["step"] = number
+        for column, value in row.items():
+            row[column] = check_value(self._path, None, column, value)
+        for problem in cross_faults(row):
+            raise TraceError(self._path, None, problem)
+        if num_axes is not None and num_axes != len(step.axes):
+            differ = ", ".join(sorted(step.axes))
+            raise TraceError(self._path, None, f"a step has axes that the first had not: {differ}.")
+        self._header, self._num_axes = header, num_axes
+        begin = "" if self._has_begun else self._first_line(header)
+        self._has_begun = True
+        if self.format == "jsonl":
+            return begin + json.dumps(row, separators=(",", ":")) + "\n"
+        return begin + ",".join(map(repr, row.values())) + "\n"
+
+    def _first_line(self, header: tuple[str, ...]) -> str:
+        return ",".join(header) + "\n" if self.format == "csv" else ""
+
+
+def write_trace(path: str | os.PathLike[str], steps: Iterable[TraceStep | int]) -> int:
+    """Write steps as CSV, or as JSON lines where the name has ``.jsonl``; return how many.
+
+    ``.gz`` at the end of the name packs the file. Nothing of it is there until it is whole.
+
+    Args:
+        path: File to write; replaced if it exists.
+        steps: A StepTrace, or any steps; columns that the first step does not know are left
+            out.
+
+    Raises:
+        TraceError: The file cannot be written, or a step lacks what the first one had, or
+            has axes that it had not.
+    """
+    name = trace_name(path)
+    rows, count = _Rows(name, None), 0
+    with whole_text(path) as out:
+        for step in steps:
+            out.write(rows.line(step, count))
+            count += 1
+        if not count:
+            out.write(rows.header_line())
+    return count
+
+
+def _unwritten(path: str, error: OSError | ValueError) -> TraceError:
+    if isinstance(error, ConfigError):
+        return TraceError(path, None, f"cannot be written: it must be {error.allowed}.")
+    why = getattr(error, "strerror", None) or str(error)
+    return TraceError(path, None, f"cannot be written: {why}.")

@@ -1,0 +1,100 @@
+"""Reading whatever a user has of their traffic: the one way in for plan, simulate and report.
+
+A file is told by its content: a step trace, a histogram, or the log of a server. What else a log
+can hold is added to ``parse_log``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import IO
+
+from dispatchkit.errors import TraceError, nearest_names
+from dispatchkit.observe.trace import StepTrace, parse_trace
+from dispatchkit.observe.trace_counts import (
+    SizeHistogram,
+    parse_cudagraph_stats,
+    parse_histogram,
+)
+from dispatchkit.observe.trace_files import (
+    DEFAULT_MAX_BYTES,
+    Blocks,
+    iter_line_blocks,
+    trace_name,
+)
+
+__all__ = ["read_steps", "read_workload"]
+
+
+def read_workload(
+    path: str | os.PathLike[str] | IO[bytes],
+    *,
+    name: str | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> StepTrace | SizeHistogram:
+    """Read a step trace, a histogram or a log with vLLM's table, told apart by the content.
+
+    The file is read once, so that it may be a pipe.
+
+    Args:
+        path: The file, or an open binary one; plain or gzip.
+        name: What messages call it; by default its path.
+        max_bytes: Most bytes of text to read, after unpacking.
+
+    Raises:
+        TraceError: It is none of them, or a damaged one.
+    """
+    name = trace_name(path) if name is None else name
+    blocks = iter(iter_line_blocks(path, max_bytes=max_bytes, name=name))
+    head: list[tuple[int, list[str]]] = []
+    for block in blocks:
+        head.append(block)
+        text = next((line for line in block[1] if line.strip()), None)
+        if text is not None:
+            break
+    else:
+        raise TraceError(name, None, "is empty.")
+    whole = itertools.chain(head, blocks)
+    cells = [cell.strip() for cell in text.split(",")]
+    if text.lstrip().startswith("{") or {"step", "t_s"} & set(cells):
+        is_trace = True
+    elif "count" in cells:
+        is_trace = False
+    elif "num_tokens" in cells:
+        is_trace = True
+    elif "|" not in text and any(
+        len(cell) < 20 and nearest_names(cell, ("num_tokens",)) for cell in cells
+    ):
+        is_trace = True  # a misspelt column, which the reader of traces names
+    else:
+        return parse_log(name, whole, head)
+    return parse_trace(name, whole) if is_trace else parse_histogram(name, whole)
+
+
+def read_steps(
+    path: str | os.PathLike[str] | IO[bytes],
+    *,
+    name: str | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> StepTrace:
+    """Read any file that ``read_workload`` takes, as single steps.
+
+    Where the file has counts only, the steps are spread evenly, and ``has_order`` is False.
+
+    Raises:
+        TraceError: As for ``read_workload``, or the file counts more than 10 million steps.
+    """
+    found = read_workload(path, name=name, max_bytes=max_bytes)
+    return found if isinstance(found, StepTrace) else found.steps()
+
+
+def parse_log(
+    name: str, blocks: Blocks, head: list[tuple[int, list[str]]]
+) -> StepTrace | SizeHistogram:
+    """Return what the log of a server says of its steps."""
+    stats = parse_cudagraph_stats(name, blocks)
+    if stats is not None:
+        return stats.histogram()
+    # Most likely a trace with a wrong first line, so say that; it has no num_tokens.
+    return parse_trace(name, head)
