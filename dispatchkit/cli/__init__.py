@@ -7,20 +7,13 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-__all__ = ["STOPPED", "Terminated", "main"]
+from dispatchkit.cli.endings import STOPPED, Terminated
 
-STOPPED = 130
-"""Exit code after Ctrl-C."""
+__all__ = ["main"]
 
 _NEEDS = ("typer", "rich")
 # Older releases do not agree with newer ones of click, which they let in: they lose arguments.
 _OLDEST_TYPER = (0, 20)
-
-
-class Terminated(SystemExit):
-    """SIGTERM or a closed terminal, as an exception: what is being written is cleaned up."""
-
-    CODE = 143
 
 
 def main() -> NoReturn:
@@ -61,7 +54,7 @@ def main() -> NoReturn:
 
 
 def _terminate(number: int, frame: Any) -> None:
-    raise Terminated(Terminated.CODE)
+    raise Terminated
 
 
 def _open_missing_streams() -> None:

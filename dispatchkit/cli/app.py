@@ -22,12 +22,12 @@ import typer
 from typer.core import TyperGroup
 
 from dispatchkit._version import __version__
-from dispatchkit.cli import STOPPED
 from dispatchkit.cli.benching import bench
 from dispatchkit.cli.calibrating import calibrate
 from dispatchkit.cli.configuring import config
 from dispatchkit.cli.demo import demo
 from dispatchkit.cli.doctor import doctor
+from dispatchkit.cli.endings import STOPPED
 from dispatchkit.cli.explaining import explain_batch
 from dispatchkit.cli.listing import plugins, policies
 from dispatchkit.cli.new_policy import new_policy

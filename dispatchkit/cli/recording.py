@@ -20,7 +20,7 @@ import attrs
 import typer
 from rich.text import Text
 
-from dispatchkit.cli import STOPPED, Terminated
+from dispatchkit.cli.endings import STOPPED, TERMINATED, Terminated
 from dispatchkit.cli.output import (
     FORCE_HINT,
     ForceOption,
@@ -85,7 +85,7 @@ def record(
             else:
                 runpy.run_module(target, run_name="__main__", alter_sys=True)
         except Terminated:
-            end = _End(Terminated.CODE)
+            end = _End(TERMINATED)
         except SystemExit as done:
             end = _End(done.code if isinstance(done.code, int) else int(done.code is not None))
             if isinstance(done.code, str):
@@ -107,7 +107,7 @@ def record(
             "script", target, "one that dispatches batches in this process", "It did not."
         )
     _report(output, steps, end, left_out, as_json=as_json)
-    if end.code in (STOPPED, Terminated.CODE):
+    if end.code in (STOPPED, TERMINATED):
         complain("Stopped.")
         raise typer.Exit(end.code)
     if end.code:
@@ -127,7 +127,7 @@ class _End:
 
 def _report(output: Path, steps: int, end: _End, left_out: Counter[str], *, as_json: bool) -> None:
     if as_json:
-        stopped = end.code in (STOPPED, Terminated.CODE)
+        stopped = end.code in (STOPPED, TERMINATED)
         print_json(
             {
                 "output": str(output) if steps else None,

@@ -142,7 +142,7 @@ class TraceWriter:
             TraceWarning: The step cannot be written, nor can later ones; once.
         """
         part = self._part
-        if part is None:
+        if part is None or not part.is_open:
             raise ConfigError("TraceWriter", "closed", "open", "Use it in a `with` statement.")
         if not part.is_own:
             raise ConfigError(
@@ -174,6 +174,7 @@ class _Part:
 
     Attributes:
         path: Where the lines are.
+        is_open: Whether lines can be appended; not after the exit of the program has begun.
         process: Number of the process that opened it.
         failure: Why no more lines are taken; None as long as they are.
     """
@@ -182,7 +183,7 @@ class _Part:
         self._target = target
         self._descriptor, self.path = open_beside(target)
         self._size = 0
-        self._is_open = True
+        self.is_open: bool = True
         self.process: int = os.getpid()
         self.failure: str | None = None
 
@@ -210,8 +211,8 @@ class _Part:
 
     def remove(self) -> None:
         """Close and remove the file."""
-        if self._is_open and self.is_own:
-            self._is_open = False
+        if self.is_open and self.is_own:
+            self.is_open = False
             os.close(self._descriptor)
             self.path.unlink(missing_ok=True)
 
@@ -221,9 +222,9 @@ class _Part:
         Raises:
             OSError: That failed; the lines stay in ``path``.
         """
-        if not self._is_open or not self.is_own:
+        if not self.is_open or not self.is_own:
             return
-        self._is_open = False
+        self.is_open = False
         os.close(self._descriptor)
         if not self._size:
             self.path.unlink(missing_ok=True)
