@@ -31,7 +31,7 @@ from pathlib import Path
 from _common import emit, emit_all, interleaved
 from _releases import calls
 
-from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, Reason
+from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher
 from dispatchkit.errors import DescriptorError
 from dispatchkit.hookspecs import hookimpl
 from dispatchkit.keys import (
@@ -43,35 +43,19 @@ from dispatchkit.keys import (
     padding_table,
 )
 from dispatchkit.plugins import PolicySpec, load_plugins
+from dispatchkit.testing import SmallestPolicy
 
 BENCH = "decision"
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 Step = tuple[int, int, int, int, int]  # tokens, requests, uniform, adapters, ceiling
 
 
-class SmallestPolicy:
-    """FULL decode graphs and PIECEWISE graphs of every size and number of adapters."""
+class EveryCount(SmallestPolicy):
+    """Graphs for each number of adapters."""
 
-    name = "smallest"
-
-    def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
-        """Two keys per size and number of adapters."""
-        for loras in range(config.max_loras + 1):
-            for size in config.capture_sizes:
-                yield GraphKey(PIECEWISE, BatchDescriptor(size, num_active_loras=loras))
-                yield GraphKey(
-                    FULL,
-                    BatchDescriptor(size, num_reqs=size, uniform=True, num_active_loras=loras),
-                )
-
-    def decide(self, batch, graphs):
-        """The smallest that can run."""
-        for mode in (FULL, PIECEWISE):
-            if batch.allows(mode):
-                for key in graphs.covering(batch, mode):
-                    if graphs.is_ready(key):
-                        return Decision.replay(key)
-        return Decision.eager(Reason.NO_KEY)
+    def lora_counts(self, config: DispatchConfig) -> Sequence[int]:
+        """Return every number that a batch may have."""
+        return range(config.max_loras + 1)
 
 
 class DictOfTuples:
@@ -174,7 +158,7 @@ def made_steps(limit: int, max_loras: int, count: int = 5000) -> list[Step]:
 
 def build(config: DispatchConfig, steps: Iterable[Step]) -> Dispatcher:
     """Return a dispatcher whose cells for these steps are filled."""
-    dispatcher = Dispatcher(SmallestPolicy(), config, lazy=True)
+    dispatcher = Dispatcher(EveryCount(), config, lazy=True)
     for step in steps:
         dispatcher.dispatch(*step)
     return dispatcher

@@ -24,44 +24,22 @@ from typing import Any
 from _common import emit, emit_all, interleaved
 
 from dispatchkit import (
-    BatchDescriptor,
-    Decision,
     DispatchConfig,
     Dispatcher,
-    GraphKey,
     GraphRunner,
-    Reason,
-    RuntimeMode,
     StaticInput,
 )
+from dispatchkit.testing import OneBucketPolicy
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 CALLS, ROUNDS = 20, 300
 WIDTH, HIDDEN = 4096, 8192
 
 
-class Smallest:
-    """FULL at the smallest captured size."""
-
-    name = "smallest"
-    traits = frozenset({"stateless"})
-
-    def declare(self, config: DispatchConfig) -> list[GraphKey]:
-        """Return a key for each size."""
-        return [GraphKey(RuntimeMode.FULL, BatchDescriptor(n)) for n in config.capture_sizes]
-
-    def decide(self, batch: Any, graphs: Any) -> Decision:
-        """Return the smallest key that is ready."""
-        if batch.allows(RuntimeMode.FULL):
-            for key in filter(graphs.is_ready, graphs.covering(batch, RuntimeMode.FULL)):
-                return Decision.replay(key)
-        return Decision.eager(Reason.NO_KEY)
-
-
 def dispatcher() -> Dispatcher:
     """Return a dispatcher all of whose keys are ready."""
     config = DispatchConfig(capture_sizes=SIZES, max_num_tokens=SIZES[-1])
-    made = Dispatcher(Smallest(), config)
+    made = Dispatcher(OneBucketPolicy(), config)
     for key in made.registry:
         made.registry.captured(key, "graph")
     return made
@@ -169,7 +147,12 @@ def steps() -> None:
 
     def runner() -> GraphRunner:
         return GraphRunner(
-            layer, inputs, sizes=SIZES, mode="FULL", policy=Smallest(), device=device
+            layer,
+            inputs,
+            sizes=SIZES,
+            mode="FULL",
+            policy=OneBucketPolicy(),
+            device=device,
         )
 
     agreements = [RankAgreement(name=name) for name in ("step", "same step")]

@@ -41,10 +41,8 @@ from _common import at_least_one, emit
 
 from dispatchkit import (
     BatchDescriptor,
-    Decision,
     GraphKey,
     GraphRunner,
-    Reason,
     RuntimeMode,
     StaticInput,
 )
@@ -52,6 +50,7 @@ from dispatchkit.backends.cuda import CudaBackend
 from dispatchkit.backends.tape import TapeBackend
 from dispatchkit.errors import TraceError
 from dispatchkit.observe.trace import read_trace
+from dispatchkit.testing import OneBucketPolicy
 
 BENCH = "step"
 TRACES = Path(__file__).resolve().parent.parent / "tests" / "data" / "traces"
@@ -62,23 +61,6 @@ DEVICE = torch.device("cuda:0" if HAS_GPU else "cpu")
 FULL_KEY = GraphKey(RuntimeMode.FULL, BatchDescriptor(FIXED))
 
 Run = Callable[[int], Any]  # takes the number of rows
-
-
-class SmallestPolicy:
-    """FULL graphs, the smallest that covers the batch."""
-
-    name = "smallest"
-
-    def declare(self, config):
-        """One key for each size."""
-        return [GraphKey(RuntimeMode.FULL, BatchDescriptor(size)) for size in config.capture_sizes]
-
-    def decide(self, batch, graphs):
-        """The smallest that is ready."""
-        for key in graphs.covering(batch, RuntimeMode.FULL):
-            if batch.allows(RuntimeMode.FULL) and graphs.is_ready(key):
-                return Decision.replay(key)
-        return Decision.eager(Reason.ABOVE_LARGEST)
 
 
 class Step(torch.nn.Module):
@@ -246,7 +228,7 @@ class Case:
             inputs,
             sizes=SIZES,
             mode="FULL",
-            policy=SmallestPolicy(),
+            policy=OneBucketPolicy(),
             backend=backend,
             outputs=outputs,
             output_batch_dims=0,

@@ -4,13 +4,14 @@ A policy is certified by three lines::
 
     from dispatchkit.testing import PolicyTests
 
-    class TestSmallest(PolicyTests):
+    class TestHalfFull(PolicyTests):
         def make_policy(self):
-            return SmallestPolicy()
+            return HalfFull()
 
-or, without pytest, by ``print(run_policy_conformance(SmallestPolicy))``. ``LanePolicyTests`` and
+or, without pytest, by ``print(run_policy_conformance(HalfFull))``. ``LanePolicyTests`` and
 ``run_lane_policy_conformance`` do the same for lane policies, ``BackendTests`` for backends,
-``RunnerTests`` for a policy, backend or step at work in a GraphRunner.
+``RunnerTests`` for a policy, backend or step at work in a GraphRunner. ``SmallestPolicy`` and
+``OneBucketPolicy`` are plain policies for tests in which the policy is not the subject.
 
 Names are loaded on first use: a kit for one kind of plugin loads nothing of another's.
 """
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from dispatchkit.testing.policy_tests import PolicyTests
     from dispatchkit.testing.runner_tests import RunnerTests
     from dispatchkit.testing.samples import graph_view, make_batch
+    from dispatchkit.testing.smallest import OneBucketPolicy, SmallestPolicy
     from dispatchkit.testing.strategies import (
         Change,
         apply_change,
@@ -52,9 +54,11 @@ _HOME = {
     "DispatcherMachine": "machine",
     "Finding": "conformance",
     "LanePolicyTests": "lane_policy_tests",
+    "OneBucketPolicy": "smallest",
     "PolicyTests": "policy_tests",
     "RunnerTests": "runner_tests",
     "SampleLane": "lane_policy_tests",
+    "SmallestPolicy": "smallest",
     "Verdict": "conformance",
     "apply_change": "strategies",
     "batches": "strategies",
@@ -76,9 +80,11 @@ __all__ = [
     "DispatcherMachine",
     "Finding",
     "LanePolicyTests",
+    "OneBucketPolicy",
     "PolicyTests",
     "RunnerTests",
     "SampleLane",
+    "SmallestPolicy",
     "Verdict",
     "apply_change",
     "batches",

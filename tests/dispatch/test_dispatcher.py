@@ -21,6 +21,7 @@ from dispatchkit.keys import (
     RuntimeMode,
 )
 from dispatchkit.registry import GraphRegistry
+from dispatchkit.testing import SmallestPolicy
 
 NONE, PIECEWISE, FULL = RuntimeMode
 
@@ -42,33 +43,15 @@ def decode(num_tokens, query_len=1, **facts):
     )
 
 
-class SmallestPolicy:
-    """Decode graphs and piecewise graphs of every size; the smallest that can run."""
-
-    name = "smallest"
+class AskedPolicy(SmallestPolicy):
+    """Keeps what it was asked."""
 
     def __init__(self):
         self.asked = []
 
-    def declare(self, config):
-        for size in config.capture_sizes:
-            for loras in sorted({0, config.max_loras}):
-                yield mixed(size, num_active_loras=loras)
-                for query_len in config.query_lens:
-                    if size % query_len == 0 and size // query_len <= config.max_num_seqs:
-                        yield decode(size, query_len, num_active_loras=loras)
-
     def decide(self, batch, graphs):
         self.asked.append(batch)
-        why = None
-        for mode in (FULL, PIECEWISE):
-            if batch.allows(mode):
-                for key in graphs.covering(batch, mode):
-                    why_not = graphs.why_not(key)
-                    if why_not is None:
-                        return Decision.replay(key)
-                    why = why or why_not
-        return Decision.eager(why or Reason.NO_KEY)
+        return super().decide(batch, graphs)
 
 
 def make(policy=None, *, captured=True, registry=None, **options):
@@ -81,11 +64,11 @@ def make(policy=None, *, captured=True, registry=None, **options):
     config = options.pop("config", None) or DispatchConfig(
         **{"capture_sizes": (8, 16, 32), **config_options}
     )
-    dispatcher = Dispatcher(policy or SmallestPolicy(), config, registry=registry, **options)
+    dispatcher = Dispatcher(policy or AskedPolicy(), config, registry=registry, **options)
     if captured:
         for key in dispatcher.registry:
             dispatcher.registry.captured(key, object())
-    if isinstance(dispatcher.policy, SmallestPolicy):
+    if isinstance(dispatcher.policy, AskedPolicy):
         dispatcher.policy.asked.clear()
     return dispatcher
 
@@ -118,7 +101,7 @@ def test_batch_above_the_last_size_runs_eager():
     with pytest.warns(UserWarning, match="33 to 64"):
         dispatcher = make(capture_sizes=(8, 32), max_num_tokens=64)
     decision = dispatcher.dispatch(33)
-    assert (decision.mode, decision.key, decision.reason) == (NONE, None, "no_key")
+    assert (decision.mode, decision.key, decision.reason) == (NONE, None, "above_largest_size")
     assert decision.padded_num_tokens == 33
     assert decision.padding == 0
 
@@ -646,7 +629,7 @@ def test_mode_the_executor_cannot_do_is_named():
 # -- whose fault -------------------------------------------------------------------------
 
 
-class Faulty(SmallestPolicy):
+class Faulty(AskedPolicy):
     """Correct until it is told otherwise: probes find nothing."""
 
     name = "faulty"
@@ -760,7 +743,7 @@ def test_not_mine_is_eager_with_a_reason():
     ],
 )
 def test_bad_declaration_is_refused(declare, said):
-    policy = SmallestPolicy()
+    policy = AskedPolicy()
     policy.declare = declare
     with pytest.raises(PolicyError, match=said) as caught:
         make(policy)
@@ -769,7 +752,7 @@ def test_bad_declaration_is_refused(declare, said):
 
 @pytest.mark.parametrize("method", ["declare", "decide"])
 def test_policy_without_a_method_is_refused(method):
-    policy = SmallestPolicy()
+    policy = AskedPolicy()
     setattr(policy, method, None)
     with pytest.raises(PolicyError, match=f"{method}: is missing; a policy has declare and decide"):
         make(policy)
@@ -913,7 +896,7 @@ def test_change_to_a_graph_lost_since_is_no_fault():
     assert dispatcher.num_policy_errors == 0
 
 
-class Learner(SmallestPolicy):
+class Learner(AskedPolicy):
     """Gives what it was handed to, and keeps what it is told."""
 
     name = "learner"
@@ -999,7 +982,7 @@ def test_swap_installs_an_empty_table_and_grows_the_epoch():
     dispatcher = make()
     old = dispatcher.dispatch(5)
     dispatcher.update(CellUpdate(Batch(6), Decision.eager("learnt")))
-    assert dispatcher.swap(SmallestPolicy()) == 1
+    assert dispatcher.swap(AskedPolicy()) == 1
     assert dispatcher.num_filled_cells == 0
     new = dispatcher.dispatch(5)
     assert new.key == old.key
@@ -1031,7 +1014,7 @@ def test_swap_of_the_configuration_takes_its_limits():
 def test_swap_keeps_graphs_that_both_policies_know():
     dispatcher = make()
     graph = dispatcher.registry.get(mixed(8)).graph
-    dispatcher.swap(SmallestPolicy())
+    dispatcher.swap(AskedPolicy())
     assert dispatcher.registry.get(mixed(8)).graph is graph
 
 
@@ -1200,7 +1183,7 @@ def test_swap_while_another_thread_captures_does_not_deadlock():
     dispatcher = make()
     swapping = threading.Event()
 
-    class Slow(SmallestPolicy):
+    class Slow(AskedPolicy):
         def declare(self, config):
             swapping.set()
             return super().declare(config)
@@ -1291,8 +1274,8 @@ def test_explanation_tells_a_kind_without_graphs_from_a_size_above_them():
 
 
 def test_a_class_in_place_of_a_policy_is_told_from_a_policy():
-    with pytest.raises(PolicyError, match=r"'SmallestPolicy'.*give an instance: SmallestPolicy"):
-        Dispatcher(SmallestPolicy, DispatchConfig(capture_sizes=(8,)))
+    with pytest.raises(PolicyError, match=r"'AskedPolicy'.*give an instance: AskedPolicy"):
+        Dispatcher(AskedPolicy, DispatchConfig(capture_sizes=(8,)))
 
 
 def test_explanation_says_what_is_not_allowed():
@@ -1345,7 +1328,7 @@ def test_whoever_hears_of_a_fault_may_wait_for_another_thread(call):
 def test_what_came_of_an_earlier_policys_decision_is_nothing_to_this_one():
     """A step may be measured under one policy, and read while another takes its place."""
 
-    class Learning(SmallestPolicy):
+    class Learning(AskedPolicy):
         def __init__(self):
             super().__init__()
             self.heard = []
@@ -1415,7 +1398,7 @@ def test_a_number_that_is_not_whole_is_refused_by_name(value):
     [(None, "returned None; only GraphKeys"), (3, "returned 3; only GraphKeys")],
 )
 def test_what_is_declared_in_place_of_keys_is_named(declared, said):
-    policy = SmallestPolicy()
+    policy = AskedPolicy()
     policy.declare = lambda config: declared
     with pytest.raises(PolicyError, match=said):
         make(policy)
@@ -1423,7 +1406,7 @@ def test_what_is_declared_in_place_of_keys_is_named(declared, said):
 
 def test_key_above_the_largest_batch_is_refused():
     """Buffers would be made for rows that no batch has."""
-    policy = SmallestPolicy()
+    policy = AskedPolicy()
     policy.declare = lambda config: [mixed(1_000_000)]
     with pytest.raises(PolicyError, match="no batch has more than 32 tokens"):
         make(policy)

@@ -11,44 +11,14 @@ torch = pytest.importorskip("torch")
 
 from dispatchkit import (  # noqa: E402
     BatchDescriptor,
-    Decision,
     GraphKey,
     GraphRunner,
-    Reason,
     RuntimeMode,
     StaticInput,
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
-
-
-class SmallestPolicy:
-    """FULL, then PIECEWISE, each at the smallest key that covers the batch; then eager."""
-
-    name = "smallest"
-
-    def declare(self, config):
-        sizes = config.capture_sizes
-        modes = []
-        if config.mode.has_full_cudagraphs():
-            modes.append(RuntimeMode.FULL)
-        if config.mode.has_piecewise_cudagraphs():
-            modes.append(RuntimeMode.PIECEWISE)
-        return [GraphKey(mode, BatchDescriptor(size)) for mode in modes for size in sizes]
-
-    def decide(self, batch, graphs):
-        why = Reason.MODE_NONE if not len(graphs) else Reason.ABOVE_LARGEST
-        for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
-            for key in graphs.covering(batch, mode):
-                if not batch.allows(mode):
-                    why = Reason.CEILING
-                    break
-                problem = graphs.why_not(key)
-                if problem is None:
-                    return Decision.replay(key)
-                why = problem
-                break
-        return Decision.eager(why)
+from dispatchkit.testing import OneBucketPolicy  # noqa: E402
 
 
 class FaultyGraph:
@@ -104,7 +74,7 @@ class WatchedTape(TapeBackend):
 
 @pytest.fixture
 def policy():
-    return SmallestPolicy()
+    return OneBucketPolicy()
 
 
 @pytest.fixture
@@ -117,7 +87,7 @@ def make_runner(backend):
     """Return a runner on the tape with the small policy, sizes 1, 2, 4, 8, limit 8."""
 
     def make(step, inputs=None, **settings):
-        settings.setdefault("policy", SmallestPolicy())
+        settings.setdefault("policy", OneBucketPolicy())
         settings.setdefault("backend", backend)
         settings.setdefault("mode", "FULL_AND_PIECEWISE" if isinstance(step, list) else "FULL")
         if "config" not in settings:

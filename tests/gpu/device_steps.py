@@ -5,36 +5,17 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from dispatchkit import BatchDescriptor, Decision, GraphKey, GraphRunner, Reason, RuntimeMode
+from dispatchkit import BatchDescriptor, GraphKey, GraphRunner, RuntimeMode
 from dispatchkit.backends.cuda import CudaBackend
+from dispatchkit.testing import OneBucketPolicy
 
 SIZES = (1, 2, 4, 8, 16, 32)
-
-
-class SmallestPolicy:
-    """FULL, then PIECEWISE, each at the smallest key that covers the batch; then eager."""
-
-    name = "smallest"
-
-    def declare(self, config):
-        modes = [RuntimeMode.FULL]
-        if config.mode.has_piecewise_cudagraphs():
-            modes.append(RuntimeMode.PIECEWISE)
-        return [GraphKey(m, BatchDescriptor(size)) for m in modes for size in config.capture_sizes]
-
-    def decide(self, batch, graphs):
-        for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
-            for key in graphs.covering(batch, mode):
-                if batch.allows(mode) and graphs.is_ready(key):
-                    return Decision.replay(key)
-                break
-        return Decision.eager(Reason.CEILING)
 
 
 def runner_of(step, inputs, **settings):
     """Return a runner that has captured all sizes."""
     settings.setdefault("sizes", SIZES)
-    settings.setdefault("policy", SmallestPolicy())
+    settings.setdefault("policy", OneBucketPolicy())
     settings.setdefault("mode", "FULL")
     settings.setdefault("backend", CudaBackend(0))
     runner = GraphRunner(step, inputs, **settings)

@@ -10,18 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit import (  # noqa: E402
-    BatchDescriptor,
     Decision,
-    GraphKey,
     GraphRunner,
-    Reason,
-    RuntimeMode,
     StaticInput,
     eager_piece,
     graph_piece,
 )
 from dispatchkit.errors import InputError  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
+from dispatchkit.testing import OneBucketPolicy  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -32,31 +29,6 @@ INPUTS = {
     "tokens": StaticInput((None,), "int64"),
     "slots": StaticInput((None,), "int64", fill=SINK),
 }
-
-
-class SmallestPolicy:
-    """FULL, then PIECEWISE, each at the smallest key that covers the batch; then eager."""
-
-    name = "smallest"
-
-    def declare(self, config):
-        modes = [RuntimeMode.FULL]
-        if config.mode.has_piecewise_cudagraphs():
-            modes.append(RuntimeMode.PIECEWISE)
-        return [GraphKey(m, BatchDescriptor(size)) for m in modes for size in config.capture_sizes]
-
-    def decide(self, batch, graphs):
-        why = Reason.ABOVE_LARGEST
-        for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
-            for key in graphs.covering(batch, mode):
-                if not batch.allows(mode):
-                    why = Reason.CEILING
-                    break
-                why = graphs.why_not(key)
-                if why is None:
-                    return Decision.replay(key)
-                break
-        return Decision.eager(why)
 
 
 class Decoder:
@@ -104,7 +76,7 @@ def batch(rows, seed):
 
 def runner_of(step, inputs=INPUTS, **settings):
     settings.setdefault("sizes", SIZES)
-    settings.setdefault("policy", SmallestPolicy())
+    settings.setdefault("policy", OneBucketPolicy())
     return GraphRunner(step, inputs, backend="cuda", device=DEVICE, **settings)
 
 
@@ -301,7 +273,7 @@ def test_budget_holds_under_many_calls(limit):
 def test_timed_steps_give_device_times():
     """Events around the step on its own stream, labelled as the device's clock."""
 
-    class Timed(SmallestPolicy):
+    class Timed(OneBucketPolicy):
         heard = ()
 
         def decide(self, batch, graphs):

@@ -9,11 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from device_steps import SIZES, SmallestPolicy, in_threads, key_of, runner_of  # noqa: E402
+from device_steps import SIZES, in_threads, key_of, runner_of  # noqa: E402
 
 from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
 from dispatchkit.execute.io.staging import Staging  # noqa: E402
+from dispatchkit.testing import OneBucketPolicy  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -406,7 +407,7 @@ def test_check_mode_and_the_switch_off():
             lambda x: x * 2,
             inputs,
             sizes=SIZES,
-            policy=SmallestPolicy(),
+            policy=OneBucketPolicy(),
             mode="FULL",
             backend=CudaBackend(0, copy_node=on),
             check=1,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 np = pytest.importorskip("numpy")
 
-from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, Reason  # noqa: E402 - numpy
+from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher  # noqa: E402 - numpy
 from dispatchkit.errors import ConfigError, TraceError, UnknownNameError  # noqa: E402
 from dispatchkit.keys import (  # noqa: E402
     BatchDescriptor,
@@ -27,6 +27,7 @@ from dispatchkit.plan.scenario import Noise, Scenario, trace_config  # noqa: E40
 from dispatchkit.plan.simulation import simulate, simulate_all  # noqa: E402
 from dispatchkit.plugins import load_plugins  # noqa: E402
 from dispatchkit.report import account_for  # noqa: E402
+from dispatchkit.testing import SmallestPolicy  # noqa: E402
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 MODEL = CostModel(
@@ -38,10 +39,8 @@ MODEL = CostModel(
 )
 
 
-class Smallest:
-    """The smallest mixed graph that holds the batch; every other needs few requests."""
-
-    name = "smallest"
+class Smallest(SmallestPolicy):
+    """Mixed graphs of few requests, so that others must take over."""
 
     def declare(self, config):
         return [
@@ -51,13 +50,6 @@ class Smallest:
             )
             for size in config.capture_sizes
         ]
-
-    def decide(self, batch, graphs):
-        allowed = batch.allows(RuntimeMode.FULL)
-        for key in graphs.covering(batch, RuntimeMode.FULL) if allowed else ():
-            if graphs.is_ready(key):
-                return Decision.replay(key)
-        return Decision.eager(Reason.NO_KEY)
 
 
 class Learner(Smallest):

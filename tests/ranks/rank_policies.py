@@ -9,51 +9,24 @@ from dispatchkit import (
     DispatchConfig,
     Dispatcher,
     GraphKey,
-    Reason,
     RuntimeMode,
 )
+from dispatchkit.testing import SmallestPolicy
 
 SIZES = (1, 2, 4, 8)
 MAX_NUM_TOKENS = 8
 
 
-class Smallest:
-    """FULL for uniform batches, PIECEWISE for all, each at the smallest ready key; or eager."""
-
-    name = "smallest"
-    traits = frozenset({"stateless"})
+class Smallest(SmallestPolicy):
+    """Eager below a number of tokens: ranks that differ in it disagree."""
 
     def __init__(self, eager_below=0):
         self.eager_below = eager_below
 
-    def declare(self, config):
-        keys = []
-        for size in config.capture_sizes:
-            if config.mode.has_piecewise_cudagraphs():
-                keys.append(GraphKey(RuntimeMode.PIECEWISE, BatchDescriptor(size)))
-            keys += [
-                GraphKey(
-                    RuntimeMode.FULL,
-                    BatchDescriptor(size, size // query_len, True, query_len=query_len),
-                )
-                for query_len in config.query_lens
-                if size % query_len == 0
-            ]
-        return keys
-
     def decide(self, batch, graphs):
         if batch.num_tokens < self.eager_below:
             return Decision.eager("small")
-        why = Reason.NO_KEY
-        for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
-            if not batch.allows(mode):
-                why = Reason.CEILING
-                continue
-            for key in graphs.covering(batch, mode):
-                why = graphs.why_not(key)
-                if why is None:
-                    return Decision.replay(key)
-        return Decision.eager(why)
+        return super().decide(batch, graphs)
 
 
 class AlwaysFull(Smallest):

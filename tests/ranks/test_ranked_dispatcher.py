@@ -607,10 +607,10 @@ def test_values_of_axes_are_agreed_on(size, seed, same_every):
         kind = kinds.pop() if len(kinds) == 1 else None
         assert (agreed.num_tokens, agreed.axes) == (tokens, (length, kind))
         assert config.variants.facts(agreed.loras)[0] == loras
-        if length <= 64 and kind in (1, 3) and not loras:
+        if length <= 64 and kind in (1, 3):
             bucket = min(one for one in (4, 16, 64) if one >= length)
             assert key.endswith(f"axes={bucket},{kind}")
-        else:  # this policy has no graphs with adapters
+        else:
             assert (mode, key) == (RuntimeMode.NONE, "None")
 
 

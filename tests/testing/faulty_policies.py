@@ -7,10 +7,11 @@ from collections import defaultdict
 from typing import ClassVar
 
 import attrs
-from sample_policies import FULL, PIECEWISE, CountingPolicy, LargestPolicy, SmallestPolicy
+from sample_policies import FULL, PIECEWISE, CountingPolicy, LargestPolicy
 
 from dispatchkit.dispatch import CellUpdate, Decision, Reason
 from dispatchkit.keys import BatchDescriptor, GraphKey, RuntimeMode
+from dispatchkit.testing import SmallestPolicy
 
 #: (faulty policy, property that finds it, what the message says)
 PLANTED = []
@@ -27,6 +28,10 @@ def planted(finding, message):
 def ready_keys(batch, graphs):
     """All ready keys of allowed modes, whether or not they cover the batch."""
     return [key for key in graphs if batch.allows(key.mode) and graphs.is_ready(key)]
+
+
+def changed(key, **facts):
+    return attrs.evolve(key, descriptor=attrs.evolve(key.descriptor, **facts))
 
 
 @planted("chosen graph covers the batch", r"chose .* for \d+ tokens")
@@ -59,7 +64,7 @@ class ForgetsRequestsPolicy(SmallestPolicy):
 
     def declare(self, config):
         return [
-            attrs.evolve(key, descriptor=attrs.evolve(key.descriptor, num_reqs=1))
+            changed(key, num_reqs=1)
             if key.descriptor.num_reqs and not key.descriptor.uniform
             else key
             for key in super().declare(config)
@@ -113,8 +118,7 @@ class TwoKeyFunctionsPolicy(SmallestPolicy):
         answer = super().decide(batch, graphs)
         if answer.key is None:
             return answer
-        again = attrs.evolve(answer.key.descriptor, num_reqs=None)
-        return Decision.replay(GraphKey(answer.key.mode, again))
+        return Decision.replay(changed(answer.key, num_reqs=None))
 
 
 @planted("same batch same decision", r"answered .*, then ")
@@ -173,24 +177,32 @@ class GeneratorKeptPolicy(SmallestPolicy):
 class RoundsSizesUpPolicy(SmallestPolicy):
     """Rounds sizes up to a multiple of eight, past the end of the buffers."""
 
-    def mixed_key(self, config, mode, size, loras):
-        return super().mixed_key(config, mode, -(-size // 8) * 8, loras)
+    def declare(self, config):
+        return [
+            changed(key, num_tokens=-(-key.num_tokens // 8) * 8)
+            if not key.descriptor.uniform
+            else key
+            for key in super().declare(config)
+        ]
 
 
 @planted("declared keys keep within the limits", r"FULL .*though the configured mode is")
 class IgnoresModePolicy(SmallestPolicy):
     """Declares FULL graphs whatever mode is configured."""
 
-    def mixed_key(self, config, mode, size, loras):
-        return super().mixed_key(config, FULL, size, loras)
+    def declare(self, config):
+        return [attrs.evolve(key, mode=FULL) for key in super().declare(config)]
 
 
 @planted("declared keys keep within the limits", r"more requests than max_num_seqs")
 class AsManyRequestsAsTokensPolicy(SmallestPolicy):
     """Forgets that requests have a limit of their own."""
 
-    def mixed_key(self, config, mode, size, loras):
-        return GraphKey(mode, BatchDescriptor(size, num_reqs=size, num_active_loras=loras))
+    def declare(self, config):
+        return [
+            key if key.descriptor.uniform else changed(key, num_reqs=key.num_tokens)
+            for key in super().declare(config)
+        ]
 
 
 @planted("declared keys keep within the limits", r"a part of a request of \d+ tokens")

@@ -5,66 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from dispatchkit.dispatch import CellUpdate, Decision, Reason
-from dispatchkit.keys import BatchDescriptor, CUDAGraphMode, GraphKey, RuntimeMode
+from dispatchkit.keys import BatchDescriptor, GraphKey, RuntimeMode
+from dispatchkit.testing import SmallestPolicy
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
-
-
-class SmallestPolicy:
-    """The smallest ready graph of the highest allowed mode; every trait there is."""
-
-    name = "smallest"
-    traits = ("smallest_bucket", "monotone", "order", "stateless")
-
-    def declare(self, config):
-        keys = []
-        mixed, decode = config.mode.mixed_mode(), config.mode.decode_mode()
-        counts = self.lora_counts(config)
-        if mixed is not CUDAGraphMode.NONE:
-            mode = RuntimeMode[mixed.name]
-            keys += [
-                self.mixed_key(config, mode, size, loras)
-                for size in config.capture_sizes
-                for loras in counts
-            ]
-        if config.mode.separate_routine() and decode is CUDAGraphMode.FULL:
-            sizes = config.uniform_capture_sizes or config.capture_sizes
-            keys += [
-                self.uniform_key(size, query_len, loras)
-                for query_len in config.query_lens
-                for size in sizes
-                for loras in counts
-                if size % query_len == 0 and size // query_len <= config.max_num_seqs
-            ]
-        return keys
-
-    def uniform_key(self, size, query_len, loras):
-        descriptor = BatchDescriptor(
-            num_tokens=size,
-            num_reqs=size // query_len,
-            uniform=True,
-            num_active_loras=loras,
-            query_len=query_len,
-        )
-        return GraphKey(FULL, descriptor)
-
-    def lora_counts(self, config):
-        return sorted({0, config.max_loras})
-
-    def mixed_key(self, config, mode, size, loras):
-        reqs = min(size, config.max_num_seqs) if mode is FULL else None
-        return GraphKey(mode, BatchDescriptor(size, num_reqs=reqs, num_active_loras=loras))
-
-    def decide(self, batch, graphs):
-        why = None
-        for mode in (FULL, PIECEWISE):
-            if batch.allows(mode):
-                for key in graphs.covering(batch, mode):
-                    why_not = graphs.why_not(key)
-                    if why_not is None:
-                        return Decision.replay(key)
-                    why = why or why_not
-        return Decision.eager(why or Reason.NO_KEY)
 
 
 class PiecewiseOnlyPolicy(SmallestPolicy):

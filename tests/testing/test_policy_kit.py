@@ -10,11 +10,19 @@ import unittest
 
 import pytest
 from faulty_policies import PLANTED
-from sample_policies import CORRECT, CountingPolicy, PiecewiseOnlyPolicy, SmallestPolicy
+from sample_policies import CORRECT, CountingPolicy, PiecewiseOnlyPolicy
 
-from dispatchkit.dispatch import TRAITS
+from dispatchkit.dispatch import TRAITS, Dispatcher
 from dispatchkit.errors import ConfigError
-from dispatchkit.testing import PolicyTests, Verdict, configs, run_policy_conformance
+from dispatchkit.keys import CUDAGraphMode, DispatchConfig
+from dispatchkit.testing import (
+    OneBucketPolicy,
+    PolicyTests,
+    SmallestPolicy,
+    Verdict,
+    configs,
+    run_policy_conformance,
+)
 from dispatchkit.testing.conformance import _find
 
 
@@ -23,6 +31,29 @@ class TestSmallest(PolicyTests):
 
     def make_policy(self):
         return SmallestPolicy()
+
+
+class TestOneBucket(PolicyTests):
+    """In modes whose FULL graphs may serve any batch."""
+
+    def make_policy(self):
+        return OneBucketPolicy()
+
+    def configs(self):
+        return configs(modes=(CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE))
+
+
+def test_a_larger_bucket_stands_in_for_the_smallest_or_none_does():
+    config = DispatchConfig(mode="FULL", capture_sizes=(4, 8))
+    answers = []
+    for policy in (SmallestPolicy(), OneBucketPolicy()):
+        dispatcher = Dispatcher(policy, config)
+        small, large = dispatcher.registry
+        dispatcher.registry.captured(large, object())
+        dispatcher.registry.failed(small, "no memory")
+        decision = dispatcher.dispatch(3)
+        answers.append((decision.padded_num_tokens, decision.reason))
+    assert answers == [(8, "hit"), (3, "capture_failed")]
 
 
 class TestCounting(PolicyTests):

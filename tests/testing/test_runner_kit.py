@@ -12,11 +12,17 @@ torch = pytest.importorskip("torch")
 
 from faulty_backends import FoldsConstantsBackend, Graph  # noqa: E402
 from faulty_policies import NeverAsksWhetherReadyPolicy  # noqa: E402
-from sample_policies import LargestPolicy, SmallestPolicy  # noqa: E402
+from sample_policies import LargestPolicy  # noqa: E402
 
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.keys import DispatchConfig  # noqa: E402
-from dispatchkit.testing import BackendTests, PolicyTests, RunnerTests, pytest_plugin  # noqa: E402
+from dispatchkit.testing import (  # noqa: E402
+    BackendTests,
+    PolicyTests,
+    RunnerTests,
+    SmallestPolicy,
+    pytest_plugin,
+)
 from dispatchkit.testing.sample_step import SampleStep  # noqa: E402
 
 

@@ -1,0 +1,116 @@
+"""Plain policies for tests: the smallest graph that covers the batch.
+
+Needs neither torch, hypothesis nor pytest, so benchmarks and other processes import it as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from dispatchkit.dispatch import Decision, GraphView, Reason
+from dispatchkit.keys import (
+    Batch,
+    BatchDescriptor,
+    CUDAGraphMode,
+    DispatchConfig,
+    GraphKey,
+    RuntimeMode,
+)
+
+__all__ = ["OneBucketPolicy", "SmallestPolicy"]
+
+
+class SmallestPolicy:
+    """Replay the smallest captured graph that covers the batch, FULL before PIECEWISE.
+
+    For tests of everything but policies: its answers follow from the configuration and the
+    captured graphs alone. To test other keys with the same rule, override ``declare``.
+    """
+
+    name = "smallest"
+    traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
+
+    def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
+        """Return a key for each capture size, kind of batch and number of adapters."""
+        loras = self.lora_counts(config)
+        return [*_mixed_keys(config, loras), *_uniform_keys(config, loras)]
+
+    def lora_counts(self, config: DispatchConfig) -> Sequence[int]:
+        """Return the numbers of adapters to capture for: none, and as many as there may be."""
+        return sorted({0, config.max_loras})
+
+    def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
+        """Return the smallest key that is ready; where none is, the first obstacle met."""
+        obstacle: str | None = None
+        for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
+            for key in self.candidates(batch, mode, graphs):
+                why_not = graphs.why_not(key) if batch.allows(mode) else Reason.CEILING
+                if why_not is None:
+                    return Decision.replay(key)
+                obstacle = obstacle or why_not
+        return Decision.eager(obstacle or _why_no_key(batch, graphs.config))
+
+    def candidates(self, batch: Batch, mode: RuntimeMode, graphs: GraphView) -> Iterable[GraphKey]:
+        """Return the keys of a mode to try, in order: all that cover the batch."""
+        return graphs.covering(batch, mode)
+
+
+class OneBucketPolicy(SmallestPolicy):
+    """Replay the one bucket that is the smallest for the batch; no larger one stands in for it.
+
+    For tests of what becomes of a graph: where it is not captured, failed or evicted, the step
+    runs PIECEWISE or eager for that reason. Each mode has one key for each capture size, for
+    mixed and uniform batches of any number of requests.
+    """
+
+    def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
+        """Return a key for each mode, capture size and number of adapters."""
+        wanted = {
+            RuntimeMode.FULL: config.mode.has_full_cudagraphs(),
+            RuntimeMode.PIECEWISE: config.mode.has_piecewise_cudagraphs(),
+        }
+        return [
+            GraphKey(mode, BatchDescriptor(size, num_active_loras=count))
+            for mode in wanted
+            if wanted[mode]
+            for size in config.capture_sizes
+            for count in self.lora_counts(config)
+        ]
+
+    def candidates(self, batch: Batch, mode: RuntimeMode, graphs: GraphView) -> Iterable[GraphKey]:
+        """Return the smallest key of a mode that covers the batch, ready or not."""
+        return itertools.islice(graphs.covering(batch, mode), 1)
+
+
+def _why_no_key(batch: Batch, config: DispatchConfig) -> Reason:
+    if not config.mode or not config.capture_sizes:
+        return Reason.MODE_NONE
+    return Reason.ABOVE_LARGEST if batch.num_tokens > config.max_capture_size else Reason.NO_KEY
+
+
+def _mixed_keys(config: DispatchConfig, loras: Sequence[int]) -> Iterator[GraphKey]:
+    mixed = config.mode.mixed_mode()
+    if not mixed:
+        return
+    for size in config.capture_sizes:
+        num_reqs = min(size, config.max_num_seqs) if mixed is CUDAGraphMode.FULL else None
+        for count in loras:
+            facts = BatchDescriptor(size, num_reqs, num_active_loras=count)
+            yield GraphKey(mixed.runtime_mode, facts)
+
+
+def _uniform_keys(config: DispatchConfig, loras: Sequence[int]) -> Iterator[GraphKey]:
+    """Keys of uniform decode batches, where those have a mode of their own."""
+    if not config.mode.separate_routine():
+        return
+    for query_len in config.query_lens:
+        for size in config.uniform_capture_sizes or config.capture_sizes:
+            num_reqs = size // query_len
+            if size % query_len or num_reqs > config.max_num_seqs:
+                continue
+            for count in loras:
+                facts = BatchDescriptor(
+                    size, num_reqs, uniform=True, num_active_loras=count, query_len=query_len
+                )
+                yield GraphKey(RuntimeMode.FULL, facts)
