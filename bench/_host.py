@@ -18,6 +18,7 @@ from _common import emit
 from _copies import V, call_of, captured, must, runtime
 
 from dispatchkit.backends.cuda.copy import CAPACITIES, copy_node
+from dispatchkit.backends.optional import CopyRegion
 
 BENCH = "floors"
 ARRAYS = 3
@@ -61,8 +62,8 @@ class ByNode:
         problem = node.attach(SimpleNamespace(raw_graph_handle=raw, raw_exec_handle=handle.value))
         if problem:
             raise RuntimeError(problem)
-        pieces = [(row.data_ptr(), size, 8, 7) for row in self.static]
-        self.set = node.sender(pieces, [index * size for index in range(ARRAYS)])
+        regions = [CopyRegion(row.data_ptr(), size, 8, 7) for row in self.static]
+        self.set = node.setter(regions, [index * size for index in range(ARRAYS)])
         self.arrays = np.ndarray((ARRAYS, self.rows), np.int64, node.data)
         self.graph, self.handle, self.node = graph, handle, node
         self.run = call_of(runtime(), "cudaGraphLaunch", V, V)

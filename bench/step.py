@@ -418,7 +418,9 @@ def pieces(runner: GraphRunner, case: Case, rounds: int) -> None:
     values = tuple(given.values())
     plan, stream = runner._decide(FIXED).plan, runner._current_stream_handle()
     plan.run(values, stream)
-    loader, lane = plan.loader, runner._lane
+    runner._check_inputs(values)  # notes what the inputs look like, for the quick check below
+    _, readable = runner._check_inputs(values)
+    transport, lane = plan.transport, runner._lane
 
     def locked(_: int) -> None:
         runner._acquire()
@@ -436,9 +438,9 @@ def pieces(runner: GraphRunner, case: Case, rounds: int) -> None:
         "lock": locked,
         "decide": lambda _: runner._decide(FIXED, 0, 0, 0, 2),
         "current stream": lambda _: runner._current_stream_handle(),
-        "copy": lambda _: loader.load(values),
+        "copy": lambda _: transport.load(values, readable),
         "launch": lambda _: plan._launch(plan._graph, lane.stream_argument),
-        "plan": lambda _: plan.run(values, stream),
+        "plan": lambda _: plan.run(values, stream, readable),
         "plan, in place": lambda _: plan.run(None, stream),
         "whole call": lambda _: runner(**given),
     }

@@ -14,6 +14,9 @@ from dispatchkit.backends.base import (
 )
 from dispatchkit.backends.optional import (
     BackendFeatures,
+    CopyNode,
+    CopyNodeBackend,
+    CopyRegion,
     DirectLaunchBackend,
     LaunchCall,
     PriorityBackend,
@@ -31,6 +34,9 @@ __all__ = [
     "BackendCapabilities",
     "BackendFeatures",
     "CapturedGraph",
+    "CopyNode",
+    "CopyNodeBackend",
+    "CopyRegion",
     "DirectLaunchBackend",
     "Event",
     "GraphBackend",

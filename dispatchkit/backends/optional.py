@@ -10,8 +10,8 @@ direct launch, copies by torch for a copy node. ``BackendTests`` tests each part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
 import attrs
 
@@ -184,6 +184,75 @@ class UnwatchedCaptureBackend(Protocol):
         ...
 
 
+class CopyRegion(NamedTuple):
+    """What a copy node does for one input.
+
+    Attributes:
+        target: Address on the device that the rows go to.
+        num_bytes: Bytes of the rows.
+        tail_bytes: Bytes of fill to write behind them.
+        fill: Eight bytes of fill as a little-endian number; they repeat.
+    """
+
+    target: int
+    num_bytes: int
+    tail_bytes: int
+    fill: int
+
+
+class CopyNode(Protocol):
+    """The first node of one graph: it copies inputs to where the graph reads them.
+
+    Until its parameters are set it copies nothing; what was set last is done by every launch.
+    """
+
+    @property
+    def data(self) -> Any:
+        """Host memory, as a writable buffer, whose contents are taken when the node is set."""
+        ...
+
+    def record(self, stream: int) -> None:
+        """Queue the node on a stream that is being captured, before anything else."""
+        ...
+
+    def attach(self, graph: CapturedGraph) -> str:
+        """Find the node in the graph it was recorded in; return the problem, or ``""``."""
+        ...
+
+    def setter(
+        self, regions: Sequence[CopyRegion], offsets: Sequence[int] = ()
+    ) -> Callable[[Sequence[Any]], int]:
+        """Return a function that sets the node for batches of one size.
+
+        The function takes contiguous tensors, one per region except the last
+        ``len(offsets)``, whose rows lie in ``data`` at these offsets. The graph reads the
+        tensors when it runs; ``data`` may be written again at once. A tensor that is its own
+        target is not copied. The function returns an error code, 0 for success.
+        """
+        ...
+
+    def stop(self) -> int:
+        """Make later launches copy nothing; return an error code, 0 for success."""
+        ...
+
+
+class CopyNodeBackend(Protocol):
+    """A backend whose graphs can begin with a node that brings small inputs in.
+
+    Without it, torch copies inputs before each launch.
+    """
+
+    def copy_node(self, num_regions: int, num_bytes: int, data_bytes: int = 0) -> CopyNode | str:
+        """Return a node, or why there is none.
+
+        Args:
+            num_regions: Inputs that it copies.
+            num_bytes: Bytes of the largest.
+            data_bytes: Bytes of those that lie in the node's ``data``, all together.
+        """
+        ...
+
+
 @attrs.frozen
 class BackendFeatures:
     """The optional parts of one backend: the backend itself where it offers one, else None.
@@ -194,6 +263,7 @@ class BackendFeatures:
         direct_launches: It launches graphs past ``replay``.
         uploads: It prepares graphs before their first launch.
         unwatched_captures: It captures without watching each operation.
+        copy_nodes: Its graphs can copy their own inputs.
     """
 
     rehearsals: RehearsingBackend | None = None
@@ -201,6 +271,7 @@ class BackendFeatures:
     direct_launches: DirectLaunchBackend | None = None
     uploads: UploadingBackend | None = None
     unwatched_captures: UnwatchedCaptureBackend | None = None
+    copy_nodes: CopyNodeBackend | None = None
 
 
 def features_of(backend: GraphBackend) -> BackendFeatures:
@@ -217,4 +288,5 @@ def features_of(backend: GraphBackend) -> BackendFeatures:
         direct_launches=offering("direct_launch"),
         uploads=offering("upload"),
         unwatched_captures=offer if capabilities.unwatched_captures else None,
+        copy_nodes=offering("copy_node"),
     )

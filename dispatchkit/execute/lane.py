@@ -165,10 +165,6 @@ class Lane:
         """Bytes of its static inputs on the device."""
         return sum(buffers.num_bytes for buffers in self._by_shapes.values())
 
-    def owns(self, buffers: InputBuffers) -> bool:
-        """Return whether buffers are the lane's own."""
-        return buffers is self.buffers or buffers in self._by_shapes.values()
-
     def order(self) -> None:
         """Make the current stream wait for the lane's earlier steps, if it is another one."""
         handle = self.backend.current_stream_handle()

@@ -375,7 +375,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
             tensors = self._to_arrays(tensors)
             if self._axes is not None:
                 loras = self._axes.variant(tensors, loras)
-        num_tokens = self._check_inputs(tensors)
+        num_tokens, readable = self._check_inputs(tensors)
         stream = self._current_stream_handle()
         # The default stream, handle 0, is never captured.
         if stream and self._is_capturing():
@@ -383,10 +383,10 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
         self._acquire()  # half the price of a with statement
         try:
             plan = self._decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
-            result = plan.run(tensors, stream)
+            result = plan.run(tensors, stream, readable)
             while result is AGAIN:
                 plan = self.dispatcher.dispatch(num_tokens, num_reqs, uniform, loras, ceiling).plan
-                result = plan.run(tensors, stream)
+                result = plan.run(tensors, stream, readable)
             return result
         except Exception:
             self.counters.failed_steps += 1

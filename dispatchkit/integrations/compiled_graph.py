@@ -124,7 +124,7 @@ class CompiledGraph:
         if inputs is None or runner is None:  # replaced by another thread meanwhile
             return self._run_plainly(PlainReason.HELD_MOVED, args)
         try:
-            num_rows = inputs.check(tensors)
+            num_rows, _ = inputs.check(tensors)
         except InputError as error:
             return self._run_plainly(PlainReason.INPUT_CHANGED, args, str(error))
         if num_rows > runner.config.max_num_tokens:

@@ -93,7 +93,8 @@ def freed_memory(step, runner):
 
 def moved_input(step, runner):
     for captured in live(runner):
-        captured.buffers.tensors = [tensor.clone() for tensor in captured.buffers.tensors]
+        buffers = captured.input_path.buffers
+        buffers.tensors = [tensor.clone() for tensor in buffers.tensors]
 
 
 def overwritten_output(step, runner):
@@ -233,7 +234,7 @@ def test_stale_tail_is_found(make_runner):
     runner.capture()
     runner(torch.ones(8, 4))
     for captured in runner.lifecycle.live().values():
-        captured.buffers.clean_from = 0  # a lie: eight rows hold ones
+        captured.input_path.buffers.clean_from = 0  # a lie: eight rows hold ones
     with pytest.warns(CheckWarning):
         same(runner(torch.ones(5, 4)), torch.full((4,), 5.0))
 

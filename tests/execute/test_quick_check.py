@@ -46,11 +46,24 @@ def test_it_answers_as_the_slow_check_does_whatever_came_before(calls):
             outcomes = []
             for check in (quick.check, slow._check_alike):
                 try:
-                    outcomes.append(check(values))
+                    found, readable = check(values)
+                    outcomes.append(found)
+                    assert not readable or all(value.is_contiguous() for value in values)
                 except InputError as error:
                     outcomes.append(str(error))
         assert outcomes[0] == outcomes[1]
         assert (outcomes[0] == rows) is (what not in WRONG)
+
+
+def test_contiguous_inputs_are_known_to_be_readable_from_the_second_call_on():
+    if module.TensorGuards is None:
+        pytest.skip("this torch has no quick check")
+    inputs = InputSet(SPECS, CPU)
+    for rows in (2, 3):
+        found = [inputs.check(fitting(rows, transposed=number == 2)) for number in range(4)]
+        assert found == [(rows, False), (rows, True), (rows, False), (rows, True)]
+    flagged = [torch._neg_view(torch.zeros(4, 3)), *fitting(4)[1:]]
+    assert [inputs.check(flagged) for _ in range(3)] == [(4, False)] * 3
 
 
 def test_a_tensor_that_fitted_without_gradients_is_refused_with_them():
@@ -58,8 +71,8 @@ def test_a_tensor_that_fitted_without_gradients_is_refused_with_them():
     values = fitting(2)
     values[0] = torch.zeros(2, 3, requires_grad=True)
     with torch.no_grad():
-        assert inputs.check(values) == 2
-        assert inputs.check(values) == 2
+        assert inputs.check(values) == (2, False)
+        assert inputs.check(values) == (2, False)
     with torch.enable_grad(), pytest.raises(InputError, match="gradient"):
         inputs.check(values)
 
@@ -79,7 +92,7 @@ def test_calls_it_does_not_know_are_checked_slowly_and_it_is_not_made_anew_for_e
     twice = {"a": StaticInput((None,), "int64"), "b": StaticInput((None,), "int64")}
     inputs = InputSet(twice, CPU)
     for _ in range(200):
-        assert inputs.check([same, same]) == 2  # one tensor for both: torch's check says no
+        assert inputs.check([same, same])[0] == 2  # one tensor for both: torch's check says no
     assert len(made) == 2 * (1 + module._MAX_REMADE)  # contiguous, and with any strides
 
 
@@ -87,4 +100,4 @@ def test_without_torchs_comparison_the_slow_check_is_all(monkeypatch):
     monkeypatch.setattr(module, "TensorGuards", None)
     inputs = InputSet(SPECS, CPU)
     assert inputs.check == inputs._check_alike
-    assert inputs.check(fitting(3)) == 3
+    assert inputs.check(fitting(3)) == (3, False)

@@ -27,11 +27,10 @@ from dispatchkit.backends.cuda.copy import (  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ReplayError  # noqa: E402
 from dispatchkit.execute.io.buffers import InputBuffers  # noqa: E402
+from dispatchkit.execute.io.input_path import MAX_BYTES, choose_path, copied_path  # noqa: E402
 from dispatchkit.execute.io.inputs import InputSet  # noqa: E402
-from dispatchkit.execute.io.loaders import UnstagedLoader  # noqa: E402
-from dispatchkit.execute.io.node_loaders import loader_of  # noqa: E402
-from dispatchkit.execute.io.small_copies import MAX_BYTES, InputNode, input_node  # noqa: E402
 from dispatchkit.execute.io.staging import Staging  # noqa: E402
+from dispatchkit.execute.io.transports import CopyTransport, transport_of  # noqa: E402
 from dispatchkit.execute.replay.check import CheckWarning  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -75,7 +74,7 @@ class Played(TapeBackend):
         self.most_data = CAPACITIES[-1]
         self.capacities = {}  # by the number of the kernel
 
-    def copy_node(self, num_pieces, num_bytes, data_bytes=0):
+    def copy_node(self, num_regions, num_bytes, data_bytes=0):
         if self.problem or data_bytes > self.most_data:
             return self.problem or f"{data_bytes} bytes are too many"
         capacity = next(one for one in CAPACITIES if one >= data_bytes)
@@ -83,7 +82,7 @@ class Played(TapeBackend):
         self.capacities[number] = capacity
         function = ctypes.c_void_p(number)
         kernel = CopyKernel(function, self.launch, self.change, self.find, self.enter, capacity)
-        return CopyNode(kernel, num_pieces, num_bytes)
+        return CopyNode(kernel, num_regions, num_bytes)
 
     def launch(self, config, function, params, extra):
         self.launches.append(LaunchConfig.from_address(config).stream)
@@ -189,31 +188,25 @@ class Case:
         pieces = "pieces" in what
         if (bucket, pieces) not in self.steps:
             stream, pool = self.backend.new_stream(), self.backend.new_pool()
-            node, why_staged = input_node(self.backend, self.buffers, bucket)
             if pieces:
-                node = why_staged = "made of pieces"
-            is_node = isinstance(node, InputNode)
-            record = (lambda: node.record(3)) if is_node else lambda: None
+                path = copied_path(self.buffers, bucket, "made of pieces")
+            else:
+                path = choose_path(self.backend, self.buffers, bucket)
+            record = (lambda: path.node.record(3)) if path.node else lambda: None
             graph = self.backend.capture(record, stream=stream, pool=pool)
-            self.steps[bucket, pieces] = SimpleNamespace(
-                input_node=node.attached(graph) if is_node else node,
-                buffers=self.buffers,
-                is_foreign=False,
-                key=SimpleNamespace(num_tokens=bucket),
-                staging=self.buffers.staging if why_staged else None,
-                graph=graph,
-            )
+            path.attach(graph)
+            self.steps[bucket, pieces] = SimpleNamespace(path=path, graph=graph)
         return self.steps[bucket, pieces]
 
     def node(self, bucket):
-        return self.step(bucket).input_node
+        return self.step(bucket).path
 
     def loader(self, rows, what=""):
         sizes = (16,) if "largest" in what else (1, 2, 4, 8, 16)
         step = self.step(next(size for size in sizes if size >= rows), what)
         known = self.loaders.get((rows, id(step)))
         if known is None:
-            known = self.loaders[rows, id(step)] = loader_of(step, rows)
+            known = self.loaders[rows, id(step)] = transport_of(step.path, rows)
         return known
 
     def load(self, loader, call):
@@ -222,7 +215,7 @@ class Case:
             torch.as_tensor(value).clone() if spec.host else value
             for spec, value in zip(self.specs.values(), call, strict=True)
         ]
-        loader.load(self.buffers.inputs.to_arrays(given))
+        loader.load(self.buffers.inputs.to_arrays(given), False)
         for spec, value in zip(self.specs.values(), given, strict=True):
             if spec.host:
                 value.zero_()
@@ -235,17 +228,16 @@ class Case:
             places[index] = host
         for place, value in zip(places, call, strict=True):
             place.copy_(torch.as_tensor(value))
-        if not loader.is_settled():
-            loader.settle()
-        if step.staging is None:  # what was brought in may be written again at once
+        loader.load_in_place()
+        if step.path.staging is None:  # what was brought in may be written again at once
             for _, host in self.buffers.host_rows(rows):
                 host.fill_(77)
 
     def launch(self, bucket, what=""):
         step = self.step(bucket, what)
         step.graph.replay()
-        if step.staging is not None:  # the copy that such a graph has too
-            step.staging.queue_copy(bucket)
+        if step.path.staging is not None:  # the copy that such a graph has too
+            step.path.staging.queue_copy(bucket)
 
 
 def run(case, steps, make):
@@ -287,7 +279,7 @@ def test_a_graph_sees_the_rows_of_its_call_and_fill_behind(steps):
 @given(STEPS)
 def test_inputs_that_the_node_is_not_for_come_beside_it(steps):
     case = Case(SPECS | OTHERS)
-    assert (case.node(4).inputs, case.node(4).host) == ((0, 1, 2), {5: 0})
+    assert (case.node(4).device_inputs, case.node(4).host_offsets) == ((0, 1, 2), {5: 0})
     run(case, steps, lambda rows, number: rows_of(rows, number) + others_of(rows, number))
 
 
@@ -303,8 +295,8 @@ def both_of(rows, number):
 def test_host_inputs_come_by_the_node_or_by_pinned_memory_where_they_are_large(specs, make, steps):
     """In turn: the node up to 8 rows, the graph's own copy of pinned memory at 16."""
     case = Case(specs, most_data=200)
-    assert [len(case.node(8).host), case.step(8).staging] == [4, None]
-    assert case.step(16).staging is case.buffers.staging
+    assert [len(case.node(8).host_offsets), case.step(8).path.staging] == [4, None]
+    assert case.step(16).path.staging is case.buffers.staging
     run(case, steps, make)
 
 
@@ -315,7 +307,7 @@ def test_host_inputs_come_by_the_node_or_by_pinned_memory_where_they_are_large(s
 @given(steps=STEPS)
 def test_torch_brings_host_inputs_to_graphs_whose_node_is_not_found(specs, make, steps):
     case = Case(specs, most_data=200, problem="the graph begins with another kernel")
-    assert type(case.loader(3)) is UnstagedLoader
+    assert type(case.loader(3)) is CopyTransport
     run(case, steps, make)
 
 
@@ -343,7 +335,7 @@ def test_all_sizes_of_elements(dtype):
     for rows in (16, 5, 1):
         call = [torch.ones(rows + 1, 3).to(torch.complex64).real.to(case.specs["x"].dtype)[1:]]
         case.buffers.tensors[0].zero_()
-        case.loader(rows).load(call)
+        case.loader(rows).load(call, False)
         case.launch(case.loader(rows).bucket)
         holds(case.buffers, case.specs, call, rows, case.loader(rows).bucket)
 
@@ -353,7 +345,7 @@ def test_what_is_in_its_place_already_stays():
     call = case.buffers.views(3)
     for view, value in zip(call, rows_of(3, 5), strict=True):
         view.copy_(value)
-    case.loader(3).load(call)
+    case.loader(3).load(call, False)
     case.launch(4)
     holds(case.buffers, SPECS, rows_of(3, 5), 3, 4)
 
@@ -372,7 +364,7 @@ def test_what_is_in_its_place_already_stays():
 def test_tensors_whose_memory_is_not_what_they_are(special, holds):
     case = Case({"x": StaticInput((None,), "float32")})
     for value, want in ((torch.full((4,), 3.0), 3), (special(), holds), (torch.full((4,), 2.0), 2)):
-        case.loader(4).load([value])
+        case.loader(4).load([value], False)
         case.launch(4)
         assert case.buffers.tensors[0].tolist() == [want] * 4 + [0] * 12
 
@@ -380,9 +372,9 @@ def test_tensors_whose_memory_is_not_what_they_are(special, holds):
 def test_a_node_that_cannot_be_set_is_made_up_for(caplog):
     """Torch copies then, and the launch must not copy again; else it is refused."""
     case = Case(SPECS)
-    case.loader(5).load(rows_of(5, 1))
+    case.loader(5).load(rows_of(5, 1), False)
     case.backend.code = 1
-    case.loader(5).load(rows_of(5, 2))
+    case.loader(5).load(rows_of(5, 2), False)
     case.buffers.tensors[1][1] = 44  # a launch that still copied would overwrite it
     case.launch(8)
     assert case.buffers.tensors[1].tolist()[:6] == [2, 44, 2, 2, 2, 7]
@@ -390,7 +382,7 @@ def test_a_node_that_cannot_be_set_is_made_up_for(caplog):
     case.backend.stop_code = 1
     case.node(8).is_idle = False
     with pytest.raises(ReplayError, match="CUDA error 1"):
-        case.loader(5).load(rows_of(5, 2))
+        case.loader(5).load(rows_of(5, 2), False)
 
 
 def test_a_thread_without_a_context_gets_one():
@@ -398,7 +390,7 @@ def test_a_thread_without_a_context_gets_one():
     case = Case(SPECS)
     loader, call = case.loader(5), rows_of(5, 2)
     case.backend.contexts.clear()
-    threads = [threading.Thread(target=loader.load, args=(call,)) for _ in range(3)]
+    threads = [threading.Thread(target=loader.load, args=(call, False)) for _ in range(3)]
     for thread in threads:
         thread.start()
         thread.join()

@@ -16,7 +16,7 @@ from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import InputError, ReplayError, UnknownNameError  # noqa: E402
 from dispatchkit.execute.io.buffers import InputBuffers  # noqa: E402
 from dispatchkit.execute.io.inputs import InputSet  # noqa: E402
-from dispatchkit.execute.io.loaders import Loader  # noqa: E402
+from dispatchkit.execute.io.transports import CopyTransport  # noqa: E402
 
 TWO_TYPES = {
     "tokens": StaticInput((None,), "int64", fill=-1),
@@ -67,15 +67,14 @@ def test_a_graph_sees_the_rows_of_its_call_and_fill_behind(steps, seed):
             buffers.poison()
             continue
         bucket = next(size for size in (1, 2, 4, 8, 16) if size >= rows)
-        loader = loaders.setdefault((rows, bucket), Loader(buffers, rows, bucket))
+        loader = loaders.setdefault((rows, bucket), CopyTransport(buffers, rows, bucket))
         call = rows_of(TWO_TYPES, rows, seed * 100 + number)
         if what == "call":
-            loader.load(list(call.values()))
+            loader.load(list(call.values()), False)
         else:
             for view, value in zip(buffers.views(rows), call.values(), strict=True):
                 view.copy_(value)
-            if not loader.is_settled():
-                loader.settle()
+            loader.load_in_place()
         for name, seen in zip(inputs.names, buffers.views(bucket), strict=True):
             spec = inputs.specs[name]
             if spec.batch_dim is None:
@@ -94,12 +93,12 @@ def test_inputs_of_one_type_and_their_tails_go_in_one_copy(monkeypatch):
         made.append(len(targets))
         return plain(targets, sources)
 
-    monkeypatch.setattr("dispatchkit.execute.io.loaders._copy", counted)
+    monkeypatch.setattr("dispatchkit.execute.io.transports._copy", counted)
     buffers = InputBuffers(InputSet(TWO_TYPES, torch.device("cpu")), 16)
     for rows, copies in ((16, [2, 2, 1]), (16, [2, 2, 1]), (5, [4, 3, 2]), (5, [2, 2, 1])):
         made.clear()
         bucket = 16 if rows == 16 else 8
-        Loader(buffers, rows, bucket).load(list(rows_of(TWO_TYPES, rows, 0).values()))
+        CopyTransport(buffers, rows, bucket).load(list(rows_of(TWO_TYPES, rows, 0).values()), False)
         assert made == copies
 
 
@@ -110,12 +109,12 @@ def test_a_copy_that_fails_leaves_nothing_marked_clean(monkeypatch):
         raise RuntimeError("no copy")
 
     call = list(rows_of(TWO_TYPES, 12, 0).values())
-    Loader(buffers, 16, 16).load(list(rows_of(TWO_TYPES, 16, 1).values()))
+    CopyTransport(buffers, 16, 16).load(list(rows_of(TWO_TYPES, 16, 1).values()), False)
     with monkeypatch.context() as patched:
-        patched.setattr("dispatchkit.execute.io.loaders._copy", broken)
+        patched.setattr("dispatchkit.execute.io.transports._copy", broken)
         with pytest.raises(RuntimeError, match="no copy"):
-            Loader(buffers, 12, 16).load(call)
-    Loader(buffers, 3, 16).load(list(rows_of(TWO_TYPES, 3, 2).values()))
+            CopyTransport(buffers, 12, 16).load(call, False)
+    CopyTransport(buffers, 3, 16).load(list(rows_of(TWO_TYPES, 3, 2).values()), False)
     tail = buffers.tensors[0][3:]
     same(tail, torch.full_like(tail, -1))
 

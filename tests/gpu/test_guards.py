@@ -147,7 +147,8 @@ def freed_memory(step, runner):
 
 def moved_input(step, runner):
     for captured in live(runner):
-        captured.buffers.tensors = [tensor.clone() for tensor in captured.buffers.tensors]
+        buffers = captured.input_path.buffers
+        buffers.tensors = [tensor.clone() for tensor in buffers.tensors]
     runner._lane.forget_plans()
 
 
@@ -159,9 +160,10 @@ def overwritten_output(step, runner):
 def stale_tail(step, runner):
     """The buffers are said to be clean, and hold a large batch."""
     for captured in live(runner):
-        for tensor in captured.buffers.tensors:
+        buffers = captured.input_path.buffers
+        for tensor in buffers.tensors:
             tensor.fill_(7.0)
-        captured.buffers.clean_from, captured.buffers.clean_to = 0, captured.buffers.num_rows
+        buffers.clean_from, buffers.clean_to = 0, buffers.num_rows
 
 
 PLANTED = [

@@ -248,10 +248,10 @@ def way(request, monkeypatch):
     if "most" in given:
         made = CudaBackend.copy_node
 
-        def copy_node(self, num_pieces, num_bytes, data_bytes=0):
+        def copy_node(self, num_regions, num_bytes, data_bytes=0):
             if data_bytes > given["most"]:
                 return "too many bytes for this test"
-            return made(self, num_pieces, num_bytes, data_bytes)
+            return made(self, num_regions, num_bytes, data_bytes)
 
         monkeypatch.setattr(CudaBackend, "copy_node", copy_node)
     if "problem" in given:
@@ -312,14 +312,15 @@ def test_a_driver_that_refuses_to_set_the_node_for_a_while():
     refuses = []
 
     def refusing(make):
-        def sender(*given):
-            send = make(*given)
-            return lambda values: 1 if refuses else send(values)
+        def setter(*given):
+            set_node = make(*given)
+            return lambda values: 1 if refuses else set_node(values)
 
-        return sender
+        return setter
 
     for step in runner.lifecycle.live().values():
-        step.input_node.sender = refusing(step.input_node.sender)
+        node = step.input_path.node
+        node.setter = refusing(node.setter)
     for number in range(40):
         rows = number * 7 % 32 + 1
         call = mixed_call(MIXED, rows, number)

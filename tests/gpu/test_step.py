@@ -301,8 +301,8 @@ def test_the_copy_node_beside_inputs_that_it_is_not_for():
     }
     runner = runner_of(named(6), specs, output_batch_dims=None)
     assert runner.input_path(key_of(32)) == "node"
-    node = runner.lifecycle.live()[key_of(32)].input_node
-    assert (node.inputs, node.host) == ((0, 2, 5), {4: 0})
+    path = runner.lifecycle.live()[key_of(32)].input_path
+    assert (path.device_inputs, path.host_offsets) == ((0, 2, 5), {4: 0})
     for number, rows in enumerate([32, 3, 17, 5, 8, 1, 32]):
         values = [small(rows, spec, number) for spec in specs.values()]
         values[4] = values[4].cpu()

@@ -181,17 +181,17 @@ class CudaBackend:
         call = None if handle is None else direct_launch(self._index)
         return None if call is None else (call, ctypes.c_void_p(handle))
 
-    def copy_node(self, num_pieces: int, num_bytes: int, data_bytes: int = 0) -> CopyNode | str:
-        """Return a copy for the beginning of a graph, or why there is none.
+    def copy_node(self, num_regions: int, num_bytes: int, data_bytes: int = 0) -> CopyNode | str:
+        """Return a node that copies inputs at the beginning of a graph, or why there is none.
 
         Args:
-            num_pieces: How many inputs it brings in.
+            num_regions: Inputs that it copies.
             num_bytes: Bytes of the largest.
-            data_bytes: Bytes of those in host memory, all of them together.
+            data_bytes: Bytes of those in host memory, all together.
         """
         if not self._has_copy_node:
             return "switched off"
-        return copy_node(self._index, num_pieces, num_bytes, data_bytes)
+        return copy_node(self._index, num_regions, num_bytes, data_bytes)
 
     def upload(self, graph: Any, stream: CudaStream) -> bool:
         """Queue what a graph's first launch would bring to the device; False if it cannot be.

@@ -34,6 +34,7 @@ import torch
 
 from dispatchkit.backends.cuda.copy_text import MAX_PIECES, kernel_text
 from dispatchkit.backends.cuda.driver import DriverCallError, driver_library
+from dispatchkit.backends.optional import CopyRegion
 
 #: Bytes of data that kernels have room for. CUDA allows 32,764 bytes of parameters in all.
 CAPACITIES = (0, 2 << 10, 8 << 10, 16 << 10, 29 << 10)
@@ -164,30 +165,30 @@ class CopyNode:
         self._kernel.ensure_context()
         return self._kernel.change(self._exec, self._node, self._idle)
 
-    def sender(
-        self, pieces: Sequence[tuple[int, int, int, int]], offsets: Sequence[int] = ()
+    def setter(
+        self, regions: Sequence[CopyRegion], offsets: Sequence[int] = ()
     ) -> Callable[[Sequence[torch.Tensor]], int]:
-        """Return what sets the node for calls of one size, from contiguous tensors.
+        """Return a function that sets the node for batches of one size.
 
-        It returns CUDA's error code. The tensors are read when the graph runs, in the order of
-        the stream it is launched on; ``data`` is read before it returns.
+        It takes contiguous tensors and returns CUDA's error code. The tensors are read when
+        the graph runs, in the order of the stream it is launched on; ``data`` is read before
+        the function returns.
 
         Args:
-            pieces: For each tensor where it goes, how many bytes of it are copied, how many
-                bytes of fill are written behind, and eight bytes of fill as a number.
-            offsets: Where in ``data`` the last of the pieces lie, for which no tensor is given.
+            regions: What to copy and to fill, one for each tensor and each offset.
+            offsets: Where in ``data`` the rows of the last regions lie.
         """
         work = Work()
-        for index, (target, num_bytes, tail_bytes, fill) in enumerate(pieces):
-            work.targets[index], work.fills[index] = target, fill
-            work.num_bytes[index], work.tail_bytes[index] = num_bytes, tail_bytes
-        for index, offset in enumerate(offsets, len(pieces) - len(offsets)):
+        for index, region in enumerate(regions):
+            work.targets[index], work.fills[index] = region.target, region.fill
+            work.num_bytes[index], work.tail_bytes[index] = region.num_bytes, region.tail_bytes
+        for index, offset in enumerate(offsets, len(regions) - len(offsets)):
             work.sources[index] = offset
         params, sources, thread = self._params(work), work.sources, self._kernel.thread
         change, handle, node = self._kernel.change, self._exec, self._node
         ensure_context = self._kernel.ensure_context
 
-        def send(values: Sequence[torch.Tensor]) -> int:
+        def set_node(values: Sequence[torch.Tensor]) -> int:
             # One by one: half the price of struct, which asks ctypes for a buffer each time.
             for index, value in enumerate(values):
                 sources[index] = value.data_ptr()
@@ -195,7 +196,7 @@ class CopyNode:
                 ensure_context()
             return change(handle, node, params)
 
-        return send
+        return set_node
 
     def _params(self, work: Work) -> ctypes.c_void_p:
         """Return where parameters lie that give the kernel some work; they keep it alive."""

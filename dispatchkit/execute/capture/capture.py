@@ -29,8 +29,8 @@ from dispatchkit.execute.capture.fingerprint import Facts, facts_of
 from dispatchkit.execute.capture.graph import GraphMaker, Place
 from dispatchkit.execute.capture.warmup import Warmups, family_of
 from dispatchkit.execute.io.buffers import InputBuffers
+from dispatchkit.execute.io.input_path import InputPath, choose_path, copied_path
 from dispatchkit.execute.io.outputs import OutputLayout
-from dispatchkit.execute.io.small_copies import InputNode, input_node
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Guard
@@ -171,32 +171,27 @@ class Capturer:
     ) -> CapturedStep:
         views = self._warmups.views(key, lane, key.num_tokens)
         found: list[Any] = []
-        node, why_staged = input_node(self._backend, lane.buffers_of(key), key.num_tokens)
-        staging = lane.buffers_of(key).staging if why_staged else None
+        path = choose_path(self._backend, lane.buffers_of(key), key.num_tokens)
 
         def step() -> Any:
-            if isinstance(node, InputNode):
-                node.record(self._backend.current_stream_handle())
-            if staging is not None:
-                staging.queue_copy(key.num_tokens)
+            path.record(self._backend.current_stream_handle())
             return self._step(views)
 
-        if staging is not None:
+        if path.staging is not None:
             notes = None  # the warmup was without that copy
         name = (family_of(key), 0)
         compiled = self._warmups.compiled_code(key)
         graph, draws = self._maker.capture(
             step, lane, places, found, admission, name, notes, compiled
         )
-        if isinstance(node, InputNode):
-            node = node.attached(graph)
-        common = self._common(key, lane, found[0], layout, (graph,), draws=draws)
-        return FullStep(**common, input_node=node, staging=staging, why_staged=why_staged)
+        path.attach(graph)
+        return FullStep(**self._common(key, lane, path, found[0], layout, (graph,), draws=draws))
 
     def _common(
         self,
         key: GraphKey,
         lane: Lane,
+        path: InputPath,
         outputs: Any,
         layout: OutputLayout | None,
         graphs: tuple[CapturedGraph, ...],
@@ -220,7 +215,7 @@ class Capturer:
         return {
             "key": key,
             "lane": lane,
-            "buffers": lane.buffers_of(key),
+            "input_path": path,
             "layout": layout,
             "leaves": leaves,
             "clones": clones,
@@ -232,7 +227,7 @@ class Capturer:
             "graphs": graphs,
             "holds": (*self._warmups.written(), self._step),
             "guard": self._guard.now(),
-            "facts": self.facts_now(lane.buffers_of(key)) if self._notes_facts else None,
+            "facts": self.facts_now(path.buffers) if self._notes_facts else None,
             "axis_cuts": self._warmups.axis_cuts(key, lane, outputs),
             "has_effect": draws or any(True for _ in self._warmups.written()),
         }
@@ -283,7 +278,8 @@ class Capturer:
                 for leaf in tree_leaves(value):
                     if isinstance(leaf, torch.Tensor):
                         stable.add(leaf)
-            common = self._common(key, lane, value, layout, tuple(graphs), draws=draws)
+            path = copied_path(lane.buffers_of(key), key.num_tokens, "made of pieces")
+            common = self._common(key, lane, path, value, layout, tuple(graphs), draws=draws)
         except BaseException:
             for graph in graphs:
                 graph.release()
@@ -296,8 +292,7 @@ class Capturer:
         for part in parts:
             if isinstance(part, GraphPart):
                 part.outputs = tree_map_only(torch.Tensor, weak_tensor, part.outputs)
-        staging = lane.buffers_of(key).staging
-        return PiecewiseStep(**common, parts=tuple(parts), ends_eager=ends_eager, staging=staging)
+        return PiecewiseStep(**common, parts=tuple(parts), ends_eager=ends_eager)
 
     def _stays(self, leaf: torch.Tensor) -> bool:
         return self._warmups.is_state(leaf) or self._warmups.is_scratch(leaf)

@@ -12,10 +12,8 @@ from torch.utils._pytree import tree_leaves
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.errors import ReplayError
 from dispatchkit.execute.capture.fingerprint import Facts
-from dispatchkit.execute.io.buffers import InputBuffers
+from dispatchkit.execute.io.input_path import InputPath
 from dispatchkit.execute.io.outputs import OutputLayout
-from dispatchkit.execute.io.small_copies import InputNode
-from dispatchkit.execute.io.staging import Staging
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Fingerprint
 from dispatchkit.execute.step.pieces import Piece
@@ -44,7 +42,7 @@ class CapturedStep:
     Attributes:
         key: Its name.
         lane: Where it was captured.
-        buffers: What its graphs read their inputs from.
+        input_path: How inputs come into its graphs.
         layout: The structure of its outputs.
         leaves: Padded outputs at fixed addresses; empty if the last piece is eager.
         clones: Per leaf, whether callers of owned results get a copy: a tensor that is not
@@ -55,9 +53,6 @@ class CapturedStep:
         facts: Addresses and numbers it has built in; None outside check mode.
         has_effect: A replay changes more than its outputs: state, or random generators.
         axis_cuts: Dimensions of its outputs that follow an axis (see ``execute.axes``).
-        input_node: What its graph begins with, to bring inputs in; or why it does not.
-        staging: The pinned memory of host inputs that a launch copies; None where it copies none.
-        why_staged: Why it does that.
         own_bytes: Memory of the pool that no other graph can use while this one lives.
         released: It may not be launched any more.
         last_used: The lane's tick at its last launch.
@@ -66,7 +61,7 @@ class CapturedStep:
 
     key: GraphKey
     lane: Lane
-    buffers: InputBuffers
+    input_path: InputPath
     layout: OutputLayout
     leaves: tuple[Any, ...]
     clones: tuple[bool, ...]
@@ -76,9 +71,6 @@ class CapturedStep:
     facts: Facts | None = None
     has_effect: bool = False
     axis_cuts: tuple[tuple[int, int, int], ...] = ()
-    input_node: InputNode | str = "made of pieces, or captured elsewhere"
-    staging: Staging | None = None
-    why_staged: str = "made of pieces"
     own_bytes: int = 0
     released: bool = False
     last_used: int = 0
@@ -87,7 +79,7 @@ class CapturedStep:
     @property
     def is_foreign(self) -> bool:
         """Whether its graph was captured elsewhere, and so has no memory of the lane."""
-        return not self.lane.owns(self.buffers)
+        return self.input_path.is_foreign
 
     def launch(self) -> Sequence[Any]:
         """Queue it on the current stream; return the padded outputs.

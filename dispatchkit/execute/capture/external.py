@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.capture.captured import CapturedStep, FullStep
 from dispatchkit.execute.io.buffers import InputBuffers
+from dispatchkit.execute.io.input_path import copied_path
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.outputs import declared_layout
 from dispatchkit.execute.lane import Lane
@@ -56,7 +57,7 @@ def external_step(
     if not callable(getattr(graph, "replay", None)):
         raise ConfigError("graph", graph, "an object with replay()")
     bound = inputs.bind((), dict(tensors))
-    rows = inputs.as_device().check(bound)
+    rows, _ = inputs.as_device().check(bound)
     if rows != key.num_tokens:
         raise InputError(
             inputs.names[0], f"{key} reads tensors of {key.num_tokens} rows, got {rows} rows."
@@ -66,7 +67,12 @@ def external_step(
     return FullStep(
         key=key,
         lane=lane,
-        buffers=InputBuffers(inputs, rows, bound),
+        input_path=copied_path(
+            InputBuffers(inputs, rows, bound),
+            rows,
+            "captured elsewhere",
+            source=lane.buffers_of(key),
+        ),
         layout=layout,
         leaves=leaves,
         clones=tuple(isinstance(leaf, torch.Tensor) for leaf in leaves),

@@ -140,13 +140,13 @@ class AxisInputs:
         call.given = self.smallest.to_arrays(call.given)
         return call
 
-    def check(self, call: AxisCall) -> int:
-        """Return the rows of a call whose inputs fit the values of its axes, and pad them.
+    def check(self, call: AxisCall) -> tuple[int, bool]:
+        """Check a call as ``InputSet.check`` does, and pad its inputs to the axes' buckets.
 
         Raises:
             InputError: One does not fit.
         """
-        rows = self.at(call.values).check(call.given)
+        rows, readable = self.at(call.values).check(call.given)
         indices = [axis.index(value) for axis, value in zip(self._axes, call.values, strict=True)]
         call[:] = call.given
         if self._sizing and all(indices):
@@ -156,7 +156,7 @@ class AxisInputs:
                 shape = spec.sized(rows)
                 if tuple(call[index].shape) != tuple(shape):
                     call[index] = _padded(call[index], spec, shape)
-        return rows
+        return rows, readable  # what was padded is contiguous, too
 
     def plain(self, call: AxisCall | None) -> dict[str, Any]:
         """Return what the step is given when it runs plainly: inputs and values by name.

@@ -1,8 +1,8 @@
-"""The memory that graphs read their inputs from; how a call gets in is in ``loaders``.
+"""Static input buffers: the memory that graphs read; ``transports`` bring batches into it.
 
-A graph reads its inputs at the addresses of the capture. Each lane holds one buffer per
-input, as large as its largest bucket; a call copies its rows to the front. Behind them a
-graph must see nothing but fill, up to its bucket.
+A graph reads its inputs at the addresses of the capture. Each lane has one buffer per
+input, as large as its largest bucket; a batch goes to the front. The rows behind it, up to
+the bucket, must hold the input's fill value.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from dispatchkit.execute.io.staging import Staging
 
 
 class InputBuffers:
-    """The memory that graphs read their inputs from.
+    """The static inputs of one lane, or of a graph captured elsewhere.
 
     Args:
-        inputs: What is declared.
-        num_rows: Rows to make room for.
-        tensors: Memory made elsewhere, in declared order; new memory by default.
-        backend: The device; needed where host inputs are declared.
+        inputs: The declared inputs.
+        num_rows: Rows that each batched buffer has.
+        tensors: Existing memory, in declared order; allocated by default.
+        backend: The device; required with host inputs, unless ``tensors`` are given.
 
     Attributes:
-        tensors: One buffer per input, in declared order.
-        num_rows: Rows there is room for.
-        staging: The host memory of host inputs; None without.
-        clean_from: Rows from here on hold fill in every batched buffer,
-        clean_to: up to here. Of others nothing is known.
+        tensors: One device tensor per input, in declared order.
+        num_rows: Rows that each batched buffer has.
+        staging: Pinned memory of the host inputs; None without host inputs.
+        clean_from: First row known to hold fill in every batched buffer (in pinned memory
+            for host inputs that have some).
+        clean_to: First row behind those.
     """
 
     clean_to: int
@@ -71,7 +72,7 @@ class InputBuffers:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def row_bytes(self, index: int) -> int:
-        """Return the bytes of one row of an input; of all of it where it is not batched."""
+        """Return the bytes of one row of an input; of the whole input if it is not batched."""
         spec = self.inputs.specs[self.inputs.names[index]]
         return spec.sized(1).numel() * spec.dtype.itemsize
 
@@ -79,7 +80,7 @@ class InputBuffers:
         """Return the first rows of each batched buffer, and the others whole.
 
         Raises:
-            ConfigError: There is no room for so many rows.
+            ConfigError: The buffers have fewer rows.
         """
         if not 0 <= num_rows <= self.num_rows:
             raise ConfigError("rows", num_rows, f"0..{self.num_rows}, the rows of the buffers")
@@ -100,7 +101,7 @@ class InputBuffers:
         ]
 
     def fill_of(self, index: int, num_rows: int) -> torch.Tensor:
-        """Return so many rows of an input's fill, to copy from."""
+        """Return ``num_rows`` rows of an input's fill, to copy from."""
         source = self._fills[index]
         spec = self.inputs.specs[self.inputs.names[index]]
         if source is None:
@@ -110,10 +111,10 @@ class InputBuffers:
         return source.narrow(spec.batch_dim or 0, 0, num_rows)
 
     def copies(self, num_rows: int) -> list[torch.Tensor]:
-        """Return copies of what the buffers hold for a call of so many rows, on the device.
+        """Copy the first rows of each input, on the device; host inputs from pinned memory.
 
         Raises:
-            InputError: The buffers do not hold so many rows.
+            InputError: The buffers have fewer rows.
         """
         if not 0 <= num_rows <= self.num_rows:
             raise InputError(
@@ -128,7 +129,7 @@ class InputBuffers:
 
     @contextmanager
     def kept(self, num_rows: int) -> Iterator[None]:
-        """Keep the rows of a step in place over a capture, which sets the buffers to fill."""
+        """Restore the rows of a step in place after a capture, which fills the buffers."""
         places = self.views(num_rows)
         places += [rows for _, rows in self.host_rows(num_rows)]
         copies = [place.clone() for place in places]
@@ -139,10 +140,10 @@ class InputBuffers:
                 self.staging.wait()
             for place, rows in zip(places, copies, strict=True):
                 place.copy_(rows)
-            self.written(num_rows)
+            self.mark_written(num_rows)
 
     def reset(self) -> None:
-        """Set every row that holds anything else back to fill."""
+        """Fill every row that may hold anything else."""
         if self.clean_from == 0 and self.clean_to == self.num_rows:
             return
         if self.staging is not None:
@@ -156,7 +157,7 @@ class InputBuffers:
         self.clean_from, self.clean_to = 0, self.num_rows
 
     def poison(self, value: float = float("nan")) -> None:
-        """Overwrite all rows with what no call gives; the next use must not show it."""
+        """Overwrite all rows of floating-point inputs; no later result may depend on them."""
         if self.staging is not None:
             self.staging.wait()
         for index, _ in self.inputs.batched:
@@ -167,30 +168,38 @@ class InputBuffers:
             for place in places:
                 if place.is_floating_point():
                     place.fill_(value)
-        self.clean_from = self.clean_to = 0
+        self.mark_unknown()
 
-    def written(self, num_rows: int) -> None:
+    def needs_fill(self, num_rows: int, bucket: int) -> bool:
+        """Return whether rows from ``num_rows`` to ``bucket`` may hold anything but fill."""
+        return num_rows < bucket and (num_rows < self.clean_from or self.clean_to < bucket)
+
+    def mark_written(self, num_rows: int) -> None:
         """Note that the first rows are about to be overwritten."""
         self.clean_from = max(self.clean_from, num_rows)
 
-    def filled(self, start: int, stop: int) -> None:
-        """Note that the rows from start to stop hold fill, and those before start do not."""
+    def mark_filled(self, start: int, stop: int) -> None:
+        """Note that rows ``start`` to ``stop`` hold fill, and those before ``start`` do not."""
         if self.clean_from <= stop:
             self.clean_to = max(self.clean_to, stop)
         else:
             self.clean_to = stop
         self.clean_from = start
 
+    def mark_unknown(self) -> None:
+        """Note that any row may hold anything."""
+        self.clean_from = self.clean_to = 0
+
 
 class StaticBuffers:
     """The static inputs of a runner by name, for callers that write them in place.
 
     A device input is a tensor on the device: write its first rows on the stream that the
-    steps run on. A host input is pinned memory: write its first rows after ``wait()``. What
-    calls gave may be elsewhere: write all inputs of a step.
+    steps run on. A host input is pinned memory: write its first rows after ``wait()``. Write
+    every input of a step: a call may leave its inputs elsewhere.
 
     Args:
-        buffers: Whose memory.
+        buffers: The memory.
     """
 
     def __init__(self, buffers: InputBuffers) -> None:
@@ -221,10 +230,10 @@ class StaticBuffers:
 
     @property
     def num_rows(self) -> int:
-        """Rows there is room for: those of the largest graph."""
+        """Rows that each batched input has: those of the largest graph."""
         return self._buffers.num_rows
 
     def wait(self) -> None:
-        """Return once host inputs may be written again: the last copy of them has run."""
+        """Wait until host inputs may be written again: the last copy of them has run."""
         if self._buffers.staging is not None:
             self._buffers.staging.wait()

@@ -174,7 +174,7 @@ class InputSet:
         self._facts: Any = attrgetter(
             "shape", "dtype", "is_cuda" if is_only else "device", "requires_grad"
         )
-        self.check: Callable[[Any], int] = self._check_alike
+        self.check: Callable[[Any], tuple[int, bool]] = self._check_alike
         if len(self.host) == len(self.names):
             self._facts = _ARRAY_FACTS
         elif self.host:
@@ -182,9 +182,6 @@ class InputSet:
         elif TensorGuards is not None:
             self.check = self._check_tensors
         self._quick: dict[int, tuple[Callable[..., bool], Callable[..., bool]]] = {}
-        #: The last call checked, if all of it is contiguous and in memory as it is; None, or an
-        #: earlier one, otherwise. Who has used it forgets it, so that nothing is kept alive.
-        self.plain: Any = None
         self._num_remade = 0
         # For a single name it gives the value and not a tuple of one.
         self._pick: Any = itemgetter(*self.names) if len(self.names) > 1 else None
@@ -224,29 +221,28 @@ class InputSet:
             return args
         return bind_or_say(self.names, args, kwargs)
 
-    # ``check(values)`` returns the number of rows of a call whose inputs all fit. It raises
-    # InputError where one is no tensor, or has another type, device, rank, fixed dimension or
-    # number of rows than it should. Host inputs are checked as arrays: see ``host_arrays``.
+    # ``check(values)`` returns the number of rows of a call whose inputs all fit, and whether
+    # all of them are known to be tensors whose memory can be read as it is: contiguous, without
+    # lazy conjugation or negation. It raises InputError if one is not a tensor, or has another
+    # type, device, rank, fixed dimension or number of rows than it should. Host inputs are
+    # checked as arrays: see ``host_arrays``.
 
-    def _check_tensors(self, values: Sequence[Any]) -> int:
-        """Check inputs that are all on the device, by what an earlier call of this size was."""
+    def _check_tensors(self, values: Sequence[Any]) -> tuple[int, bool]:
+        """Check device inputs by the tensors of an earlier call of this size."""
         try:
             rows: int = values[self._lead].shape[self._lead_dim]
             known = self._quick.get(rows)
             if known is not None:
-                is_plain, fits = known
-                if is_plain(*values):
-                    self.plain = values
-                    return rows
+                is_readable, fits = known
+                if is_readable(*values):
+                    return rows, True
                 if fits(*values):
-                    self.plain = None  # the same call may have been another one before
-                    return rows
+                    return rows, False
         except (AttributeError, IndexError):
-            pass  # told below
-        self.plain = None
-        rows = self._check_alike(values)
+            pass  # reported below
+        rows, _ = self._check_alike(values)
         self._note_fit(rows, values)
-        return rows
+        return rows, False
 
     def _note_fit(self, rows: int, values: Sequence[torch.Tensor]) -> None:
         """Keep what a call that fits looks like: contiguous, and with any strides."""
@@ -268,21 +264,21 @@ class InputSet:
                 )
             ]
             # The guard knows these flags, and says yes to tensors that have them alike.
-            is_plain = never if any(map(is_flagged, values)) else guards[0]
-            self._quick[rows] = (is_plain, guards[1])
+            is_readable = never if any(map(is_flagged, values)) else guards[0]
+            self._quick[rows] = (is_readable, guards[1])
 
-    def _check_alike(self, values: Sequence[Any]) -> int:
+    def _check_alike(self, values: Sequence[Any]) -> tuple[int, bool]:
         """Check inputs that are all on the device, or all arrays."""
         try:
             rows: int = values[self._lead].shape[self._lead_dim]
             expected = self._expected.get(rows) or self._expect(rows)
             if tuple(map(self._facts, values)) == expected:
-                return rows
+                return rows, False
         except (AttributeError, IndexError):
             pass  # not a tensor, or of too low a rank
-        return check_or_say(self.specs, self.device, values)
+        return check_or_say(self.specs, self.device, values), False
 
-    def _check_mixed(self, values: Sequence[Any]) -> int:
+    def _check_mixed(self, values: Sequence[Any]) -> tuple[int, bool]:
         """Check inputs of which some are on the device and some are arrays."""
         try:
             rows: int = values[self._lead].shape[self._lead_dim]
@@ -292,10 +288,10 @@ class InputSet:
                 for value, spec in zip(values, self, strict=True)
             )
             if tuple(found) == expected:
-                return rows
+                return rows, False
         except (AttributeError, IndexError):
             pass  # not what it should be, or of too low a rank
-        return check_or_say(self.specs, self.device, values)
+        return check_or_say(self.specs, self.device, values), False
 
     def to_arrays(self, values: Sequence[Any]) -> Sequence[Any]:
         """Return a call's values with those of host inputs as arrays, where they can be.

@@ -1,6 +1,6 @@
 """Host inputs: pinned memory that a graph copies to the device itself.
 
-So do graphs whose host inputs are too large for their first node (see ``small_copies``), and
+So do graphs whose host inputs are too large for their first node (see ``input_path``), and
 steps of pieces.
 
 The memory is one block, with one region per host input. A call writes its rows there, which

@@ -261,7 +261,7 @@ class Submitting:
     _is_special: bool
     _to_arrays: Callable[[Any], Any]
     _bind_inputs: Callable[..., Any]
-    _check_inputs: Callable[..., int]
+    _check_inputs: Callable[..., tuple[int, bool]]
     _is_capturing: Callable[[], bool]
     _current_stream_handle: Callable[[], int]
     _acquire: Callable[[], bool]
@@ -318,7 +318,7 @@ class Submitting:
             tensors = self._to_arrays(tensors)
             if self._axes is not None:
                 loras = self._axes.variant(tensors, loras)
-        num_tokens = self._check_inputs(tensors)
+        num_tokens, readable = self._check_inputs(tensors)
         caller = self._current_stream_handle()
         # The default stream, handle 0, is never captured.
         if caller and self._is_capturing():
@@ -330,12 +330,12 @@ class Submitting:
         with self._lock:
             traffic = self._choose_lane(facts, priority)
             if not self._has_host_inputs:
-                return self._give(traffic, caller, facts, tensors)
+                return self._give(traffic, caller, facts, tensors, readable)
         staging = traffic.member._lane.buffers.staging
         if staging is not None:
             staging.wait()  # without the lock: other lanes are free to be given steps
         with self._lock:
-            return self._give(traffic, caller, facts, tensors)
+            return self._give(traffic, caller, facts, tensors, readable)
 
     def lane_stats(self) -> tuple[LaneStats, ...]:
         """Return what each lane has been given so far."""
@@ -449,7 +449,12 @@ class Submitting:
         return least
 
     def _give(
-        self, traffic: Traffic, caller: int, facts: tuple[int, int, int, int, int], tensors: Any
+        self,
+        traffic: Traffic,
+        caller: int,
+        facts: tuple[int, int, int, int, int],
+        tensors: Any,
+        readable: bool,
     ) -> StepHandle:
         """Queue a checked step on a lane; under the lock."""
         member, stream = traffic.member, traffic.stream
@@ -460,9 +465,10 @@ class Submitting:
             traffic.arrived.wait(stream)
         try:
             with self.backend.use_stream(stream):
-                result = member._decide(*facts).plan.run(tensors, traffic.handle)
+                result = member._decide(*facts).plan.run(tensors, traffic.handle, readable)
                 while result is AGAIN:
-                    result = member.dispatcher.dispatch(*facts).plan.run(tensors, traffic.handle)
+                    plan = member.dispatcher.dispatch(*facts).plan
+                    result = plan.run(tensors, traffic.handle, readable)
         except Exception:
             member.counters.failed_steps += 1
             stream.synchronize()  # nothing of it reads the caller's tensors any more

@@ -47,7 +47,7 @@ class Decided:
     _snapshot: Callable[[], Snapshot]
     _axes: AxisInputs | None
     _bind_inputs: Callable[..., Any]
-    _check_inputs: Callable[[Any], int]
+    _check_inputs: Callable[[Any], tuple[int, bool]]
     _to_arrays: Callable[[Any], Any]
     _is_special: bool
     _inputs: InputSet
@@ -99,7 +99,7 @@ class Decided:
         plan = getattr(decision, "plan", None)
         if plan is None or plan.eager is not self.eager:
             raise ConfigError("decision", decision, "one that this runner's dispatcher gave")
-        tensors, num_tokens = self._bound_and_checked(inputs)
+        tensors, num_tokens, readable = self._bound_and_checked(inputs)
         if self._axes is not None and decision.key is not None:
             buckets, own = self._axes.buckets(tensors), decision.key.descriptor.axes
             if buckets != own:
@@ -122,7 +122,7 @@ class Decided:
                 watcher.enter(decision, 0)
             self.eager.is_exact, failed = True, True
             try:
-                result = plan.run(tensors, stream)
+                result = plan.run(tensors, stream, readable)
                 if result is AGAIN:
                     self.eager.refuse_if_exact("its graph was given up", decision.key)
                 failed = False
@@ -147,11 +147,11 @@ class Decided:
         """
         return self._bound_and_checked(inputs)[1]
 
-    def _bound_and_checked(self, inputs: Mapping[str, Any]) -> tuple[Any, int]:
+    def _bound_and_checked(self, inputs: Mapping[str, Any]) -> tuple[Any, int, bool]:
         tensors = self._bind_inputs((), dict(inputs))
         if self._is_special:
             tensors = self._to_arrays(tensors)
-        return tensors, self._check_inputs(tensors)
+        return (tensors, *self._check_inputs(tensors))
 
     def run_calibration(self) -> int:
         """Time the runs that a learning policy asks for; ``capture`` does so at its end.

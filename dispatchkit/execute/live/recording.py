@@ -14,7 +14,6 @@ from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.errors import ConfigError, RegistryError
 from dispatchkit.execute.capture.captured import CapturedStep
 from dispatchkit.execute.capture.lifecycle import Lifecycle
-from dispatchkit.execute.io.small_copies import input_path
 from dispatchkit.execute.replay.direct import launch_path
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.keys.batch import GraphKey
@@ -56,13 +55,13 @@ class _WatchedPlan:
         self._decision, self._watcher, self._lane = decision, watcher, lane
         self._again = again
 
-    def run(self, tensors: Any, stream: int) -> Any:
+    def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
         self._watcher.enter(self._decision, self._lane)
         failed = True
         try:
-            result = self._decision.plan.run(tensors, stream)
+            result = self._decision.plan.run(tensors, stream, readable)
             while result is AGAIN:  # what runs then is the same step
-                result = self._again().plan.run(tensors, stream)
+                result = self._again().plan.run(tensors, stream, readable)
             failed = False
             return result
         finally:
@@ -208,7 +207,7 @@ class Recording:
         Raises:
             RegistryError: The key has no graph.
         """
-        return input_path(self._live_step(key))
+        return str(self._live_step(key).input_path)
 
     def _live_step(self, key: GraphKey) -> CapturedStep:
         captured = self.lifecycle.live().get(key)

@@ -129,7 +129,7 @@ class Checker:
             difference = f"{str(error).strip()} {difference}".replace("\n", " ").strip()
         if difference:
             then = step.facts
-            why = "" if then is None else changed(then, self._facts(step.buffers))
+            why = "" if then is None else changed(then, self._facts(step.input_path.buffers))
             return want, f"{difference} Since the capture: {why}." if why else difference
         return want, self._moved(step)
 
@@ -142,7 +142,9 @@ class Checker:
 
     def _moved(self, step: CapturedStep) -> str:
         """Say so where a graph gave the right thing from memory that is not read any more."""
-        where = "" if step.facts is None else moved(step.facts, self._facts(step.buffers))
+        where = (
+            "" if step.facts is None else moved(step.facts, self._facts(step.input_path.buffers))
+        )
         return f"The same for now, but since the capture: {where}." if where else ""
 
     def hand_out(self, leaves: Sequence[Any]) -> list[Any]:

@@ -79,7 +79,6 @@ class EagerRunner:
     def run(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
         """Run a checked call, uncounted; None runs what the static inputs hold."""
         self._lane.tick += 1
-        self._inputs.plain = None
         if self._axes is not None:
             given = self._axes.plain(tensors)  # type: ignore[arg-type]  # a call made by it
         else:

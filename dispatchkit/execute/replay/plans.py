@@ -17,9 +17,8 @@ from dispatchkit.backends.optional import LaunchCall
 from dispatchkit.execute.capture.captured import CapturedStep, FullStep, LaunchError
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.io.axes import refused_in_place
-from dispatchkit.execute.io.loaders import Loader
-from dispatchkit.execute.io.node_loaders import NodeLoader, loader_of
 from dispatchkit.execute.io.outputs import builder, cut
+from dispatchkit.execute.io.transports import Transport, transport_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.replay.check import Checker
 from dispatchkit.execute.replay.direct import direct_call, in_turn, noting, refused
@@ -77,7 +76,7 @@ class EagerPlan:
         self._missed, self._retry, self._timer = missed, retry, timer
         self._is_downgrade = reason in DOWNGRADES
 
-    def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
+    def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
         """Run a checked call.
 
         Raises:
@@ -135,7 +134,7 @@ class LazyPlan:
         self._lifecycle, self._lane = lifecycle, lane
         self._key, self._num_tokens = key, num_tokens
 
-    def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
+    def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
         """Capture and ask the table again, or run eager."""
         self.eager.refuse_if_exact("it has no graph yet", self._key)
         with _rows_kept(self._lane, tensors, self._num_tokens):
@@ -161,8 +160,8 @@ class GraphPlan:
         is_owned: Each call returns tensors of its own.
 
     Attributes:
-        loader: Brings the inputs in; None until the first run, and again when there are too
-            many plans.
+        transport: Brings the inputs in; None until the first run, and again when there are
+            too many plans.
     """
 
     def __init__(
@@ -180,7 +179,7 @@ class GraphPlan:
         self.num_tokens: int = num_tokens
         self.count: StepCount = count
         self._guard, self._is_owned = guard, is_owned
-        self.loader: Loader | NodeLoader | None = None
+        self.transport: Transport | None = None
         self._lane = step.lane
         self._had_autocast = step.guard[0] is not None
         self._modules: tuple[Watched, ...] = guard.watched(step.guard)
@@ -196,12 +195,13 @@ class GraphPlan:
         self._padded: Sequence[Any] = ()
         self._build = builder(step.layout.spec)
 
-    def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
+    def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
         """Copy a checked call in, launch, and return its own rows of the outputs.
 
         Args:
             tensors: The inputs; None if the rows are in the buffers already.
             stream: Raw handle of the current stream.
+            readable: As the check of the inputs returned it.
         """
         step, lane = self.step, self._lane
         if step.released:
@@ -212,11 +212,11 @@ class GraphPlan:
                 return self.eager.run_for(reason, tensors, self.num_tokens, step.key)
         if stream != lane.handle:
             lane.switch(stream)
-        loader = self.loader or self.prepare()
+        transport = self.transport or self.prepare()
         if tensors is not None:
-            loader.load(tensors)
-        elif not loader.is_settled():
-            loader.settle()
+            transport.load(tensors, readable)
+        else:
+            transport.load_in_place()
         if lane.row_count is not None:
             lane.set_rows(self.num_tokens)
         try:
@@ -240,7 +240,7 @@ class GraphPlan:
 
     def forget(self) -> None:
         """Release what is kept; the next run finds it again."""
-        self.loader = None
+        self.transport = None
         self._ready, self._leaves, self._make = _NOT_READY, None, None
         self._launch, self._graph, self._padded = None, None, ()
 
@@ -258,16 +258,16 @@ class GraphPlan:
 
     # -- what is found once -------------------------------------------------------------
 
-    def prepare(self) -> Loader | NodeLoader:
+    def prepare(self) -> Transport:
         """Find what is found once, and keep it; returns what brings the inputs in."""
         step = self.step
         self._choose_launch()
         if step.leaves:
             self._leaves = cut(step.layout, step.leaves, self.num_tokens)
             self._choose_result(self._leaves)
-        loader = self.loader = loader_of(step, self.num_tokens)
+        transport = self.transport = transport_of(step.input_path, self.num_tokens)
         step.lane.keep_ready(self)
-        return loader
+        return transport
 
     def _choose_launch(self) -> None:
         step, lane = self.step, self._lane
@@ -277,8 +277,8 @@ class GraphPlan:
             self._launch, self._graph = None, None
             return
         launch, self._graph = direct
-        if step.staging is not None:
-            launch = noting(launch, step.staging, lane)
+        if step.input_path.staging is not None:
+            launch = noting(launch, step.input_path.staging, lane)
         if lane.chain is not None and lane.chain.orders(step.graphs, has_effect=step.has_effect):
             launch = in_turn(launch, lane.chain, lane)
         self._launch = launch
@@ -308,7 +308,7 @@ class GraphPlan:
             self._choose_launch()
 
     def _replay_now(self) -> Sequence[Any]:
-        step, staging = self.step, self.step.staging
+        step, staging = self.step, self.step.input_path.staging
         if staging is not None and not isinstance(step, FullStep):
             staging.queue_copy(step.key.num_tokens)  # before all pieces: it is in no graph
         padded = step.launch()
@@ -346,22 +346,22 @@ class TimedPlan:
         self._timer, self._timings = timer, timer.timings
         self._is_always_due = timer.is_always_due
 
-    def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
+    def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
         """Replay as any other step does, and perhaps measure it."""
         lane, plan = self._lane, self._plan
         if lane.tick < self._timings.due and not self._is_always_due:
-            return plan.run(tensors, stream)
+            return plan.run(tensors, stream, readable)
         step = plan.step
         if step.released:
             return AGAIN
         # Neither a wait for another stream nor what is found once is part of the step.
         if stream != lane.handle:
             lane.switch(stream)
-        if plan.loader is None:
+        if plan.transport is None:
             plan.prepare()
         hits, measurement = step.hits, self._timer.begin()
         try:
-            result = plan.run(tensors, stream)
+            result = plan.run(tensors, stream, readable)
         except Exception:
             self._timings.fail(measurement)
             raise
@@ -393,7 +393,7 @@ class AxisPlan:
         self.eager: EagerRunner = plan.eager
         self._plan, self._step, self._axes, self._is_owned = plan, step, axes, is_owned
 
-    def run(self, tensors: Any, stream: int) -> Any:
+    def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
         """Replay as any other step does.
 
         Raises:
@@ -401,7 +401,7 @@ class AxisPlan:
         """
         if tensors is None:
             raise refused_in_place(self._axes)
-        result = self._plan.run(tensors, stream)
+        result = self._plan.run(tensors, stream, readable)
         cuts = self._step.axis_cuts
         buckets = self._step.key.descriptor.axes
         if result is AGAIN or not cuts or tensors.values == buckets:
@@ -430,7 +430,7 @@ class CheckedPlan:
         self.eager: EagerRunner = plan.eager
         self._plan, self._replay, self._checker, self._is_owned = plan, replay, checker, is_owned
 
-    def run(self, tensors: Sequence[Any] | None, stream: int) -> Any:
+    def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
         """Replay as any other step does, and perhaps compare it."""
         replay, eager, checker = self._replay, self.eager, self._checker
         step, num_tokens, count = replay.step, replay.num_tokens, replay.count
@@ -438,7 +438,7 @@ class CheckedPlan:
             return AGAIN
         if replay.guard_reason() or not checker.is_due(step, num_tokens):
             hits = step.hits
-            result = self._plan.run(tensors, stream)
+            result = self._plan.run(tensors, stream, readable)
             if self._is_owned or step.hits == hits:  # nothing is handed out, or it ran eager
                 return result
             leaves, spec = tree_flatten(result)
@@ -447,7 +447,7 @@ class CheckedPlan:
         result, found = checker.compare(
             step,
             num_tokens,
-            lambda: self._own(self._plan.run(tensors, stream)),
+            lambda: self._own(self._plan.run(tensors, stream, readable)),
             lambda: eager.run(tensors, num_tokens),
         )
         if found:
