@@ -33,7 +33,7 @@ from _releases import calls
 
 from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher
 from dispatchkit.errors import DescriptorError
-from dispatchkit.hookspecs import hookimpl
+from dispatchkit.hookspecs import ObserverSpec, hookimpl
 from dispatchkit.keys import (
     ALLOWED_MODES,
     BatchDescriptor,
@@ -265,7 +265,7 @@ def releases_group(rounds: int) -> None:
 
 
 class Idle:
-    """A plugin with a policy and an observer that hears of captures."""
+    """A plugin with a policy and an observer."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -276,7 +276,15 @@ class Idle:
         return [PolicySpec(f"idle_{self.index}", SmallestPolicy)]
 
     @hookimpl
-    def dispatchkit_on_capture(self, event):
+    def dispatchkit_register_observers(self):
+        """One observer."""
+        return [ObserverSpec(f"idle_{self.index}", Listener)]
+
+
+class Listener:
+    """An observer of captures."""
+
+    def on_capture(self, event):
         """Hear of a capture."""
 
 
@@ -288,6 +296,8 @@ def plugins_group(rounds: int) -> None:
         extra = [(f"idle_{index}", Idle(index)) for index in range(count)]
         plugins = load_plugins(allow=[], extra=extra)
         config = DispatchConfig(capture_sizes=range(8, 257, 8))
+        for name in plugins.observers:
+            plugins.create_observer(name)
         dispatcher = Dispatcher(plugins.create_policy("idle_0"), config, lazy=True)
         dispatcher.dispatch(*step)
         name = f"{count} plugin" + "s" * (count > 1)

@@ -125,6 +125,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
+        from dispatchkit.distributions import install_hint
+
+        hint = install_hint("attribute", name)
+        if hint:  # an ImportError, since `from dispatchkit import` drops other messages
+            raise ImportError(f"{__name__}.{name} is not part of the core. {hint}", name=name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value  # the next access does not come here

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from dispatchkit._plugin_records import Origin
+import attrs
 
 
 def nearest_names(name: str, known: Iterable[str], *, limit: int = 3) -> tuple[str, ...]:
@@ -40,6 +39,41 @@ def _shown(value: Any) -> str:
         return shortened(repr(value))
     except ValueError:  # an int of thousands of digits
         return f"a {type(value).__name__} too large to print"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a sentence with the names nearest to a misspelt one; empty if none is near."""
+    near = nearest_names(name, known)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+@attrs.frozen
+class Origin:
+    """Where a plugin comes from.
+
+    Attributes:
+        plugin: Name of the plugin: its entry point's name, or the name it was passed in by.
+        distribution: Distribution with the entry point; None for an object passed in.
+        version: Version of that distribution; None for an object passed in.
+        entry_point: What the entry point names (``module:object``); None likewise.
+        is_there: False for a name that was asked for and fits no plugin.
+    """
+
+    plugin: str
+    distribution: str | None = None
+    version: str | None = None
+    entry_point: str | None = None
+    is_there: bool = True
+
+    def __str__(self) -> str:
+        if not self.is_there:
+            return "not found"
+        if self.distribution is None:
+            return f"passed in as {self.plugin!r}"
+        what = " ".join(filter(None, (self.distribution, self.version)))
+        if self.entry_point is None:
+            return what
+        return f"{what}, entry point '{self.plugin} = {self.entry_point}'"
 
 
 class DispatchkitError(Exception):
@@ -83,8 +117,8 @@ class UnknownNameError(ConfigError, LookupError):
         self.kind, self.name, self.known = kind, name, tuple(sorted(known))
         self.nearest: tuple[str, ...] = nearest_names(name, self.known)
         listing = ", ".join(self.known) or "none"
-        guess = f" Did you mean {' or '.join(map(repr, self.nearest))}?" if self.nearest else ""
-        super().__init__(kind, name, f"one of: {listing}", f"{guess.strip()} {hint}".strip())
+        guess = did_you_mean(name, self.known)
+        super().__init__(kind, name, f"one of: {listing}", f"{guess} {hint}".strip())
 
 
 class DescriptorError(DispatchkitError, ValueError):

@@ -1,4 +1,4 @@
-"""The whole contract with plugins: every hook, by phase of life.
+"""The whole contract with plugins: six hooks, and the records that they return.
 
 A plugin is a module or an instance with functions marked ``@hookimpl``, named by an entry
 point of the group ``dispatchkit``. It imports public names only::
@@ -15,92 +15,168 @@ point of the group ``dispatchkit``. It imports public names only::
     def dispatchkit_register_policies():
         return [PolicySpec("smallest", SmallestPolicy, summary="Smallest captured bucket")]
 
-The verb of a hook's name tells how it is called:
+No hook runs per step: a step reads a table. What happens later (a capture, a swap, a fault of
+a policy) reaches observers, which ``dispatchkit_register_observers`` brings.
 
-- ``dispatchkit_register_<things>``: collected once from each plugin when it is loaded. Returns
-  a list or tuple of records. What raises, or returns something else, undoes the whole plugin.
-- ``dispatchkit_select_<one>``: the first answer that is not None counts. Plugins are asked in
-  no promised order. What raises is an error that names the plugin.
-- ``dispatchkit_on_<event>``: every plugin is told; what is returned is ignored. One frozen
-  argument, ``event``, whose fields may grow. What raises is logged with the plugin's name, the
-  others are told all the same, and after three faults in a row it is not called any more. A
-  runner may be in the middle of a step or a capture then, and lets no other thread in: a hook
-  may ask that runner things, and must not wait for another thread that calls it.
+A ``register`` hook is called once, when its plugin is loaded, on the thread that loads. It
+returns a list or tuple of records, ``[]`` for none. It must not touch a device, open files or
+ports, print, or import what only a factory needs: a process may be forked afterwards, and
+dispatchers load every plugin. Whatever it raises, or returns instead, undoes the whole plugin.
 
-No hook is called per step: a step reads a table. A hook takes the arguments listed or fewer,
-by name, without defaults. Old-style wrappers (``hookwrapper=True``) are refused everywhere;
-wrappers (``wrapper=True``) may only go around ``select`` hooks. Specs grow by arguments and
-events by fields; neither is renamed or removed but in a major version.
+Where two plugins claim one name, both are named in a warning. One rule decides, whatever the
+order of ``sys.path``: built-in names stay unless ``replace`` says otherwise; then what was
+passed in; then the distribution called ``dispatchkit-<name>``; then the first in the alphabet.
+
+A hook takes the arguments listed or fewer, by name, without defaults. Wrappers are refused.
+Hooks gain arguments and records gain fields; neither is renamed or removed but in a major
+version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import attrs
 from pluggy import HookimplMarker, HookspecMarker
 
-from dispatchkit._plugin_records import (
-    BackendSpec,
-    CommandSpec,
-    LanePolicySpec,
-    ObserverSpec,
-    PlannerSpec,
-    PolicySpec,
-)
-from dispatchkit.observe.events import (
-    CaptureEvent,
-    CaptureFailedEvent,
-    EvictEvent,
-    PluginRegisteredEvent,
-    PolicyErrorEvent,
-    PolicySwappedEvent,
-)
+from dispatchkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from dispatchkit.keys.config import DispatchConfig
 
 __all__ = [
     "BackendSpec",
-    "CaptureEvent",
-    "CaptureFailedEvent",
     "CommandSpec",
-    "EvictEvent",
     "LanePolicySpec",
     "ObserverSpec",
-    "PlannerSpec",
-    "PluginRegisteredEvent",
-    "PolicyErrorEvent",
     "PolicySpec",
-    "PolicySwappedEvent",
+    "Spec",
     "hookimpl",
 ]
 
 hookspec: HookspecMarker = HookspecMarker("dispatchkit")
 hookimpl: HookimplMarker = HookimplMarker("dispatchkit")
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")
 
-# --- loading: what a plugin brings ---------------------------------------------------------------
+
+def _check_name(record: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ConfigError(
+            f"{type(record).__name__}.{attribute.name}",
+            value,
+            "letters, digits, '.', '_', '@' and '-', starting with a letter or digit",
+        )
+
+
+def _check_callable(record: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not callable(value):
+        raise ConfigError(f"{type(record).__name__}.{attribute.name}", value, "callable")
+
+
+def _check_text(record: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"{type(record).__name__}.{attribute.name}", value, "a string")
+
+
+@attrs.frozen
+class Spec:
+    """Something that can be chosen by name, and what makes it.
+
+    Attributes:
+        name: The name it is chosen by.
+        factory: Called with the user's options as keywords; returns a new object. It imports
+            what it needs when it is called, not before.
+        summary: One line for listings.
+    """
+
+    kind: ClassVar[str]
+    hook: ClassVar[str]
+
+    name: str = attrs.field(validator=_check_name)
+    factory: Callable[..., Any] = attrs.field(validator=_check_callable)
+    summary: str = attrs.field(default="", validator=_check_text)
+
+
+@attrs.frozen
+class PolicySpec(Spec):
+    """A policy; see ``dispatchkit.dispatch.policy`` for what it must have and may have."""
+
+    kind: ClassVar[str] = "policy"
+    hook: ClassVar[str] = "dispatchkit_register_policies"
+
+
+@attrs.frozen
+class LanePolicySpec(Spec):
+    """A lane policy; see ``dispatchkit.dispatch.lanes``."""
+
+    kind: ClassVar[str] = "lane policy"
+    hook: ClassVar[str] = "dispatchkit_register_lane_policies"
+
+
+@attrs.frozen
+class BackendSpec(Spec):
+    """A backend; see ``dispatchkit.backends.base``.
+
+    A runner calls the factory with ``device`` alone: an index, a name such as ``cuda:1``, or
+    None for the current device. An ImportError of the factory says what to install.
+    """
+
+    kind: ClassVar[str] = "backend"
+    hook: ClassVar[str] = "dispatchkit_register_backends"
+
+
+@attrs.frozen
+class ObserverSpec(Spec):
+    """An observer; its methods named after events (``on_capture``) are called with them.
+
+    See ``dispatchkit.observe.events`` for the events and what a callback may do.
+    """
+
+    kind: ClassVar[str] = "observer"
+    hook: ClassVar[str] = "dispatchkit_register_observers"
+
+
+@attrs.frozen
+class CommandSpec:
+    """A command of the ``dispatchkit`` command line; see ``dispatchkit.cli``.
+
+    Attributes:
+        name: The word on the command line.
+        callback: A function with typer's annotations; its arguments become options.
+        help: One line for ``dispatchkit --help``; the callback's docstring when empty.
+    """
+
+    kind: ClassVar[str] = "command"
+    hook: ClassVar[str] = "dispatchkit_register_commands"
+
+    name: str = attrs.field(validator=_check_name)
+    callback: Callable[..., Any] = attrs.field(validator=_check_callable)
+    help: str = attrs.field(default="", validator=_check_text)
+
+    @property
+    def summary(self) -> str:
+        """One line for listings."""
+        return self.help
+
+
+AnySpec = PolicySpec | LanePolicySpec | BackendSpec | ObserverSpec | CommandSpec
+
+#: The record of each ``register`` hook.
+RECORDS: tuple[type[Any], ...] = (
+    PolicySpec,
+    LanePolicySpec,
+    BackendSpec,
+    ObserverSpec,
+    CommandSpec,
+)
 
 
 @hookspec
 def dispatchkit_register_policies() -> Sequence[PolicySpec]:  # type: ignore[empty-body]
     """Return the policies that this plugin brings.
-
-    Called:
-        Once per loading, on the thread that loads plugins. No capture is underway. It must
-        not touch the device, nor read its properties.
-
-    Rule:
-        Collected. Two plugins that claim one name are both named in a report, and one rule
-        decides, whatever the order of ``sys.path``: what the user passed in, then the
-        distribution called ``dispatchkit-<name>``, then the first in the alphabet.
-
-    Returns:
-        A list or tuple of ``PolicySpec``; empty for none. None is refused.
-
-    Raises:
-        Anything: the whole plugin is undone and reported.
 
     Example:
         return [PolicySpec("smallest", SmallestPolicy)]
@@ -114,19 +190,6 @@ def dispatchkit_register_lane_policies() -> Sequence[LanePolicySpec]:  # type: i
     A lane policy chooses the lane (one stream with its own pool and buffers) of each step;
     it combines with any policy.
 
-    Called:
-        Once per loading, on the thread that loads plugins. No capture is underway. It must
-        not touch the device, nor make streams.
-
-    Rule:
-        Collected; names are settled as for policies.
-
-    Returns:
-        A list or tuple of ``LanePolicySpec``; empty for none. None is refused.
-
-    Raises:
-        Anything: the whole plugin is undone and reported.
-
     Example:
         return [LanePolicySpec("round-robin", RoundRobin)]
     """
@@ -136,67 +199,17 @@ def dispatchkit_register_lane_policies() -> Sequence[LanePolicySpec]:  # type: i
 def dispatchkit_register_backends() -> Sequence[BackendSpec]:  # type: ignore[empty-body]
     """Return the backends that this plugin brings.
 
-    Called:
-        Once per loading, on the thread that loads plugins. No capture is underway. It must
-        not touch the device: a process forked afterwards must still be able to use it. The
-        factory may, as it is called when a user chooses the backend.
-
-    Rule:
-        Collected; names are settled as for policies. Built-in names (``tape``, ``cuda``)
-        stay with dispatchkit unless the user asks for a replacement.
-
-    Returns:
-        A list or tuple of ``BackendSpec``; empty for none. None is refused.
-
-    Raises:
-        Anything: the whole plugin is undone and reported.
-
     Example:
         return [BackendSpec("hip", make_hip_backend, summary="HIP graphs")]
     """
 
 
 @hookspec
-def dispatchkit_register_planners() -> Sequence[PlannerSpec]:  # type: ignore[empty-body]
-    """Return the planners of capture sizes that this plugin brings.
-
-    Called:
-        Once per loading, on the thread that loads plugins. No capture is underway. It must
-        not touch the device; planning needs none.
-
-    Rule:
-        Collected; names are settled as for policies.
-
-    Returns:
-        A list or tuple of ``PlannerSpec``; empty for none. None is refused.
-
-    Raises:
-        Anything: the whole plugin is undone and reported.
-
-    Example:
-        return [PlannerSpec("powers-of-two", PowersOfTwo)]
-    """
-
-
-@hookspec
 def dispatchkit_register_observers() -> Sequence[ObserverSpec]:  # type: ignore[empty-body]
-    """Return the observers and exporters that this plugin brings.
+    """Return the observers that this plugin brings.
 
-    An observer is made by its factory when the user asks for it by name, and is then called
-    directly, not through hooks; this is the way for anything that wants to hear often.
-
-    Called:
-        Once per loading, on the thread that loads plugins. No capture is underway. It must
-        not touch the device, open ports or files: the factory does.
-
-    Rule:
-        Collected; names are settled as for policies.
-
-    Returns:
-        A list or tuple of ``ObserverSpec``; empty for none. None is refused.
-
-    Raises:
-        Anything: the whole plugin is undone and reported.
+    An observer is made when the user asks for it by name; from then on it is called directly,
+    not through hooks.
 
     Example:
         return [ObserverSpec("prometheus", PrometheusObserver)]
@@ -207,68 +220,25 @@ def dispatchkit_register_observers() -> Sequence[ObserverSpec]:  # type: ignore[
 def dispatchkit_register_commands() -> Sequence[CommandSpec]:  # type: ignore[empty-body]
     """Return the commands that this plugin adds to the command line.
 
-    Called:
-        Once per loading, on the thread that loads plugins; dispatchers load them too, and
-        not only the command line. No capture is underway. It must not touch the device, nor
-        print, nor import what only the command needs.
-
-    Rule:
-        Collected; names are settled as for policies.
-
-    Returns:
-        A list or tuple of ``CommandSpec``; empty for none. None is refused.
-
-    Raises:
-        Anything: the whole plugin is undone and reported.
-
     Example:
         return [CommandSpec("compare", compare, help="Compare two traces")]
     """
-
-
-@hookspec(historic=True)
-def dispatchkit_on_plugin_registered(event: PluginRegisteredEvent) -> None:
-    """Hear that a plugin was loaded.
-
-    Called:
-        Once for each plugin, this one too, on the thread that loads plugins. A plugin that
-        is loaded late hears of the earlier ones as well: this hook alone is historic. No
-        capture is underway; it must not touch the device.
-
-    Rule:
-        Every plugin is told; what is returned is ignored.
-
-    Args:
-        event: The plugin's name, distribution, version and what it registered.
-
-    Raises:
-        Anything: logged with the plugin's name; switched off after three faults in a row.
-
-    Example:
-        log.info("dispatchkit has %s %s", event.name, event.version)
-    """
-
-
-# --- building: what is chosen --------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
 def dispatchkit_select_policy(config: DispatchConfig) -> str | None:
     """Choose the policy for a configuration, where the user named none.
 
-    Called:
-        When a dispatcher is built, on the thread that builds it. No capture is underway. It
-        must not touch the device.
-
-    Rule:
-        The first answer that is not None counts. May be wrapped (``wrapper=True``).
+    It is called when a dispatcher is built, on the thread that builds it, while nothing is
+    captured; it must not touch a device. The first answer that is not None counts, and
+    plugins are asked in no promised order.
 
     Args:
         config: Sizes (tokens), limits and modes of the dispatcher; read only.
 
     Returns:
-        The name of a registered policy, or None: not mine. When all answer None the
-        default policy is taken.
+        The name of a registered policy, or None: not mine. When all answer None the default
+        policy is taken.
 
     Raises:
         Anything: a PluginError that names the plugin; no dispatcher is built. An unknown
@@ -276,120 +246,4 @@ def dispatchkit_select_policy(config: DispatchConfig) -> str | None:
 
     Example:
         return "multi" if config.max_loras > 8 else None
-    """
-
-
-@hookspec
-def dispatchkit_on_policy_swapped(event: PolicySwappedEvent) -> None:
-    """Hear that another policy or configuration decides from now on.
-
-    Called:
-        After the new table is in place, on the thread that swapped; also for the first
-        policy (epoch 0). No capture is underway; it must not touch the device.
-
-    Rule:
-        Every plugin is told; what is returned is ignored.
-
-    Args:
-        event: The policy, the one before it and the epoch.
-
-    Raises:
-        Anything: logged with the plugin's name; switched off after three faults in a row.
-
-    Example:
-        metrics.epoch.set(event.epoch)
-    """
-
-
-# --- running: what happened ----------------------------------------------------------------------
-
-
-@hookspec
-def dispatchkit_on_policy_error(event: PolicyErrorEvent) -> None:
-    """Hear that a policy raised or broke a hard constraint.
-
-    Called:
-        On the thread that dispatched the batch, once for each cell of the table that it
-        happened in, before the step runs eager. No capture of dispatchkit is underway. It must
-        not touch the device, and be quick: a step waits for it.
-
-    Rule:
-        Every plugin is told; what is returned is ignored.
-
-    Args:
-        event: The policy, its origin, the method and what it did.
-
-    Raises:
-        Anything: logged with the plugin's name; switched off after three faults in a row.
-
-    Example:
-        alerts.send(f"{event.policy}: {event.reason}")
-    """
-
-
-@hookspec
-def dispatchkit_on_capture(event: CaptureEvent) -> None:
-    """Hear that a graph was captured.
-
-    Called:
-        On the thread that captured, when the capture has ended, before the first replay. It
-        may read device memory figures; it must not queue work on the device nor capture.
-
-    Rule:
-        Every plugin is told; what is returned is ignored.
-
-    Args:
-        event: The key, runtime mode, bucket (tokens), lane, time (µs) and pool growth
-            (bytes).
-
-    Raises:
-        Anything: logged with the plugin's name; switched off after three faults in a row.
-
-    Example:
-        metrics.captures.labels(event.runtime_mode).inc()
-    """
-
-
-@hookspec
-def dispatchkit_on_capture_failed(event: CaptureFailedEvent) -> None:
-    """Hear that a capture failed.
-
-    Called:
-        On the thread that captured, when stream, generators and memory are as before and
-        the key is marked. It may read device memory figures; it must not queue work on the
-        device nor capture.
-
-    Rule:
-        Every plugin is told; what is returned is ignored.
-
-    Args:
-        event: The key, runtime mode, bucket (tokens), lane, reason and message.
-
-    Raises:
-        Anything: logged with the plugin's name; switched off after three faults in a row.
-
-    Example:
-        log.warning("no graph for %s: %s", event.key, event.reason)
-    """
-
-
-@hookspec
-def dispatchkit_on_evict(event: EvictEvent) -> None:
-    """Hear that a captured graph was given up.
-
-    Called:
-        On the thread that evicted, when the graph can no longer be chosen. A replay of it
-        may still be running; it must not queue work on the device nor capture.
-
-    Rule:
-        Every plugin is told; what is returned is ignored.
-
-    Args:
-        event: The key, runtime mode, bucket (tokens), lane, reason and bytes given back.
-
-    Raises:
-        Anything: logged with the plugin's name; switched off after three faults in a row.
-
-    Example:
-        metrics.evictions.labels(event.reason).inc()
     """

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from dispatchkit.backends.tape import TapeBackend
 from dispatchkit.backends.tape.streams import TapeEvent
 from dispatchkit.dispatch import Decision
-from dispatchkit.hookspecs import PolicySpec, hookimpl
+from dispatchkit.hookspecs import ObserverSpec, PolicySpec, hookimpl
+from dispatchkit.observe.events import EVENTS
 from dispatchkit.plugins import PluginSet, load_plugins
 
 #: Rows of the model's cache that steps use; one more is written by rows without a token.
@@ -315,13 +316,19 @@ def plugins_with_faults(faults: Faults) -> PluginSet:
             raise PlannedError("planted in an observer")
 
     module.dispatchkit_register_policies = dispatchkit_register_policies
-    for hook in ("evict", "capture", "capture_failed", "policy_error", "policy_swapped"):
-        name = f"dispatchkit_on_{hook}"
 
-        def observer(event: Any) -> None:
-            raise_if_due(event)
+    class Raising:
+        """An observer of every event that raises now and then."""
 
-        observer.__name__ = name
-        setattr(module, name, hookimpl(observer))
+        def __init__(self) -> None:
+            for event in EVENTS:
+                setattr(self, event.callback, raise_if_due)
+
+    @hookimpl
+    def dispatchkit_register_observers() -> list[ObserverSpec]:
+        return [ObserverSpec("raising", Raising)]
+
+    module.dispatchkit_register_observers = dispatchkit_register_observers
     plugins = load_plugins(extra=[("soak", module)])
+    plugins.create_observer("raising")
     return plugins

@@ -16,6 +16,7 @@ from dispatchkit._version import __version__
 from dispatchkit.cli import facts
 from dispatchkit.cli.options import settings_of
 from dispatchkit.cli.output import JsonOption, console, load_installed_plugins, print_json
+from dispatchkit.distributions import DEFAULT_POLICY, distribution_of
 from dispatchkit.errors import DispatchkitError
 from dispatchkit.settings import Settings
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from dispatchkit.backends.base import GraphBackend
     from dispatchkit.plugins import PluginSet
 
-DEFAULT_POLICY = "vllm"
 TORCH_LINE = "pip install 'dispatchkit[torch]'"
 _CHAIN = 50  # small kernels in the self-check: enough that their launches dominate
 
@@ -157,7 +157,8 @@ def _decisions(plugins: PluginSet) -> Iterator[Finding]:
             Level.PROBLEM,
             "default policy",
             f"Policy {DEFAULT_POLICY!r}, the default, is not installed.",
-            f"pip install dispatchkit-{DEFAULT_POLICY}, or name another policy each time.",
+            f"pip install {distribution_of('policy', DEFAULT_POLICY)}, or name another policy "
+            "each time.",
         )
         return
     try:

@@ -15,6 +15,7 @@ from dispatchkit.cli.output import (
     print_json,
     table,
 )
+from dispatchkit.distributions import DEFAULT_POLICY, distribution_of
 from dispatchkit.plugins import PluginState
 
 
@@ -41,7 +42,8 @@ def policies(as_json: JsonOption = False) -> None:
         if any(info.state is not PluginState.LOADED for info in plugins.describe()):
             complain("No policy is loaded. Next: `dispatchkit plugins` says what was left out.")
         else:
-            complain("No policy is installed. Next: pip install dispatchkit-vllm, the default one.")
+            default = distribution_of("policy", DEFAULT_POLICY)
+            complain(f"No policy is installed. Next: pip install {default}, the default one.")
         raise typer.Exit(1)
 
 

@@ -14,6 +14,7 @@ import attrs
 import typer
 
 from dispatchkit.cli.output import complain
+from dispatchkit.distributions import DEFAULT_POLICY
 from dispatchkit.errors import ConfigError
 from dispatchkit.settings import SETTINGS, Settings, load_settings, shown
 
@@ -37,8 +38,6 @@ __all__ = [
 if TYPE_CHECKING:
     from dispatchkit.keys import DispatchConfig
     from dispatchkit.plugins import PluginSet
-
-DEFAULT_POLICY = "vllm"
 
 
 @attrs.define

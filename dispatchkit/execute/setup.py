@@ -12,6 +12,7 @@ import torch
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.resolve import AUTO, BUILT_IN_BACKENDS, resolve_backend
 from dispatchkit.dispatch import Policy
+from dispatchkit.distributions import DEFAULT_POLICY
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.support import mode_for_pieces, warn_of_downgrade
@@ -21,7 +22,6 @@ from dispatchkit.keys.modes import CUDAGraphMode
 if TYPE_CHECKING:
     from dispatchkit.plugins import PluginSet
 
-DEFAULT_POLICY = "vllm"
 _OWN_DISTRIBUTION = "dispatchkit"
 # Settings of a runner that a configuration holds all together.
 OF_CONFIG = ("axes", "sizes", "max_num_tokens", "max_num_seqs", "query_len", "mode")

@@ -11,6 +11,13 @@ from typing import TYPE_CHECKING, Any
 from dispatchkit.observe.counters import RunnerStats, StepCount, StepCounters
 
 if TYPE_CHECKING:
+    from dispatchkit.observe.events import (
+        CaptureEvent,
+        CaptureFailedEvent,
+        EvictEvent,
+        PolicyErrorEvent,
+        PolicySwappedEvent,
+    )
     from dispatchkit.observe.shadow import Shadow, ShadowReport
     from dispatchkit.observe.timeline import Timeline
     from dispatchkit.observe.trace import (
@@ -29,6 +36,11 @@ if TYPE_CHECKING:
     from dispatchkit.observe.workload_files import read_steps, read_workload
 
 _HOME = {
+    "CaptureEvent": "events",
+    "CaptureFailedEvent": "events",
+    "EvictEvent": "events",
+    "PolicyErrorEvent": "events",
+    "PolicySwappedEvent": "events",
     "CudagraphStats": "trace_counts",
     "Shadow": "shadow",
     "ShadowReport": "shadow",
@@ -49,7 +61,12 @@ _HOME = {
 
 __all__ = [
     "TRACE_COLUMNS",
+    "CaptureEvent",
+    "CaptureFailedEvent",
     "CudagraphStats",
+    "EvictEvent",
+    "PolicyErrorEvent",
+    "PolicySwappedEvent",
     "RunnerStats",
     "Shadow",
     "ShadowReport",

@@ -1,11 +1,17 @@
-"""Cold events, and how observers are told of them without being able to do harm.
+"""Rare events, and the observers that are called with them.
 
-One frozen record per event: an observer takes that one argument, so that fields can be
-added without breaking it. Events are rare (a capture, an eviction, a change of policy);
-nothing here runs on the path of a step.
+An observer is any object with methods named after events: ``on_capture(event)`` is called with
+each ``CaptureEvent``, and so on. It takes that one frozen record, whose fields may grow.
+
+Events are rare (a capture, an eviction, another policy); nothing here runs on the path of a
+step. A callback runs on the thread on which the event happens, perhaps in the middle of a step
+or a capture, while no other thread can enter that runner: it may ask the runner things, and
+must not wait for another thread that calls it. It must not queue work on the device nor
+capture. What it returns is ignored; what it raises is logged with its name, and after three
+faults in a row it is switched off.
 
 ``Notifier`` keeps one ready-made tuple of callables per kind of event. Where nobody listens,
-telling costs one dictionary lookup, and ``listens`` lets the caller skip building the event.
+an event costs one dictionary look-up, and ``listens`` lets the caller skip building it.
 """
 
 from __future__ import annotations
@@ -27,6 +33,8 @@ MAX_FAULTS = 3
 class CaptureEvent:
     """A graph was captured and may be replayed from now on.
 
+    It comes when the capture has ended, before the first replay.
+
     Attributes:
         key: The graph key, as text.
         runtime_mode: ``FULL`` or ``PIECEWISE``.
@@ -37,7 +45,7 @@ class CaptureEvent:
             memory, so this is no size of the graph; None where the backend cannot tell.
     """
 
-    hook: ClassVar[str] = "dispatchkit_on_capture"
+    callback: ClassVar[str] = "on_capture"
 
     key: str
     runtime_mode: str
@@ -51,6 +59,8 @@ class CaptureEvent:
 class CaptureFailedEvent:
     """A capture failed; the key is marked, and its steps run eager with that reason.
 
+    It comes when stream, generators and memory are as before.
+
     Attributes:
         key: The graph key, as text.
         runtime_mode: ``FULL`` or ``PIECEWISE``.
@@ -61,7 +71,7 @@ class CaptureFailedEvent:
         elapsed_us: Microseconds on the host until it failed.
     """
 
-    hook: ClassVar[str] = "dispatchkit_on_capture_failed"
+    callback: ClassVar[str] = "on_capture_failed"
 
     key: str
     runtime_mode: str
@@ -74,7 +84,9 @@ class CaptureFailedEvent:
 
 @attrs.frozen(kw_only=True)
 class EvictEvent:
-    """A captured graph was given up; it is not replayed any more.
+    """A captured graph was evicted; no step chooses it from now on.
+
+    A replay of it may still be running.
 
     Attributes:
         key: The graph key, as text.
@@ -86,7 +98,7 @@ class EvictEvent:
             pool share memory; None where the backend cannot tell.
     """
 
-    hook: ClassVar[str] = "dispatchkit_on_evict"
+    callback: ClassVar[str] = "on_evict"
 
     key: str
     runtime_mode: str
@@ -100,6 +112,8 @@ class EvictEvent:
 class PolicySwappedEvent:
     """Another policy, or another configuration, decides from now on; the table is empty.
 
+    It comes for the first policy, too (epoch 0).
+
     Attributes:
         policy: Name of the policy that decides now.
         epoch: Number of tables installed so far; the first has epoch 0.
@@ -107,7 +121,7 @@ class PolicySwappedEvent:
         reason: Why, in words; may be empty.
     """
 
-    hook: ClassVar[str] = "dispatchkit_on_policy_swapped"
+    callback: ClassVar[str] = "on_policy_swapped"
 
     policy: str
     epoch: int
@@ -119,6 +133,9 @@ class PolicySwappedEvent:
 class PolicyErrorEvent:
     """A policy raised or broke a hard constraint; the step ran eager, or another was asked.
 
+    It comes once for each cell of the table where that happened, before the step runs: be
+    quick, since the step waits.
+
     Attributes:
         policy: Name of the policy.
         method: Which of its methods it was (``declare``, ``decide``, ``observe``).
@@ -128,7 +145,7 @@ class PolicyErrorEvent:
         epoch: Epoch of the table that was being filled.
     """
 
-    hook: ClassVar[str] = "dispatchkit_on_policy_error"
+    callback: ClassVar[str] = "on_policy_error"
 
     policy: str
     method: str
@@ -138,28 +155,8 @@ class PolicyErrorEvent:
     epoch: int = 0
 
 
-@attrs.frozen(kw_only=True)
-class PluginRegisteredEvent:
-    """A plugin was loaded and all that it registers is available.
-
-    Attributes:
-        name: The plugin's name (its entry point's name).
-        distribution: Distribution it comes from; None for an object passed in.
-        version: Version of that distribution; None for an object passed in.
-        registers: What it registered, as ``kind name`` (``policy vllm``).
-    """
-
-    hook: ClassVar[str] = "dispatchkit_on_plugin_registered"
-
-    name: str
-    distribution: str | None = None
-    version: str | None = None
-    registers: tuple[str, ...] = ()
-
-
 #: All kinds of event, in the order of a graph's life.
 EVENTS: tuple[type[Any], ...] = (
-    PluginRegisteredEvent,
     PolicySwappedEvent,
     PolicyErrorEvent,
     CaptureEvent,
@@ -283,15 +280,15 @@ class Notifier:
     def attach(self, observer: object, source: str) -> tuple[Subscription, ...]:
         """Subscribe the methods of an observer that are named after an event.
 
-        ``on_capture(event)`` is called with each ``CaptureEvent``, and so on: the names are
-        those of the hooks without ``dispatchkit_``.
+        ``on_capture(event)`` is called with each ``CaptureEvent``, and so on: each kind of event
+        names its ``callback``.
 
         Returns:
             The subscriptions; empty when it has no method of such a name.
         """
         pairs = []
         for event_type in EVENTS:
-            method = getattr(observer, event_type.hook.removeprefix("dispatchkit_"), None)
+            method = getattr(observer, event_type.callback, None)
             if callable(method):
                 pairs.append((event_type, method))
         return tuple(self.subscribe(kind, method, source) for kind, method in pairs)

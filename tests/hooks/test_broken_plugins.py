@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dispatchkit.errors import RegistrationError
-from dispatchkit.hookspecs import PolicySpec, hookimpl
+from dispatchkit.hookspecs import BackendSpec, ObserverSpec, PolicySpec, hookimpl
 from dispatchkit.plugins import PluginError, PluginLoadError, PluginSet, PluginState
 
 MARK = "from dispatchkit.hookspecs import *\n"
@@ -65,44 +65,44 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "misspelt hook": (
         "",
         "@hookimpl\ndef dispatchkit_register_policys(): return []",
-        ("dispatchkit_register_policys", "Did you mean dispatchkit_register_policies"),
+        ("dispatchkit_register_policys", "Did you mean 'dispatchkit_register_policies'"),
     ),
     "misspelt hook beside a good one": (
         "",
         (
             "@hookimpl\ndef dispatchkit_register_policies(): return [PolicySpec('half', list)]\n"
-            "@hookimpl\ndef dispatchkit_on_captured(event): return None"
+            "@hookimpl\ndef dispatchkit_select_policies(config): return None"
         ),
-        ("dispatchkit_on_captured", "Did you mean dispatchkit_on_capture"),
+        ("dispatchkit_select_policies", "Did you mean 'dispatchkit_select_policy'"),
     ),
     "wrong argument": (
         "",
-        "@hookimpl\ndef dispatchkit_on_capture(evnt): return None",
-        ("'evnt'", "dispatchkit_on_capture(event)"),
+        "@hookimpl\ndef dispatchkit_select_policy(confg): return None",
+        ("'confg'", "dispatchkit_select_policy"),
     ),
     "too many arguments": (
         "",
         "@hookimpl\ndef dispatchkit_register_policies(config): return []",
-        ("'config'", "dispatchkit_register_policies()"),
+        ("'config'", "dispatchkit_register_policies(config)"),
     ),
     "argument with a default": (
         "",
-        "@hookimpl\ndef dispatchkit_on_capture(event=None): return None",
-        ("'event' a default",),
+        "@hookimpl\ndef dispatchkit_select_policy(config=None): return None",
+        ("'config=None'", "plain argument"),
     ),
     "keywords": (
         "",
-        "@hookimpl\ndef dispatchkit_on_capture(**event): return None",
-        ("**event",),
+        "@hookimpl\ndef dispatchkit_select_policy(**config): return None",
+        ("**config",),
     ),
     "keyword-only argument": (
         "",
-        "@hookimpl\ndef dispatchkit_on_capture(*, event): return None",
-        ("dispatchkit_on_capture",),
+        "@hookimpl\ndef dispatchkit_select_policy(*, config): return None",
+        ("dispatchkit_select_policy", "'config'"),
     ),
     "async hook": (
         "",
-        "@hookimpl\nasync def dispatchkit_on_capture(event): return None",
+        "@hookimpl\nasync def dispatchkit_select_policy(config): return None",
         ("async",),
     ),
     "generator": (
@@ -110,20 +110,30 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "@hookimpl\ndef dispatchkit_register_policies(): yield PolicySpec('x', list)",
         ("yields",),
     ),
+    "hook that left": (
+        "",
+        "@hookimpl\ndef dispatchkit_on_capture(event): return None",
+        ("no hook dispatchkit_on_capture",),
+    ),
+    "wrapper around the select hook": (
+        "",
+        "@hookimpl(wrapper=True)\ndef dispatchkit_select_policy(): return (yield)",
+        ("is a wrapper",),
+    ),
     "old-style wrapper": (
         "",
         "@hookimpl(hookwrapper=True)\ndef dispatchkit_select_policy(config): yield",
-        ("old-style wrapper",),
+        ("is a wrapper",),
     ),
     "wrapper around a register hook": (
         "",
         "@hookimpl(wrapper=True)\ndef dispatchkit_register_policies(): return (yield)",
-        ("may not be wrapped",),
+        ("is a wrapper",),
     ),
     "wrapper that does not yield": (
         "",
         "@hookimpl(wrapper=True)\ndef dispatchkit_select_policy(): return 1",
-        ("does not yield",),
+        ("is a wrapper",),
     ),
     "hook that is a property": (
         ":plugin",
@@ -157,9 +167,9 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "",
         (
             "@hookimpl\ndef dispatchkit_register_policies(): return [PolicySpec('half', list)]\n"
-            "@hookimpl\ndef dispatchkit_register_planners(): raise KeyError('k')"
+            "@hookimpl\ndef dispatchkit_register_observers(): raise KeyError('k')"
         ),
-        ("running dispatchkit_register_planners",),
+        ("running dispatchkit_register_observers",),
     ),
     "hook that returns None": (
         "",
@@ -178,8 +188,8 @@ BROKEN: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "record of another kind": (
         "",
-        "@hookimpl\ndef dispatchkit_register_policies(): return [PlannerSpec('x', list)]",
-        ("PlannerSpec", "return PolicySpec records"),
+        "@hookimpl\ndef dispatchkit_register_policies(): return [LanePolicySpec('x', list)]",
+        ("LanePolicySpec", "return PolicySpec records"),
     ),
     "same name twice": (
         "",
@@ -216,7 +226,7 @@ def test_broken_plugin_is_left_out_whole_and_named(
         loaded = site.load()
 
     assert set(loaded.policies) == {"first", "last"}
-    assert not loaded.planners
+    assert not loaded.observers
     bad = row(loaded, "bad")
     assert (bad.state, bad.distribution, bad.version) == (PluginState.FAILED, "acme-mid", "2.1")
     assert f"bad = bad_plugin{value}" in bad.origin
@@ -284,27 +294,25 @@ def test_register_is_all_or_nothing_where_one_name_is_taken() -> None:
     def dispatchkit_register_policies() -> list[PolicySpec]:
         return [PolicySpec("free", list), PolicySpec("taken", list)]
 
-    heard = []
-
     @hookimpl
-    def dispatchkit_on_plugin_registered(event: Any) -> None:
-        heard.append(event)
+    def dispatchkit_select_policy() -> str:
+        return "free"
 
     hooks = SimpleNamespace(
         dispatchkit_register_policies=dispatchkit_register_policies,
-        dispatchkit_on_plugin_registered=dispatchkit_on_plugin_registered,
+        dispatchkit_select_policy=dispatchkit_select_policy,
     )
     with pytest.raises(PluginError, match=r"'mine'.*'taken' comes from passed in as 'taken'"):
         plugins.register("mine", hooks)
     assert list(plugins.policies) == ["taken"]
-    assert heard == []
+    assert plugins.select_policy(SimpleNamespace()) is None
 
 
 def test_hooks_of_other_versions_may_be_marked_optional(site: Any) -> None:
     site.install(
         "acme-next",
         next_one=MARK
-        + "@hookimpl(optionalhook=True)\ndef dispatchkit_on_teleport(event): return None\n"
+        + "@hookimpl(optionalhook=True)\ndef dispatchkit_select_teleport(event): return None\n"
         + "@hookimpl\ndef dispatchkit_register_policies(): return [PolicySpec('x', list)]",
     )
     assert list(site.load(strict=True).policies) == ["x"]
@@ -328,17 +336,22 @@ def test_all_ways_to_write_a_hook_are_found() -> None:
 
         @staticmethod
         @hookimpl
-        def dispatchkit_on_capture(event: Any) -> None: ...
+        def dispatchkit_select_policy(config: Any) -> str:
+            return "method"
 
         @classmethod
         @hookimpl
-        def dispatchkit_on_evict(cls, event: Any) -> None: ...
+        def dispatchkit_register_backends(cls) -> list[BackendSpec]:
+            return [BackendSpec("class", list)]
 
     class Child(Plugin):
-        @hookimpl(specname="dispatchkit_register_planners")
-        def planners(self) -> list[Any]:
-            return []
+        @hookimpl(specname="dispatchkit_register_observers")
+        def observers(self) -> list[ObserverSpec]:
+            return [ObserverSpec("renamed", list)]
 
     plugins = PluginSet()
     plugins.register("child", Child())
     assert list(plugins.policies) == ["method"]
+    assert list(plugins.backends) == ["class"]
+    assert list(plugins.observers) == ["renamed"]
+    assert plugins.select_policy(SimpleNamespace()) == "method"

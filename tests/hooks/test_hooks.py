@@ -10,18 +10,19 @@ import pytest
 from dispatchkit.errors import UnknownNameError
 from dispatchkit.hookspecs import (
     BackendSpec,
-    CaptureEvent,
-    CaptureFailedEvent,
     CommandSpec,
-    EvictEvent,
     LanePolicySpec,
     ObserverSpec,
-    PlannerSpec,
-    PluginRegisteredEvent,
-    PolicyErrorEvent,
     PolicySpec,
-    PolicySwappedEvent,
     hookimpl,
+)
+from dispatchkit.observe.events import (
+    EVENTS,
+    CaptureEvent,
+    CaptureFailedEvent,
+    EvictEvent,
+    PolicyErrorEvent,
+    PolicySwappedEvent,
 )
 from dispatchkit.plugins import PluginError, PluginSet
 
@@ -89,12 +90,6 @@ def test_hook_register_backends() -> None:
     assert isinstance(plugins.create_backend("hip"), Thing)
 
 
-def test_hook_register_planners() -> None:
-    plugins = with_plugin(registering("dispatchkit_register_planners", PlannerSpec("few", Thing)))
-    assert list(plugins.planners) == ["few"]
-    assert plugins.create_planner("few", sizes=3).options == {"sizes": 3}
-
-
 def test_hook_register_observers() -> None:
     heard = []
 
@@ -151,7 +146,7 @@ def test_select_policy_without_any_hook_chooses_nothing() -> None:
     assert PluginSet().select_policy(SimpleNamespace()) is None
 
 
-def test_select_policy_asks_on_after_none_and_may_be_wrapped() -> None:
+def test_select_policy_asks_on_after_none() -> None:
     class Silent:
         @hookimpl
         def dispatchkit_select_policy(self) -> None:
@@ -162,20 +157,28 @@ def test_select_policy_asks_on_after_none_and_may_be_wrapped() -> None:
         def dispatchkit_select_policy(self) -> str:
             return "rule"
 
-    class Around:
-        @hookimpl(wrapper=True)
-        def dispatchkit_select_policy(self) -> Any:
-            result = yield
-            seen.append(result)
-            return result
-
-    seen: list[Any] = []
     plugins = PluginSet()
     plugins.register_policy("rule", Thing)
-    for name, plugin in (("s1", Silent()), ("loud", Loud()), ("s2", Silent()), ("w", Around())):
+    for name, plugin in (("s1", Silent()), ("loud", Loud()), ("s2", Silent())):
         plugins.register(name, plugin)
     assert plugins.select_policy(SimpleNamespace()) == "rule"
-    assert seen == ["rule"]
+
+
+def test_select_policy_asks_in_the_order_that_the_marks_ask_for() -> None:
+    def chooser(name: str, **options: bool) -> SimpleNamespace:
+        @hookimpl(specname="dispatchkit_select_policy", **options)
+        def choose() -> str:
+            return name
+
+        return SimpleNamespace(choose=choose)
+
+    plugins = PluginSet()
+    for name in ("first", "middle", "last"):
+        plugins.register_policy(name, Thing)
+    plugins.register("a", chooser("first", tryfirst=True))
+    plugins.register("b", chooser("middle"))
+    plugins.register("c", chooser("last", trylast=True))
+    assert plugins.select_policy(SimpleNamespace()) == "first"
 
 
 EXAMPLES = [
@@ -187,67 +190,31 @@ EXAMPLES = [
 ]
 
 
-def check_told_of(event: Any) -> None:
-    """Two plugins hear exactly this event, whatever they return; others do not disturb."""
-    heard = []
+@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.callback)
+def test_each_event_reaches_the_observers_with_its_callback(event: Any) -> None:
+    """Two observers receive exactly this event, whatever they return."""
+    heard: list[Any] = []
 
-    @hookimpl(specname=event.hook)
-    def tell(event: Any) -> str:
-        heard.append(event)
-        return "ignored"
+    class Listener:
+        def __init__(self) -> None:
+            setattr(self, event.callback, self.hear)
 
-    @hookimpl(specname=event.hook)
-    def count() -> None:
-        heard.append("told, without taking the event")
+        def hear(self, event: Any) -> str:
+            heard.append(event)
+            return "ignored"
 
-    plugins = PluginSet()
+    plugins = with_plugin(
+        registering("dispatchkit_register_observers", ObserverSpec("ear", Listener))
+    )
     assert not plugins.listens(type(event))
     plugins.notify(event)
-    plugins.register("first", SimpleNamespace(tell=tell))
-    plugins.register("second", SimpleNamespace(count=count))
+    for _ in range(2):
+        plugins.create_observer("ear")
     assert plugins.listens(type(event))
     for one in EXAMPLES:
         plugins.notify(one)
-    assert heard == [event, "told, without taking the event"]
-
-
-def test_hook_on_policy_swapped() -> None:
-    check_told_of(EXAMPLES[0])
-
-
-def test_hook_on_policy_error() -> None:
-    check_told_of(EXAMPLES[1])
-
-
-def test_hook_on_capture() -> None:
-    check_told_of(EXAMPLES[2])
-
-
-def test_hook_on_capture_failed() -> None:
-    check_told_of(EXAMPLES[3])
-
-
-def test_hook_on_evict() -> None:
-    check_told_of(EXAMPLES[4])
-
-
-def test_hook_on_plugin_registered() -> None:
-    """Every plugin hears of every plugin once, itself and earlier ones included."""
-    heard: dict[str, list[str]] = {"early": [], "late": []}
-
-    def listener(me: str) -> SimpleNamespace:
-        @hookimpl
-        def dispatchkit_on_plugin_registered(event: PluginRegisteredEvent) -> None:
-            heard[me].append(event.name)
-
-        return SimpleNamespace(dispatchkit_on_plugin_registered=dispatchkit_on_plugin_registered)
-
-    plugins = PluginSet()
-    plugins.register("early", listener("early"))
-    plugins.register_policy("rule", Thing)
-    plugins.register("late", listener("late"))
-    assert sorted(heard["early"]) == ["early", "late", "rule"]
-    assert sorted(heard["late"]) == ["early", "late", "rule"]
+    assert heard == [event, event]
+    assert {type(one) for one in EXAMPLES} == set(EVENTS)
 
 
 def test_events_are_frozen_and_take_only_keywords() -> None:

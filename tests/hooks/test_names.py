@@ -56,8 +56,14 @@ def test_missing_policy_names_the_plugin_that_is_blocked(site: Any, policy_sourc
 
 
 def test_missing_policy_of_an_own_distribution_says_what_to_install() -> None:
-    with pytest.raises(UnknownNameError, match="dispatchkit-adaptive, which must be installed"):
+    with pytest.raises(UnknownNameError, match="Run: pip install dispatchkit-adaptive"):
         PluginSet().create_policy("adaptive")
+    with pytest.raises(UnknownNameError, match="Run: pip install dispatchkit-vllm"):
+        PluginSet().get_policy("vllm@0.13")
+    with pytest.raises(UnknownNameError, match="Run: pip install dispatchkit-multistream"):
+        PluginSet().create_lane_policy("by-key")
+    with pytest.raises(UnknownNameError, match="Run: pip install dispatchkit-prometheus"):
+        PluginSet().create_observer("prometheus")
 
 
 @pytest.mark.parametrize("group", ["dispatch_kit", "dispatchkit.plugins", "dispatchkits"])

@@ -16,7 +16,7 @@ from dispatchkit_predictive.predictor import KeyPredictor
 
 if TYPE_CHECKING:
     from dispatchkit import GraphRunner
-    from dispatchkit.hookspecs import EvictEvent
+    from dispatchkit.observe import EvictEvent
 
 
 @attrs.frozen

@@ -6,7 +6,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.registry import REGISTRY, CollectorRegistry
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.hookspecs import (
+from dispatchkit.observe import (
     CaptureEvent,
     CaptureFailedEvent,
     EvictEvent,

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from dispatchkit._plugin_records import Origin
-from dispatchkit.errors import nearest_names
+from dispatchkit.errors import Origin, did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -22,6 +21,11 @@ if TYPE_CHECKING:
 GROUP = "dispatchkit"
 ALLOW_VARIABLE = "DISPATCHKIT_PLUGINS"
 BLOCK_VARIABLE = "DISPATCHKIT_DISABLE"
+BUILT_IN, PASSED_IN, FOUND = range(3)
+
+
+class PluginFault(Exception):  # noqa: N818
+    """A plugin cannot be taken; the text says why and what to do. Never leaves this room."""
 
 
 def normal(name: str) -> str:
@@ -35,8 +39,8 @@ class Candidate:
 
     Attributes:
         origin: Its name and distribution.
-        rank: Lower ranks win where two claim one name: 0 built in, 1 passed in, 2 found.
-        load: Imports it and returns the plugin object.
+        rank: ``BUILT_IN``, ``PASSED_IN`` or ``FOUND``; the lower wins where two claim one name.
+        load: Imports it and returns the plugin object; may raise anything.
     """
 
     origin: Origin
@@ -46,7 +50,7 @@ class Candidate:
     def order(self, name: str) -> tuple[int, int, str, str, str]:
         """Return the sort key among those that claim a name; the smallest wins.
 
-        It says nothing of ``sys.path``. Among plugins found, the distribution named after
+        It does not depend on ``sys.path``. Among plugins found, the distribution named after
         what is claimed comes first (``dispatchkit-vllm`` for ``vllm``, then for ``vllm@0.13``
         and ``vllm-drafter``), so that nobody takes a name over by an early letter; then
         the alphabet.
@@ -61,23 +65,11 @@ class Candidate:
         return (self.rank, strangeness, distribution, self.origin.plugin, value)
 
 
-@attrs.frozen
-class Misfit:
-    """Something found that cannot be a plugin.
-
-    Attributes:
-        origin: Where it was found.
-        reason: Why it is none, in words.
-    """
-
-    origin: Origin
-    reason: str
-
-
-def discover() -> Iterator[Candidate | Misfit]:
+def discover() -> Iterator[Candidate]:
     """Yield the plugins of all installed distributions; imports none of them.
 
-    A distribution whose metadata cannot be read is a misfit, and does not hide the others.
+    A distribution whose metadata cannot be read is a candidate that fails to load, and does
+    not hide the others.
     """
     from importlib.metadata import distributions
 
@@ -86,25 +78,18 @@ def discover() -> Iterator[Candidate | Misfit]:
         try:
             text = distribution.read_text("entry_points.txt") or ""
             # Most distributions end here, unparsed.
-            if not _mentions_group(text):
+            if not any(map(_is_near, re.findall(r"^\s*\[(.*?)\]", text, re.MULTILINE))):
                 continue
-            name = distribution.metadata["Name"]
+            name = normal(distribution.metadata["Name"])
             # Of several copies of one distribution Python imports the first on the path, so
             # its entry points are the ones that count.
-            if normal(name) in seen:
-                continue
-            seen.add(normal(name))
-            found = list(_read(distribution, name))
+            if name not in seen:
+                seen.add(name)
+                yield from list(_entries(distribution))
         except Exception as error:  # noqa: BLE001 - broken metadata of others is reported
             where = str(getattr(distribution, "_path", "a distribution"))
             reason = f"its metadata cannot be read: {type(error).__name__}: {error}"
-            yield Misfit(Origin("?", where), reason)
-        else:
-            yield from found
-
-
-def _mentions_group(text: str) -> bool:
-    return any(_is_near(group) for group in re.findall(r"^\s*\[(.*?)\]", text, re.MULTILINE))
+            yield Candidate(Origin("?", where), FOUND, _refusing(reason))
 
 
 def _is_near(group: str) -> bool:
@@ -113,34 +98,24 @@ def _is_near(group: str) -> bool:
     return letters.startswith(GROUP) or SequenceMatcher(None, letters, GROUP).ratio() > 0.85
 
 
-def _read(distribution: Distribution, name: str) -> Iterator[Candidate | Misfit]:
-    for point in distribution.entry_points:
-        if not _is_near(point.group):
-            continue
-        origin = Origin(point.name, name, distribution.version, point.value)
-        if point.group == GROUP:
-            yield Candidate(origin, 2, point.load)
-        else:
-            yield Misfit(
-                origin, f"it is in the entry-point group {point.group!r}; the group is {GROUP!r}."
+def _entries(distribution: Distribution) -> Iterator[Candidate]:
+    for point in filter(lambda point: _is_near(point.group), distribution.entry_points):
+        origin = Origin(
+            point.name, distribution.metadata["Name"], distribution.version, point.value
+        )
+        load = point.load
+        if point.group != GROUP:
+            load = _refusing(
+                f"it is in the entry-point group {point.group!r}; the group is {GROUP!r}."
             )
+        yield Candidate(origin, FOUND, load)
 
 
-def built_in() -> Candidate:
-    """Return what dispatchkit itself brings; it comes through the same hooks."""
-    from dispatchkit._version import __version__
-
+def _refusing(reason: str) -> Callable[[], object]:
     def load() -> object:
-        from dispatchkit import _plugin_builtins
+        raise PluginFault(reason)
 
-        return _plugin_builtins
-
-    return Candidate(Origin("dispatchkit", "dispatchkit", __version__), 0, load)
-
-
-def passed_in(name: str, plugin: object) -> Candidate:
-    """Return an object of the user's as a plugin of that name."""
-    return Candidate(Origin(name), 1, lambda: plugin)
+    return load
 
 
 @attrs.frozen
@@ -152,8 +127,8 @@ class Filter:
         blocked: Names that are not loaded, in any case.
     """
 
-    allowed: tuple[frozenset[str], ...]
-    blocked: frozenset[str]
+    allowed: tuple[frozenset[str], ...] = ()
+    blocked: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -165,52 +140,39 @@ class Filter:
         """Combine arguments and environment: lists only ever take away."""
         allowed = [] if allow is None else [_names(allow)]
         if ALLOW_VARIABLE in environ:
-            allowed.append(_names(environ[ALLOW_VARIABLE]))
-        blocked = _names(block or ()) | _names(environ.get(BLOCK_VARIABLE, ""))
+            allowed.append(_names(environ[ALLOW_VARIABLE].split(",")))
+        blocked = _names(block or ()) | _names(environ.get(BLOCK_VARIABLE, "").split(","))
         return cls(tuple(allowed), blocked)
 
-    def refusal(self, origin: Origin, *, is_found: bool) -> str:
+    def refusal(self, candidate: Candidate) -> str:
         """Return why a plugin may not be loaded; empty if it may.
 
-        Args:
-            origin: The plugin.
-            is_found: It was found by its entry point; the lists of those allowed concern no
-                others.
+        Lists of allowed names concern only plugins found by their entry point.
         """
-        names = _names_of(origin)
+        names = _names_of(candidate.origin)
         if names & self.blocked:
             return f"blocked by name (argument `block` or {BLOCK_VARIABLE})"
-        if is_found and not all(names & one for one in self.allowed):
+        if candidate.rank == FOUND and not all(names & one for one in self.allowed):
             return f"not among the allowed names (argument `allow` or {ALLOW_VARIABLE})"
         return ""
 
-    def unmatched(self, origins: Collection[Origin]) -> list[tuple[Origin, str]]:
-        """Return (whom, why) for listed names that fit no plugin.
+    def unmatched(self, candidates: Collection[Candidate]) -> Iterator[tuple[Origin, str]]:
+        """Yield (origin, reason) for listed names that fit no plugin.
 
         A blocked plugin may well not be installed; only a name that looks misspelt counts.
         """
-        present = {name for origin in origins for name in _names_of(origin)}
-        found = []
+        present = {name for one in candidates for name in _names_of(one.origin)}
         for name in sorted(frozenset[str]().union(*self.allowed) - present):
-            guess = _guess(name, present)
-            origin = Origin(name, is_there=False)
-            found.append((origin, f"allowed by name, but there is no such plugin.{guess}"))
+            reason = f"allowed by name, but there is no such plugin.{did_you_mean(name, present)}"
+            yield Origin(name, is_there=False), reason
         for name in sorted(self.blocked - present):
-            guess = _guess(name, present)
-            if guess:
-                origin = Origin(name, is_there=False)
-                found.append((origin, f"blocked by name, but not there.{guess}"))
-        return found
+            hint = did_you_mean(name, present)
+            if hint:
+                yield Origin(name, is_there=False), f"blocked by name, but not there.{hint}"
 
 
-def _guess(name: str, present: Collection[str]) -> str:
-    nearest = nearest_names(name, present)
-    return f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
-
-
-def _names(listed: str | Collection[str]) -> frozenset[str]:
-    items = listed.split(",") if isinstance(listed, str) else listed
-    return frozenset(normal(item.strip()) for item in items if item.strip())
+def _names(listed: Collection[str]) -> frozenset[str]:
+    return frozenset(normal(item.strip()) for item in listed if item.strip())
 
 
 def _names_of(origin: Origin) -> frozenset[str]:

@@ -1,0 +1,163 @@
+"""Examine a plugin object, and collect what it registers; nothing of it is kept here.
+
+pluggy checks names and arguments of hooks. What it takes without a word, and what would then
+never run, is refused here: a class, a hook without its mark, an ``async`` one. pluggy only sees
+a plain namespace of functions, since up to 1.6 it evaluates every property of what it is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pluggy
+
+from dispatchkit import hookspecs
+from dispatchkit.errors import did_you_mean
+from dispatchkit.hookspecs import RECORDS, AnySpec
+from dispatchkit.plugins.discovery import PluginFault
+
+_PROJECT = "dispatchkit"
+_HOOK_PREFIXES = (f"{_PROJECT}_register_", f"{_PROJECT}_select_")
+_MARK, _SPEC_MARK = f"{_PROJECT}_impl", f"{_PROJECT}_spec"
+
+
+def new_manager() -> pluggy.PluginManager:
+    """Return a manager that knows the hooks and no plugin."""
+    manager = pluggy.PluginManager(_PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def examine(plugin: object, doing: list[str]) -> tuple[types.SimpleNamespace, tuple[AnySpec, ...]]:
+    """Return the hook functions of a plugin, and what it registers, in the order of ``RECORDS``.
+
+    Args:
+        plugin: A module or an instance. Nothing of it runs but its ``register`` hooks.
+        doing: What is being done is appended, for the report of whatever a hook raises.
+
+    Raises:
+        PluginFault: The object is no plugin; one of its functions would never run, or not as
+            its author meant; or a hook returned something else than its records.
+    """
+    doing.append("examining its hooks")
+    hooks = _hooks_of(plugin)
+    relay = new_manager()
+    callers = _register(relay, hooks)
+    found: list[AnySpec] = []
+    for record in RECORDS:
+        if record.hook in callers:
+            doing.append(f"running {record.hook}")
+            found += _checked(getattr(relay.hook, record.hook)(), record)
+    return hooks, tuple(found)
+
+
+def _hooks_of(plugin: object) -> types.SimpleNamespace:
+    functions: dict[str, Callable[..., Any]] = {}
+    if not inspect.isclass(plugin):
+        for name in object.__dir__(plugin):
+            # As it is stored: reading a property would run it.
+            function = inspect.getattr_static(plugin, name, None)
+            if isinstance(function, (staticmethod, classmethod, types.MethodType)):
+                function = function.__func__
+            if _is_hook(name, function):
+                _check_function(name, function)
+                functions[name] = getattr(plugin, name)
+    if not functions:
+        raise PluginFault(
+            f"no hook at all in {_describe(plugin)}; name a module or an instance with functions "
+            "marked @hookimpl (from dispatchkit.hookspecs) in the entry point."
+        )
+    return types.SimpleNamespace(**functions)
+
+
+def _describe(plugin: object) -> str:
+    if isinstance(plugin, types.ModuleType):
+        return f"module {plugin.__name__!r}"
+    if inspect.isclass(plugin):
+        return f"class {plugin.__name__} itself"
+    if inspect.isroutine(plugin):
+        return f"function {plugin.__name__}"
+    return f"an instance of {type(plugin).__name__}"
+
+
+def _is_hook(name: str, function: Any) -> bool:
+    """Return whether a function carries our mark; refuse what only looks as if it did."""
+    attributes = getattr(function, "__dict__", {}) if inspect.isfunction(function) else {}
+    if _MARK in attributes:
+        return True
+    if not name.startswith(_HOOK_PREFIXES) or _SPEC_MARK in attributes:
+        return False  # a function of another kind, or a spec of ours that the plugin imported
+    if not inspect.isfunction(function):
+        kind = type(function).__name__
+        raise PluginFault(f"{name} is a {kind}, not a function or method marked with @hookimpl.")
+    others = ", ".join(one.removesuffix("_impl") for one in attributes if one.endswith("_impl"))
+    what = f"carries the mark of another project ({others})" if others else "is not marked"
+    raise PluginFault(
+        f"{name} {what}, so it would never run. Put @hookimpl (from dispatchkit.hookspecs) above "
+        "it, or rename it."
+    )
+
+
+def _check_function(name: str, function: Any) -> None:
+    """Refuse what pluggy would call otherwise than its author meant, or not at all."""
+    marks = getattr(function, _MARK)
+    if marks["hookwrapper"] or marks["wrapper"]:
+        raise PluginFault(
+            f"{name} is a wrapper; each plugin answers for itself. Write a function that returns."
+        )
+    if inspect.isgeneratorfunction(function):
+        raise PluginFault(f"{name} yields, so its body would not run; return a value instead.")
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise PluginFault(f"{name} is async, and nothing would await it; make it a function.")
+    for parameter in inspect.signature(function).parameters.values():
+        # Releases of pluggy differ: some pass the value, others keep the default.
+        plain = (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if parameter.kind not in plain or parameter.default is not parameter.empty:
+            raise PluginFault(f"{name} takes {str(parameter)!r}; write a plain argument.")
+
+
+def _register(relay: pluggy.PluginManager, hooks: types.SimpleNamespace) -> set[str]:
+    """Have pluggy check the hooks; return the names of those they implement."""
+    try:
+        relay.register(hooks)
+        relay.check_pending()
+    except pluggy.PluginValidationError as error:
+        callers = relay.get_hookcallers(hooks) or ()
+        unknown = next((one.name for one in callers if not one.has_spec()), None)
+        if unknown is None:
+            raise PluginFault(" ".join(str(error).split("\n")[1:])) from error
+        known = [name for name in dir(hookspecs) if name.startswith(_HOOK_PREFIXES)]
+        raise PluginFault(
+            f"there is no hook {unknown}.{did_you_mean(unknown, known)} A hook of another version "
+            "of dispatchkit is marked @hookimpl(optionalhook=True)."
+        ) from error
+    callers = relay.get_hookcallers(hooks) or ()
+    for caller in callers:
+        if len(caller.get_hookimpls()) > 1:
+            raise PluginFault(f"two of its functions implement {caller.name}; keep one.")
+    return {caller.name for caller in callers}
+
+
+def _checked(results: list[Any], record: type[Any]) -> Sequence[AnySpec]:
+    result = results[0] if results else None  # pluggy drops None from the results
+    if not isinstance(result, (list, tuple)):
+        if inspect.iscoroutine(result):
+            result.close()  # or Python warns that it was never awaited
+        raise PluginFault(
+            f"{record.hook} returned {result!r:.60} ({type(result).__name__}); return a list of "
+            f"{record.__name__}, [] for none."
+        )
+    names = set()
+    for one in result:
+        if not isinstance(one, record):
+            raise PluginFault(
+                f"{record.hook} returned {one!r:.60} ({type(one).__name__}) in its list; return "
+                f"{record.__name__} records (from dispatchkit.hookspecs)."
+            )
+        if one.name in names:
+            raise PluginFault(f"{record.hook} returned the name {one.name!r} twice.")
+        names.add(one.name)
+    return result

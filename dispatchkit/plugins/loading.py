@@ -1,0 +1,170 @@
+"""Load plugins one by one, each undone by itself if it is broken, and decide who has a name.
+
+Nothing is committed here: a plugin is imported and examined by itself, and what came of that is
+handed over whole, or not at all. pluggy's own loader is not used: it ends at the first plugin
+that raises, and the others are never seen.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import attrs
+
+from dispatchkit.errors import Origin, PluginError, UnknownNameError
+from dispatchkit.hookspecs import AnySpec
+from dispatchkit.plugins.discovery import BLOCK_VARIABLE, BUILT_IN, Candidate, Filter, PluginFault
+from dispatchkit.plugins.examine import examine
+from dispatchkit.plugins.records import PluginInfo, PluginState
+
+_HOW = f" Block one of them by its distribution's name (`block` or {BLOCK_VARIABLE})."
+
+
+@attrs.frozen(eq=False)
+class Staged:
+    """A plugin that is fine, with all that it brings; nothing of it is in force yet.
+
+    Attributes:
+        candidate: Where it comes from.
+        plugin: The object with the hooks.
+        hooks: Its hook functions.
+        records: What it registers.
+    """
+
+    candidate: Candidate
+    plugin: object
+    hooks: types.SimpleNamespace
+    records: tuple[AnySpec, ...]
+
+    @property
+    def origin(self) -> Origin:
+        """Where it comes from."""
+        return self.candidate.origin
+
+
+class DuplicateFault(PluginFault):
+    """There is this plugin, or one of its name, already."""
+
+
+def stage(candidate: Candidate, present: Sequence[Staged]) -> Staged:
+    """Import a plugin, examine it and collect its records; commit nothing.
+
+    Args:
+        candidate: The plugin.
+        present: Plugins that are there already.
+
+    Raises:
+        PluginError: It is broken, or there already under this or another name. The reason
+            is in words; the cause is what the plugin raised.
+    """
+    origin = candidate.origin
+    doing = [f"importing {origin.entry_point or 'it'}"]
+    try:
+        for other in present:
+            if other.origin.plugin == origin.plugin:
+                raise DuplicateFault(f"its name is taken by {other.origin}, which is used.{_HOW}")
+        plugin = candidate.load()
+        for other in present:
+            if other.plugin is plugin:
+                raise DuplicateFault(
+                    f"it is the same object as {other.origin}, which is used. Name it once."
+                )
+        return Staged(candidate, plugin, *examine(plugin, doing))
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except PluginFault as fault:
+        raise PluginError(origin, str(fault)) from fault
+    # An import may raise anything, and exit too; it is reported with its origin.
+    except BaseException as error:
+        text = f"{doing[-1]} raised {type(error).__name__}: {error}"
+        raise PluginError(origin, text) from error
+
+
+class Loading:
+    """The plugins that may be loaded and are fine, and what is to be said of the others.
+
+    Args:
+        candidates: What was found, in any order.
+        names: Which of them may be loaded.
+        replace: Built-in names that plugins may have instead.
+
+    Attributes:
+        staged: Plugins with the names that are theirs, in an order that no path decides.
+        infos: A row for each plugin that is not staged.
+        problems: What is wrong, for the log and for strict mode.
+
+    Raises:
+        UnknownNameError: A name to replace is not built in.
+    """
+
+    def __init__(
+        self, candidates: Iterable[Candidate], names: Filter, replace: Collection[str]
+    ) -> None:
+        self.staged: list[Staged] = []
+        self.infos: list[PluginInfo] = []
+        self.problems: list[PluginError] = []
+        found = list(candidates)
+        for one in sorted(
+            self._permitted(found, names), key=lambda one: one.order(one.origin.plugin)
+        ):
+            try:
+                self.staged.append(stage(one, self.staged))
+            except PluginError as error:
+                is_duplicate = isinstance(error.__cause__, DuplicateFault)
+                self._fail(PluginState.DUPLICATE if is_duplicate else PluginState.FAILED, error)
+        self._share_out(replace)
+
+    def _permitted(self, found: Sequence[Candidate], names: Filter) -> Iterator[Candidate]:
+        for one in {candidate.origin: candidate for candidate in reversed(found)}.values():
+            refusal = names.refusal(one)
+            if refusal:
+                self.infos.append(PluginInfo.of(one.origin, PluginState.BLOCKED, refusal))
+            else:
+                yield one
+        for origin, reason in names.unmatched(found):
+            self._fail(PluginState.MISSING, PluginError(origin, reason))
+
+    def _fail(self, state: PluginState, problem: PluginError) -> None:
+        self.infos.append(PluginInfo.of(problem.origin, state, problem.reason))
+        self.problems.append(problem)
+
+    def _share_out(self, replace: Collection[str]) -> None:
+        """Leave each name to one plugin, and report the others that claim it."""
+        built_in = {spec.name for one in self.staged if _is_built_in(one) for spec in one.records}
+        for name in replace:
+            if name not in built_in:
+                raise UnknownNameError("name to replace", name, built_in)
+        claims: dict[tuple[str, str], list[Staged]] = {}
+        for one in self.staged:
+            for spec in one.records:
+                claims.setdefault((spec.kind, spec.name), []).append(one)
+        owners: dict[tuple[str, str], Staged] = {}
+        for (kind, name), claimants in claims.items():
+            ranked = sorted(
+                claimants,
+                key=lambda one: (_is_built_in(one) and name in replace, one.candidate.order(name)),
+            )
+            owners[kind, name] = ranked[0]
+            self.problems += [
+                PluginError(loser.origin, _taken(kind, name, ranked[0]))
+                for loser in ranked[1:]
+                if not _is_built_in(loser)
+            ]
+        self.staged = [
+            attrs.evolve(
+                one,
+                records=tuple(spec for spec in one.records if owners[spec.kind, spec.name] is one),
+            )
+            for one in self.staged
+        ]
+
+
+def _is_built_in(staged: Staged) -> bool:
+    return staged.candidate.rank == BUILT_IN
+
+
+def _taken(kind: str, name: str, winner: Staged) -> str:
+    if _is_built_in(winner):
+        return f"{kind} {name!r} is built in and kept; ask for it with replace=[{name!r}]."
+    return f"{kind} {name!r} comes from {winner.origin} too, and that one is used.{_HOW}"

@@ -1,0 +1,353 @@
+"""The plugins of one dispatcher, and what can be chosen among them by name."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+
+from dispatchkit._version import __version__
+from dispatchkit.errors import ConfigError, Origin, PluginError, PluginLoadError, UnknownNameError
+from dispatchkit.hookspecs import (
+    BackendSpec,
+    CommandSpec,
+    LanePolicySpec,
+    ObserverSpec,
+    PolicySpec,
+    hookimpl,
+)
+from dispatchkit.observe.events import MAX_FAULTS, Notifier, Subscription
+from dispatchkit.plugins.catalog import Catalog
+from dispatchkit.plugins.discovery import BUILT_IN, PASSED_IN, Candidate, Filter, discover
+from dispatchkit.plugins.examine import new_manager
+from dispatchkit.plugins.loading import Loading, Staged, stage
+from dispatchkit.plugins.records import PluginInfo, PluginState, Registered
+
+if TYPE_CHECKING:
+    from dispatchkit.backends.base import GraphBackend
+    from dispatchkit.dispatch.lanes import LanePolicy
+    from dispatchkit.dispatch.policy import Policy
+    from dispatchkit.keys.config import DispatchConfig
+
+_log = logging.getLogger("dispatchkit.plugins")
+
+
+class PluginSet:
+    """The plugins of one dispatcher and all that can be chosen by name.
+
+    Made by ``load_plugins``. Thread safety: reading and ``notify`` from any thread;
+    ``register`` and ``register_policy`` hold a lock.
+
+    Args:
+        candidates: What was found, in any order; without any the set is empty, and has no
+            built-in backends either.
+        names: Which of them may be loaded; all of them if not given.
+        replace: Built-in names that plugins may have instead.
+        max_faults: Faults in a row after which an observer's callback is switched off.
+
+    Attributes:
+        notifier: Calls observers with events.
+        problems: What was wrong at loading, one error each; empty when all was well.
+    """
+
+    def __init__(
+        self,
+        candidates: Iterable[Candidate] = (),
+        *,
+        names: Filter | None = None,
+        replace: Collection[str] = (),
+        max_faults: int = MAX_FAULTS,
+    ) -> None:
+        self.notifier: Notifier = Notifier(max_faults=max_faults)
+        self._catalog = Catalog()
+        self._manager = new_manager()
+        self._staged: dict[str, Staged] = {}
+        self._subscriptions: list[tuple[Origin, Subscription]] = []
+        self._lock = threading.RLock()
+        loading = Loading(candidates, Filter() if names is None else names, replace)
+        self.problems: tuple[PluginError, ...] = tuple(loading.problems)
+        self._infos: list[PluginInfo] = []
+        for one in loading.staged:
+            reasons = [it.reason for it in loading.problems if it.origin == one.origin]
+            self._commit(one, reason=" ".join(reasons))
+        self._catalog.absent = tuple(loading.infos)
+        self._infos += loading.infos
+
+    def __repr__(self) -> str:
+        tables = self._catalog.tables
+        counts = ", ".join(f"{kind}: {len(table)}" for kind, table in tables.items() if table)
+        return f"<PluginSet of {len(self._staged)} plugins, {counts or 'nothing registered'}>"
+
+    # -- what there is --------------------------------------------------------------------
+
+    @property
+    def policies(self) -> Mapping[str, Registered[PolicySpec]]:
+        """Policies by name."""
+        return types.MappingProxyType(self._catalog.tables["policy"])
+
+    @property
+    def lane_policies(self) -> Mapping[str, Registered[LanePolicySpec]]:
+        """Lane policies by name."""
+        return types.MappingProxyType(self._catalog.tables["lane policy"])
+
+    @property
+    def backends(self) -> Mapping[str, Registered[BackendSpec]]:
+        """Backends by name, the built-in ones included."""
+        return types.MappingProxyType(self._catalog.tables["backend"])
+
+    @property
+    def observers(self) -> Mapping[str, Registered[ObserverSpec]]:
+        """Observers by name."""
+        return types.MappingProxyType(self._catalog.tables["observer"])
+
+    @property
+    def commands(self) -> Mapping[str, Registered[CommandSpec]]:
+        """Commands of the command line by name."""
+        return types.MappingProxyType(self._catalog.tables["command"])
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where the loaded plugins come from, in the order in which they were loaded."""
+        return tuple(one.origin for one in self._staged.values())
+
+    def describe(self) -> tuple[PluginInfo, ...]:
+        """Return a row for every plugin found, passed in or asked for, whatever its state.
+
+        A row's reason also names callbacks of its observers that were switched off since.
+        """
+        return tuple(self._with_faults(info) for info in self._infos)
+
+    def _with_faults(self, info: PluginInfo) -> PluginInfo:
+        switched_off = [
+            f"{one.event_type.callback} is switched off; it last raised {one.last_fault}"
+            for origin, one in self._subscriptions
+            if str(origin) == info.origin and not one.is_active
+        ]
+        return attrs.evolve(info, reason="; ".join(filter(None, (info.reason, *switched_off))))
+
+    # -- choosing -------------------------------------------------------------------------
+
+    def get_policy(self, name: str) -> Registered[PolicySpec]:
+        """Return a policy's record and origin.
+
+        Raises:
+            UnknownNameError: There is none; the nearest names are in the message, plugins that
+                might have brought it but failed to load or are blocked, and what to install.
+        """
+        return self._catalog.get("policy", name)
+
+    def create_policy(self, name: str, /, **options: Any) -> Policy:
+        """Make a new policy.
+
+        Args:
+            name: The policy's name.
+            options: Given to its factory as keywords.
+
+        Raises:
+            UnknownNameError: There is no such policy.
+            ConfigError: Its factory does not take these options.
+            PolicyError: Its factory raised, or returned what is no policy.
+        """
+        return cast("Policy", self._catalog.create("policy", name, options))
+
+    def create_lane_policy(self, name: str, /, **options: Any) -> LanePolicy:
+        """Make a new lane policy; errors as in ``create_policy``, but PluginError."""
+        return cast("LanePolicy", self._catalog.create("lane policy", name, options))
+
+    def create_backend(self, name: str, /, **options: Any) -> GraphBackend:
+        """Make a backend; errors as in ``create_policy``, but PluginError.
+
+        Raises:
+            BackendUnavailableError: What it needs cannot be imported.
+        """
+        return cast("GraphBackend", self._catalog.create("backend", name, options))
+
+    def create_observer(self, name: str, /, **options: Any) -> Any:
+        """Make a new observer and attach it to the notifier.
+
+        Its methods named after events are called from now on; what they raise is contained.
+        Errors are those of ``create_policy``, but PluginError.
+        """
+        observer = self._catalog.create("observer", name, options)
+        origin = self.observers[name].origin
+        attached = self.notifier.attach(observer, f"{name!r} ({origin})")
+        self._subscriptions += [(origin, one) for one in attached]
+        return observer
+
+    def select_policy(self, config: DispatchConfig) -> str | None:
+        """Return the policy that a plugin chooses for a configuration, None if none does.
+
+        Raises:
+            PluginError: A ``dispatchkit_select_policy`` hook raised or answered with
+                something other than a name; the plugin is named.
+            UnknownNameError: It chose a policy that is not there.
+        """
+        hook = "dispatchkit_select_policy"
+        # Not called by pluggy, which does not tell whose hook answered or raised.
+        for one in reversed(self._manager.hook.dispatchkit_select_policy.get_hookimpls()):
+            origin = self._staged[one.plugin_name].origin
+            try:
+                name = one.function(*[config][: len(one.argnames)])
+            except (Exception, SystemExit) as error:
+                text = f"{hook} raised {type(error).__name__}: {error}"
+                raise PluginError(origin, text) from error
+            if name is None:
+                continue
+            if not isinstance(name, str):
+                raise PluginError(
+                    origin,
+                    f"{hook} answered {name!r:.60} ({type(name).__name__}); answer with a "
+                    "policy's name or None.",
+                )
+            try:
+                return self.get_policy(name).name
+            except UnknownNameError as error:
+                error.add_note(f"Chosen by {hook} of {origin}.")
+                raise
+        return None
+
+    # -- adding ---------------------------------------------------------------------------
+
+    def register(self, name: str, plugin: object) -> None:
+        """Add a plugin object by hand; all of it, or nothing.
+
+        Args:
+            name: The plugin's name.
+            plugin: A module or an instance with functions marked ``@hookimpl``.
+
+        Raises:
+            PluginError: It is broken, is there already, or claims a name that is taken.
+        """
+        with self._lock:
+            staged = stage(_passed_in(name, plugin), list(self._staged.values()))
+            for spec in staged.records:
+                taken = self._catalog.tables[spec.kind].get(spec.name)
+                if taken is not None:
+                    raise PluginError(
+                        staged.origin,
+                        f"{spec.kind} {spec.name!r} comes from {taken.origin} already; choose "
+                        "another name, or load without that plugin (`block`).",
+                    )
+            self._commit(staged)
+
+    def register_policy(
+        self, name: str, factory: Callable[..., Policy], summary: str = ""
+    ) -> Registered[PolicySpec]:
+        """Add one policy without writing a plugin.
+
+        Args:
+            name: The name to choose it by.
+            factory: A class or function; called with the user's options as keywords.
+            summary: One line for listings.
+
+        Raises:
+            PluginError: The name is taken.
+            ConfigError: The name or the factory cannot be used.
+        """
+        spec = PolicySpec(name, factory, summary)
+
+        @hookimpl
+        def dispatchkit_register_policies() -> list[PolicySpec]:
+            return [spec]
+
+        hooks = {"dispatchkit_register_policies": dispatchkit_register_policies}
+        self.register(name, types.SimpleNamespace(**hooks))
+        return self.policies[name]
+
+    def _commit(self, staged: Staged, reason: str = "") -> None:
+        """Put all of a checked plugin in force."""
+        origin = staged.origin
+        for spec in staged.records:
+            self._catalog.add(spec, origin)
+        registers = tuple(f"{spec.kind} {spec.name}" for spec in staged.records)
+        self._staged[origin.plugin] = staged
+        self._infos.append(PluginInfo.of(origin, PluginState.LOADED, reason, registers))
+        self._manager.register(staged.hooks, name=origin.plugin)
+
+    # -- events ---------------------------------------------------------------------------
+
+    def listens(self, event_type: type[Any]) -> bool:
+        """Return whether an observer would be called with a kind of event."""
+        return self.notifier.listens(event_type)
+
+    def notify(self, event: object) -> None:
+        """Call observers with an event; what they raise is contained."""
+        self.notifier.notify(event)
+
+
+def load_plugins(
+    *,
+    allow: Collection[str] | None = None,
+    block: Collection[str] | None = None,
+    extra: Iterable[tuple[str, object]] = (),
+    replace: Collection[str] = (),
+    strict: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> PluginSet:
+    """Load the installed plugins into a new set.
+
+    Lists name plugins by their entry point or by their distribution, and only take away: a
+    plugin is loaded if every list that is in force allows it and none blocks it. One that is
+    left out is not imported. Loading twice gives two equal sets, independent of each other.
+
+    Args:
+        allow: Load only these; an empty list loads none. The environment variable
+            DISPATCHKIT_PLUGINS (names with commas; empty: none) does the same.
+        block: Do not load these; so does DISPATCHKIT_DISABLE.
+        extra: (name, object) pairs to load besides; ``allow`` does not concern them.
+        replace: Built-in names that plugins may have instead of dispatchkit.
+        strict: Raise if anything is wrong, rather than leave it out with a warning.
+        environ: Where the variables are read; the process's environment by default.
+
+    Raises:
+        PluginLoadError: In strict mode: all problems, as a group.
+        ConfigError: ``allow``, ``block`` or ``replace`` is not a list of names, or ``extra``
+            not one of pairs.
+        UnknownNameError: A name to replace is not built in.
+    """
+    for setting, value in (("allow", allow), ("block", block), ("replace", replace)):
+        _check_names(setting, value)
+    given = [_passed_in(*_pair(one)) for one in extra]
+    names = Filter.of(allow, block, os.environ if environ is None else environ)
+    plugins = PluginSet((_built_in(), *given, *discover()), names=names, replace=replace)
+    for problem in plugins.problems:
+        _log.warning("%s", problem)
+    if strict and plugins.problems:
+        raise PluginLoadError(plugins.problems)
+    _log.info("Plugins loaded: %s", "; ".join(map(str, plugins.origins)))
+    return plugins
+
+
+def _built_in() -> Candidate:
+    """Return what dispatchkit itself brings; it comes through the same hooks."""
+
+    def load() -> object:
+        from dispatchkit.plugins import builtin
+
+        return builtin
+
+    return Candidate(Origin("dispatchkit", "dispatchkit", __version__), BUILT_IN, load)
+
+
+def _passed_in(name: str, plugin: object) -> Candidate:
+    return Candidate(Origin(name), PASSED_IN, lambda: plugin)
+
+
+def _check_names(setting: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, str):
+        raise ConfigError(setting, value, "a list of names", f"Write [{value!r}].")
+    if not isinstance(value, Collection) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(setting, value, "a list of names")
+
+
+def _pair(one: Any) -> tuple[str, object]:
+    if not isinstance(one, tuple) or len(one) != 2 or not isinstance(one[0], str):
+        raise ConfigError("extra", one, "pairs of a name and a module or an instance")
+    return one

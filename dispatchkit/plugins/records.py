@@ -1,0 +1,81 @@
+"""What became of plugins, and of what they bring."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Generic, TypeVar
+
+import attrs
+
+from dispatchkit.errors import Origin
+from dispatchkit.hookspecs import AnySpec
+
+SpecT = TypeVar("SpecT", bound=AnySpec)
+
+
+@attrs.frozen
+class Registered(Generic[SpecT]):
+    """One thing that can be chosen by name, with its origin.
+
+    Attributes:
+        spec: The record that the plugin returned.
+        origin: The plugin and its distribution.
+    """
+
+    spec: SpecT
+    origin: Origin
+
+    @property
+    def name(self) -> str:
+        """The name it is chosen by."""
+        return self.spec.name
+
+    @property
+    def summary(self) -> str:
+        """One line for listings; may be empty."""
+        return self.spec.summary
+
+
+class PluginState(enum.StrEnum):
+    """What became of a plugin that was found, passed in or asked for."""
+
+    LOADED = "loaded"
+    FAILED = "failed"
+    DUPLICATE = "duplicate"
+    BLOCKED = "blocked"
+    MISSING = "missing"
+
+
+@attrs.frozen
+class PluginInfo:
+    """One row of the list of plugins.
+
+    Attributes:
+        name: The plugin's name (its entry point's name).
+        distribution: Distribution it comes from; None for an object passed in.
+        version: Version of that distribution; None for an object passed in.
+        origin: Where it comes from, in words.
+        state: What became of it.
+        reason: Why, in words; empty where there is nothing to say.
+        registers: What it registered, as ``kind name`` (``policy vllm``).
+    """
+
+    name: str
+    distribution: str | None
+    version: str | None
+    origin: str
+    state: PluginState
+    reason: str = ""
+    registers: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, origin: Origin, state: PluginState, reason: str = "", registers: tuple[str, ...] = ()
+    ) -> PluginInfo:
+        """Make a row for an origin."""
+        facts = (origin.plugin, origin.distribution, origin.version, str(origin))
+        return cls(*facts, state, reason, registers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row as plain values, ready for JSON."""
+        return {**attrs.asdict(self), "state": str(self.state), "registers": list(self.registers)}
