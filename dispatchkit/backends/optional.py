@@ -4,7 +4,7 @@ Each part is a Protocol of its own, and a backend has as many of them as its dev
 method that is there is offered; where only the arguments of a required method differ, a field of
 ``BackendCapabilities`` says so. ``features_of`` is the one place that looks.
 
-Without a part the runner does what it replaces: a warm-up for a rehearsal, ``replay`` for a
+Without a part the runner does what it replaces: a warmup for a rehearsal, ``replay`` for a
 direct launch, copies by torch for a copy node. ``BackendTests`` tests each part that is offered.
 """
 
@@ -26,7 +26,7 @@ LaunchCall = Callable[[Any, Any], int | None]
 class RehearsingBackend(Protocol):
     """A backend that measures beforehand how much memory a capture takes.
 
-    Without it, a budget of bytes goes by the memory of the first warm-up, and a graph that turns
+    Without it, a budget of bytes goes by the memory of the first warmup, and a graph that turns
     out larger is evicted after its capture.
     """
 
@@ -40,7 +40,7 @@ class RehearsingBackend(Protocol):
     ) -> int:
         """Return by how many bytes at most a capture would make the pool grow.
 
-        The callable runs once on the stream, like a warm-up: the caller restores what it
+        The callable runs once on the stream, like a warmup: the caller restores what it
         changes. The pool stays as it is.
 
         Raises:
@@ -107,7 +107,7 @@ class UploadingBackend(Protocol):
 
 
 class WarmupNotes(Protocol):
-    """What a warm-up shows about the operations of the capture that follows."""
+    """What a warmup shows about the operations of the capture that follows."""
 
     @property
     def is_plain(self) -> bool:
@@ -151,7 +151,7 @@ class UnwatchedCaptureBackend(Protocol):
     """
 
     def new_notes(self) -> WarmupNotes | None:
-        """Return empty notes for a warm-up; None if no warm-up can stand in for a watch."""
+        """Return empty notes for a warmup; None if no warmup can stand in for a watch."""
         ...
 
     def capture(
@@ -174,8 +174,8 @@ class UnwatchedCaptureBackend(Protocol):
             generators: Random generators beside the default one.
             watched: Look at each operation. False: the caller watched the same operations in
                 an earlier capture, and adds to ``holds`` what that graph held.
-            notes: Plain notes of a warm-up of the same operations, which take the place of the
-                watch. Memory that only the warm-up used is not kept.
+            notes: Plain notes of a warmup of the same operations, which take the place of the
+                watch. Memory that only the warmup used is not kept.
             compiled: The callable calls functions of torch.compile, which must run compiled.
 
         Raises:

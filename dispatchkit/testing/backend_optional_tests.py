@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from dispatchkit.backends.optional import LaunchCall, UnwatchedCaptureBackend, features_of
+from dispatchkit.backends.optional import (
+    CopyRegion,
+    LaunchCall,
+    UnwatchedCaptureBackend,
+    features_of,
+)
 from dispatchkit.errors import ReplayError
 from dispatchkit.testing.backend_rig import Rig
 
@@ -117,7 +123,10 @@ class OptionalTests:
     def test_a_released_graph_has_no_direct_launch(self, rig: Rig) -> None:
         """Its handle may belong to another graph by now."""
         launches = offered(rig, "direct_launches")
-        graph = rig.capture(lambda: rig.zeros(2) + 1)
+        x = rig.zeros(2)
+        graph = rig.capture(lambda: x + 1)
+        graph.replay()
+        direct_launch(rig, graph)
         graph.release()
         assert_refused(lambda: launches.direct_launch(graph), "A released graph got a launch.")
 
@@ -137,9 +146,61 @@ class OptionalTests:
     def test_a_released_graph_is_not_uploaded(self, rig: Rig) -> None:
         """Its handle may belong to another graph by now."""
         uploads = offered(rig, "uploads")
-        graph = rig.capture(lambda: rig.zeros(2) + 1)
+        x = rig.zeros(2)
+        graph = rig.capture(lambda: x + 1)
+        if not uploads.upload(graph, rig.stream):
+            pytest.skip(f"Backend {rig.backend.name!r} cannot upload this graph.")
         graph.release()
         assert_refused(lambda: uploads.upload(graph, rig.stream), "A released graph was uploaded.")
+
+    # -- copy nodes -----------------------------------------------------------------------
+
+    def test_a_copy_node_does_what_it_was_set_to_last(self, rig: Rig) -> None:
+        """A graph reads the rows of this batch and fill behind them, and no earlier batch."""
+        torch = rig.torch
+        x, host = rig.zeros(8, 4), rig.zeros(8)
+        node = offered(rig, "copy_nodes").copy_node(2, x.nbytes, data_bytes=host.nbytes)
+        if isinstance(node, str):
+            pytest.skip(f"Backend {rig.backend.name!r} makes no copy node: {node}.")
+
+        def run() -> Any:
+            return x * 2, host * 2
+
+        def run_behind_node() -> Any:
+            node.record(rig.backend.current_stream_handle())
+            return run()
+
+        rig.backend.warmup(run, stream=rig.stream)
+        graph = rig.capture(run_behind_node)
+        problem = node.attach(graph)
+        assert not problem, f"The node is not in its graph: {problem}."
+        graph.replay()
+        assert rig.read(graph.outputs[1]) == [0.0] * 8, "The node copied before it was set."
+
+        sevens = int.from_bytes(struct.pack("<ff", 7.0, 7.0), "little")
+        regions = [
+            CopyRegion(x.data_ptr(), x[:3].nbytes, x[3:].nbytes, sevens),
+            CopyRegion(host.data_ptr(), host[:3].nbytes, host[3:].nbytes, sevens),
+        ]
+        set_node = node.setter(regions, offsets=[0])
+        data = torch.frombuffer(node.data, dtype=torch.float32, count=3)
+        for batch in (rig.randn(3, 4), rig.randn(3, 4)):
+            data.copy_(torch.arange(3.0))
+            code = set_node([batch])
+            assert not code, f"The node was not set: error code {code}."
+            data.fill_(-1)  # read already
+            graph.replay()
+            assert rig.equal(graph.outputs[0][:3], batch * 2), "The rows are not the batch's."
+            assert rig.read(graph.outputs[0][3:]) == [[14.0] * 4] * 5, "No fill behind the rows."
+            assert rig.read(graph.outputs[1]) == [0.0, 2.0, 4.0, *[14.0] * 5]
+        x.fill_(1)
+        assert not set_node([x[:3]])
+        graph.replay()
+        assert rig.read(graph.outputs[0]) == [[2.0] * 4] * 3 + [[14.0] * 4] * 5
+        x.fill_(5)
+        assert not node.stop()
+        graph.replay()
+        assert rig.read(graph.outputs[0]) == [[10.0] * 4] * 8, "The stopped node still copies."
 
     # -- captures without a watch -----------------------------------------------------------
 
@@ -192,7 +253,7 @@ class OptionalTests:
 
     @staticmethod
     def _noted(rig: Rig, unwatched: UnwatchedCaptureBackend, run: Callable[[], Any]) -> Any:
-        """Return the notes of a warm-up; skip if the backend makes none."""
+        """Return the notes of a warmup; skip if the backend makes none."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         notes: Any = unwatched.new_notes()

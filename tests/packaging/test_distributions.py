@@ -121,6 +121,16 @@ def test_plugin_uses_public_names_only(plugin: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "folder", sorted(ROOT.glob("examples/*/src")), ids=lambda path: path.parent.name
+)
+def test_examples_of_distributions_use_public_names_only(folder: Path) -> None:
+    """They are what others copy."""
+    found = {path.name: breaches(path.read_text()) for path in folder.rglob("*.py")}
+    assert found
+    assert {name: problems for name, problems in found.items() if problems} == {}
+
+
+@pytest.mark.parametrize(
     "source",
     [
         "import dispatchkit._secret",

@@ -528,3 +528,13 @@ class NotesWithoutDrawsBackend(OfferingTape):
 
         notes.see = see_no_draw
         return notes
+
+
+@planted("test_a_copy_node_does_what_it_was_set_to_last", r"stopped node still copies")
+class StopsNothingBackend(OfferingTape):
+    """A node that is not set again has nothing to do."""
+
+    def copy_node(self, num_regions, num_bytes, data_bytes=0):
+        node = super().copy_node(num_regions, num_bytes, data_bytes)
+        node.stop = lambda: 0
+        return node

@@ -41,10 +41,47 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class OfferedNode:
+    """Copies in front of a graph's replay."""
+
+    def __init__(self, data_bytes):
+        self.data = (ctypes.c_ubyte * data_bytes)()
+        self.work, self.is_recorded = (), False
+
+    def record(self, stream):
+        self.is_recorded = True
+
+    def attach(self, graph):
+        graph.node = self
+        return "" if self.is_recorded else "it was not recorded"
+
+    def setter(self, regions, offsets=()):
+        def set_node(tensors):
+            data = (ctypes.c_ubyte * len(self.data)).from_buffer_copy(self.data)
+            begin = ctypes.addressof(data)
+            sources = [*(one.data_ptr() for one in tensors), *(begin + one for one in offsets)]
+            self.work, self.kept = tuple(zip(regions, sources, strict=True)), data
+            return 0
+
+        return set_node
+
+    def stop(self):
+        self.work = ()
+        return 0
+
+    def play(self):
+        for region, source in self.work:
+            if source != region.target:
+                ctypes.memmove(region.target, source, region.num_bytes)
+            fill = region.fill.to_bytes(8, "little") * -(-region.tail_bytes // 8)
+            ctypes.memmove(region.target + region.num_bytes, fill, region.tail_bytes)
+
+
 class OfferedGraph:
     """A graph of the tape with a handle, which holds what its operations were given."""
 
     num_plain_operations = 0
+    node = None
 
     def __init__(self, graph, handle, holds):
         self.graph, self.handle, self.is_released = graph, handle, False
@@ -59,6 +96,8 @@ class OfferedGraph:
         return self.graph.has_random_state
 
     def replay(self):
+        if self.node is not None:
+            self.node.play()
         self.graph.replay()
 
     def release(self):
@@ -108,3 +147,6 @@ class OfferingTape(TapeBackend):
         if graph.is_released:
             raise ReplayError("The graph is released.")
         return True
+
+    def copy_node(self, num_regions, num_bytes, data_bytes=0):
+        return OfferedNode(data_bytes)

@@ -1,0 +1,170 @@
+"""The backend ``launchlog``: another backend whose graph launches are logged and delayed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from dispatchkit.backends import (
+    BackendCapabilities,
+    CapturedGraph,
+    GraphBackend,
+    LaunchCall,
+    Stream,
+    features_of,
+    resolve_backend,
+)
+from dispatchkit.errors import ConfigError
+
+
+class Launch(NamedTuple):
+    """One launch.
+
+    Attributes:
+        stream: Raw handle of the stream it went to.
+        is_direct: It went past ``replay``, by the call of the device's runtime.
+    """
+
+    stream: int
+    is_direct: bool
+
+
+class LaunchLogBackend:
+    """A backend that runs on another one, and logs and delays each launch of a graph.
+
+    Args:
+        backend: The other backend, or its name.
+        device: Its device, where the name leaves it open.
+        delay_us: Microseconds that the host waits before each launch.
+        capacity: Launches that the log keeps; older ones are dropped.
+
+    Raises:
+        ConfigError: The delay is negative.
+
+    Attributes:
+        launches: The log, oldest first.
+    """
+
+    def __init__(
+        self,
+        backend: str | GraphBackend = "auto",
+        *,
+        device: Any = None,
+        delay_us: float = 0.0,
+        capacity: int = 10_000,
+    ) -> None:
+        if delay_us < 0:
+            raise ConfigError("delay_us", delay_us, "a number of at least 0")
+        inner = resolve_backend(backend, device=device)
+        self._inner, self._delay = inner, delay_us / 1e6
+        self.launches: deque[Launch] = deque(maxlen=capacity)
+        # Streams, events and pools are the other backend's own: they are only given back to it.
+        # Its bound methods are taken as they are, since each step asks for the current stream.
+        self.current_stream = inner.current_stream
+        self.current_stream_handle = inner.current_stream_handle
+        self.new_stream = inner.new_stream
+        self.use_stream = inner.use_stream
+        self.new_event = inner.new_event
+        self.synchronize = inner.synchronize
+        self.new_pool, self.pool_bytes = inner.new_pool, inner.pool_bytes
+        self.warmup, self.is_capturing = inner.warmup, inner.is_capturing
+        # A part that a backend need not have is offered by having its method.
+        self._features = features = features_of(inner)
+        if features.rehearsals is not None:
+            self.rehearse = features.rehearsals.rehearse
+        if features.unwatched_captures is not None:
+            self.new_notes = features.unwatched_captures.new_notes
+        if features.copy_nodes is not None:
+            self.copy_node = features.copy_nodes.copy_node
+
+    def log_launch(self, stream: int, *, is_direct: bool) -> None:
+        """Wait as long as launches are delayed, and log one."""
+        if self._delay:
+            time.sleep(self._delay)
+        self.launches.append(Launch(stream, is_direct))
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"launchlog on {self._inner.name}"
+
+    @property
+    def torch_device(self) -> str:
+        """Where the runner makes tensors."""
+        return self._inner.torch_device
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """What the other backend can do; arguments of optional parts are passed on."""
+        return self._inner.capabilities
+
+    def device_info(self) -> dict[str, str]:
+        """Return facts for reports."""
+        return {**self._inner.device_info(), "launch delay": f"{self._delay * 1e6:g} us"}
+
+    def capture(
+        self,
+        run: Callable[[], Any],
+        *,
+        stream: Stream,
+        pool: Any,
+        generators: Iterable[Any] = (),
+        **options: Any,
+    ) -> CapturedGraph:
+        """Capture a step into a graph whose launches are logged."""
+        graph = self._inner.capture(run, stream=stream, pool=pool, generators=generators, **options)
+        return LoggedGraph(graph, self)
+
+    def direct_launch(self, graph: CapturedGraph) -> tuple[LaunchCall, Any] | None:
+        """Return the other backend's call, which logs the launch; None if it has none."""
+        launches = self._features.direct_launches
+        found = None if launches is None else launches.direct_launch(_inner_graph(graph))
+        if found is None:
+            return None
+        call, handle = found
+
+        def logged_call(graph: Any, stream: Any) -> int | None:
+            self.log_launch(stream.value or 0, is_direct=True)
+            return call(graph, stream)
+
+        return logged_call, handle
+
+    def upload(self, graph: CapturedGraph, stream: Stream) -> bool:
+        """Prepare a graph for its first launch, if the other backend can."""
+        uploads = self._features.uploads
+        return uploads is not None and uploads.upload(_inner_graph(graph), stream)
+
+
+class LoggedGraph:
+    """A graph of the other backend; what it holds and has for its backend is the same."""
+
+    def __init__(self, inner: CapturedGraph, backend: LaunchLogBackend) -> None:
+        self.inner, self._backend = inner, backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    @property
+    def outputs(self) -> Any:
+        """What the step returned at capture."""
+        return self.inner.outputs
+
+    @property
+    def has_random_state(self) -> bool:
+        """Whether a replay draws."""
+        return self.inner.has_random_state
+
+    def replay(self) -> None:
+        """Log the launch, and launch."""
+        self._backend.log_launch(self._backend.current_stream_handle(), is_direct=False)
+        self.inner.replay()
+
+    def release(self) -> None:
+        """Release the graph."""
+        self.inner.release()
+
+
+def _inner_graph(graph: CapturedGraph) -> CapturedGraph:
+    return graph.inner if isinstance(graph, LoggedGraph) else graph
