@@ -31,8 +31,8 @@ from dispatchkit.cli.endings import STOPPED
 from dispatchkit.cli.explaining import explain_batch
 from dispatchkit.cli.listing import plugins, policies
 from dispatchkit.cli.new_policy import new_policy
-from dispatchkit.cli.options import COMMON
-from dispatchkit.cli.output import complain, load_installed_plugins
+from dispatchkit.cli.options import COMMON, load_installed_plugins
+from dispatchkit.cli.output import complain
 from dispatchkit.cli.planning import plan
 from dispatchkit.cli.recording import record
 from dispatchkit.cli.reporting import report

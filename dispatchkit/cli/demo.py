@@ -17,12 +17,12 @@ from dispatchkit.cli.options import (
     ModeOption,
     PolicyOption,
     SizesOption,
+    load_installed_plugins,
     settings_of,
 )
 from dispatchkit.cli.output import (
     JsonOption,
     console,
-    load_installed_plugins,
     mention_problems,
     print_json,
     progress,

@@ -14,8 +14,8 @@ import typer
 
 from dispatchkit._version import __version__
 from dispatchkit.cli import facts
-from dispatchkit.cli.options import settings_of
-from dispatchkit.cli.output import JsonOption, console, load_installed_plugins, print_json
+from dispatchkit.cli.options import load_installed_plugins, settings_of
+from dispatchkit.cli.output import JsonOption, console, print_json
 from dispatchkit.distributions import DEFAULT_POLICY, distribution_of
 from dispatchkit.errors import DispatchkitError
 from dispatchkit.settings import Settings

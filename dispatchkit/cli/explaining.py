@@ -22,6 +22,7 @@ from dispatchkit.cli.options import (
     PolicyOption,
     QueryLensOption,
     SizesOption,
+    load_installed_plugins,
     policy_name,
     settings_of,
 )
@@ -29,7 +30,6 @@ from dispatchkit.cli.output import (
     JsonOption,
     complain,
     console,
-    load_installed_plugins,
     mention_problems,
     print_json,
     progress,

@@ -6,11 +6,11 @@ from typing import Any
 
 import typer
 
+from dispatchkit.cli.options import load_installed_plugins
 from dispatchkit.cli.output import (
     JsonOption,
     complain,
     console,
-    load_installed_plugins,
     mention_problems,
     print_json,
     table,

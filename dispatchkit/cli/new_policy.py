@@ -17,7 +17,8 @@ from typing import Annotated
 import typer
 
 from dispatchkit._version import __version__
-from dispatchkit.cli.output import JsonOption, load_installed_plugins, print_json
+from dispatchkit.cli.options import load_installed_plugins
+from dispatchkit.cli.output import JsonOption, print_json
 from dispatchkit.errors import ConfigError
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what becomes of them: settings.
+"""Options that several commands share, and what becomes of them: settings, and plugins.
 
 Every option is declared with its flag and metavar. Derived ones differ between releases of
 typer.
@@ -6,6 +6,8 @@ typer.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,6 +33,8 @@ __all__ = [
     "QueryLensOption",
     "SizesOption",
     "TraceArgument",
+    "forget_plugins",
+    "load_installed_plugins",
     "policy_name",
     "settings_of",
 ]
@@ -73,8 +77,6 @@ def setting_option(name: str, *flags: str, metavar: str, autocompletion: Any = N
 
 def complete_policies(incomplete: str) -> list[str]:
     """Return the installed policies that begin so, for the shell."""
-    from dispatchkit.cli.output import load_installed_plugins
-
     return [name for name in load_installed_plugins().policies if name.startswith(incomplete)]
 
 
@@ -169,3 +171,34 @@ def settings_of(given: Mapping[str, Any] | None = None) -> Settings:
     for sentence in settings.disagreements():
         complain(f"Note: {sentence}")
     return settings
+
+
+def load_installed_plugins(settings: Settings | None = None) -> PluginSet:
+    """Load the installed plugins that the settings allow, once.
+
+    Args:
+        settings: Where ``plugins`` and ``disable`` are; read if not given.
+
+    Raises:
+        ConfigError: The settings cannot be used.
+    """
+    if settings is None:
+        settings = settings_of()
+    return _load(settings["plugins"], settings["disable"], bool(settings.chosen("plugins")))
+
+
+@functools.cache
+def _load(allow: tuple[str, ...] | None, block: tuple[str, ...], is_whole: bool) -> PluginSet:
+    from dispatchkit.plugins import load_plugins
+
+    # The command line reports problems itself, in one line or in full (`plugins`).
+    log = logging.getLogger("dispatchkit.plugins")
+    log.addHandler(logging.NullHandler())
+    log.propagate = False
+    # Settings that name plugins have read the environment, too.
+    return load_plugins(allow=allow, block=block or None, environ={} if is_whole else None)
+
+
+def forget_plugins() -> None:
+    """Load plugins anew the next time."""
+    _load.cache_clear()

@@ -1,10 +1,8 @@
-"""What all commands share: where text goes, tables, JSON, and loading plugins once."""
+"""What all commands share: where text goes, tables, JSON, and a progress bar."""
 
 from __future__ import annotations
 
-import functools
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,6 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from dispatchkit.plugins import Origin, PluginSet
-    from dispatchkit.settings import Settings
 
 Tell = Callable[[str, int, int], None]
 
@@ -78,39 +75,6 @@ def table(
         # Text, so that a bracket in a name is not taken for markup.
         made.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))
     return made
-
-
-def load_installed_plugins(settings: Settings | None = None) -> PluginSet:
-    """Load the installed plugins that the settings allow, once.
-
-    Args:
-        settings: Where ``plugins`` and ``disable`` are; read if not given.
-
-    Raises:
-        ConfigError: The settings cannot be used.
-    """
-    if settings is None:
-        from dispatchkit.cli.options import settings_of
-
-        settings = settings_of()
-    return _load(settings["plugins"], settings["disable"], bool(settings.chosen("plugins")))
-
-
-@functools.cache
-def _load(allow: tuple[str, ...] | None, block: tuple[str, ...], is_whole: bool) -> PluginSet:
-    from dispatchkit.plugins import load_plugins
-
-    # The command line reports problems itself, in one line or in full (`plugins`).
-    log = logging.getLogger("dispatchkit.plugins")
-    log.addHandler(logging.NullHandler())
-    log.propagate = False
-    # Settings that name plugins have read the environment, too.
-    return load_plugins(allow=allow, block=block or None, environ={} if is_whole else None)
-
-
-def forget_plugins() -> None:
-    """Load plugins anew the next time."""
-    _load.cache_clear()
 
 
 @contextmanager

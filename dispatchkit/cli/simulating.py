@@ -16,13 +16,13 @@ from dispatchkit.cli.options import (
     ModeOption,
     SizesOption,
     TraceArgument,
+    load_installed_plugins,
     policy_name,
     settings_of,
 )
 from dispatchkit.cli.output import (
     JsonOption,
     console,
-    load_installed_plugins,
     mention_problems,
     print_json,
     progress,

@@ -24,13 +24,13 @@ class Outcome:
 @pytest.fixture(autouse=True)
 def _known_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Load the default policy's plugin alone, whatever else is installed here."""
-    from dispatchkit.cli import output
+    from dispatchkit.cli import options
 
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm")
     monkeypatch.delenv("DISPATCHKIT_DISABLE", raising=False)
-    output.forget_plugins()
+    options.forget_plugins()
     yield
-    output.forget_plugins()
+    options.forget_plugins()
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def spawn() -> Callable[..., Outcome]:
 def plugins_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let the command line find plugin objects besides the installed ones."""
     from dispatchkit import plugins as plugins_module
-    from dispatchkit.cli import output
+    from dispatchkit.cli import options
 
     load = plugins_module.load_plugins
 
@@ -79,6 +79,6 @@ def plugins_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(
             plugins_module, "load_plugins", lambda **options: load(extra=objects.items(), **options)
         )
-        output.forget_plugins()
+        options.forget_plugins()
 
     return use
