@@ -35,7 +35,7 @@ pip_install() {
     stop "pip failed: $(grep -E '(ERROR|[A-Za-z]Error):' "$log" | tail -n 1) (details: $log); fix that, $again."
 }
 
-echo "Setting up .venv (once; about a minute and 1 GB, most of it torch) ..."
+echo "Setting up .venv (once; a minute or more: 1 GB with torch's CPU build, 3 GB with its CUDA build) ..."
 : >"$log"
 # The build backend first, by the pins in requirements-dev.txt: with it there, the editable packages
 # need no build environment of their own each, which is most of pip's time otherwise.

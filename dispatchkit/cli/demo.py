@@ -188,8 +188,9 @@ def _times(report: DemoReport) -> Table:
 
 
 def _step_lines(report: DemoReport) -> Iterator[str]:
-    computed = report.num_tokens + report.padding
-    yield f"padding: {report.padding:,} of {computed:,} rows ({report.padding / computed:.1%})"
+    real = sum(row.num_tokens for row in report.times if row.mode != "NONE")
+    share = report.padding / real if real else 0.0
+    yield f"padding: {report.padding:,} rows, {share:.1%} of the real tokens that were replayed"
     reasons = ", ".join(f"{count} {reason}" for reason, count in report.eager_reasons.items())
     yield f"eager steps by reason: {reasons or 'none'}"
 

@@ -7,11 +7,12 @@ which knows light from dark. All text that comes from data is escaped here.
 
 from __future__ import annotations
 
+import functools
 import html
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
@@ -19,6 +20,10 @@ __all__ = ["Band", "Bars", "Chart", "Line", "Lines", "Pairs", "Series", "Shares"
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 14.0, 12.0, 44.0
 _CHAR = 6.6  # mean width of a letter at 12 px
+_NAME_HEIGHT = 14.0
+_NEAR = 12.0  # a name this near to its point needs no stroke to it
+_MAX_ORDERED = 5  # names whose best order is looked for: 120 orders
+_ONE_PLACE = 4.0  # points nearer than this share one block of names
 # What HTML and XML do not allow in text, lone surrogates among them.
 _UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
@@ -171,6 +176,12 @@ class _Frame:
             f'y2="{self.bottom:.1f}" class="base"/>'
         )
         self.say(self.left + self.inner_width / 2, self.height - 7, label, "axis")
+
+    def leader(self, x: float, y: float, end: float) -> None:
+        """Draw a stroke from a point to its name."""
+        self.parts.append(
+            f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x:.1f}" y2="{end:.1f}" class="leader"/>'
+        )
 
     def bar(self, x: float, y: float, w: float, h: float, css: str, what: str) -> None:
         if h > 0 and w > 0:
@@ -330,11 +341,7 @@ class Lines(Chart):
             if not line.marked:
                 path = " ".join("{:.1f},{:.1f}".format(*at(x, y)) for x, y in line.points)
                 frame.parts.append(f'<polyline points="{path}" class="mark line {line.css}"/>')
-        marked = [at(x, y) for line in self.lines if line.marked for x, y in line.points]
-        taken = [(x - 7, x + 7, y + 4) for x, y in marked]
-        for line in self.lines:
-            if not line.marked:
-                taken += _along([at(x, y) for x, y in line.points])
+        groups: list[tuple[float, float, list[str]]] = []
         for line in self.lines:
             for x, y in line.points if line.marked else ():
                 cx, cy = at(x, y)
@@ -344,7 +351,18 @@ class Lines(Chart):
                     f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="{radius}" class="mark dot {line.css}">'
                     f"<title>{text(f'{line.name}: {y:.2f}{self.unit} at {x:g}')}</title></circle>"
                 )
-                _name_point(frame, cx, cy, f"{line.name}: {y:.3g}{self.unit}", taken)
+                what = f"{line.name}: {y:.3g}{self.unit}"
+                for gx, gy, names in groups:
+                    if math.hypot(gx - cx, gy - cy) < _ONE_PLACE:
+                        names.append(what)
+                        break
+                else:
+                    groups.append((cx, cy, [what]))
+        drawn: list[_Place] = []
+        for line in self.lines:
+            if not line.marked:
+                drawn += _along([at(x, y) for x, y in line.points])
+        _name_points(frame, groups, drawn)
         places = [(at(t, low)[0], number(t)) for t in _ticks(right, 6)]
         frame.x_axis(places, self.x_label)
         return frame.svg(self.label)
@@ -359,37 +377,118 @@ def _along(corners: Sequence[tuple[float, float]]) -> Iterable[tuple[float, floa
             yield x - 4, x + 4, y + 4
 
 
-def _name_point(
-    frame: _Frame, x: float, y: float, what: str, taken: list[tuple[float, float, float]]
-) -> None:
-    """Write a name beside a point, where no other name is."""
-    room = frame.width - 2
-    length = len(what) * _CHAR
-    middle = min(max(x - length / 2, frame.left + 4), room - length)
-    places = []
-    if x + 11 + length < room:
-        places.append((x + 11, y + 4))
-    if x - 11 - length > frame.left:
-        places.append((x - 11 - length, y + 4))
-    num_beside = len(places)
-    places += [(middle, y + rise) for rise in (-13, 23, -28, 38, -43, 53, -58, 68, -73, 83)]
-    inside = [place for place in places if _TOP + 6 < place[1] < frame.bottom - 3] or places
+_Place = tuple[float, float, float]
+"""From, to, and the base line of a text there."""
+_Group = tuple[float, float, list[str]]
+"""A point with its names, one below the other."""
 
-    def collisions(place: tuple[float, float]) -> int:
+
+def _name_points(frame: _Frame, groups: Sequence[_Group], drawn: Sequence[_Place]) -> None:
+    """Write names beside points, where they cover neither each other nor what is drawn."""
+    dots = [(x - 7, x + 7, y + 4) for x, y, _ in groups]
+    # The first name gets the best place, so each may be the first; of many, too many orders.
+    orders = itertools.permutations(groups) if len(groups) <= _MAX_ORDERED else iter([groups])
+    layouts: list[tuple[int, int, _Names]] = []
+    for order in orders:
+        names = _Names(frame, list(drawn), list(dots))
+        layouts.append((sum(names.place(*group) for group in order), len(layouts), names))
+    for what in min(layouts)[2].parts:
+        what()
+
+
+class _Names:
+    """A layout of names beside points.
+
+    Args:
+        frame: What they are written on.
+        drawn: Places of lines; a name covers one only where it must.
+        solid: Places of points; names, too, once they have their places.
+
+    Attributes:
+        parts: What draws them.
+    """
+
+    def __init__(self, frame: _Frame, drawn: list[_Place], solid: list[_Place]) -> None:
+        self._frame, self._drawn, self._solid = frame, drawn, solid
+        self._names: list[_Place] = []
+        self.parts: list[Callable[[], None]] = []
+
+    def place(self, x: float, y: float, lines: Sequence[str]) -> int:
+        """Find the place of a point's names where they cost least; return that cost."""
+        frame = self._frame
+        width = max(map(len, lines)) * _CHAR
+        below_first = (len(lines) - 1) * _NAME_HEIGHT
+        edge = frame.width - 2
+        level = y + 4 - below_first / 2
+        beside = [(x + 11, level)] if x + 11 + width < edge else []
+        if x - 11 - width > frame.left:
+            beside.append((x - 11 - width, level))
+        middle = min(max(x - width / 2, frame.left + 4), edge - width)
+        above_or_below = [
+            (left, top)
+            for distance in range(0, 90, 15)
+            for top in (y - 13 - below_first - distance, y + 23 + distance)
+            for left in (middle, max(x - width, frame.left + 4), min(x, edge - width))
+        ]
+        places = [*beside, *above_or_below]
+        inside = [
+            place
+            for place in places
+            if _TOP + 6 < place[1] and place[1] + below_first < frame.bottom - 3
+        ]
+        costs = {
+            place: self._cost(x, y, place, width, below_first, has_stroke=place not in beside)
+            for place in inside or places
+        }
+        chosen = min(costs, key=lambda place: costs[place])  # of equals, the first
+        left, top = chosen
+        tops = [top + at * _NAME_HEIGHT for at in range(len(lines))]
+        self._names += [(left, left + width, line) for line in tops]
+        end = _stroke_end(y, top, below_first)
+        if chosen not in beside and abs(end - y) > _NEAR:
+            self.parts.append(functools.partial(frame.leader, x, y, end))
+            self._drawn += _along([(x, y), (x, end)])
+        self.parts += [
+            functools.partial(frame.say, left, line, what, "name", "start")
+            for what, line in zip(lines, tops, strict=True)
+        ]
+        return costs[chosen]
+
+    def _cost(
+        self,
+        x: float,
+        y: float,
+        place: tuple[float, float],
+        width: float,
+        below_first: float,
+        *,
+        has_stroke: bool,
+    ) -> int:
+        """Return what names at a place would cover, and how far they are from their point."""
         left, top = place
-        return sum(
-            abs(top - other) < 14 and left <= end and left + length >= begin
-            for begin, end, other in taken
-        )
+        tops = [top + at * _NAME_HEIGHT for at in range(round(below_first / _NAME_HEIGHT) + 1)]
 
-    left_edge, top = min(inside, key=collisions)  # of equals, the first
-    taken.append((left_edge, left_edge + length, top))
-    if places.index((left_edge, top)) >= num_beside + 2:  # far from its point: a stroke leads there
-        end = top + 3 if top < y else top - 11
-        frame.parts.append(
-            f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x:.1f}" y2="{end:.1f}" class="leader"/>'
-        )
-    frame.say(left_edge, top, what, "name", "start")
+        def covered(places: Sequence[_Place]) -> int:
+            return sum(
+                abs(line - other) < _NAME_HEIGHT and left <= end and left + width >= begin
+                for begin, end, other in places
+                for line in tops
+            )
+
+        cost = 3 * covered(self._drawn) + 100 * covered([*self._solid, *self._names])
+        if has_stroke:
+            low, high = sorted((y, _stroke_end(y, top, below_first)))
+            cost += 100 * sum(
+                begin <= x <= end and low < other + 3 and other - 11 < high
+                for begin, end, other in self._names
+            )
+            cost += round((high - low) / _NAME_HEIGHT)
+        return cost
+
+
+def _stroke_end(y: float, top: float, below_first: float) -> float:
+    """Return where a stroke from a point to its names ends."""
+    return top + below_first + 3 if top < y else top - 11
 
 
 @attrs.frozen(kw_only=True)

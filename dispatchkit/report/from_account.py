@@ -72,9 +72,9 @@ def waste_figure(
     return Figure(
         "waste",
         title,
-        f"Padded tokens per cent of the real ones, over steps of at most {max_size} tokens, one "
-        "size list for all kinds of steps. The line is what the planner reaches in hindsight; a "
-        "point above it pays for padding, one to its right for graphs.",
+        f"Padding as per cent of the real tokens, over steps of at most {max_size} tokens and one "
+        "list of sizes for all kinds of steps. The line is the best that any list of so many sizes "
+        "reaches on this trace: a point above it computes padding that other sizes would save.",
         Lines(
             label=title,
             lines=lines,
@@ -100,8 +100,9 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
     return Report(
         title=f"{PurePath(account.source).name} under {account.policy.partition(' ')[0]}",
         summary=(
-            f"Of {steps:,} steps {replayed:.1%} replay a graph, with {account.waste_pct:.1f}% "
-            f"padding; the rest run eager for a reason named below."
+            f"Of {steps:,} steps {replayed:.1%} replay a graph, with padding of "
+            f"{account.waste_pct:.2f}% of their real tokens; the rest run eager, each for a reason "
+            "named below."
         ),
         facts=(
             ("Trace", account.source),
@@ -113,7 +114,9 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
         tiles=(
             Tile("Steps", f"{steps:,}", f"{account.num_graphs} graphs declared"),
             Tile("Replayed", f"{replayed:.1%}", f"{modes['NONE']:,} steps eager"),
-            Tile("Padding", f"{account.waste_pct:.2f}%", f"{account.padding:,} tokens"),
+            Tile(
+                "Padding", f"{account.waste_pct:.2f}%", f"{account.padding:,} above the real tokens"
+            ),
             Tile("Device time", f"{account.time_s:.3g} s", f"{speed:.2f}x as fast as eager"),
         ),
         figures=(
@@ -156,26 +159,24 @@ def _padding(account: Account) -> Figure | Missing:
         real = sum(one.steps * one.num_tokens for one in group)
         extra = sum(one.steps * one.decision.padding for one in group)
         steps = sum(one.steps for one in group)
-        shares.append(100.0 * extra / (real + extra))
-        rows.append(
-            (str(bucket), f"{steps:,}", f"{real:,}", f"{extra:,}", f"{100 * extra / real:.1f}%")
-        )
+        shares.append(100.0 * extra / real)
+        rows.append((str(bucket), f"{steps:,}", f"{real:,}", f"{extra:,}", f"{shares[-1]:.1f}%"))
     worst = max(zip(shares, buckets, strict=True))
     return Figure(
         "padding",
         title,
-        "What share of the rows that a bucket computes is padding. "
-        f"The most is bucket {worst[1]} with {worst[0]:.0f}%.",
+        "Padded tokens of each bucket, as per cent of its real ones. "
+        f"Bucket {worst[1]} has the most, {worst[0]:.0f}%.",
         Stacked(
             label=title,
             categories=tuple(map(str, buckets)),
             series=(Series("padding", "padding", tuple(shares)),),
             x_label="bucket (tokens)",
-            y_label="padding, % of computed rows",
+            y_label="padding, % of real tokens",
             unit="%",
         ),
         Table(
-            ("Bucket", "Steps", "Real tokens", "Padding", "Of real"), tuple(rows), (0, 1, 2, 3, 4)
+            ("Bucket", "Steps", "Real tokens", "Padding", "% of real"), tuple(rows), (0, 1, 2, 3, 4)
         ),
     )
 
@@ -191,8 +192,8 @@ def _tokens(account: Account) -> Figure | Missing:
     return Figure(
         "tokens",
         title,
-        "Where the rows are computed, and so where padding costs most: "
-        f"bucket {most[1]}, with {most[0]:,} rows of it.",
+        "Rows computed in each bucket, and so where padding costs most: "
+        f"bucket {most[1]}, with {most[0]:,} rows of padding.",
         Stacked(
             label=title,
             categories=tuple(map(str, buckets)),

@@ -63,7 +63,7 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
             Tile("Steps", f"{first['num_steps']:,}", "in each scenario"),
             Tile("Least time", f"{best['time_s']:.3g} s", best["label"]),
             Tile("Against eager", f"{speed:.2f}x", f"eager takes {best['eager_time_s']:.3g} s"),
-            Tile("Its padding", f"{best['waste_pct']:.2f}%", f"{best['num_graphs']:,} graphs"),
+            Tile("Its padding", f"{best['waste_pct']:.2f}%", "of the real tokens"),
         ),
         figures=(
             _modes(checked),
@@ -73,8 +73,8 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
             Missing(
                 "padding",
                 "Padding over sizes",
-                "A simulation adds all sizes up. `dispatchkit report TRACE` shows them one by "
-                "one, and the mode share over time.",
+                "A simulation holds totals only. `dispatchkit report TRACE` shows each size, and "
+                "the mode share over time.",
             ),
         ),
         tables=(_table(checked),),
@@ -164,8 +164,8 @@ def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return Figure(
         "waste",
         "Waste against number of graphs",
-        "Padded tokens per cent of the real ones, over the graphs that each scenario held at a "
-        "time (all modes and kinds of batches together).",
+        "Padding as per cent of the real tokens, over the most graphs that each scenario held at "
+        "a time, all modes and kinds of batches together.",
         Lines(
             label="Waste against number of graphs",
             lines=tuple(

@@ -113,13 +113,14 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
     steps = last["steps"] or 1
     replayed = 1.0 - last["steps_by_mode"].get("NONE", 0) / steps
     padding = last["padded_tokens"] - last["real_tokens"]
-    share = 100.0 * padding / last["real_tokens"] if last["real_tokens"] else 0.0
+    real = sum(last["hit_tokens"].values())  # of the steps that replayed a graph
+    share = 100.0 * padding / real if real else 0.0
     policy = str(data.get("policy") or "?")
     return Report(
         title=f"Live statistics of {policy}",
         summary=(
-            f"Of {last['steps']:,} steps {replayed:.1%} replayed a graph; {share:.1f}% of padding "
-            "over all tokens."
+            f"Of {last['steps']:,} steps {replayed:.1%} replayed a graph, with padding of "
+            f"{share:.2f}% of their real tokens."
         ),
         facts=(("Source", source), ("Policy", policy), ("Samples", f"{len(samples):,}")),
         tiles=(
@@ -188,7 +189,7 @@ def _padding(last: Mapping[str, Any]) -> Figure | Missing:
     if not buckets:
         return Missing("padding", title, "No step replayed a graph, so nothing was padded.")
     shares = [
-        100.0 * max(0, size * steps - real) / (size * steps)
+        100.0 * max(0, size * steps - real) / real if real else 0.0
         for size, (steps, real) in buckets.items()
     ]
     rows = tuple(
@@ -198,13 +199,13 @@ def _padding(last: Mapping[str, Any]) -> Figure | Missing:
     return Figure(
         "padding",
         title,
-        "What share of the rows that a bucket computed was padding.",
+        "Padded tokens of each bucket, as per cent of its real ones.",
         Stacked(
             label=title,
             categories=tuple(map(str, buckets)),
             series=(Series("padding", "padding", tuple(shares)),),
             x_label="bucket (tokens)",
-            y_label="padding, % of computed rows",
+            y_label="padding, % of real tokens",
             unit="%",
         ),
         Table(("Bucket", "Steps", "Real tokens", "Padding"), rows, (0, 1, 2, 3)),

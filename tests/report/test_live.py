@@ -64,7 +64,7 @@ def test_samples_of_a_runner_become_a_page(runner: Any, tmp_path: Path) -> None:
     ]
     text = render(report, version="1")
     assert "above_largest_size" in text
-    assert "bucket (tokens) 8: padding 37.5 %" in text
+    assert "bucket (tokens) 8: padding 60 %" in text
     write_report(live, tmp_path / "live.html")
     assert (tmp_path / "live.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import warnings
 from collections import deque
@@ -25,6 +26,7 @@ from dispatchkit import (
 )
 from dispatchkit.dispatch import CalibrationRun
 from dispatchkit.errors import ConfigError
+from dispatchkit.files import real_target
 from dispatchkit.keys import check_count
 from dispatchkit.plugins import PluginSet, load_plugins
 
@@ -155,8 +157,9 @@ class AdaptivePolicy:
         self._calibration_rounds = 0
         self._calibrated: set[tuple[Batch, GraphKey | None]] = set()
         self._step = 0
-        self.state_path = None if state is None else Path(state)
-        if self.state_path is not None and self.state_path.exists():
+        # As it is meant now, whatever folder the program changes to before it saves.
+        self.state_path = None if state is None else _state_path(state)
+        if self.state_path is not None and os.path.lexists(self.state_path):
             try:
                 self.load(self.state_path)
             except StateError as error:
@@ -390,7 +393,8 @@ class AdaptivePolicy:
         """Write what was learnt; the file has its name only once it is whole.
 
         Raises:
-            ConfigError: No path is given here, nor was one to the policy.
+            ConfigError: No path is given here, nor was one to the policy; or the file cannot be
+                written.
         """
         target = self.state_path if path is None else Path(path)
         if target is None:
@@ -699,6 +703,13 @@ class AdaptivePolicy:
 
 def _first(item: tuple[float, bool, ArmId]) -> float:
     return item[0]
+
+
+def _state_path(state: str | Path) -> Path:
+    try:
+        return real_target(state)
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError("state", state, f"the path of a file ({error})") from error
 
 
 def _share(value: Any, setting: str) -> float:

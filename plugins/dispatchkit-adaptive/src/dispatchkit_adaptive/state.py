@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dispatchkit import BatchDescriptor, GraphKey, RuntimeMode
-from dispatchkit.errors import DispatchkitError
+from dispatchkit.errors import DispatchkitError, shortened
+from dispatchkit.files import write_whole
 
 from dispatchkit_adaptive.arms import Arm
 from dispatchkit_adaptive.buckets import ArmId, Piece
@@ -20,6 +19,7 @@ __all__ = ["StateError", "device_fingerprint", "read_state", "write_state"]
 
 FORMAT, VERSION = "dispatchkit-adaptive", 1
 _MAX_BYTES = 64 * 1024 * 1024
+_LARGEST_NUMBER = 1e15  # tokens, and microseconds: 30 years
 _Arms = dict[tuple[tuple[str, bool], ArmId], Arm]
 
 
@@ -44,7 +44,11 @@ def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
 
 
 def write_state(path: Path, fingerprint: Mapping[str, str], arms: _Arms) -> None:
-    """Write arms to a file, which has its name only once it is whole."""
+    """Write arms to a file, which has its name only once it is whole.
+
+    Raises:
+        ConfigError: The file cannot be written; an older one is kept.
+    """
     body = {
         "fingerprint": dict(fingerprint),
         "arms": [
@@ -60,9 +64,7 @@ def write_state(path: Path, fingerprint: Mapping[str, str], arms: _Arms) -> None
         ],
     }
     whole = {"format": FORMAT, "version": VERSION, "digest": _digest(body), **body}
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(whole) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(whole) + "\n")
 
 
 def read_state(path: Path, fingerprint: Mapping[str, str], history_size: int) -> _Arms:
@@ -93,8 +95,17 @@ def read_state(path: Path, fingerprint: Mapping[str, str], history_size: int) ->
         )
     try:
         return dict(_read_arm(item, history_size) for item in data["arms"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StateError(f"{path}: an arm in it is not possible ({error}).") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        why = shortened(str(error))
+        raise StateError(f"{path}: an arm in it is not possible ({why}).") from error
+
+
+def _is_number(value: Any, least: float) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and least <= value <= _LARGEST_NUMBER  # NaN is neither
+    )
 
 
 def _digest(body: Mapping[str, Any]) -> str:
@@ -138,7 +149,8 @@ def _read_arm(
         ident = GraphKey(mode, BatchDescriptor(item["num_tokens"], item["num_reqs"], **shared))
     arm = Arm(history_size, over_tokens=mode is RuntimeMode.NONE)
     for num_tokens, us in item["samples"]:
-        if not (math.isfinite(num_tokens) and math.isfinite(us) and us > 0):
-            raise ValueError(f"sample {num_tokens}, {us}")
+        # Of any type and size before this; lines are fitted with squares of both.
+        if not (_is_number(num_tokens, 1) and _is_number(us, 1e-6)):
+            raise ValueError(f"sample {num_tokens!r}, {us!r}")
         arm.add(num_tokens, us, watch=False)
     return ((str(item["clock"]), bool(item["queued"])), ident), arm

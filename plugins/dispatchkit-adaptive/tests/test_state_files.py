@@ -1,0 +1,128 @@
+"""State files: whatever is in one, learning goes on; whatever is in its way, nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatchkit import DispatchConfig, Dispatcher, Outcome, load_plugins
+from dispatchkit.errors import ConfigError
+
+from dispatchkit_adaptive import AdaptivePolicy, StateError
+from dispatchkit_adaptive import state as state_module
+
+PLUGINS = load_plugins(allow=["adaptive", "vllm"])
+CONFIG = DispatchConfig(capture_sizes=[4, 8])
+
+
+def learnt(steps: int = 40) -> AdaptivePolicy:
+    """Return a policy that has measured some steps."""
+    policy = AdaptivePolicy(plugins=PLUGINS)
+    use(policy, steps)
+    return policy
+
+
+def use(policy: AdaptivePolicy, steps: int = 40) -> None:
+    dispatcher = Dispatcher(policy, CONFIG, lazy=True)
+    for step in range(steps):
+        tokens = step % 8 + 1
+        decision = dispatcher.dispatch(tokens, tokens, step % 2)
+        batch = dispatcher.batch(tokens, tokens, step % 2)
+        dispatcher.observe(Outcome(batch, decision, 100.0 + tokens, step=step + 1))
+    policy.explain()
+
+
+def write(path: Path, body: dict[str, Any]) -> None:
+    """Write a state file whose digest is right."""
+    digest = state_module._digest(body)
+    whole = {"format": state_module.FORMAT, "version": 1, "digest": digest, **body}
+    path.write_text(json.dumps(whole))
+
+
+@pytest.fixture(scope="module")
+def body(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = learnt().save(tmp_path_factory.mktemp("state") / "state.json")
+    data = json.loads(path.read_text())
+    return {"fingerprint": data["fingerprint"], "arms": data["arms"]}
+
+
+numbers = st.sampled_from([10**400, -(10**400), 1e308, 5e-324, 0, -1, 2.5, True, 2**63, 10**15])
+odd = st.one_of(
+    numbers,
+    st.sampled_from([float("nan"), float("inf"), None, "", "4", "FULL", [], {}, [[4, 1]], [None]]),
+)
+
+
+@given(st.data())
+def test_whatever_an_arm_has_learning_goes_on(
+    body: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
+    """A valid digest says who wrote the file, and not that it makes sense."""
+    changed = copy.deepcopy(body)
+    arm = changed["arms"][data.draw(st.integers(0, len(changed["arms"]) - 1))]
+    name = data.draw(st.sampled_from(sorted(arm)))
+    if name == "samples":
+        sample = data.draw(st.sampled_from(arm["samples"]))
+        sample[data.draw(st.integers(0, 1))] = data.draw(odd)
+    else:
+        arm[name] = data.draw(odd)
+    path = tmp_path_factory.mktemp("odd") / "state.json"
+    write(path, changed)
+    policy = AdaptivePolicy(plugins=PLUGINS)
+    refused = ""
+    try:
+        policy.load(path)
+    except StateError as error:
+        refused = str(error)
+    assert not refused or refused.startswith(str(path))
+    assert len(refused) < 600
+    use(policy)
+    policy.save(path)
+    AdaptivePolicy(plugins=PLUGINS).load(path)
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def a_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def a_missing_folder(path: Path) -> None:
+    path.symlink_to(path.parent / "gone" / "state.json")
+
+
+@pytest.mark.parametrize("make", [a_folder, a_loop, a_missing_folder])
+def test_a_file_that_cannot_be_used_stops_no_program(tmp_path: Path, make: Any) -> None:
+    """It is warned about when it is read, and saving is a typed error that leaves nothing."""
+    path = tmp_path / "state.json"
+    make(path)
+    if make is a_missing_folder:
+        policy = AdaptivePolicy(state=path, plugins=PLUGINS)
+    else:
+        with pytest.warns(RuntimeWarning, match="Learning starts anew"):
+            policy = AdaptivePolicy(state=path, plugins=PLUGINS)
+    use(policy)
+    with pytest.raises(ConfigError, match="output must be"):
+        policy.save()
+    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_state_file_stays_where_it_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever folder the program changes to."""
+    monkeypatch.chdir(tmp_path)
+    policy = AdaptivePolicy(state="state.json", plugins=PLUGINS)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    use(policy)
+    assert policy.save() == tmp_path / "state.json"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
