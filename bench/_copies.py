@@ -12,6 +12,7 @@ and "Graph Management"; CUDA 12 gives the batched copy one argument more.
 from __future__ import annotations
 
 import ctypes
+import os
 import statistics
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from _common import emit
 
+from dispatchkit.backends.cuda import copy as cuda_copy
 from dispatchkit.backends.cuda.copy import LaunchConfig, NodeParams
 
 BENCH = "floors"
@@ -118,8 +120,8 @@ def captured(body: Callable[[], None]) -> tuple[Any, V]:
     return graph, V(int(graph.raw_cuda_graph_exec()))
 
 
-def compiled() -> V:
-    """Return the kernel as a function of the driver."""
+def compiler() -> ctypes.CDLL:
+    """Return NVRTC, which torch depends on."""
     major = str(torch.version.cuda).split(".")[0]
     packages = Path(sysconfig.get_paths()["purelib"])
     places = [f"libnvrtc.so.{major}", *packages.glob(f"nvidia/*/lib/libnvrtc.so.{major}")]
@@ -127,37 +129,76 @@ def compiled() -> V:
         ctypes.CDLL(str(place))  # which the compiler asks for by name only
     for place in places:
         try:
-            compiler = ctypes.CDLL(str(place))
-            break
+            return ctypes.CDLL(str(place))
         except OSError:
             continue
-    else:
-        raise RuntimeError(f"libnvrtc.so.{major} was not found")
-    capability = "".join(map(str, torch.cuda.get_device_capability()))
-    code = cubin(compiler, f"sm_{capability}")
+    raise RuntimeError(f"libnvrtc.so.{major} was not found")
+
+
+def compiled() -> V:
+    """Return the kernel as a function of the driver."""
+    return loaded(cubin(compiler(), KERNEL), b"copy_all")
+
+
+def loaded(code: bytes, name: bytes) -> V:
+    """Return a function of the driver, from PTX or a device's own code."""
     module, function = V(), V()
     must(driver().cuModuleLoadData(ctypes.byref(module), code))
-    must(driver().cuModuleGetFunction(ctypes.byref(function), module, b"copy_all"))
+    must(driver().cuModuleGetFunction(ctypes.byref(function), module, name))
     return function
 
 
-def cubin(compiler: ctypes.CDLL, architecture: str) -> bytes:
-    """Return the kernel in the form that a device of that architecture runs."""
+def cubin(library: ctypes.CDLL, source: str) -> bytes:
+    """Return a kernel in the form that this device runs."""
     program = V()
-    made = compiler.nvrtcCreateProgram(ctypes.byref(program), KERNEL.encode(), b"k", 0, None, None)
+    made = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"k", 0, None, None)
     must(made)
-    options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
-    if compiler.nvrtcCompileProgram(program, 1, options):
+    architecture = "".join(map(str, torch.cuda.get_device_capability()))
+    options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{architecture}".encode())
+    if library.nvrtcCompileProgram(program, 1, options):
         size = SIZE()
-        compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         log = ctypes.create_string_buffer(size.value)
-        compiler.nvrtcGetProgramLog(program, log)
+        library.nvrtcGetProgramLog(program, log)
         raise RuntimeError(log.value.decode())
     size = SIZE()
-    must(compiler.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+    must(library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
     code = ctypes.create_string_buffer(size.value)
-    must(compiler.nvrtcGetCUBIN(program, code))
+    must(library.nvrtcGetCUBIN(program, code))
     return code.raw
+
+
+def loading_of_the_kernel() -> None:
+    """What the package's kernel costs a process: from PTX, as it is loaded, and by NVRTC.
+
+    With CUDA_CACHE_DISABLE=1 the driver compiles the PTX each time, as the first process does.
+    """
+    torch.cuda.synchronize()
+    source = Path(cuda_copy.__file__).with_name("copy.cu").read_text()
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        start = perf_counter_ns()
+        try:
+            result = call()
+        except RuntimeError as error:
+            emit(BENCH, name, 0, "ms", 1, group="kernel", failed=str(error)[:200])
+            return None
+        took = (perf_counter_ns() - start) / 1e6
+        cache = "off" if os.environ.get("CUDA_CACHE_DISABLE") == "1" else "on"
+        emit(BENCH, name, took, "ms", 1, group="kernel", driver_cache=cache)
+        return result
+
+    for capacity in cuda_copy.CAPACITIES:
+        text = cuda_copy.kernel_text(capacity).encode()
+        name = f"PTX with {capacity} bytes of data, loaded"
+        timed(name, lambda text=text: loaded(text, b"dispatchkit_copy"))
+    library = timed("NVRTC, the library loaded", compiler)
+    if library is None:
+        return
+    for capacity in cuda_copy.CAPACITIES:
+        given = source.replace(str(cuda_copy.CAPACITIES[-1]), str(capacity))
+        name = f"NVRTC with {capacity} bytes of data, compiled and loaded"
+        timed(name, lambda given=given: loaded(cubin(library, given), b"dispatchkit_copy"))
 
 
 class Inputs:

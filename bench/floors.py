@@ -5,8 +5,8 @@
 Host time of single calls: finding the current stream, locks, reading a tensor's properties,
 copies, launches, events, and writing to pinned memory; device time of graphs that begin with a copy
 from pinned memory, in one block or by input; and every way to bring inputs in and launch, as one
-step: device inputs (``_copies.py``) and host inputs (``_host.py``). Without a GPU it says so and
-ends.
+step: device inputs (``_copies.py``) and host inputs (``_host.py``); and what the package's copy
+kernel costs a process that needs it. Without a GPU it says so and ends.
 """
 
 # ruff: noqa: SLF001 - what torch keeps private is part of what is measured
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from _common import at_least_one, emit
-from _copies import ROOM, ROWS, captured, copies_and_launch
+from _copies import ROOM, ROWS, captured, copies_and_launch, loading_of_the_kernel
 from _host import host_and_launch
 
 BENCH = "floors"
@@ -169,6 +169,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         emit(BENCH, "all", 0, "us", 0, missing="torch finds no CUDA device")
         return
+    loading_of_the_kernel()
     with torch.no_grad():
         properties(rounds)
         copies(rounds)

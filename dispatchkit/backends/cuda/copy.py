@@ -1,22 +1,21 @@
-"""The first node of a graph: one kernel that brings all small inputs in.
+"""CopyNode on CUDA: the first node of a graph is a kernel that brings small inputs in.
 
-A copy by torch before each launch costs more on the host than the launch itself. A kernel that
-is a node of the graph costs one call: its parameters are set anew, by value, before the launch.
+A copy by torch before each launch costs more on the host than the launch itself. Setting the
+parameters of a kernel node costs one call; they are copied by value.
 
-What lies in host memory goes into the parameters themselves: CUDA has copied them when they are
-set, so that the memory may be written again at once. That call takes the longer the more room
-for data the kernel has, used or not: there are kernels of several ``CAPACITIES``. One that a
-driver cannot load is not used.
+Host inputs go into the parameters themselves, so that their memory may be written again at
+once. The call takes longer the more room for data the kernel has, used or not: there are kernels
+with several ``CAPACITIES``. A kernel that the driver cannot load is not used.
 
-The kernel is given in PTX, which every driver compiles for its device when it is loaded, so that
-no compiler of CUDA is needed. ``blockIdx.y`` is the number of the piece. Each piece is copied in
-the widest words that its addresses and length allow, and behind it as much fill is written as is
-asked for. A piece whose source is its target is not copied.
+``copy.cu`` is the kernel's source, and ``copy.ptx`` what is loaded: every driver compiles that
+for its device and keeps the result for later processes. NVRTC would take longer in every
+process (``bench/floors.py``, group "kernel"). ``blockIdx.y`` is the number of the input. Each is
+copied in the widest words that its addresses and length allow.
 
-Measured on one H200 (torch 2.11, driver 580), three pieces written by numpy, parameters set and
-graph launched: 4.0 us with up to 2 KiB of data, 4.5 with 8, 5.3 with 16, 6.5 with 29. A graph
-that copies pinned memory instead, with an event to guard that, takes 8.2, and a step must wait
-for the one before.
+Measured on one H200 (torch 2.11, driver 580), three host inputs written by numpy, parameters set
+and graph launched: 4.0 us with up to 2 KiB of data, 4.5 with 8, 5.3 with 16, 6.5 with 29. A graph
+that copies pinned memory instead, guarded by an event, takes 8.2 us, and a step must wait for
+the one before.
 
 Source: CUDA Driver API, "Module Management", "Execution Control" and "Graph Management".
 """
@@ -27,32 +26,36 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 import attrs
 import torch
 
-from dispatchkit.backends.cuda.copy_text import MAX_PIECES, kernel_text
 from dispatchkit.backends.cuda.driver import DriverCallError, driver_library
 from dispatchkit.backends.optional import CopyRegion
 
 #: Bytes of data that kernels have room for. CUDA allows 32,764 bytes of parameters in all.
-CAPACITIES = (0, 2 << 10, 8 << 10, 16 << 10, 29 << 10)
+CAPACITIES = (16, 2 << 10, 8 << 10, 16 << 10, 29 << 10)
+#: Most inputs of one node.
+MAX_REGIONS = 16
+#: Bytes of parameters that every driver allows; more need PTX ISA 8.1, that is CUDA 12.1.
+_PLAIN_PARAMETERS = 4096
 _THREADS, _MAX_BLOCKS, _WIDEST = 256, 64, 16
 _KERNEL_NODE = 0
-# Options of the compiler of PTX: where its complaints go, and how much room there is.
+# Options of the PTX compiler: where its log goes, and how much room there is.
 _ERROR_LOG, _ERROR_LOG_BYTES, _LOG_BYTES = 5, 6, 4096
 
 
 class Work(ctypes.Structure):
-    """The kernel's first argument; fill is repeated every eight bytes."""
+    """The kernel's first argument: one entry for each input; fill repeats every eight bytes."""
 
     _fields_ = (
-        ("sources", ctypes.c_uint64 * MAX_PIECES),
-        ("targets", ctypes.c_uint64 * MAX_PIECES),
-        ("fills", ctypes.c_uint64 * MAX_PIECES),
-        ("num_bytes", ctypes.c_uint * MAX_PIECES),
-        ("tail_bytes", ctypes.c_uint * MAX_PIECES),
+        ("sources", ctypes.c_uint64 * MAX_REGIONS),
+        ("targets", ctypes.c_uint64 * MAX_REGIONS),
+        ("fills", ctypes.c_uint64 * MAX_REGIONS),
+        ("num_bytes", ctypes.c_uint * MAX_REGIONS),
+        ("tail_bytes", ctypes.c_uint * MAX_REGIONS),
     )
 
 
@@ -86,15 +89,15 @@ class NodeParams(ctypes.Structure):
 
 @attrs.frozen
 class CopyKernel:
-    """The kernel as one device has it, and the driver's calls that it takes.
+    """The kernel, loaded on one device, and the driver's calls that it needs.
 
     Attributes:
         function: The kernel.
         launch: ``cuLaunchKernelEx``.
         change: ``cuGraphExecKernelNodeSetParams_v2``.
         find: Returns the node that a raw graph begins with, or why that is not this kernel.
-        enter: Makes the device's context the thread's own.
-        capacity: Bytes of data that it takes as a second argument; 0: it takes none.
+        enter: Makes the device's context current in this thread.
+        capacity: Bytes of data, its second argument.
         thread: Whether this thread has a context, as ``has_context``.
     """
 
@@ -103,35 +106,34 @@ class CopyKernel:
     change: Callable[..., int]
     find: Callable[[int], int | str]
     enter: Callable[[], None]
-    capacity: int = 0
+    capacity: int = CAPACITIES[0]
     thread: threading.local = attrs.field(factory=threading.local, repr=False)
 
     def ensure_context(self) -> None:
-        """Give this thread a context if it has none: without, ``change`` ends the process."""
+        """Give this thread a context if it has none; without one ``change`` ends the process."""
         if not hasattr(self.thread, "has_context"):
             self.enter()
             self.thread.has_context = True
 
 
 class CopyNode:
-    """The copy at the beginning of one graph; it copies nothing until it is told.
+    """The copy kernel at the beginning of one graph; see ``backends.optional.CopyNode``.
 
-    Whoever launches the graph sets it before, under the lock that the launch is made under: what
-    was set last is done by every launch from then on.
+    Set it and launch the graph under one lock: every launch does what was set last.
 
     Args:
         kernel: The kernel.
-        num_pieces: How many pieces it brings in, at most ``MAX_PIECES``.
+        num_regions: Inputs that it copies, at most ``MAX_REGIONS``.
         num_bytes: Bytes of the largest.
 
     Attributes:
-        data: Memory of the host that each setting takes with it.
+        data: Host memory whose contents are taken when the node is set.
     """
 
-    def __init__(self, kernel: CopyKernel, num_pieces: int, num_bytes: int) -> None:
+    def __init__(self, kernel: CopyKernel, num_regions: int, num_bytes: int) -> None:
         blocks = -(-num_bytes // (_THREADS * _WIDEST))
         self._kernel = kernel
-        self._grid = (max(1, min(_MAX_BLOCKS, blocks)), num_pieces, 1)
+        self._grid = (max(1, min(_MAX_BLOCKS, blocks)), num_regions, 1)
         self._nothing = Work()
         self.data: Any = (ctypes.c_ubyte * kernel.capacity)()
         self._exec, self._node = ctypes.c_void_p(), ctypes.c_void_p()
@@ -139,17 +141,13 @@ class CopyNode:
         self._idle = ctypes.c_void_p()
 
     def record(self, stream: int) -> None:
-        """Queue it on a stream: first thing in a capture. It copies nothing.
-
-        Args:
-            stream: The raw handle.
-        """
+        """Queue the node on a stream (its raw handle), before anything else in a capture."""
         code = launch_once(self._kernel, self._grid, self._nothing, stream, self.data)
         if code:
             self._problem = f"its capture failed with CUDA error {code}"
 
     def attach(self, graph: Any) -> str:
-        """Find itself in the graph it was recorded in; return what stands in the way, if any."""
+        """Find the node in the graph it was recorded in; return the problem, or ``""``."""
         raw, handle = (getattr(graph, f"raw_{what}_handle", None) for what in ("graph", "exec"))
         if self._problem or raw is None or handle is None:
             return self._problem or "the graph gives no handle of itself"
@@ -161,7 +159,7 @@ class CopyNode:
         return ""
 
     def stop(self) -> int:
-        """Copy nothing from now on; return CUDA's error code."""
+        """Make later launches copy nothing; return CUDA's error code."""
         self._kernel.ensure_context()
         return self._kernel.change(self._exec, self._node, self._idle)
 
@@ -199,7 +197,7 @@ class CopyNode:
         return set_node
 
     def _params(self, work: Work) -> ctypes.c_void_p:
-        """Return where parameters lie that give the kernel some work; they keep it alive."""
+        """Return the address of node parameters for some work; it keeps them alive."""
         arguments = _arguments(work, self.data)
         params = NodeParams(self._kernel.function, self._grid, (_THREADS, 1, 1))
         params.params = ctypes.addressof(arguments)
@@ -209,14 +207,14 @@ class CopyNode:
 
 
 def _arguments(work: Work, data: Any) -> Any:
-    """Return where the kernel's arguments lie; a kernel without data looks at the first alone."""
+    """Return the addresses of the kernel's arguments."""
     return (ctypes.c_void_p * 2)(ctypes.addressof(work), ctypes.addressof(data))
 
 
 def launch_once(
     kernel: CopyKernel, grid: tuple[int, int, int], work: Work, stream: int, data: Any
 ) -> int:
-    """Queue the kernel on a stream, with as much data as it takes; return CUDA's error code."""
+    """Queue the kernel on a stream; return CUDA's error code."""
     config = LaunchConfig(grid, (_THREADS, 1, 1))
     config.stream = stream
     arguments = _arguments(work, data)
@@ -225,28 +223,36 @@ def launch_once(
     )
 
 
-def copy_node(device_index: int, num_pieces: int, num_bytes: int, data: int) -> CopyNode | str:
-    """Return a node with room for so many bytes of data, or why there is none."""
+def copy_node(device_index: int, num_regions: int, num_bytes: int, data: int) -> CopyNode | str:
+    """Return a node with room for ``data`` bytes of data, or why there is none."""
     capacity = next((one for one in CAPACITIES if one >= data), None)
     if capacity is None:
         return f"{data} bytes of data are more than the {CAPACITIES[-1]} that fit"
     kernel = copy_kernel(device_index, capacity)
-    return kernel if isinstance(kernel, str) else CopyNode(kernel, num_pieces, num_bytes)
+    return kernel if isinstance(kernel, str) else CopyNode(kernel, num_regions, num_bytes)
 
 
 @lru_cache(maxsize=64)
-def copy_kernel(device_index: int, capacity: int = 0) -> CopyKernel | str:
-    """Return a kernel, loaded on a device, or why there is none. Not inside a capture."""
+def copy_kernel(device_index: int, capacity: int = CAPACITIES[0]) -> CopyKernel | str:
+    """Return the kernel, loaded on a device, or why it cannot be. Not inside a capture."""
     try:
         with torch.cuda.device(device_index):
             torch.cuda.current_stream().synchronize()  # gives this thread a context
             kernel = _loaded(driver_library(), device_index, capacity)
             stream = torch.cuda.current_stream().cuda_stream
-            # Whatever a first launch brings about is not brought about inside a capture.
+            # What a first launch sets up must not be set up inside a capture.
             code = launch_once(kernel, (1, 1, 1), Work(), stream, (ctypes.c_ubyte * capacity)())
     except (DriverCallError, AttributeError, RuntimeError) as error:
-        return f"the kernel cannot be had: {error}"
+        return f"the kernel cannot be loaded: {error}"
     return f"the kernel's launch failed with CUDA error {code}" if code else kernel
+
+
+def kernel_text(capacity: int) -> str:
+    """Return the kernel in PTX, with room for ``capacity`` bytes of data."""
+    text = Path(__file__).with_name("copy.ptx").read_text(encoding="ascii")
+    if ctypes.sizeof(Work) + capacity > _PLAIN_PARAMETERS:
+        text = text.replace(".version 7.7", ".version 8.1")
+    return text.replace(f"[{CAPACITIES[-1]}]", f"[{capacity}]")
 
 
 def _loaded(driver: ctypes.CDLL, device_index: int, capacity: int) -> CopyKernel:
