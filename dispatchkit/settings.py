@@ -27,7 +27,8 @@ import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.keys import Axis, CUDAGraphMode, DispatchConfig
-from dispatchkit.keys.capture_sizes import CaptureSizeWarning, check_capture_sizes, check_count
+from dispatchkit.keys.capture_sizes import CaptureSizeWarning, check_capture_sizes
+from dispatchkit.keys.checks import check_count, read_flag
 
 __all__ = ["SETTINGS", "Setting", "Settings", "Sourced", "load_settings"]
 
@@ -35,10 +36,6 @@ PREFIX = "DISPATCHKIT_"
 FILE_VARIABLE = "DISPATCHKIT_CONFIG"
 _NO_SETTINGS = frozenset({FILE_VARIABLE, "DISPATCHKIT_REQUIRE_GPU"})
 _MAX_FILE_BYTES = 4 * 1024 * 1024
-_FLAGS = {
-    **dict.fromkeys(("true", "yes", "on", "1"), True),
-    **dict.fromkeys(("false", "no", "off", "0"), False),
-}
 
 _AXES_ALLOWED = (
     "a table of buckets by name, with {buckets = [...], exact = true} for an exact axis; as text "
@@ -94,12 +91,10 @@ def _lengths(value: Any, name: str) -> tuple[int, ...]:
 
 
 def _flag(value: Any, name: str) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = value.strip().lower() if isinstance(value, str) else value
-    if isinstance(word, str) and word in _FLAGS:
-        return _FLAGS[word]
-    raise ConfigError(name, _plain(value), "true or false")
+    try:
+        return read_flag(value, name)
+    except ConfigError as error:
+        raise ConfigError(name, _plain(value), error.allowed) from None
 
 
 def _text(value: Any, name: str) -> str:

@@ -23,13 +23,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from dispatchkit.errors import ConfigError
 from dispatchkit.execute import eager_piece, graph_piece
-
-
-def _at_least_one(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(attribute.name, value, "a whole number of at least 1")
+from dispatchkit.keys.checks import check_count
 
 
 @attrs.frozen(kw_only=True)
@@ -45,12 +40,16 @@ class DecoderShape:
         vocab: Number of token ids.
     """
 
-    num_layers: int = attrs.field(default=2, validator=_at_least_one)
-    num_heads: int = attrs.field(default=4, validator=_at_least_one)
-    head_dim: int = attrs.field(default=16, validator=_at_least_one)
-    cache_len: int = attrs.field(default=512, validator=_at_least_one)
-    num_slots: int = attrs.field(default=128, validator=_at_least_one)
-    vocab: int = attrs.field(default=256, validator=_at_least_one)
+    num_layers: int = 2
+    num_heads: int = 4
+    head_dim: int = 16
+    cache_len: int = 512
+    num_slots: int = 128
+    vocab: int = 256
+
+    def __attrs_post_init__(self) -> None:
+        for name, value in attrs.asdict(self).items():
+            object.__setattr__(self, name, check_count(value, name))
 
     @property
     def width(self) -> int:

@@ -21,6 +21,7 @@ from dispatchkit.demo.traffic import DEFAULT_STEPS, PlannedStep, Traffic, plan_t
 from dispatchkit.errors import BackendUnavailableError, ConfigError, UnknownNameError
 from dispatchkit.execute import EagerStepWarning, GraphRunner, RunnerStats, StaticInput
 from dispatchkit.keys import DispatchConfig
+from dispatchkit.keys.checks import check_count
 from dispatchkit.observe import StepTrace, read_steps, read_trace
 from dispatchkit.registry import KeyState
 from dispatchkit.settings import Settings
@@ -58,13 +59,11 @@ class DemoOptions:
 
     settings: Settings = attrs.field(factory=Settings)
     trace: Path | None = None
-    steps: int = attrs.field(default=DEFAULT_STEPS)
+    steps: int = DEFAULT_STEPS
     shape: DecoderShape | None = None
 
-    @steps.validator
-    def _check_steps(self, attribute: attrs.Attribute[int], value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError("steps", value, "a whole number of at least 1")
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "steps", check_count(self.steps, "steps"))
 
 
 def resolve_device(name: str) -> torch.device:

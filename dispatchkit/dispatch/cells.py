@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
 from dispatchkit.errors import DescriptorError
 from dispatchkit.keys.batch import Batch
+from dispatchkit.keys.checks import is_flag, whole_number
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 
@@ -101,9 +101,5 @@ def names_of(modes: Iterable[RuntimeMode]) -> str:
 
 
 def _is_whole(value: Any) -> bool:
-    """Tell whole numbers, those of numpy and torch too, from all else; flags are 0 and 1."""
-    try:
-        operator.index(value)
-    except TypeError:
-        return type(value).__name__ in ("bool", "bool_")  # numpy's flag, which has no index
-    return True
+    """Return whether a value is a whole number, or a flag, which counts as 0 or 1."""
+    return is_flag(value) or whole_number(value) is not None

@@ -13,6 +13,7 @@ import attrs
 
 from dispatchkit.errors import PolicyError
 from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.checks import whole_number
 
 #: What a lane policy may claim of itself, to be tested: a key always goes to the lanes that hold
 #: it (``sticky``), every lane gets steps (``spreads``), and no lane is chosen while another has
@@ -84,7 +85,7 @@ def lane_policy_traits(policy: object) -> frozenset[str]:
 
 def lane_fault(answer: Any, num_lanes: int) -> str:
     """Return what is wrong with a chosen lane; empty if nothing is."""
-    if isinstance(answer, bool) or not isinstance(answer, int):
+    if whole_number(answer) is None:
         return f"answered {answer!r:.60}, which is no index of a lane (0..{num_lanes - 1})"
     if not 0 <= answer < num_lanes:
         return f"answered lane {answer}, and there are 0..{num_lanes - 1}"
@@ -133,8 +134,8 @@ def lane_priorities(
     except Exception as error:
         problem = f"raised {type(error).__name__}: {error}"
         raise PolicyError(name, "stream_priorities", problem, origin=origin) from error
-    is_wrong = any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in answer)
-    if len(answer) != num_lanes or is_wrong:
+    found = tuple(number for one in answer if (number := whole_number(one)) is not None)
+    if len(answer) != num_lanes or len(found) != num_lanes or min(found, default=0) < 0:
         problem = f"answered {answer!r:.60}, not {num_lanes} whole numbers from 0"
         raise PolicyError(name, "stream_priorities", problem, origin=origin, value=answer)
-    return answer
+    return found

@@ -10,6 +10,7 @@ import attrs
 from dispatchkit.dispatch.decision import CalibrationRun, CellUpdate, Decision, Outcome, Reason
 from dispatchkit.errors import PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
@@ -252,7 +253,8 @@ class PolicyParts:
 
 def pace_fault(pace: object) -> str:
     """Return what is wrong with a policy's ``pace``; empty if nothing is."""
-    if isinstance(pace, int) and not isinstance(pace, bool) and pace >= 1:
+    number = whole_number(pace)
+    if number is not None and number >= 1:
         return ""
     return f"is {pace!r:.60}; it must be a whole number of 1 or more."
 

@@ -39,7 +39,7 @@ from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import DEFAULT_STATE_LIMIT
 from dispatchkit.keys.axes import Axis
-from dispatchkit.keys.capture_sizes import check_count
+from dispatchkit.keys.checks import check_count
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import StepCounters

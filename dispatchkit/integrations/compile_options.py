@@ -9,6 +9,7 @@ import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.execute.splitting.split import SplitRules
+from dispatchkit.keys.checks import check_flag
 from dispatchkit.keys.modes import AttentionSupport, CUDAGraphMode
 
 __all__ = ["CompileOptions"]
@@ -44,8 +45,7 @@ def _support(value: Any) -> AttentionSupport:
 
 
 def _bool(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(attribute.name, value, "True or False")
+    check_flag(value, attribute.name)
 
 
 def _compiler(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:

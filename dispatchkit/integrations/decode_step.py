@@ -10,6 +10,7 @@ import torch
 from dispatchkit.errors import ConfigError, DescriptorError
 from dispatchkit.integrations.slot_cache import SlotCache
 from dispatchkit.integrations.static_models import Probe
+from dispatchkit.keys.checks import check_count
 
 #: Shortest length of the cache that gets graphs of its own.
 SHORTEST = 128
@@ -98,12 +99,6 @@ def compile_for_any_size(step: Callable[..., Any], **options: Any) -> Callable[.
     return run
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise ConfigError unless a setting is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(name, value, "a whole number of at least 1")
-
-
 def check_lengths(lengths: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
     """Return the lengths of the cache to capture for, ascending.
 
@@ -117,9 +112,7 @@ def check_lengths(lengths: Sequence[int] | None, max_length: int) -> tuple[int, 
             found.add(length)
             length *= 2
         return tuple(sorted(found))
-    for length in lengths:
-        check_count("lengths", length)
-    made = tuple(sorted(set(lengths)))
+    made = tuple(sorted({check_count(length, "lengths") for length in lengths}))
     if not made or made[-1] != max_length:
         raise ConfigError(
             "lengths", list(lengths), f"lengths that end with max_length, {max_length}"

@@ -23,11 +23,11 @@ from dispatchkit.dispatch import Policy
 from dispatchkit.errors import BackendUnavailableError, ConfigError, DescriptorError, InputError
 from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput
 from dispatchkit.keys import Axis
+from dispatchkit.keys.checks import check_count
 
 try:
     from dispatchkit.integrations.decode_attention import DECODE_ATTENTION
     from dispatchkit.integrations.decode_step import (
-        check_count,
         check_lengths,
         compile_for_any_size,
         decode_step,
@@ -119,8 +119,8 @@ class GraphDecoder:
         lazy: bool = True,
         **settings: Any,
     ) -> None:
-        check_count("max_batch_size", max_batch_size)
-        check_count("max_length", max_length)
+        max_batch_size = check_count(max_batch_size, "max_batch_size")
+        max_length = check_count(max_length, "max_length")
         self.model = model
         self._probe: Probe = probe(model, max_length)
         self._forward = model if forward is None else forward

@@ -7,7 +7,6 @@ from dispatchkit.keys.capture_sizes import (
     CaptureSizes,
     CaptureSizeWarning,
     check_capture_sizes,
-    check_count,
     default_capture_sizes,
     derive_capture_sizes,
     padded_size,
@@ -15,6 +14,7 @@ from dispatchkit.keys.capture_sizes import (
     round_sizes_for_query_len,
     rounds_for_query_len,
 )
+from dispatchkit.keys.checks import check_count, check_flag, read_flag, whole_number
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import (
     ALLOWED_MODES,
@@ -47,11 +47,14 @@ __all__ = [
     "allowed_modes_code",
     "check_capture_sizes",
     "check_count",
+    "check_flag",
     "default_capture_sizes",
     "derive_capture_sizes",
     "padded_size",
     "padding_table",
+    "read_flag",
     "resolve_mode",
     "round_sizes_for_query_len",
     "rounds_for_query_len",
+    "whole_number",
 ]

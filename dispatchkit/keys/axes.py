@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError, DescriptorError
-from dispatchkit.keys.capture_sizes import check_count
+from dispatchkit.keys.checks import check_count, whole_number
 
 #: Buckets of the axes in their order; None where a value lies outside all of its axis.
 AxisBuckets = tuple[int | None, ...]
@@ -64,11 +64,12 @@ class Axis:
         Raises:
             DescriptorError: It is no whole number of at least 0.
         """
-        if type(value) is not int or value < 0:
+        number = whole_number(value)
+        if number is None or number < 0:
             raise DescriptorError(self.name, value, "a whole number of at least 0")
-        if value > self.buckets[-1]:
+        if number > self.buckets[-1]:
             return 0
-        return self._lookup[value] if self._lookup else self._search(value)
+        return self._lookup[number] if self._lookup else self._search(number)
 
     def _search(self, value: int) -> int:
         found = bisect_left(self.buckets, value)
@@ -116,12 +117,12 @@ class Variants:
         if values.keys() != self._names:
             allowed = f"given for each of {sorted(self._names)} and no other"
             raise DescriptorError("axes", sorted(values), allowed)
-        self._check(loras)
+        loras = self._checked(loras)
         found = []
         for axis, stride in zip(self.axes, self._strides, strict=True):
             value = values[axis.name]
             loras += stride * axis.index(value)
-            found.append(value)
+            found.append(int(value))
         made = Variant(loras)
         made.values = tuple(found)
         return made
@@ -134,7 +135,7 @@ class Variants:
         """
         if not self.axes:
             return loras  # what such a batch has for axes is its maker's own
-        self._check(loras)
+        loras = self._checked(loras)
         if len(buckets) != len(self.axes):
             names = ", ".join(axis.name for axis in self.axes)
             raise DescriptorError("axes", buckets, f"one bucket for each axis ({names})")
@@ -146,10 +147,12 @@ class Variants:
             loras += stride * (1 + axis.buckets.index(bucket))
         return loras
 
-    def _check(self, loras: int) -> None:
-        if type(loras) is not int or not 0 <= loras < self._num_loras:
+    def _checked(self, loras: int) -> int:
+        number = whole_number(loras)
+        if number is None or not 0 <= number < self._num_loras:
             allowed = f"a whole number from 0 to {self._num_loras - 1} (max_loras)"
             raise DescriptorError("loras", loras, allowed)
+        return number
 
     def facts(self, variant: int) -> tuple[int, AxisBuckets]:
         """Return the adapters and the buckets of a variant."""

@@ -7,13 +7,22 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import DescriptorError
+from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
+
+
+def _int(value: int) -> int:
+    number = whole_number(value)
+    return value if number is None else number  # the validator refuses it
+
+
+def _int_or_none(value: int | None) -> int | None:
+    return None if value is None else _int(value)
 
 
 def _count(minimum: int) -> Any:
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        # bool is an int to Python, and True tokens is always a mistake.
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        if whole_number(value) is None or value < minimum:
             raise DescriptorError(attribute.name, value, f"a whole number of at least {minimum}")
 
     return check
@@ -21,7 +30,7 @@ def _count(minimum: int) -> Any:
 
 def _code(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     last = len(ALLOWED_MODES) - 1
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= last:
+    if whole_number(value) is None or not 0 <= value <= last:
         raise DescriptorError(
             attribute.name, value, f"a code from 0 to {last}", "allowed_modes_code makes one."
         )
@@ -62,13 +71,15 @@ class BatchDescriptor:
         DescriptorError: A fact is impossible, or two contradict each other.
     """
 
-    num_tokens: int = attrs.field(validator=_count(1))
-    num_reqs: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(1)))
+    num_tokens: int = attrs.field(converter=_int, validator=_count(1))
+    num_reqs: int | None = attrs.field(
+        default=None, converter=_int_or_none, validator=attrs.validators.optional(_count(1))
+    )
     uniform: bool = attrs.field(default=False, converter=bool)
-    num_active_loras: int = attrs.field(default=0, validator=_count(0))
-    query_len: int = attrs.field(default=0, validator=_count(0))
+    num_active_loras: int = attrs.field(default=0, converter=_int, validator=_count(0))
+    query_len: int = attrs.field(default=0, converter=_int, validator=_count(0))
     max_query_len: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_count(1))
+        default=None, converter=_int_or_none, validator=attrs.validators.optional(_count(1))
     )
     axes: tuple[int, ...] = attrs.field(default=(), converter=_as_tuple, validator=_values)
 
@@ -170,15 +181,17 @@ class Batch:
             outside all buckets of its axis.
     """
 
-    num_tokens: int = attrs.field(validator=_count(0))
-    num_reqs: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(0)))
-    uniform: bool = False
-    query_len: int = attrs.field(default=0, validator=_count(0))
-    max_query_len: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_count(1))
+    num_tokens: int = attrs.field(converter=_int, validator=_count(0))
+    num_reqs: int | None = attrs.field(
+        default=None, converter=_int_or_none, validator=attrs.validators.optional(_count(0))
     )
-    num_active_loras: int = attrs.field(default=0, validator=_count(0))
-    allowed: int = attrs.field(default=int(RuntimeMode.FULL), validator=_code)
+    uniform: bool = False
+    query_len: int = attrs.field(default=0, converter=_int, validator=_count(0))
+    max_query_len: int | None = attrs.field(
+        default=None, converter=_int_or_none, validator=attrs.validators.optional(_count(1))
+    )
+    num_active_loras: int = attrs.field(default=0, converter=_int, validator=_count(0))
+    allowed: int = attrs.field(default=int(RuntimeMode.FULL), converter=_int, validator=_code)
     axes: tuple[int | None, ...] = attrs.field(default=(), converter=_as_tuple, validator=_values)
 
     @property

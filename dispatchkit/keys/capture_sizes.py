@@ -8,7 +8,6 @@ differ in the data of ``SIZE_RULES``.
 
 from __future__ import annotations
 
-import operator
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from typing import Any, Literal
 import attrs
 
 from dispatchkit.errors import ConfigError, DescriptorError, UnknownNameError
+from dispatchkit.keys.checks import check_count
 from dispatchkit.keys.modes import CUDAGraphMode
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "CaptureSizes",
     "SizeRules",
     "check_capture_sizes",
-    "check_count",
     "default_capture_sizes",
     "derive_capture_sizes",
     "padded_size",
@@ -45,34 +44,6 @@ class CaptureSizeWarning(UserWarning):
 
 
 # -- checking what a user wrote -----------------------------------------------------------
-
-
-def check_count(value: Any, setting: str, *, minimum: int = 1, maximum: int | None = None) -> int:
-    """Return a whole number that a user gave for a setting.
-
-    Text is accepted, so that the command line, the environment and Python agree.
-
-    Args:
-        value: An int, anything with ``__index__``, or text of one.
-        setting: Name of the setting, for the message.
-        minimum: Smallest number allowed.
-        maximum: Largest number allowed; None: any.
-
-    Raises:
-        ConfigError: It is a boolean, has a fraction, is no number, or is too small or large.
-    """
-    allowed = f"a whole number of at least {minimum}"
-    if maximum is not None:
-        allowed += f" and at most {maximum}"
-    if isinstance(value, bool) or type(value).__name__ == "bool_":
-        raise ConfigError(setting, value, allowed, "True and False are not counts.")
-    try:
-        number = int(value.strip()) if isinstance(value, str) else operator.index(value)
-    except (TypeError, ValueError):
-        raise ConfigError(setting, value, allowed) from None
-    if number < minimum or (maximum is not None and number > maximum):
-        raise ConfigError(setting, value, allowed)
-    return number
 
 
 def check_capture_sizes(

@@ -10,11 +10,8 @@ import attrs
 
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys.axes import Axis, Variants
-from dispatchkit.keys.capture_sizes import (
-    check_capture_sizes,
-    check_count,
-    default_capture_sizes,
-)
+from dispatchkit.keys.capture_sizes import check_capture_sizes, default_capture_sizes
+from dispatchkit.keys.checks import check_count, check_flag
 from dispatchkit.keys.modes import CUDAGraphMode
 
 _DEFAULT_CEILING = 512
@@ -32,8 +29,7 @@ def _query_lens(value: Any) -> tuple[int, ...]:
 
 
 def _is_flag(instance: Any, attribute: attrs.Attribute[bool], value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(attribute.name, value, "true or false")
+    check_flag(value, attribute.name)
 
 
 def _axes(value: Any) -> tuple[Axis, ...]:

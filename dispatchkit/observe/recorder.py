@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from time import perf_counter_ns
 from typing import Any
 
-from dispatchkit.errors import ConfigError
+from dispatchkit.keys.checks import check_count
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.observe.trace import MAX_COUNT, StepTrace, TraceStep
 from dispatchkit.observe.trace_writer import write_trace
@@ -44,8 +44,7 @@ class StepRecorder:
     """
 
     def __init__(self, config: DispatchConfig, capacity: int = DEFAULT_CAPACITY) -> None:
-        if type(capacity) is not int or capacity < 1:
-            raise ConfigError("capacity", capacity, "a whole number of at least 1")
+        capacity = check_count(capacity, "capacity")
         self._config = config
         self._has_axes = bool(config.axes)
         self._width = _FIELDS + len(config.axes)

@@ -14,7 +14,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from dispatchkit.dispatch import Decision
-from dispatchkit.errors import ConfigError
+from dispatchkit.keys.checks import check_count
 from dispatchkit.observe.events import (
     CaptureEvent,
     CaptureFailedEvent,
@@ -62,8 +62,7 @@ class Timeline:
     """
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
-        if type(capacity) is not int or capacity < 1:
-            raise ConfigError("capacity", capacity, "a whole number of at least 1")
+        capacity = check_count(capacity, "capacity")
         self._spans: deque[dict[str, Any]] = deque(maxlen=capacity)
         self._lock = threading.Lock()
         self._start_ns = perf_counter_ns()

@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import TraceError
+from dispatchkit.keys.checks import is_flag, whole_number
 
 __all__ = [
     "AXIS_PREFIX",
@@ -304,16 +305,16 @@ def check_value(name: str, line: int | None, column: str, value: Any) -> Any:
         if not math.isfinite(seconds) or seconds < 0:
             raise TraceError(name, line, f"t_s must be finite and not negative, got {seconds!r}.")
         return seconds
-    if column == "uniform_decode" and isinstance(value, bool):
+    if column == "uniform_decode" and is_flag(value):
         value = int(value)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number = whole_number(value)
+    if number is None:
         raise TraceError(name, line, f"{column} must be a whole number, got {value!r}.")
-    value = operator.index(value)
     most = 1 if column == "uniform_decode" else MAX_COUNT
-    if not 0 <= value <= most:
-        shown = value if abs(value) < 10**30 else "a number of more than 30 digits"
+    if not 0 <= number <= most:
+        shown = number if abs(number) < 10**30 else "a number of more than 30 digits"
         raise TraceError(name, line, f"{column} must be 0 to {most}, got {shown}.")
-    return value
+    return number
 
 
 def cross_faults(row: Mapping[str, Any]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from typing import IO, Any, cast
 
 from dispatchkit.errors import ConfigError, TraceError
 from dispatchkit.files import whole_file
+from dispatchkit.keys.checks import check_count
 
 __all__ = ["DEFAULT_MAX_BYTES", "Blocks", "iter_line_blocks", "trace_name", "whole_text"]
 
@@ -118,8 +119,7 @@ def iter_line_blocks(
         TraceError: The file is missing, torn, damaged, too large, or not UTF-8 text.
         ConfigError: max_bytes is not positive.
     """
-    if max_bytes < 1:
-        raise ConfigError("max_bytes", max_bytes, "at least 1")
+    max_bytes = check_count(max_bytes, "max_bytes")
     name = trace_name(path) if name is None else name
     line, rest, first, line_end = 1, b"", True, b"\n"
     for block in _blocks(path, name, max_bytes):

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys.capture_sizes import check_count
+from dispatchkit.keys.checks import check_count
 from dispatchkit.plan.costs import CostModel, Curve
 from dispatchkit.plan.optimal import FloatArray, IntArray
 

@@ -31,6 +31,7 @@ import attrs
 from dispatchkit.dispatch import Decision, StepCost
 from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.files import write_whole
+from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.modes import RuntimeMode
 
 __all__ = [
@@ -103,7 +104,7 @@ def _curve(setting: str, points: Any) -> Curve:
     if short or not pairs:
         raise ConfigError(setting, points, allowed)
     for size, value in pairs:
-        sized = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= _LARGEST
+        sized = whole_number(size) is not None and 1 <= size <= _LARGEST
         valued = isinstance(value, int | float) and not isinstance(value, bool)
         # Compared, and not asked whether it is finite: that would make a float of any number.
         if not sized or not valued or not 0 <= value <= _LARGEST:
@@ -111,7 +112,7 @@ def _curve(setting: str, points: Any) -> Curve:
     pairs.sort()
     if len({size for size, _ in pairs}) != len(pairs):
         raise ConfigError(setting, [list(pair) for pair in pairs], allowed)
-    return Curve(tuple((size, float(value)) for size, value in pairs))
+    return Curve(tuple((int(size), float(value)) for size, value in pairs))
 
 
 def _eager(points: Any) -> Curve:

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
-from dispatchkit.keys.capture_sizes import check_count
+from dispatchkit.keys.checks import check_count
 from dispatchkit.plan.results import Plan
 
 __all__ = ["EMITTERS", "Emitted", "emit"]

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys.capture_sizes import check_count
+from dispatchkit.keys.checks import check_count
 
 __all__ = ["SEGMENT_BYTES", "MemoryForecast", "MemorySample", "forecast_memory"]
 

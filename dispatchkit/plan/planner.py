@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from dispatchkit.errors import ConfigError, TraceError
-from dispatchkit.keys.capture_sizes import check_count
+from dispatchkit.keys.checks import check_count
 from dispatchkit.observe.trace import StepTrace
 from dispatchkit.observe.trace_counts import SizeHistogram
 from dispatchkit.plan.budgets import Budget, make_budget

@@ -13,7 +13,7 @@ import attrs
 from dispatchkit.dispatch import Policy
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import CaptureSizeWarning, DispatchConfig
-from dispatchkit.keys.capture_sizes import check_count
+from dispatchkit.keys.checks import check_count
 from dispatchkit.observe.trace import StepTrace
 from dispatchkit.plan.costs import CostModel
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.dispatch.policy import policy_name, policy_traits
 from dispatchkit.errors import ConfigError, NoGraphError, PolicyError, RankError
 from dispatchkit.keys import GraphKey, RuntimeMode
+from dispatchkit.keys.checks import check_count
 from dispatchkit.ranks.axis_facts import AxisFacts
 from dispatchkit.ranks.facts import ALL_ON, AgreedBatch, Facts
 from dispatchkit.ranks.fingerprint import fingerprint
@@ -109,17 +109,19 @@ class RankedDispatcher:
         check_every = self._check_every
         if check_every is None:
             check_every = self._epoch_steps if self._leader is not None else 0
-        # Steps from one exchange to the next; 0 where there is none.
-        self._every = check_every if self._same_batches else 1
-        if ranks.size == 1 and self._leader is None:
-            self._every = 0
         try:
-            _check(dispatcher, self._leader, ranks, check_every, self._epoch_steps)
+            check_every = check_count(check_every, "check_every", minimum=0)
+            self._epoch_steps = check_count(self._epoch_steps, "epoch_steps")
+            _check(dispatcher, self._leader, ranks)
             has_axes = bool(dispatcher.config.axes)
             self._facts = (AxisFacts if has_axes else Facts)(dispatcher.config, self._switches)
         except ConfigError as error:
             ranks.fail(error)  # or the others would wait for this rank
             raise
+        # Steps from one exchange to the next; 0 where there is none.
+        self._every = check_every if self._same_batches else 1
+        if ranks.size == 1 and self._leader is None:
+            self._every = 0
         # What this rank runs where nothing is exchanged.
         self._own: Callable[..., AgreedBatch] = AgreedBatch
         if isinstance(self._facts, AxisFacts):
@@ -355,17 +357,7 @@ class RankedDispatcher:
         return agreed
 
 
-def _check(
-    dispatcher: Dispatcher,
-    leader: LeaderPolicy | None,
-    ranks: Ranks,
-    check_every: int,
-    epoch_steps: int,
-) -> None:
-    value: Any
-    for value, setting, least in ((check_every, "check_every", 0), (epoch_steps, "epoch_steps", 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(setting, value, f"a whole number of at least {least}")
+def _check(dispatcher: Dispatcher, leader: LeaderPolicy | None, ranks: Ranks) -> None:
     if dispatcher.config.axes and leader is not None:
         names = [axis.name for axis in dispatcher.config.axes]
         raise ConfigError("axes", names, "none with a LeaderPolicy")

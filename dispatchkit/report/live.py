@@ -13,6 +13,7 @@ import attrs
 
 from dispatchkit.errors import ConfigError
 from dispatchkit.files import write_whole
+from dispatchkit.keys.checks import whole_number
 from dispatchkit.report.account import MAX_BINS
 from dispatchkit.report.charts import Band, Bars, Pairs, Series, Shares, Stacked
 from dispatchkit.report.from_account import MODE_NAMES
@@ -172,7 +173,8 @@ def _check_sample(sample: Any, source: str) -> None:
 
 
 def _check_count(value: Any, where: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 10**18:
+    number = whole_number(value)
+    if number is None or not 0 <= number < 10**18:
         raise ConfigError(where, value, "a count, in " + _NOT_STATISTICS)
 
 

@@ -250,7 +250,7 @@ def test_a_replay_inside_a_capture_is_refused():
     assert isinstance(caught.value.__cause__, ReplayError)
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 2.5, "3"])
+@pytest.mark.parametrize("value", [0, -1, True, 2.5, "three"])
 def test_the_number_of_streams_must_be_a_positive_whole_number(value):
     with pytest.raises(ConfigError, match="max_streams"):
         TapeBackend(max_streams=value)

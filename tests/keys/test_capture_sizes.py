@@ -15,7 +15,6 @@ from dispatchkit.keys.capture_sizes import (
     CaptureSizes,
     CaptureSizeWarning,
     check_capture_sizes,
-    check_count,
     default_capture_sizes,
     derive_capture_sizes,
     padded_size,
@@ -23,6 +22,7 @@ from dispatchkit.keys.capture_sizes import (
     round_sizes_for_query_len,
     rounds_for_query_len,
 )
+from dispatchkit.keys.checks import check_count
 from dispatchkit.keys.modes import CUDAGraphMode
 
 size_lists = st.lists(st.integers(1, 300), max_size=12)

@@ -148,7 +148,7 @@ def test_unknown_mode_gets_the_nearest_names():
 @pytest.mark.parametrize("flag", ["varlen_decode", "specialize_lora", "specialize_active_loras"])
 def test_flag_is_a_bool(flag):
     """The text "false" is true to Python."""
-    with pytest.raises(ConfigError, match=f"{flag} must be true or false"):
+    with pytest.raises(ConfigError, match=f"{flag} must be True or False"):
         DispatchConfig(**{flag: "false"})
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dispatchkit.errors import BackendUnavailableError, ConfigError
+from dispatchkit.keys.checks import whole_number
 
 
 def require_cuda() -> None:
@@ -36,10 +37,8 @@ def device_index(device: Any) -> int:
     allowed = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
     if device is None or str(device) == "cuda":
         return int(torch.cuda.current_device())
-    index: int | None = None
-    if isinstance(device, int) and not isinstance(device, bool):
-        index = device
-    elif isinstance(device, (str, torch.device)):
+    index = whole_number(device)
+    if index is None and isinstance(device, (str, torch.device)):
         try:
             parsed = torch.device(device)
         except RuntimeError as error:

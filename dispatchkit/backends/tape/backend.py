@@ -41,6 +41,7 @@ from dispatchkit.backends.watching.capture_errors import capture_error, forget_f
 from dispatchkit.backends.watching.host_sync import HostSyncGuard
 from dispatchkit.backends.watching.warmup import run_warmup
 from dispatchkit.errors import ConfigError
+from dispatchkit.keys.checks import check_count
 
 # torch's pool of CUDA streams holds 32 for each priority; a device is no larger here.
 DEFAULT_MAX_STREAMS = 32
@@ -63,14 +64,13 @@ class TapeBackend:
         max_streams: Number of streams that may exist at a time, the default one apart.
 
     Raises:
-        ConfigError: ``max_streams`` is not a positive whole number.
+        ConfigError: ``max_streams`` is not a whole number of at least 1.
     """
 
     def __init__(
         self, *, scheduler: int | None = None, max_streams: int = DEFAULT_MAX_STREAMS
     ) -> None:
-        if type(max_streams) is not int or max_streams < 1:
-            raise ConfigError("max_streams", max_streams, "a positive whole number")
+        max_streams = check_count(max_streams, "max_streams")
         self._scheduler = None if scheduler is None else Scheduler(scheduler)
         self._max_streams = max_streams
         self._default_stream = TapeStream(0, self._scheduler)

@@ -43,7 +43,7 @@ from dispatchkit.execute.io.sample_inputs import sample_inputs
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.step.state import Known, Snapshot, restored
 from dispatchkit.keys.batch import GraphKey
-from dispatchkit.keys.capture_sizes import check_count
+from dispatchkit.keys.checks import check_count
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.plan.costs import CostModel
 

@@ -20,7 +20,8 @@ from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute.io.inputs import StaticInput, inputs_from_example
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.keys.batch import Batch, BatchDescriptor, GraphKey
-from dispatchkit.keys.capture_sizes import check_capture_sizes, check_count
+from dispatchkit.keys.capture_sizes import check_capture_sizes
+from dispatchkit.keys.checks import check_count
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.plan.memory import SEGMENT_BYTES, MemoryForecast, MemorySample, forecast_memory

@@ -18,6 +18,7 @@ from dispatchkit.execute.io.host_arrays import (
     numpy_module,
 )
 from dispatchkit.execute.io.input_errors import bind_or_say, check_or_say
+from dispatchkit.keys.checks import whole_number
 
 # Expected shapes kept ready, one tuple per batch size; beyond it they are made again.
 MAX_KEPT_SIZES = 4096
@@ -55,7 +56,7 @@ def _shape(value: Any) -> tuple[int | str | None, ...]:
     shape = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     named = [size for size in shape if isinstance(size, str) and size.isidentifier()]
     sizes = [size for size in shape if size is not None and size not in named]
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes):
+    if any((number := whole_number(size)) is None or number < 0 for size in sizes):
         raise ConfigError("shape", value, "whole numbers, with None for the batch dimension")
     if shape.count(None) > 1:
         raise ConfigError("shape", value, "a shape with None at most once, the batch dimension")

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.keys.checks import whole_number
 
 #: What ``output_batch_dims`` holds when nothing is declared (None means "not batched").
 DERIVED = "derived"
@@ -192,7 +193,7 @@ def check_batch_dims(value: Any) -> None:
     if value == DERIVED:
         return
     for dim in tree_leaves(value):
-        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+        if dim is not None and whole_number(dim) is None:
             raise ConfigError("output_batch_dims", value, "an index, None, or a structure of these")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dispatchkit.errors import ConfigError, RegistryError
 from dispatchkit.execute.live.swap import Swapping, SwapReport
-from dispatchkit.keys.capture_sizes import check_count
+from dispatchkit.keys.checks import check_count
 from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
 from dispatchkit.observe.shadow import Shadow, ShadowReport, StepTimes
 

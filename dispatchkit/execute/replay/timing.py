@@ -21,7 +21,7 @@ from dispatchkit.dispatch import Decision, Dispatcher, MeasuredTime, Outcome
 from dispatchkit.errors import PolicyError
 from dispatchkit.execute.lane import Lane
 from dispatchkit.keys.batch import Batch, GraphKey
-from dispatchkit.keys.capture_sizes import check_count
+from dispatchkit.keys.checks import check_count
 
 # Measured steps that wait to be read; older ones are let go of unread.
 MAX_PENDING = 256

@@ -12,6 +12,7 @@ import attrs
 
 from dispatchkit import Policy
 from dispatchkit.errors import ConfigError
+from dispatchkit.keys import check_count
 from dispatchkit.plugins import PluginSet, load_plugins
 
 __all__ = ["Member", "MemberReport", "members_from_pyproject"]
@@ -38,8 +39,8 @@ class Member:
         if not isinstance(name, str) or not name or set(name) & set("/,:= "):
             allowed = "a word without any of '/,:=' and spaces"
             raise ConfigError("member name", self.name, allowed)
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
-            raise ConfigError(f"priority of member {self.name!r}", self.priority, "a whole number")
+        setting = f"priority of member {self.name!r}"
+        object.__setattr__(self, "priority", check_count(self.priority, setting, minimum=None))
 
     @classmethod
     def parse(cls, text: str) -> Member:

@@ -16,7 +16,7 @@ from dispatchkit import (
     RuntimeMode,
 )
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys import CUDAGraphMode, check_count
+from dispatchkit.keys import CUDAGraphMode, check_count, read_flag
 
 __all__ = ["ABOVE_MAX_TOKENS", "BELOW_MIN_TOKENS", "PADDING_LIMIT", "ThresholdPolicy"]
 
@@ -55,7 +55,7 @@ class ThresholdPolicy:
         self.max_tokens = None if max_tokens is None else check_count(max_tokens, "max_tokens")
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             raise ConfigError("max_tokens", max_tokens, f"at least min_tokens ({min_tokens})")
-        self.prefer_piecewise = _flag(prefer_piecewise, "prefer_piecewise")
+        self.prefer_piecewise = read_flag(prefer_piecewise, "prefer_piecewise")
         self.max_waste = _share(max_waste, "max_waste")
         order = (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
         self.order = order[::-1] if self.prefer_piecewise else order
@@ -138,14 +138,6 @@ def _uniform_sizes(config: DispatchConfig, query_len: int) -> list[int]:
     return [
         size for size in sizes if size % query_len == 0 and size // query_len <= config.max_num_seqs
     ]
-
-
-def _flag(value: bool | str, setting: str) -> bool:
-    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    found = value if isinstance(value, bool) else words.get(str(value).lower())
-    if found is None:
-        raise ConfigError(setting, value, "yes or no")
-    return found
 
 
 def _share(value: float, setting: str) -> float:

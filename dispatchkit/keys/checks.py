@@ -1,0 +1,102 @@
+"""Checks of single values: whole numbers and flags."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final
+
+from dispatchkit.errors import ConfigError
+
+__all__ = ["check_count", "check_flag", "is_flag", "read_flag", "whole_number"]
+
+_WORDS: Final = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+
+
+def is_flag(value: object) -> bool:
+    """Return whether a value is True or False, of Python or numpy."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
+def whole_number(value: Any) -> int | None:
+    """Return a whole number as an int, and None for anything else.
+
+    Integers of numpy and torch are whole numbers. Flags, floats and text are not.
+    """
+    if type(value) is int:
+        return value
+    if is_flag(value):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def check_count(
+    value: Any, setting: str, *, minimum: int | None = 1, maximum: int | None = None
+) -> int:
+    """Return a whole number that a user gave for a setting.
+
+    Text is accepted, so that the command line, the environment and Python agree.
+
+    Args:
+        value: A whole number, also one of numpy, or text of one.
+        setting: Name of the setting, for the message.
+        minimum: Smallest number allowed; None: any.
+        maximum: Largest number allowed; None: any.
+
+    Raises:
+        ConfigError: It is a boolean, has a fraction, is no number, or is too small or large.
+    """
+    allowed = "a whole number"
+    if minimum is not None:
+        allowed += f" of at least {minimum}"
+    if maximum is not None:
+        allowed += f" and at most {maximum}"
+    if is_flag(value):
+        raise ConfigError(setting, value, allowed, "True and False are not counts.")
+    number = _read_whole(value) if isinstance(value, str) else whole_number(value)
+    if (
+        number is None
+        or (minimum is not None and number < minimum)
+        or (maximum is not None and number > maximum)
+    ):
+        raise ConfigError(setting, value, allowed)
+    return number
+
+
+def _read_whole(text: str) -> int | None:
+    try:
+        return int(text.strip())
+    except ValueError:
+        return None
+
+
+def check_flag(value: Any, setting: str) -> bool:
+    """Return True or False that a user gave for a setting.
+
+    Text is refused: every word, even "no", would count as true.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if not is_flag(value):
+        raise ConfigError(setting, value, "True or False")
+    return bool(value)
+
+
+def read_flag(value: Any, setting: str) -> bool:
+    """Return a flag from where settings are text: a file, the environment, the command line.
+
+    Raises:
+        ConfigError: It is neither True, False nor a word for one of them.
+    """
+    if is_flag(value):
+        return bool(value)
+    word = value.strip().lower() if isinstance(value, str) else ""
+    if word not in _WORDS:
+        raise ConfigError(setting, value, "true or false")
+    return _WORDS[word]
