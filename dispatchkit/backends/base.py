@@ -111,12 +111,12 @@ class CapturedGraph(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of the graph and of what it holds; replaying it afterwards is an error."""
+        """Release the graph and what it holds; a replay afterwards raises ReplayError."""
         ...
 
 
 class GraphBackend(Protocol):
-    """A device that captures and replays.
+    """What every backend has: a device that captures and replays.
 
     Thread safety: every method may be called from any thread. ``capture`` holds a lock of
     the whole process per device, so that one capture runs at a time.
@@ -183,7 +183,7 @@ class GraphBackend(Protocol):
         """Run the callable eagerly on a stream, ordered after the caller's stream.
 
         Returns:
-            What the last run returned. The caller's stream waits for the warm-up.
+            What the last run returned. The caller's stream waits for the warmup.
         """
         ...
 

@@ -15,7 +15,7 @@ from dispatchkit.testing.backend_rig import HOST_SYNCS, PlannedError, Rig
 class FailureTests:
     """A capture that fails has a reason and leaves everything as before."""
 
-    def settle(self, rig: Rig) -> None:
+    def release_unused_memory(self, rig: Rig) -> None:
         """Give unused memory back to the device; see BackendTests."""
         raise NotImplementedError
 
@@ -177,7 +177,7 @@ class FailureTests:
             with pytest.raises(CaptureError):
                 rig.capture(kinds[turn % 5])
             if turn % 5 == 4:
-                self.settle(rig)
+                self.release_unused_memory(rig)
                 sizes.append(rig.backend.pool_bytes(rig.pool))
         assert len(set(sizes)) == 1
 

@@ -25,7 +25,7 @@ def refuses(problem: str, error: type[Exception], call: Callable[[], Any]) -> No
 class StreamTests:
     """Released memory comes back, and work is done in the order of its waits."""
 
-    def settle(self, rig: Rig) -> None:
+    def release_unused_memory(self, rig: Rig) -> None:
         """Give unused memory back to the device; see BackendTests."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class StreamTests:
         )
         assert max(sizes) == sizes[0], grown
         del graph
-        self.settle(rig)
+        self.release_unused_memory(rig)
         left = rig.backend.pool_bytes(rig.pool)
         assert left == 0, f"The pool holds {left} bytes after every graph was released."
 
@@ -79,7 +79,7 @@ class StreamTests:
         counted = rig.backend.pool_bytes(rig.pool)
         assert counted >= x.nbytes, f"The pool counts {counted} bytes, less than its output alone."
         graph.release()
-        self.settle(rig)
+        self.release_unused_memory(rig)
         assert rig.backend.pool_bytes(rig.pool) == 0
 
     def test_a_shared_pool_is_smaller_than_a_pool_each(self, rig: Rig) -> None:

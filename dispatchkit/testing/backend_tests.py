@@ -41,7 +41,7 @@ class BackendTests(CaptureTests, RandomTests, FailureTests, StreamTests, Optiona
         """Return a new backend."""
         raise NotImplementedError("Define make_backend() in the subclass of BackendTests.")
 
-    def settle(self, rig: Rig) -> None:
+    def release_unused_memory(self, rig: Rig) -> None:
         """Give unused memory back to the device, where a backend keeps it for later."""
         gc.collect()
 

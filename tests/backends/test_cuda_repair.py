@@ -9,11 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit.backends.capture_guard import exclusive_capture  # noqa: E402
-from dispatchkit.backends.cuda import capture as cuda_capture  # noqa: E402
+from dispatchkit.backends.cuda import destroy  # noqa: E402
 from dispatchkit.backends.cuda import driver as cuda_driver  # noqa: E402
-from dispatchkit.backends.cuda import graph as cuda_graph  # noqa: E402
+from dispatchkit.backends.cuda import repair as cuda_repair  # noqa: E402
 from dispatchkit.backends.cuda.capture import CaptureAttempt  # noqa: E402
-from dispatchkit.backends.cuda.graph import Burial, CudaPool, bury  # noqa: E402
+from dispatchkit.backends.cuda.destroy import PendingDestroy, destroy_later, destroy_pending  # noqa: E402
+from dispatchkit.backends.cuda.pool import CudaPool  # noqa: E402
 
 
 class Device:
@@ -113,10 +114,10 @@ def device(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(numbers)))
     monkeypatch.setattr(torch, "zeros", zeros_on_the_host)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", device.close, raising=False)
-    monkeypatch.setattr(cuda_capture, "begin_stream_capture", device.begin_stream)
-    monkeypatch.setattr(cuda_capture, "leave_stream_capture", device.leave_stream)
-    monkeypatch.setattr(cuda_capture, "_doomed", [])
-    monkeypatch.setattr(cuda_graph, "_graveyard", type(cuda_graph._graveyard)())
+    monkeypatch.setattr(cuda_repair, "begin_stream_capture", device.begin_stream)
+    monkeypatch.setattr(cuda_repair, "leave_stream_capture", device.leave_stream)
+    monkeypatch.setattr(cuda_repair, "_undestroyable", [])
+    monkeypatch.setattr(destroy, "_pending", type(destroy._pending)())
     return device
 
 
@@ -136,7 +137,7 @@ def test_a_good_capture_counts_until_its_graph_is_buried(device):
     one, wrong = attempt(pool)
     assert wrong is None
     assert device.users == {one.handle: 1}
-    Burial(one.graph, pool, one.handle).perform()
+    PendingDestroy(one.graph, pool, one.handle).destroy()
     assert device.users == {one.handle: 0}
 
 
@@ -145,11 +146,11 @@ def test_a_pool_is_never_captured_into_after_its_last_graph(device):
     first, _ = attempt(pool)
     second, _ = attempt(pool)
     assert first.handle == second.handle
-    Burial(first.graph, pool, first.handle).perform()
+    PendingDestroy(first.graph, pool, first.handle).destroy()
     third, wrong = attempt(pool)
     assert (third.handle, wrong) == (first.handle, None)
     for one in (second, third):
-        Burial(one.graph, pool, one.handle).perform()
+        PendingDestroy(one.graph, pool, one.handle).destroy()
     fourth, wrong = attempt(pool)
     assert wrong is None
     assert fourth.handle != first.handle
@@ -190,7 +191,7 @@ def test_a_pool_pinned_by_a_voided_capture_stays_usable_without_graphs(device):
     for _ in range(3):
         one, wrong = attempt(pool)
         assert wrong is None
-        Burial(one.graph, pool, one.handle).perform()
+        PendingDestroy(one.graph, pool, one.handle).destroy()
     assert sum(count > 0 for count in device.users.values()) == (device.version == "2.13")
 
 
@@ -207,7 +208,7 @@ def test_without_a_driver_the_pool_is_given_up_or_pinned_and_it_is_said(device, 
     assert wrong is None
     assert (again.handle == kept.handle) == (device.version == "2.13")
     assert voided.graph not in device.destroyed
-    assert cuda_capture._doomed[0] is voided.graph
+    assert cuda_repair._undestroyable[0] is voided.graph
 
 
 def test_a_capture_that_cannot_begin_costs_the_pool_and_no_draws(device, caplog):
@@ -220,12 +221,12 @@ def test_a_capture_that_cannot_begin_costs_the_pool_and_no_draws(device, caplog)
     assert device.opened == set()
     assert one.graph not in device.destroyed
     assert attempt(pool)[1] is None
-    Burial(kept.graph, pool, kept.handle).perform()
+    PendingDestroy(kept.graph, pool, kept.handle).destroy()
 
 
 def test_a_device_that_captures_no_more_is_said_loudly(device, caplog, monkeypatch):
     device.has_driver = False
-    monkeypatch.setattr(cuda_capture, "_capture_little", lambda *args: False)
+    monkeypatch.setattr(cuda_repair, "_capture_small_graph", lambda *args: False)
     attempt(CudaPool(), void=True, device=device)
     assert [record.levelname for record in caplog.records if record.levelno > 30] == ["CRITICAL"]
 
@@ -234,10 +235,9 @@ def test_a_graph_let_go_of_in_a_capture_is_destroyed_after_it(device):
     pool = CudaPool()
     one, _ = attempt(pool)
     with exclusive_capture("cuda:0"):
-        cuda_graph._graveyard.append(Burial(one.graph, pool, one.handle))
-        bury()
+        destroy_later(PendingDestroy(one.graph, pool, one.handle))
         assert device.destroyed == []
-    bury()
+    destroy_pending()
     assert device.destroyed == [one.graph]
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from dispatchkit import Axis, GraphRunner, StaticInput  # noqa: E402
 from dispatchkit.backends.cuda.watch import CaptureWatch  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
-from dispatchkit.backends.watching.compiled_code import PLAINLY  # noqa: E402
+from dispatchkit.backends.watching.compiled_code import FORCE_EAGER  # noqa: E402
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode  # noqa: E402
 from dispatchkit.execute import PlainCodeWarning  # noqa: E402
 
@@ -189,7 +189,7 @@ def test_sizes_that_only_show_shapes_are_not_compiled(compiler, net):
     with torch.no_grad():  # as in captures, of which the stand-in's replays are runs
         torch.testing.assert_close(runner(x=x, length=8), want_of(net, x) * 8)
     assert compiler.graphs == 1
-    assert not PLAINLY.is_on
+    assert not FORCE_EAGER.is_on
 
 
 def test_a_file_of_the_user_is_not_taken_for_one_of_dynamo(compiler):
@@ -320,7 +320,7 @@ def test_a_mode_that_fails_lets_code_run_compiled_again(compiler):
     with pytest.raises(ZeroDivisionError):
         fails()
     assert (mode.seen, compiler.runs) == (2, 0)
-    assert not PLAINLY.is_on
+    assert not FORCE_EAGER.is_on
     fast(x)
     assert compiler.runs == 1
 

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
-from dispatchkit.backends.watching.capture_errors import forget_frames, forget_path  # noqa: E402
+from dispatchkit.backends.capture_errors import clear_frames, clear_traceback  # noqa: E402
 from dispatchkit.errors import ReplayError  # noqa: E402
 
 WIDTH = 64
@@ -190,14 +190,14 @@ def caught(**options):
 @pytest.mark.parametrize("joins", [False, True], ids=["context beside cause", "group"])
 def test_path_of_an_error_and_of_all_behind_it_is_forgotten(joins):
     error = caught(joins=joins)
-    forget_path(error, None)
+    clear_traceback(error, None)
     assert error.__traceback__ is None
     assert not ALIVE
 
 
 def test_frames_are_cleared_and_the_place_is_still_told():
     error = caught(joins=False)
-    forget_frames(error, None)
+    clear_frames(error, None)
     names = []
     trace = error.__traceback__
     while trace is not None:
@@ -211,5 +211,5 @@ def test_what_the_caller_handles_is_not_touched():
     try:
         raise theirs
     except ValueError:
-        forget_path(caught(joins=False), sys.exception())
+        clear_traceback(caught(joins=False), sys.exception())
     assert theirs.__traceback__ is not None

@@ -32,7 +32,7 @@ class TestCuda(BackendTests):
     def make_backend(self):
         return cuda_backend()
 
-    def settle(self, rig):
+    def release_unused_memory(self, rig):
         gc.collect()
         rig.backend.synchronize()
         rig.torch.cuda.empty_cache()
@@ -48,7 +48,7 @@ class TestCudaUnwatched(BackendTests):
     def make_backend(self):
         return cuda_backend(refuse_host_syncs=False)
 
-    def settle(self, rig):
+    def release_unused_memory(self, rig):
         gc.collect()
         rig.backend.synchronize()
         rig.torch.cuda.empty_cache()

@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.base import BackendCapabilities
+from dispatchkit.backends.capture_errors import capture_error, clear_frames
 from dispatchkit.backends.capture_guard import (
     capturing_device,
     exclusive_capture,
@@ -26,11 +27,13 @@ from dispatchkit.backends.capture_guard import (
 )
 from dispatchkit.backends.cuda.capture import CaptureAttempt
 from dispatchkit.backends.cuda.copy import CopyNode, copy_node
+from dispatchkit.backends.cuda.destroy import destroy_pending, free_idle_memory
 from dispatchkit.backends.cuda.device import device_index, require_cuda
-from dispatchkit.backends.cuda.draws import draw_order
-from dispatchkit.backends.cuda.graph import CudaGraph, CudaPool, bury, return_idle_memory
+from dispatchkit.backends.cuda.draw_order import draw_order
+from dispatchkit.backends.cuda.graph import CudaGraph
 from dispatchkit.backends.cuda.launch import direct_launch, graph_upload
-from dispatchkit.backends.cuda.memory import growth
+from dispatchkit.backends.cuda.pool import CudaPool
+from dispatchkit.backends.cuda.rehearsal import growth
 from dispatchkit.backends.cuda.streams import (
     MAX_STREAMS,
     CudaEvent,
@@ -43,8 +46,7 @@ from dispatchkit.backends.cuda.streams import (
 from dispatchkit.backends.cuda.watch import CaptureWatch, WarmupNotes
 from dispatchkit.backends.cuda.workspace import hold_workspace
 from dispatchkit.backends.optional import LaunchCall
-from dispatchkit.backends.watching.capture_errors import capture_error, forget_frames
-from dispatchkit.backends.watching.warmup import run_warmup
+from dispatchkit.backends.warmup import run_warmup
 from dispatchkit.errors import CaptureError, ConfigError
 
 CAPTURE_ERROR_MODES = ("thread_local", "global", "relaxed")
@@ -160,7 +162,7 @@ class CudaBackend:
             "number of streams",
             len(self._streams) + 1,
             f"at most {MAX_STREAMS} at a time on this device",
-            "Use fewer lanes, or let go of streams that are not needed.",
+            "Use fewer lanes, or drop streams that are not needed.",
         )
 
     def use_stream(self, stream: Any) -> UseStream:
@@ -222,7 +224,7 @@ class CudaBackend:
         torch keeps the memory of an unused pool until it needs it; asking here gives it back
         to the device, unless a capture is running. Not for the hot path.
         """
-        return_idle_memory()
+        free_idle_memory()
         return int(pool.reserved_bytes(self._index))
 
     # -- graphs -------------------------------------------------------------------------
@@ -231,7 +233,7 @@ class CudaBackend:
         """Run the callable eagerly on a stream, ordered after the caller's stream.
 
         Returns:
-            What the last run returned. The caller's stream waits for the warm-up.
+            What the last run returned. The caller's stream waits for the warmup.
         """
 
         def held() -> Any:
@@ -290,7 +292,7 @@ class CudaBackend:
         own_generators = self._check_generators(generators)
         refuse_nested(self.torch_device)
         self._refuse_foreign_capture()
-        return_idle_memory()
+        free_idle_memory()
         handled = sys.exception()
         try:
             with exclusive_capture(self.torch_device), UseStream(stream.raw):
@@ -307,7 +309,7 @@ class CudaBackend:
                         run, stream.raw, pool, own_generators, handled, watched, notes, compiled
                     )
         finally:
-            bury()
+            destroy_pending()
 
     def _refuse_foreign_capture(self) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -348,7 +350,7 @@ class CudaBackend:
             failure = attempt.end(failure)
         if failure is not None:
             outputs = None
-            forget_frames(failure, handled)
+            clear_frames(failure, handled)
             try:
                 if not isinstance(failure, Exception):
                     raise failure
@@ -366,7 +368,7 @@ class CudaBackend:
             host_tensors=watch.host_tensors,
             generators=[default, *generators],
             order=self._order,
-            # Where not all is seen, nobody knows: the first replay tells.
+            # Not all operations were seen: the first replay shows whether they draw.
             draws=watch.draws or not watched or compiled,
             num_plain_operations=watch.num_plain_operations,
         )
@@ -395,13 +397,13 @@ class CudaBackend:
     ) -> int:
         """Return by how many bytes a capture would make the pool grow.
 
-        Runs the callable once plainly, its memory in a copy of the pool that goes back to the
-        device at once; the allocator's rounding is thereby in the number. For that moment it
-        takes as much memory as a warm-up and the pool. See cuda_memory.py.
+        Runs the callable once, its memory in a copy of the pool that goes back to the device
+        at once, so that the number includes the allocator's rounding. For that moment it
+        takes as much memory as a warmup and the pool. See rehearsal.py.
         """
         refuse_in_capture("backend.rehearse()")
         self._check_generators(generators)
-        return_idle_memory()
+        free_idle_memory()
         present = pool.segments(self._index)
 
         def in_copy() -> int:

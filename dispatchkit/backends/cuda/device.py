@@ -31,7 +31,7 @@ def device_index(device: Any) -> int:
     """Return the index of an existing CUDA device.
 
     Raises:
-        ConfigError: It is no CUDA device, or there is none of that index.
+        ConfigError: It is no CUDA device, or no device has that index.
     """
     count = torch.cuda.device_count()
     allowed = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"

@@ -20,13 +20,13 @@ import torch
 
 @lru_cache(maxsize=1)
 def _runtime() -> ctypes.CDLL | None:
-    """Return the CUDA runtime that torch has loaded, None where it cannot be told."""
+    """Return the CUDA runtime that torch has loaded; None if it cannot be found."""
     version = torch.version.cuda
     if version is None or sys.platform != "linux":
         return None
     try:
         # By the name that torch's own libraries ask for: this is the one already loaded. The
-        # call lets go of the interpreter's lock, so that a full queue holds up no other thread.
+        # call releases the interpreter's lock, so that a full queue holds up no other thread.
         return ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}")
     except OSError:
         return None

@@ -15,14 +15,14 @@ from dispatchkit.errors import ConfigError, ReplayError
 # torch hands out streams of one priority from a ring of 32; a 33rd is the first one again.
 MAX_STREAMS = 32
 
-# Streams that were let go of, by device and priority, then by handle. They are taken first:
+# Streams that nobody uses any more, by device and priority, then by handle. They are reused first:
 # torch keeps memory of libraries for each stream that ever used them (for cuBLAS 32 MiB on
 # Hopper).
 _idle: defaultdict[tuple[int, int], dict[int, torch.cuda.Stream]] = defaultdict(dict)
 
 
 def unused_streams(device_index: int, priority: int) -> Iterator[torch.cuda.Stream]:
-    """Yield streams that nobody holds any more, then those of torch's ring, twice around.
+    """Yield streams that nobody uses any more, then those of torch's ring, twice around.
 
     Args:
         device_index: The device.
@@ -40,7 +40,7 @@ def unused_streams(device_index: int, priority: int) -> Iterator[torch.cuda.Stre
 
 
 def return_when_unused(stream: CudaStream, priority: int) -> None:
-    """Have a stream taken again by the next who asks, once nobody holds it any more."""
+    """Let a stream be reused once nobody holds it any more."""
     idle = _idle[stream.raw.device_index, priority]
     weakref.finalize(stream, idle.__setitem__, stream.handle, stream.raw).atexit = False
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dispatchkit.backends.capture_guard import HostSyncError
-from dispatchkit.backends.cuda.memory import Segment
+from dispatchkit.backends.cuda.segments import Segment
 from dispatchkit.backends.watching.compiled_code import Calls
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode, PerOperation, WeakStorages
 from dispatchkit.backends.watching.host_sync import (
@@ -56,11 +56,11 @@ class _Given(WeakStorages):
 
 
 class WarmupNotes:
-    """What a warmup tells of a capture of the same operations, which then needs no watch.
+    """What a warmup shows about a capture of the same operations, which then needs no watch.
 
     Attributes:
         draws: An operation was seen that may draw.
-        is_plain: Nothing was seen that a capture refuses, or that only its own watch can tell:
+        is_plain: Nothing was seen that a capture refuses, or that only its own watch can see:
             reads of the device's data, host memory, operations made of others.
     """
 
@@ -117,7 +117,7 @@ class CaptureWatch(DispatchMode):
 
     @property
     def num_plain_operations(self) -> int:
-        """Operations of functions of torch.compile that ran plainly."""
+        """Operations of functions of torch.compile that ran without being compiled."""
         return 0 if self._calls is None else self._calls.num_plain
 
     def outside(self, segments: Iterable[Segment]) -> list[torch.UntypedStorage]:

@@ -1,4 +1,4 @@
-"""Memory that cuBLAS works in, kept where no tensor of anybody else comes to lie.
+"""Memory that cuBLAS works in, kept in a pool that no tensor is allocated from.
 
 torch gives each pair of a cuBLAS handle (one for each thread) and a stream two workspaces from its
 allocator, one of cuBLAS and one of cuBLASLt, which runs products with a bias
@@ -24,7 +24,7 @@ _pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
 
 
 def hold_workspace(stream: torch.cuda.Stream) -> None:
-    """Have this thread's workspaces for a stream come from the stream's own pool.
+    """Allocate this thread's workspaces for a stream from the stream's own pool.
 
     To be called before anything else uses cuBLAS on the stream, a capture included: torch may
     have given the last ones back meanwhile. It queues a tiny product there, and takes some tens of

@@ -7,7 +7,7 @@ alive; outputs hold poison until the first replay; intermediates share a pool's 
 
 What differs: capturing runs the operations (and puts back what they changed); a graph keeps
 alive the outside tensors it reads, which a device's graph does not; ``tensor.to("cpu")`` is
-not refused, since here it cannot be told from moving to the device; Python lists and numbers
+not refused, since the tape cannot tell it from moving to the device; Python lists and numbers
 turned into tensors inside the callable are baked in.
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from dispatchkit.backends.base import BackendCapabilities
+from dispatchkit.backends.capture_errors import capture_error, clear_frames
 from dispatchkit.backends.capture_guard import (
     capturing_device,
     exclusive_capture,
@@ -37,9 +38,8 @@ from dispatchkit.backends.tape.streams import (
     TapeEvent,
     TapeStream,
 )
-from dispatchkit.backends.watching.capture_errors import capture_error, forget_frames
+from dispatchkit.backends.warmup import run_warmup
 from dispatchkit.backends.watching.host_sync import HostSyncGuard
-from dispatchkit.backends.watching.warmup import run_warmup
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys.checks import check_count
 
@@ -60,7 +60,7 @@ class TapeBackend:
 
     Args:
         scheduler: Seed of the deferred scheduler, which makes missing waits visible; None
-            runs all work at once (see tape_streams).
+            runs all work at once (see streams.py).
         max_streams: Number of streams that may exist at a time, the default one apart.
 
     Raises:
@@ -133,7 +133,7 @@ class TapeBackend:
                     "number of streams",
                     len(self._streams) + 1,
                     f"at most {self._max_streams} at a time on this device",
-                    "Use fewer lanes, or let go of streams that are not needed.",
+                    "Use fewer lanes, or drop streams that are not needed.",
                 )
             stream = TapeStream(self._next_handle, self._scheduler)
             self._next_handle += 1
@@ -213,7 +213,7 @@ class TapeBackend:
         with exclusive_capture(self.torch_device), held, self.use_stream(stream):
             recorder, outputs = self._record(run, generators, handled)
             kept = recorder.kept()
-            tensors = pool.home(recorder, kept)
+            tensors = pool.allocate(recorder, kept)
             steps = recorder.steps
             # Deferred, other streams may come in between any two parts, as between kernels.
             size = max(1, len(steps) if self._scheduler is None else -(-len(steps) // MAX_PARTS))
@@ -240,7 +240,7 @@ class TapeBackend:
         with exclusive_capture(self.torch_device), held, self.use_stream(stream):
             recorder, outputs = self._record(run, generators, handled)
             num_bytes: int = pool.growth(recorder, recorder.kept())
-            del outputs  # kept until here: it tells what outlives the callable
+            del outputs  # kept until here: it shows what outlives the callable
         return num_bytes
 
     def _record(
@@ -257,7 +257,7 @@ class TapeBackend:
                 outputs = run()
             recorder.raise_swallowed_error()
         except Exception as error:
-            forget_frames(error, handled)
+            clear_frames(error, handled)
             raise capture_error(recorder.first_error or error) from error
         finally:
             recorder.restore()

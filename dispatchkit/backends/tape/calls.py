@@ -105,7 +105,7 @@ def writing_call(
     overload, names = _out_overload(func)
     if overload is None or len(fresh) != len(names):
         return func, list(kwargs), ()
-    # What describes a new tensor (dtype, device, ...) is settled by the one that is given.
+    # What describes a new tensor (dtype, device, ...) comes from the one that is given.
     taken = {argument.name for argument in overload._schema.arguments}
     kept = [key for key in kwargs if key in taken]
     keyword_arguments = {key: kwargs[key] for key in kept}

@@ -8,10 +8,10 @@ wait sees poison or old data, and whoever overwrites an input too early spoils i
 What is not deferred, and why:
 
 - views, and new memory without data: nothing is read;
-- operations without tensor arguments (zeros, arange): nobody else can know their result yet;
+- operations without tensor arguments (zeros, arange): no other stream can know their result yet;
 - operations that draw: generators move in the order of the host, so the stream is run up to
   here first;
-- operations whose shape cannot be told without data, or not by torch's meta kernels: the host
+- operations whose shape depends on data, or that torch's meta kernels cannot run: the host
   needs the data, so it waits for the stream, as it would on a device.
 
 A read by the host (``item``, ``tolist``, ``numpy``, printing) waits for the current stream

@@ -43,26 +43,26 @@ class TapePool:
             segments: int = sum(segment.nbytes() for segment in self._segments)
             return segments + sum(num_bytes for _, num_bytes in self._kept)
 
-    def home(self, recorder: Recorder, kept: set[int]) -> Materialiser:
-        """Give the intermediates of a recording their places; kept storages stay put."""
+    def allocate(self, recorder: Recorder, kept: set[int]) -> Materialiser:
+        """Place the intermediates of a recording in the segments; kept storages stay put."""
         with self._lock:
             sizes, placement = self._place(recorder, kept)
             if placement.new_bytes:
                 self._segments.append(torch.UntypedStorage(placement.new_bytes))
-            homes = {
+            places = {
                 identity: (storage, 0)
                 for identity, storage in recorder.storages.items()
                 if identity not in sizes
             }
             for identity, (number, start) in placement.where.items():
-                homes[identity] = (self._segments[number], start)
+                places[identity] = (self._segments[number], start)
             for identity in kept:
                 storage = recorder.storages[identity]
                 self._kept.append((StorageWeakRef(storage), storage.nbytes()))
-        return Materialiser(homes)
+        return Materialiser(places)
 
     def growth(self, recorder: Recorder, kept: set[int]) -> int:
-        """Return by how many bytes homes for a recording would make the pool grow."""
+        """Return by how many bytes a recording would make the pool grow."""
         with self._lock:
             num_bytes = self._place(recorder, kept)[1].new_bytes
         for identity in kept:
@@ -157,7 +157,7 @@ class TapeGraph:
             stream.scheduler.drain(stream)
 
     def release(self) -> None:
-        """Let go of the memory; replays already queued still run."""
+        """Release the memory; replays already queued still run."""
         self._released = True
         self._launches = (_refuse_replay,)
         self._outputs = None

@@ -110,11 +110,11 @@ class _Segment:
 
     def take(self, num_bytes: int) -> int | None:
         """Return the start of the smallest hole that is big enough, or None."""
-        rooms = [math.inf if end is None else end - start for start, end in self.holes]
-        fitting = [index for index, room in enumerate(rooms) if room >= num_bytes]
+        lengths = [math.inf if end is None else end - start for start, end in self.holes]
+        fitting = [index for index, length in enumerate(lengths) if length >= num_bytes]
         if not fitting:
             return None
-        best = min(fitting, key=rooms.__getitem__)
+        best = min(fitting, key=lengths.__getitem__)
         start, end = self.holes.pop(best)
         taken_end = start + num_bytes
         if end is None or taken_end < end:
@@ -213,7 +213,7 @@ class Materialiser:
 
 
 def view_of_storage(storage: Any, ref: TensorRef, start_bytes: int = 0) -> torch.Tensor:
-    """Return a tensor of our own on a storage; nobody's autograd graph or object is held."""
+    """Return a tensor of our own on a storage; it holds no autograd graph and no other object."""
     offset = ref.offset + start_bytes // ref.dtype.itemsize
     with torch.inference_mode(False):
         made = torch.empty(0, dtype=ref.dtype)

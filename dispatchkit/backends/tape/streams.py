@@ -10,7 +10,7 @@ shows as data that is old or poisoned. The same seed gives the same interleaving
 
 The default stream never defers by itself: what is given to it runs before the call returns,
 and its waits are waits of the host. Tensor operations are only seen, and so only deferred,
-inside ``use_stream`` (see tape_deferred).
+inside ``use_stream`` (see deferred.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Functions of ``torch.compile`` inside a step that is watched, warmed up or captured.
 
 Under a dispatch mode that must see every operation, Dynamo compiles nothing, and marks the code
-it then skips for good: once called so, a compiled model runs plainly for the rest of the
-process. So such a mode has compiled functions run plainly by torch's own switch for it
-(``torch.compiler.set_stance``), which touches neither their code nor what is compiled already.
+it then skips for good: once called so, a compiled model runs uncompiled for the rest of the
+process. So under such a mode torch's own switch (``torch.compiler.set_stance``) makes compiled
+functions run eager, which touches neither their code nor what is compiled already.
 
 Source: ``CatchErrorsWrapper`` in torch/_dynamo/convert_frame.py and ``ConvertFrameReturn`` in
 torch/_dynamo/types.py of torch 2.11 to 2.13, which say when a frame is skipped and for how long.
@@ -27,14 +27,14 @@ def dynamo_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-class _Plainly:
-    """Has compiled functions run plainly while anybody asks for it.
+class _ForceEager:
+    """Makes compiled functions run eager while anybody needs it.
 
     The switch is the process's: a compiled function that another thread calls in that moment
-    runs plainly, too. A capture of one that meets that tells of it.
+    runs eager, too. A capture during which that may have happened warns.
 
     Attributes:
-        num_begun: How often somebody asked.
+        num_begun: How often it was switched on.
     """
 
     num_begun: int
@@ -46,9 +46,9 @@ class _Plainly:
         self.num_begun = 0
 
     def begin(self) -> bool:
-        """Ask; return whether there is something to end.
+        """Switch on; return whether ``end`` must follow.
 
-        Within code that Dynamo runs nothing can be asked.
+        Inside code that Dynamo runs it cannot be switched.
         """
         if not dynamo_is_loaded():
             return False
@@ -65,11 +65,11 @@ class _Plainly:
 
     @property
     def is_on(self) -> bool:
-        """Whether somebody asks now."""
+        """Whether it is on now."""
         return self._depth > 0
 
     def end(self) -> None:
-        """Ask no longer."""
+        """Switch off, unless somebody else needs it."""
         with self._lock:
             self._depth -= 1
             if not self._depth:
@@ -77,22 +77,22 @@ class _Plainly:
                 self._stance = None
 
 
-PLAINLY = _Plainly()
+FORCE_EAGER = _ForceEager()
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
-    """Have compiled functions run plainly: for a run that shows shapes, nothing is compiled."""
-    begun = PLAINLY.begin()
+def force_eager() -> Iterator[None]:
+    """Make compiled functions run eager: a run that only shows shapes compiles nothing."""
+    begun = FORCE_EAGER.begin()
     try:
         yield
     finally:
         if begun:
-            PLAINLY.end()
+            FORCE_EAGER.end()
 
 
 class Calls:
-    """Counts operations that functions of torch.compile run plainly.
+    """Counts operations that functions of torch.compile run without being compiled.
 
     What the compiler made is called by way of a function of Dynamo's own, so that operations of
     it have one more frame of Dynamo's on the stack.
@@ -143,7 +143,7 @@ def _files_of_dynamo() -> frozenset[str | None]:
 def every_size_compiled() -> Iterator[None]:
     """Let Dynamo compile for as many sizes as are warmed up.
 
-    By its own limit (8) a function without dynamic shapes would run plainly from the ninth size
+    By its own limit (8) a function without dynamic shapes would run eager from the ninth size
     on, with nothing but a line in the log. Every size that is warmed up is one the user asked
     for; the larger limit of all that a function may be compiled for still holds.
     """

@@ -20,7 +20,7 @@ from torch._C._dynamo import guards
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dispatchkit.backends.watching.compiled_code import PLAINLY, dynamo_is_loaded
+from dispatchkit.backends.watching.compiled_code import FORCE_EAGER, dynamo_is_loaded
 
 _Facts = TypeVar("_Facts")
 
@@ -126,7 +126,7 @@ _OVERLAPS = _Overlaps()
 class DispatchMode(TorchDispatchMode):
     """Base of the modes here; a subclass defines ``__torch_dispatch__`` as usual.
 
-    It sees the operations of compiled functions as well, since they run plainly under it. One
+    It sees the operations of compiled functions as well, since they run eager under it. One
     whose ``ignore_compile_internals`` is True lets them run compiled, and sees what is left.
     """
 
@@ -142,7 +142,7 @@ class DispatchMode(TorchDispatchMode):
             self._hide_from_dynamo()
         # Entered again from inside, as for the parts of an operation, it must end as often.
         begun = self.__dict__.setdefault("_has_begun", [])
-        begun.append(not self.ignore_compile_internals() and PLAINLY.begin())
+        begun.append(not self.ignore_compile_internals() and FORCE_EAGER.begin())
         with _OVERLAPS.lock:
             _OVERLAPS.begin()
             return super().__enter__()  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ class DispatchMode(TorchDispatchMode):
             super().__exit__(*error)  # type: ignore[no-untyped-call]
             _OVERLAPS.end()
         if self.__dict__["_has_begun"].pop():
-            PLAINLY.end()
+            FORCE_EAGER.end()
 
     @classmethod
     def _hide_from_dynamo(cls) -> None:

@@ -51,7 +51,7 @@ def run_composite(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) ->
     """Run an operation that is only made of others, so that the mode sees those instead.
 
     Composite operations (``reshape``, ``linear``, ``allclose``) arrive whole in inference mode;
-    whether they copy, or wait, only their parts tell. The kernel is the one eager runs, not
+    whether they copy, or wait, only their parts show. The kernel is the one eager runs, not
     one of torch's decompositions in Python, which may draw differently.
 
     Returns:
@@ -115,7 +115,7 @@ class HostSyncGuard(TorchFunctionMode):
     """Refuses calls that copy a device's data to the host.
 
     Args:
-        note: Is told of each refused call, since the callable may swallow the error.
+        note: Called with each refused call's error, which the callable may swallow.
         device_type: Whose tensors may not be read; others are the host's own.
     """
 

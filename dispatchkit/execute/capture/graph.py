@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dispatchkit.backends.base import CapturedGraph, GraphBackend
 from dispatchkit.backends.optional import WarmupNotes, WatchedGraph, features_of
-from dispatchkit.backends.watching.compiled_code import PLAINLY
+from dispatchkit.backends.watching.compiled_code import FORCE_EAGER
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
 from dispatchkit.execute.capture.warmup import Family
@@ -133,7 +133,7 @@ class GraphMaker:
         known = self._watched.get(name)
         if known is not None or compiled is not None or (notes is not None and not notes.is_plain):
             notes = None
-        begun = None if PLAINLY.is_on else PLAINLY.num_begun
+        begun = None if FORCE_EAGER.is_on else FORCE_EAGER.num_begun
         graph = self._unwatched.capture(
             captured,
             stream=lane.stream,
@@ -143,7 +143,7 @@ class GraphMaker:
             notes=notes,
             compiled=known is None and compiled is not None,
         )
-        if compiled is not None and PLAINLY.num_begun != begun:
+        if compiled is not None and FORCE_EAGER.num_begun != begun:
             warnings.warn(
                 "Another thread was warming a step up during a capture, which has functions of "
                 "torch.compile run plainly in the whole process: the graph may hold eager "

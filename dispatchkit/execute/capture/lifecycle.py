@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from dispatchkit.backends.watching.capture_errors import forget_path
+from dispatchkit.backends.capture_errors import clear_traceback
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, ConfigError, RegistryError
 from dispatchkit.execute.capture.budget import Budget, OverBudgetError, Room
@@ -341,7 +341,7 @@ class Lifecycle:
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
             # Frames hold tensors, and with them memory of the graphs: for as long as somebody
             # keeps the error, or until a garbage collection where it names its own frame.
-            forget_path(error, handled)
+            clear_traceback(error, handled)
             problem = as_capture_error(error, key)
             problem.__cause__ = problem.__context__ = None
         elapsed = (time.perf_counter() - start) * 1e6
@@ -380,7 +380,7 @@ class Lifecycle:
         except OverBudgetError as error:
             if not (evict and error.fits_alone):
                 raise
-            forget_path(error, handled)
+            clear_traceback(error, handled)
         lost += self._room.clear_pool()
         return self._capturer.capture(key, self._lane, others, admission)
 

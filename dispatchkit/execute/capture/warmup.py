@@ -13,7 +13,7 @@ import torch
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.optional import WarmupNotes, features_of
-from dispatchkit.backends.watching.compiled_code import every_size_compiled, plainly
+from dispatchkit.backends.watching.compiled_code import every_size_compiled, force_eager
 from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.outputs import (
@@ -312,7 +312,7 @@ class Warmups:
 
     def _shapes(self, views: dict[str, Any], lane: Lane) -> Any:
         """Run the step for the shapes of its outputs, at a size that may never be captured."""
-        with plainly():
+        with force_eager():
             return self._backend.warmup(lambda: self.step(views), stream=lane.stream)
 
     def _at_another_size(

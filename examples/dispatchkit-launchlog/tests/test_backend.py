@@ -28,7 +28,7 @@ class TestKitOnADevice(BackendTests):
     def make_backend(self) -> LaunchLogBackend:
         return LaunchLogBackend("cuda")
 
-    def settle(self, rig) -> None:
+    def release_unused_memory(self, rig) -> None:
         gc.collect()
         rig.backend.synchronize()
         torch.cuda.empty_cache()

@@ -72,11 +72,11 @@ class DrawOrder:
             try:
                 yield
             finally:
-                # Still capturing: one that could not be ended, which no event can tell of.
+                # Still capturing: one that could not be ended, which no event can mark.
                 if not torch.cuda.is_current_stream_capturing():
                     self._last.record(stream)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block until all turns so far are over."""
         self._last.synchronize()
 

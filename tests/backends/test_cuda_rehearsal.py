@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from dispatchkit.backends.cuda import memory as cuda_memory
+from dispatchkit.backends.cuda import rehearsal, segments
 
 MIB = 1 << 20
 
@@ -155,9 +155,9 @@ def rehearse(cuda, program, present):
         play(cuda.current, program, alive)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_memory.torch, "cuda", cuda)
-        patch.setattr(cuda_memory, "_block", lambda size, device: Played(cuda.current, size))
-        return cuda_memory.growth(run, present, 0, 7)
+        patch.setattr(rehearsal.torch, "cuda", cuda)
+        patch.setattr(rehearsal, "_block", lambda size, device: Played(cuda.current, size))
+        return rehearsal.growth(run, present, 0, 7)
 
 
 @given(before=PROGRAM, program=PROGRAM)
@@ -220,17 +220,17 @@ def test_asking_torch_for_segments_keeps_the_count_of_references(monkeypatch, dr
         drop(include_traces)
         return [{"total_size": 5}]  # holding no part of the handle
 
-    monkeypatch.setattr(cuda_memory.torch.cuda, "memory_snapshot", memory_snapshot)
+    monkeypatch.setattr(rehearsal.torch.cuda, "memory_snapshot", memory_snapshot)
     before = sys.getrefcount(False), sys.getrefcount(0)
     for number in range(1000, 1200):
-        assert cuda_memory.segments_of((0, number)) == [{"total_size": 5}]
+        assert segments.segments_of((0, number)) == [{"total_size": 5}]
     # Of 200 each; others use them, too.
     assert abs(sys.getrefcount(False) - before[0]) < 100
     assert abs(sys.getrefcount(0) - before[1]) < 100
     parts = (int("12345"), int("54321"))
     spare = [*parts]
-    before = cuda_memory._references(parts)
+    before = segments._references(parts)
     drop(parts[1])
-    cuda_memory._put_back(parts, before)
-    assert cuda_memory._references(parts) == before
+    segments._put_back(parts, before)
+    assert segments._references(parts) == before
     assert spare == [12345, 54321]

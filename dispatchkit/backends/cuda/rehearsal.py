@@ -1,60 +1,24 @@
-"""How much a capture will make a graph pool grow, told before it is made.
+"""How much a capture will make a graph pool grow, measured before the capture.
 
 Torch's allocator takes memory from the device in segments, cuts them into blocks and gives
 each request the smallest free block that holds it (c10/cuda/CUDACachingAllocator.cpp). So how
 much a capture adds depends on every request in it, in order, and on the free blocks there are
-before: it can be told only by asking the allocator. The callable runs once with its memory in
+before: only the allocator knows. The callable runs once with its memory in
 a copy of the pool, that is in segments of the same sizes with the same blocks in use, and
 what that copy grows by is what the pool would.
 """
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from dispatchkit.backends.cuda.segments import Segment, segments_of
+
 # Requests up to here come from small segments, which are twice as large.
 _SMALL = 1 << 20
-
-Segment = Mapping[str, Any]  # as in torch.cuda.memory_snapshot()
-
-
-def segments_of(handle: Iterable[int]) -> list[Segment]:
-    """Return the segments that torch reserves for one pool; none where it knows no such pool.
-
-    Not of the whole process: that takes the longer, the more tensors are alive.
-
-    torch (2.11 to 2.13) drops references that it does not own: one to each part of what it is
-    asked with (pytorch/pytorch#196366). Soon somebody's number is destroyed while it is still
-    in use. What was dropped is put back here; where torch drops nothing, nothing is added.
-
-    Args:
-        handle: Torch's handle of the pool.
-    """
-    # Numbers of this call alone, apart from small ones, which the process shares.
-    asked = (*(int(str(part)) for part in handle), False)
-    spare = [*asked]  # so that none is gone before what was dropped is put back
-    before = _references(asked)
-    found: list[Segment] = torch.cuda.memory_snapshot(asked[:2], include_traces=asked[2])
-    _put_back(asked, before)
-    del spare
-    return found
-
-
-def _references(parts: tuple[int, ...]) -> list[int]:
-    return [sys.getrefcount(part) for part in parts]
-
-
-def _put_back(parts: tuple[int, ...], before: list[int]) -> None:
-    counts = zip(parts, before, _references(parts), strict=True)
-    for part, dropped in {id(part): (part, had - has) for part, had, has in counts}.values():
-        if 0 < dropped <= len(parts):  # more is the doing of other threads
-            for _ in range(dropped):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
 
 
 def growth(
@@ -62,7 +26,7 @@ def growth(
 ) -> int:
     """Run a callable with its memory in a copy of a pool; return by how many bytes it grew.
 
-    The copy's memory goes back to the device, and the callable's result is let go of.
+    The copy's memory goes back to the device, and the callable's result is dropped.
 
     Args:
         run: What to run.

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit.backends.cuda.draws import DrawOrder  # noqa: E402
+from dispatchkit.backends.cuda.draw_order import DrawOrder  # noqa: E402
 from dispatchkit.errors import ReplayError  # noqa: E402
 
 

@@ -1,4 +1,4 @@
-"""Warm-up, the same on every backend; no torch here."""
+"""Warmup on a stream, the same on every backend; no torch here."""
 
 from __future__ import annotations
 

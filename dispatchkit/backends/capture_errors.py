@@ -1,4 +1,4 @@
-"""From what stopped a capture to the error that says so, the same on every device."""
+"""The CaptureError for what stopped a capture, the same on every device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _NOT_CAPTURABLE = (
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 
 
-def forget_frames(error: BaseException, handled: BaseException | None) -> None:
+def clear_frames(error: BaseException, handled: BaseException | None) -> None:
     """Drop the local variables of the frames an error came through.
 
     Whoever keeps the error as the reason of a failed key would otherwise keep every tensor
-    that the callable held when it failed. The functions of those frames stay, so that it can
-    still be told where it failed, and with them what they close over; see ``forget_path``.
+    that the callable held when it failed. The functions of those frames stay, so that the
+    traceback still shows where it failed, and with them what they close over; see
+    ``clear_traceback``.
 
     Args:
         error: The error of the capture.
@@ -36,15 +37,15 @@ def forget_frames(error: BaseException, handled: BaseException | None) -> None:
         traceback.clear_frames(one.__traceback__)
 
 
-def forget_path(error: BaseException, handled: BaseException | None) -> None:
-    """Drop all that an error holds of where it came from: nobody gets to see it.
+def clear_traceback(error: BaseException, handled: BaseException | None) -> None:
+    """Drop an error's traceback and all that it holds, for an error that nobody gets to see.
 
     A cleared frame still holds its function, and that what it closes over (CPython 3.11 on).
     The error itself may live on: a callable may raise one that it keeps.
 
     Args:
         error: The error of the capture.
-        handled: As for ``forget_frames``.
+        handled: As for ``clear_frames``.
     """
     for one in _chain(error, handled):
         traceback.clear_frames(one.__traceback__)

@@ -1,0 +1,71 @@
+"""The memory pools that CUDA graphs share."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from dispatchkit.backends.cuda.segments import Segment, segments_of
+
+#: Set while torch keeps memory of pools that no graph uses any more.
+has_idle_memory = threading.Event()
+
+
+class CudaPool:
+    """A private memory pool; its graphs must not run at the same time.
+
+    Torch frees a pool for good once its last graph is gone, and refuses captures into it from
+    then on (torch 2.11 to 2.13, an internal assertion): a pool here is a row of torch's, one
+    after the other.
+
+    Attributes:
+        guard: Held while a graph begins or ends to use the pool, so that torch's count of
+            users and the one here cannot differ.
+    """
+
+    def __init__(self) -> None:
+        self.guard: threading.RLock = threading.RLock()
+        self._handle: Any = torch.cuda.graph_pool_handle()
+        self._uses = 0
+        self._earlier: set[Any] = set()
+
+    def take(self) -> Any:
+        """Return torch's handle for one more capture; it counts until it is given back."""
+        self._uses += 1
+        return self._handle
+
+    def give_back(self, handle: Any) -> None:
+        """Take one graph off the count; the last one ends torch's pool."""
+        if handle != self._handle:
+            has_idle_memory.set()
+            return
+        self._uses -= 1
+        if self._uses == 0:
+            has_idle_memory.set()
+            self.start_anew()
+
+    def start_anew(self) -> None:
+        """Capture into a new pool of torch's from here on; graphs keep the one they have."""
+        self._earlier.add(self._handle)
+        self._handle = torch.cuda.graph_pool_handle()
+        self._uses = 0
+
+    def reserved_bytes(self, device_index: int) -> int:
+        """Return the bytes of the device that torch reserves for this pool."""
+        return sum(int(segment["total_size"]) for segment in self.segments(device_index))
+
+    def segments(self, device_index: int) -> list[Segment]:
+        """Return the segments of the device that torch reserves for this pool."""
+        found: list[Segment] = []
+        with self.guard:
+            if self._uses > 0:
+                found += segments_of(self._handle)
+            # Torch forgets a pool of no graph once its memory is back; then it has none.
+            for handle in tuple(self._earlier):
+                earlier = segments_of(handle)
+                if not earlier:
+                    self._earlier.discard(handle)
+                found += earlier
+        return [segment for segment in found if segment["device"] == device_index]
