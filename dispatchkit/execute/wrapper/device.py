@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from dispatchkit.errors import ConfigError
+from dispatchkit.backends import GraphBackend, resolve_backend
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 
 __all__ = ["BackendDevice", "WrapperDevice"]
@@ -83,17 +83,14 @@ class BackendDevice:
 
     Args:
         backend: A GraphBackend, or the name of one.
+
+    Raises:
+        ConfigError: It is neither.
     """
 
-    def __init__(self, backend: Any) -> None:
-        if isinstance(backend, str):
-            from dispatchkit.backends import resolve_backend
-
-            backend = resolve_backend(backend)
-        if not (callable(getattr(backend, "capture", None)) and hasattr(backend, "new_pool")):
-            raise ConfigError("device", backend, "a backend, the name of one, or a WrapperDevice")
-        self.backend = backend
-        self._pool = backend.new_pool()
+    def __init__(self, backend: str | GraphBackend) -> None:
+        self.backend = resolve_backend(backend)
+        self._pool = self.backend.new_pool()
         self._stream: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackendDevice:
