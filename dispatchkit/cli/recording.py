@@ -167,7 +167,8 @@ def _check_script(target: str) -> None:
 def _module_problem(target: str) -> str:
     """Return what is wrong with a module's name, if anything; its package is imported for that."""
     try:
-        spec = importlib.util.find_spec(target)
+        # A relative name, or an empty one, is relative to nothing.
+        spec = None if target.startswith(".") or not target else importlib.util.find_spec(target)
         is_package = spec is not None and spec.submodule_search_locations is not None
         if is_package and importlib.util.find_spec(f"{target}.__main__") is None:
             return "a package with a __main__.py, or a module"

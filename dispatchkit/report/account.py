@@ -98,6 +98,7 @@ class Account:
         cost_model: Name of the cost model.
         covered_to: Largest size that the cost model was measured at.
         dispatcher: What decided, for further questions.
+        has_order: Whether the trace knows the order of its steps; a histogram does not.
     """
 
     source: str
@@ -109,6 +110,7 @@ class Account:
     cost_model: str
     covered_to: int
     dispatcher: Dispatcher
+    has_order: bool = True
 
     @property
     def num_steps(self) -> int:
@@ -252,6 +254,7 @@ def account_for(
         cost_model=model.name,
         covered_to=min(model.eager_us.last, model.graph_us.last),
         dispatcher=dispatcher,
+        has_order=trace.has_order,
     )
 
 

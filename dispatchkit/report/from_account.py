@@ -208,7 +208,11 @@ def _tokens(account: Account) -> Figure | Missing:
     )
 
 
-def _over_time(account: Account) -> Figure:
+def _over_time(account: Account) -> Figure | Missing:
+    title = "Mode share over time"
+    if not account.has_order:
+        why = f"{PurePath(account.source).name} counts steps and not their order."
+        return Missing("modes", title, why)
     ends, done, rows = [], 0, []
     for part in account.bins:
         done += sum(part.modes.values())
@@ -220,9 +224,9 @@ def _over_time(account: Account) -> Figure:
     )
     return Figure(
         "modes",
-        "Mode share over time",
+        title,
         "What the steps run as, in the order they came.",
-        Shares(label="Mode share over time", ends=tuple(ends), series=series),
+        Shares(label=title, ends=tuple(ends), series=series),
         Table(
             ("Up to step", *(name for name, _ in MODE_NAMES.values())), tuple(rows), (0, 1, 2, 3)
         ),
