@@ -393,14 +393,14 @@ def test_memory_of_a_released_pool_comes_back_after_a_voided_capture():
 @pytest.fixture
 def no_driver(monkeypatch):
     """Make the driver unreachable: voided captures can only be given up."""
-    from dispatchkit.backends.cuda import capture as cuda_capture
+    from dispatchkit.backends.cuda import repair as cuda_repair
     from dispatchkit.backends.cuda.driver import DriverCallError
 
     def unreachable(*args):
         raise DriverCallError("on purpose")
 
-    monkeypatch.setattr(cuda_capture, "begin_stream_capture", unreachable)
-    monkeypatch.setattr(cuda_capture, "leave_stream_capture", unreachable)
+    monkeypatch.setattr(cuda_repair, "begin_stream_capture", unreachable)
+    monkeypatch.setattr(cuda_repair, "leave_stream_capture", unreachable)
 
 
 def test_without_the_driver_a_voided_capture_costs_memory_and_says_so(no_driver, caplog):
