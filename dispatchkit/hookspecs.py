@@ -140,32 +140,20 @@ class ObserverSpec(Spec):
 
 
 @attrs.frozen
-class CommandSpec:
-    """A command of the ``dispatchkit`` command line; see ``dispatchkit.cli``.
+class CommandSpec(Spec):
+    """A command of the ``dispatchkit`` command line; its name is the word typed.
 
-    Attributes:
-        name: The word on the command line.
-        callback: A function with typer's annotations; its arguments become options.
-        help: One line for ``dispatchkit --help``; the callback's docstring when empty.
+    The factory takes no options and returns the function that is the command, with typer's
+    annotations; its docstring is the command's help. It imports that function when it is
+    called: typer and rich may be missing where plugins are loaded. See ``dispatchkit.cli``.
     """
 
     kind: ClassVar[str] = "command"
     hook: ClassVar[str] = "dispatchkit_register_commands"
 
-    name: str = attrs.field(validator=_check_name)
-    callback: Callable[..., Any] = attrs.field(validator=_check_callable)
-    help: str = attrs.field(default="", validator=_check_text)
-
-    @property
-    def summary(self) -> str:
-        """One line for listings."""
-        return self.help
-
-
-AnySpec = PolicySpec | LanePolicySpec | BackendSpec | ObserverSpec | CommandSpec
 
 #: The record of each ``register`` hook.
-RECORDS: tuple[type[Any], ...] = (
+RECORDS: tuple[type[Spec], ...] = (
     PolicySpec,
     LanePolicySpec,
     BackendSpec,
@@ -221,7 +209,7 @@ def dispatchkit_register_commands() -> Sequence[CommandSpec]:  # type: ignore[em
     """Return the commands that this plugin adds to the command line.
 
     Example:
-        return [CommandSpec("compare", compare, help="Compare two traces")]
+        return [CommandSpec("compare", load_compare, summary="Compare two traces")]
     """
 
 

@@ -1,15 +1,120 @@
-"""The command line. Importing it loads neither typer nor rich; ``main`` does."""
+"""The command line, and what a command of a plugin is made of.
+
+A command is a function with typer's annotations. It prints with ``console``, ``table`` and
+``print_json``, and everything that is not its result with ``complain``. It raises a
+``DispatchkitError`` for bad input: one message and exit code 2. It raises ``typer.Exit(1)``
+when it is done and found wanting; any other exception is a defect and keeps its traceback.
+
+Importing this loads neither typer nor rich: names are loaded on first use.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dispatchkit.cli.endings import STOPPED, Terminated
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from dispatchkit.cli.app import run
+    from dispatchkit.cli.options import (
+        AxesOption,
+        BackendOption,
+        CostModelOption,
+        MaxLorasOption,
+        MaxNumSeqsOption,
+        MaxNumTokensOption,
+        ModeOption,
+        PolicyOption,
+        QueryLensOption,
+        SizesOption,
+        TraceArgument,
+        load_installed_plugins,
+        policy_name,
+        settings_of,
+    )
+    from dispatchkit.cli.output import (
+        FORCE_HINT,
+        ForceOption,
+        JsonOption,
+        complain,
+        console,
+        mention_problems,
+        print_json,
+        progress,
+        short_origin,
+        table,
+    )
+
+_HOME = {
+    "AxesOption": "options",
+    "BackendOption": "options",
+    "CostModelOption": "options",
+    "FORCE_HINT": "output",
+    "ForceOption": "output",
+    "JsonOption": "output",
+    "MaxLorasOption": "options",
+    "MaxNumSeqsOption": "options",
+    "MaxNumTokensOption": "options",
+    "ModeOption": "options",
+    "PolicyOption": "options",
+    "QueryLensOption": "options",
+    "SizesOption": "options",
+    "TraceArgument": "options",
+    "complain": "output",
+    "console": "output",
+    "load_installed_plugins": "options",
+    "mention_problems": "output",
+    "policy_name": "options",
+    "print_json": "output",
+    "progress": "output",
+    "run": "app",
+    "settings_of": "options",
+    "short_origin": "output",
+    "table": "output",
+}
+
+__all__ = [
+    "FORCE_HINT",
+    "AxesOption",
+    "BackendOption",
+    "CostModelOption",
+    "ForceOption",
+    "JsonOption",
+    "MaxLorasOption",
+    "MaxNumSeqsOption",
+    "MaxNumTokensOption",
+    "ModeOption",
+    "PolicyOption",
+    "QueryLensOption",
+    "SizesOption",
+    "TraceArgument",
+    "complain",
+    "console",
+    "load_installed_plugins",
+    "main",
+    "mention_problems",
+    "policy_name",
+    "print_json",
+    "progress",
+    "run",
+    "settings_of",
+    "short_origin",
+    "table",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
 
 _NEEDS = ("typer", "rich")
 # Older releases do not agree with newer ones of click, which they let in: they lose arguments.

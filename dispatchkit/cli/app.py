@@ -37,6 +37,7 @@ from dispatchkit.cli.planning import plan
 from dispatchkit.cli.recording import record
 from dispatchkit.cli.reporting import report
 from dispatchkit.cli.simulating import simulate
+from dispatchkit.distributions import install_hint
 from dispatchkit.errors import DispatchkitError, UnknownNameError, shortened
 from dispatchkit.keys import CaptureSizeWarning
 
@@ -56,44 +57,65 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands, for help and completion."""
-        return [*super().list_commands(ctx), *self._from_plugins()]
+        own = super().list_commands(ctx)
+        plugins = self._plugins()
+        if plugins is None:
+            return own
+        for name in sorted(plugins.commands):
+            if name in self.commands:
+                complain(
+                    f"Command {name!r} of {plugins.commands[name].origin} is left out: "
+                    "dispatchkit has a command of that name."
+                )
+            elif self._of_plugin(plugins, name) is not None:
+                own.append(name)
+        return own
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command; only one that is not built in makes plugins load."""
-        return super().get_command(ctx, cmd_name) or self._from_plugins().get(cmd_name)
+        command = super().get_command(ctx, cmd_name)
+        if command is None and (plugins := self._plugins()) is not None:
+            command = self._of_plugin(plugins, cmd_name)
+        return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that is asked for."""
-        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            raise UnknownNameError("command", args[0], self.list_commands(ctx))
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            plugins = self._plugins()
+            known = install_hint if plugins is None else plugins.hint
+            hint = known("command", name)
+            raise UnknownNameError("command", name, self.list_commands(ctx), hint)
         return super().resolve_command(ctx, args)
 
-    def _from_plugins(self) -> dict[str, Any]:
-        """Return the commands of the plugins that are loaded now."""
+    def _plugins(self) -> PluginSet | None:
+        """Return the plugins that are loaded now; None, with a message, if they cannot be."""
         try:
-            plugins = load_installed_plugins()
+            return load_installed_plugins()
         except DispatchkitError as error:
             complain(f"Commands of plugins are left out: {error}")  # the help is still needed
-            return {}
-        of, commands = self.__dict__.get("_made", (None, {}))
-        if of is not plugins:
-            commands = self._build(plugins)
-            self.__dict__["_made"] = plugins, commands
-        return dict(commands)
+            return None
 
-    def _build(self, plugins: PluginSet) -> dict[str, Any]:
-        commands = {}
-        for name, registered in plugins.commands.items():
-            if name in self.commands:
-                complain(
-                    f"Command {name!r} of {registered.origin} is left out: dispatchkit has a "
-                    "command of that name."
-                )
-                continue
-            single = typer.Typer(add_completion=False)
-            single.command(name, help=registered.spec.help or None)(registered.spec.callback)
-            commands[name] = typer.main.get_command(single)
-        return commands
+    def _of_plugin(self, plugins: PluginSet, name: str) -> Any:
+        """Return a plugin's command; None, with a message if it is there and broken."""
+        of, made = self.__dict__.get("_made", (None, {}))
+        if of is not plugins:
+            made = {}
+            self.__dict__["_made"] = plugins, made
+        if name not in made and name in plugins.commands:
+            registered = plugins.commands[name]
+            try:
+                single = typer.Typer(add_completion=False, rich_markup_mode="rich")
+                function = plugins.create_command(name)
+                summary = registered.summary or None
+                text = None if function.__doc__ else summary
+                single.command(name, help=text, short_help=summary)(function)
+                made[name] = typer.main.get_command(single)
+            # Signatures that typer cannot read end in errors of many classes.
+            except Exception as error:  # noqa: BLE001
+                complain(f"Command {name!r} of {registered.origin} is left out: {error}")
+                made[name] = None
+        return made.get(name)
 
     def invoke(self, ctx: Any) -> None:
         """Run a command; turn what ends it from outside into a line and a code."""

@@ -21,7 +21,7 @@ from dispatchkit.errors import (
     UnknownNameError,
     nearest_names,
 )
-from dispatchkit.hookspecs import RECORDS, AnySpec
+from dispatchkit.hookspecs import RECORDS, Spec
 from dispatchkit.plugins.records import PluginInfo, Registered
 
 # Methods without which what a factory returned is certainly not what it should be.
@@ -29,6 +29,7 @@ _NEEDS = {
     "policy": ("declare", "decide"),
     "lane policy": ("choose",),
     "backend": ("warmup", "capture"),
+    "command": ("__call__",),
 }
 
 
@@ -44,7 +45,7 @@ class Catalog:
         self.tables: dict[str, dict[str, Registered[Any]]] = {one.kind: {} for one in RECORDS}
         self.absent: tuple[PluginInfo, ...] = ()
 
-    def add(self, spec: AnySpec, origin: Origin) -> None:
+    def add(self, spec: Spec, origin: Origin) -> None:
         """Add a record of a plugin."""
         self.tables[spec.kind][spec.name] = Registered(spec, origin)
 
@@ -57,10 +58,11 @@ class Catalog:
         """
         found = self.tables[kind].get(name)
         if found is None:
-            raise UnknownNameError(kind, name, self.tables[kind], hint=self._hint(kind, name))
+            raise UnknownNameError(kind, name, self.tables[kind], hint=self.hint(kind, name))
         return found
 
-    def _hint(self, kind: str, name: str) -> str:
+    def hint(self, kind: str, name: str) -> str:
+        """Say where a missing name may be: plugins not loaded, or a distribution to install."""
         near = nearest_names(name, {info.name for info in self.absent})
         ordered = sorted(self.absent, key=lambda info: info.name not in near)
         parts = [

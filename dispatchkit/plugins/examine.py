@@ -16,7 +16,7 @@ import pluggy
 
 from dispatchkit import hookspecs
 from dispatchkit.errors import did_you_mean
-from dispatchkit.hookspecs import RECORDS, AnySpec
+from dispatchkit.hookspecs import RECORDS, Spec
 from dispatchkit.plugins.discovery import PluginFault
 
 _PROJECT = "dispatchkit"
@@ -31,7 +31,7 @@ def new_manager() -> pluggy.PluginManager:
     return manager
 
 
-def examine(plugin: object, doing: list[str]) -> tuple[types.SimpleNamespace, tuple[AnySpec, ...]]:
+def examine(plugin: object, doing: list[str]) -> tuple[types.SimpleNamespace, tuple[Spec, ...]]:
     """Return the hook functions of a plugin, and what it registers, in the order of ``RECORDS``.
 
     Args:
@@ -46,7 +46,7 @@ def examine(plugin: object, doing: list[str]) -> tuple[types.SimpleNamespace, tu
     hooks = _hooks_of(plugin)
     relay = new_manager()
     callers = _register(relay, hooks)
-    found: list[AnySpec] = []
+    found: list[Spec] = []
     for record in RECORDS:
         if record.hook in callers:
             doing.append(f"running {record.hook}")
@@ -141,7 +141,7 @@ def _register(relay: pluggy.PluginManager, hooks: types.SimpleNamespace) -> set[
     return {caller.name for caller in callers}
 
 
-def _checked(results: list[Any], record: type[Any]) -> Sequence[AnySpec]:
+def _checked(results: list[Any], record: type[Any]) -> Sequence[Spec]:
     result = results[0] if results else None  # pluggy drops None from the results
     if not isinstance(result, (list, tuple)):
         if inspect.iscoroutine(result):

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import attrs
 
 from dispatchkit.errors import Origin, PluginError, UnknownNameError
-from dispatchkit.hookspecs import AnySpec
+from dispatchkit.hookspecs import Spec
 from dispatchkit.plugins.discovery import BLOCK_VARIABLE, BUILT_IN, Candidate, Filter, PluginFault
 from dispatchkit.plugins.examine import examine
 from dispatchkit.plugins.records import PluginInfo, PluginState
@@ -35,7 +35,7 @@ class Staged:
     candidate: Candidate
     plugin: object
     hooks: types.SimpleNamespace
-    records: tuple[AnySpec, ...]
+    records: tuple[Spec, ...]
 
     @property
     def origin(self) -> Origin:

@@ -179,6 +179,22 @@ class PluginSet:
         self._subscriptions += [(origin, one) for one in attached]
         return observer
 
+    def create_command(self, name: str, /) -> Callable[..., Any]:
+        """Return the function of a command; errors as in ``create_policy``, but PluginError."""
+        return cast("Callable[..., Any]", self._catalog.create("command", name, {}))
+
+    def hint(self, kind: str, name: str) -> str:
+        """Return where a missing name may be: plugins not loaded, or what to install.
+
+        Args:
+            kind: ``policy``, ``lane policy``, ``backend``, ``observer`` or ``command``.
+            name: The name that is missing.
+
+        Returns:
+            Sentences; empty where nothing is known.
+        """
+        return self._catalog.hint(kind, name)
+
     def select_policy(self, config: DispatchConfig) -> str | None:
         """Return the policy that a plugin chooses for a configuration, None if none does.
 

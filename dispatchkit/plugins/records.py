@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from dispatchkit.errors import Origin
-from dispatchkit.hookspecs import AnySpec
+from dispatchkit.hookspecs import Spec
 
-SpecT = TypeVar("SpecT", bound=AnySpec)
+SpecT = TypeVar("SpecT", bound=Spec)
 
 
 @attrs.frozen

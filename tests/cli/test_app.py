@@ -29,7 +29,7 @@ def command_plugin(name: str, callback: Any) -> object:
 
     @hookimpl
     def dispatchkit_register_commands() -> list[CommandSpec]:
-        return [CommandSpec(name, callback, help="From a plugin")]
+        return [CommandSpec(name, lambda: callback, summary="From a plugin")]
 
     return types.SimpleNamespace(dispatchkit_register_commands=dispatchkit_register_commands)
 
