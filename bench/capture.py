@@ -36,7 +36,13 @@ from typing import Any
 import torch
 from _common import emit
 
-from dispatchkit import GraphRunner, StaticInput
+from dispatchkit import (
+    GraphRunner,
+    MemoryOptions,
+    RunnerOptions,
+    StaticInput,
+    StepState,
+)
 from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache
 
 BENCH = "capture"
@@ -89,10 +95,10 @@ class Subject:
             sizes=SIZES,
             mode="FULL",
             backend="cuda" if self.device != "cpu" else "tape",
+            outputs="view",
             # As in a server, whose cache fills the device: rows without a token write to a
             # slot that nobody reads, so that the loops by hand need not save it either.
-            scratch=self.cache.tensors,
-            outputs="view",
+            state=StepState(scratch=self.cache.tensors),
             **settings,
         )
 
@@ -255,7 +261,8 @@ def main() -> None:
         )
     cases["GraphRunner"] = lambda: partial(capture_by_runner, subject.make_runner())
     cases["GraphRunner with max_bytes"] = lambda: partial(
-        capture_by_runner, subject.make_runner(max_bytes=1 << 40)
+        capture_by_runner,
+        subject.make_runner(options=RunnerOptions(memory=MemoryOptions(max_bytes=1 << 40))),
     )
     if options.profile:
         profile(subject)

@@ -32,7 +32,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from _common import emit, emit_all, interleaved
 
-from dispatchkit import GraphRunner, StaticInput
+from dispatchkit import (
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+)
 
 BENCH = "lanes"
 HAS_GPU = torch.cuda.is_available()
@@ -70,7 +74,7 @@ def runner_of(network: Network, rows: int, width: int, lanes: int) -> GraphRunne
         mode="FULL",
         backend="cuda" if HAS_GPU else "tape",
         lanes=lanes,
-        strict=True,
+        options=RunnerOptions(strict=True),
     )
     failed = runner.capture().failed
     if failed:

@@ -52,7 +52,12 @@ import attrs
 import torch
 from torch import nn
 
-from dispatchkit import Decision, GraphRunner, StaticInput
+from dispatchkit import (
+    Decision,
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+)
 from dispatchkit.observe.trace import read_trace
 
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
@@ -304,9 +309,10 @@ class Model:
             mode="FULL",
             policy=policy,
             outputs="view",
-            sample_every=self.options.sample_every,
-            device=self.options.device,
             backend="auto" if on_gpu else "tape",
+            options=RunnerOptions(
+                sample_every=self.options.sample_every, device=self.options.device
+            ),
         )
         seconds = 0.0
         plain = runner.seed

@@ -27,6 +27,7 @@ from dispatchkit import (
     DispatchConfig,
     Dispatcher,
     GraphRunner,
+    RunnerOptions,
     StaticInput,
 )
 from dispatchkit.testing import OneBucketPolicy
@@ -152,7 +153,7 @@ def steps() -> None:
             sizes=SIZES,
             mode="FULL",
             policy=OneBucketPolicy(),
-            device=device,
+            options=RunnerOptions(device=device),
         )
 
     agreements = [RankAgreement(name=name) for name in ("step", "same step")]

@@ -35,7 +35,11 @@ import torch
 from _common import emit
 from torch import nn
 
-from dispatchkit import GraphRunner, StaticInput
+from dispatchkit import (
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+)
 from dispatchkit.demo.decoder import DecoderShape
 from dispatchkit.demo.models import decoder, mlp
 from dispatchkit.demo.replay import resolve_device
@@ -166,7 +170,7 @@ def compare(name: str, runner: GraphRunner, trace: StepTrace, args: argparse.Nam
         )
     calibrated_s = perf_counter() - start
     report = runner.capture()
-    specs = runner.__reduce__()[1][0]["inputs"]
+    specs = runner.spec.inputs
     steps = Steps(runner, trace, specs)
     simulated = {
         pace: simulate(trace, Scenario(cost_model=model, config=runner.config))
@@ -258,7 +262,7 @@ def memory_models() -> dict[str, Callable[[], GraphRunner]]:
     def made(build: Callable[[], tuple[Any, dict[str, StaticInput]]]) -> GraphRunner:
         step, inputs = build()
         config = DispatchConfig(capture_sizes=sizes, mode="FULL")
-        return GraphRunner(step, inputs, config=config)
+        return GraphRunner(step, inputs, options=RunnerOptions(config=config))
 
     shape = DecoderShape(num_layers=8, num_heads=8, head_dim=64, cache_len=128, num_slots=512)
     narrow = DecoderShape(num_layers=32, num_heads=4, head_dim=64, cache_len=128, num_slots=512)

@@ -41,8 +41,10 @@ from _common import at_least_one, emit
 
 from dispatchkit import (
     BatchDescriptor,
+    BufferOptions,
     GraphKey,
     GraphRunner,
+    RunnerOptions,
     RuntimeMode,
     StaticInput,
 )
@@ -231,7 +233,7 @@ class Case:
             policy=OneBucketPolicy(),
             backend=backend,
             outputs=outputs,
-            output_batch_dims=0,
+            options=RunnerOptions(buffers=BufferOptions(output_batch_dims=0)),
         )
         report = runner.capture()
         if report.failed:

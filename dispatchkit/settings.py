@@ -29,6 +29,7 @@ from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.keys import Axis, CUDAGraphMode, DispatchConfig
 from dispatchkit.keys.capture_sizes import CaptureSizeWarning, check_capture_sizes
 from dispatchkit.keys.checks import check_count, read_flag
+from dispatchkit.options import RunnerOptions, with_settings
 
 __all__ = ["SETTINGS", "Setting", "Settings", "Sourced", "load_settings"]
 
@@ -41,6 +42,9 @@ _AXES_ALLOWED = (
     "a table of buckets by name, with {buckets = [...], exact = true} for an exact axis; as text "
     "`length=16,64; kind=1,3 exact`"
 )
+
+# Settings of a runner that are arguments of its own.
+_ARGUMENTS = ("policy", "backend", "outputs", "lazy")
 
 Check = Callable[[Any, str], Any]
 
@@ -271,7 +275,11 @@ SETTINGS: Mapping[str, Setting] = _schema(
     ),
     Setting("strict", "A downgrade to eager raises.", _flag, default=False, group="runner"),
     Setting(
-        "check", "Compare each so many replays with eager; 0: off.", _count(0), 0, group="runner"
+        "check",
+        "Compare one replay in this many with eager; 0: off.",
+        _count(0),
+        derived="off",
+        group="runner",
     ),
     Setting(
         "sample_every",
@@ -370,19 +378,32 @@ class Settings:
                     error.add_note(f"{name} is from {self.sourced(name).source}.")
             raise
 
-    def runner_options(self) -> dict[str, Any]:
+    def options(self, config: DispatchConfig | None = None) -> RunnerOptions:
+        """Return the options of a runner.
+
+        Args:
+            config: The configuration; by default that of the settings.
+        """
+        chosen = self.chosen("runner")
+        plain = {name: value for name, value in chosen.items() if name not in _ARGUMENTS}
+        config = self.dispatch_config() if config is None else config
+        return attrs.evolve(with_settings(RunnerOptions(), plain), config=config)
+
+    def runner_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments that make a GraphRunner of these settings.
 
-        Example: ``GraphRunner(step, inputs, **load_settings().runner_options())``
+        Example: ``GraphRunner(step, inputs, **load_settings().runner_arguments())``
         """
-        options = self.chosen("runner")
-        if self.chosen("dispatch"):
-            options["config"] = self.dispatch_config()
+        chosen = self.chosen("runner")
+        arguments = {name: chosen[name] for name in _ARGUMENTS if name in chosen}
+        if self.chosen("dispatch") or len(chosen) > len(arguments):
+            arguments["options"] = self.options()
         if self.chosen("plugins"):
             from dispatchkit.plugins import load_plugins
 
-            options["plugins"] = load_plugins(**self.plugin_filter())
-        return options
+            plugins = load_plugins(**self.plugin_filter())
+            arguments["policy"] = plugins.with_policy(chosen.get("policy"))
+        return arguments
 
     def plugin_filter(self) -> dict[str, Any]:
         """Return the keyword arguments of ``load_plugins``.

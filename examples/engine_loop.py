@@ -13,7 +13,11 @@ import random
 
 import torch
 
-from dispatchkit import GraphRunner, StaticInput
+from dispatchkit import (
+    GraphRunner,
+    StaticInput,
+    StepState,
+)
 from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,7 +37,8 @@ def main() -> None:
         {name: StaticInput((None,), "int64") for name in ("tokens", "positions", "slots")},
         max_num_tokens=SLOTS,
         mode="FULL",
-        scratch=cache.tensors,  # rows without a request write to slot 0, which nobody reads
+        # Rows without a request write to slot 0, which nobody reads.
+        state=StepState(scratch=cache.tensors),
     )
     runner.capture()
     free, live, tokens = list(range(1, SLOTS + 1)), [], torch.empty(0, dtype=torch.int64)

@@ -34,7 +34,15 @@ from typing import Any
 import torch
 from soak_parts import SINK, Faults, Model, SoakError, Verdict, faulty_device, plugins_with_faults
 
-from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece
+from dispatchkit import (
+    DispatchConfig,
+    GraphRunner,
+    MemoryOptions,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.errors import PolicyError, ReplayError
 from dispatchkit.observe import read_trace
 from dispatchkit.registry import KeyState
@@ -80,13 +88,14 @@ class Soak:
                 "values": StaticInput((None, 2), "float32", fill=-3.0),
             },
             sizes=SIZES,
-            max_num_seqs=SIZES[-1],
-            policy=self._policy(POLICIES[0]),
             backend=self.backend,
             state=[model.cache, model.counter],
             lazy=True,
-            max_graphs=MAX_GRAPHS,
-            plugins=self.plugins,
+            policy=self.plugins.with_policy(self._policy(POLICIES[0])),
+            options=RunnerOptions(
+                config=DispatchConfig(max_num_seqs=SIZES[-1]),
+                memory=MemoryOptions(max_graphs=MAX_GRAPHS),
+            ),
         )
         self.lane_backend = faulty_device(device, self.faults)
         generator = torch.Generator().manual_seed(seed)
@@ -95,12 +104,11 @@ class Soak:
             lambda x: torch.relu(x @ self.laned_weight),
             {"x": StaticInput((None, 4), "float32")},
             sizes=LANE_SIZES,
-            max_num_seqs=LANE_SIZES[-1],
             mode="FULL",
-            policy="vllm",
             backend=self.lane_backend,
             lanes=2,
-            plugins=self.plugins,
+            policy=self.plugins.with_policy("vllm"),
+            options=RunnerOptions(config=DispatchConfig(max_num_seqs=LANE_SIZES[-1])),
         )
         self.laned.capture()
         # One block of random rows, cut anew for each step: drawing some takes longer than a step.

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache
 from dispatchkit.demo.replay import CUDA_SHAPE, TAPE_SHAPE, resolve_device
 from dispatchkit.execute import GraphRunner, StaticInput
 from dispatchkit.keys import CaptureSizeWarning, DispatchConfig
+from dispatchkit.options import RunnerOptions
 
 __all__ = ["decoder", "mlp"]
 
@@ -31,6 +33,7 @@ def decoder(
     shape: DecoderShape | None = None,
     sizes: Sequence[int] | None = None,
     max_num_tokens: int | None = None,
+    options: RunnerOptions | None = None,
     **settings: Any,
 ) -> GraphRunner:
     """Return a runner of the demo's decoder with a cache of its own.
@@ -40,7 +43,8 @@ def decoder(
         shape: Sizes of the model; by default what suits the device.
         sizes: Capture sizes.
         max_num_tokens: Largest step; by default the largest size on the tape, 2048 on a GPU.
-        settings: More settings of the runner.
+        options: Options of the runner, but for the configuration and the device.
+        settings: More arguments of the runner.
     """
     place, is_gpu, backend = _place(device)
     shape = shape or (CUDA_SHAPE if is_gpu else TAPE_SHAPE)
@@ -55,10 +59,9 @@ def decoder(
             "positions": StaticInput((None,), "int64"),
             "slots": StaticInput((None,), "int64", fill=shape.sink_slot),
         },
-        config=config,
         backend=backend,
-        device=str(place),
         state=cache.tensors,
+        options=attrs.evolve(options or RunnerOptions(), config=config, device=place),
         **settings,
     )
 
@@ -70,6 +73,7 @@ def mlp(
     width: int | None = None,
     sizes: Sequence[int] | None = None,
     max_num_tokens: int | None = None,
+    options: RunnerOptions | None = None,
     **settings: Any,
 ) -> GraphRunner:
     """Return a runner of a plain MLP, in bfloat16 on a GPU: (rows, width) to the same shape.
@@ -80,7 +84,8 @@ def mlp(
         width: Width of all layers; by default what suits the device.
         sizes: Capture sizes.
         max_num_tokens: Largest step; by default the largest size on the tape, 2048 on a GPU.
-        settings: More settings of the runner.
+        options: Options of the runner, but for the configuration and the device.
+        settings: More arguments of the runner.
     """
     place, is_gpu, backend = _place(device)
     width = width or (4096 if is_gpu else 32)
@@ -102,9 +107,8 @@ def mlp(
     return GraphRunner(
         step,
         inputs={"hidden": StaticInput((None, width), dtype)},
-        config=config,
         backend=backend,
-        device=str(place),
+        options=attrs.evolve(options or RunnerOptions(), config=config, device=place),
         **settings,
     )
 

@@ -221,6 +221,7 @@ def make_runner(
                 f"at least {needed}, which the demo's steps have",
                 "Or run fewer steps.",
             )
+    policy = settings["policy"]
     return GraphRunner(
         decoder.pieces(cache),
         inputs={
@@ -228,15 +229,13 @@ def make_runner(
             "positions": StaticInput((None,), "int64", fill=0),
             "slots": StaticInput((None,), "int64", fill=decoder.shape.sink_slot),
         },
-        config=config,
+        policy=policy if plugins is None else plugins.with_policy(policy),
+        backend="cuda" if device.type == "cuda" else "tape",
+        # Every result is read before the next step.
+        outputs=settings["outputs"] if settings.is_given("outputs") else "view",
         state=cache.tensors,
-        plugins=plugins,
-        device=str(device),
-        **{
-            "outputs": "view",  # every result is read before the next step
-            **settings.chosen("runner"),
-            "backend": "cuda" if device.type == "cuda" else "tape",
-        },
+        lazy=settings["lazy"],
+        options=attrs.evolve(settings.options(config), device=device),
     )
 
 

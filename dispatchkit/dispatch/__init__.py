@@ -7,6 +7,7 @@ from dispatchkit.dispatch.explain import Explanation, MeasuredTime, StepCost, ex
 from dispatchkit.dispatch.lanes import (
     LANE_TRAITS,
     LanePolicy,
+    Lanes,
     LaneStep,
     LaneView,
     lane_fault,
@@ -43,6 +44,7 @@ __all__ = [
     "LanePolicy",
     "LaneStep",
     "LaneView",
+    "Lanes",
     "LearningPolicy",
     "MeasuredTime",
     "Outcome",

@@ -78,6 +78,19 @@ class LanePolicy(Protocol):
         ...
 
 
+@attrs.frozen
+class Lanes:
+    """A number of lanes, and an object that chooses among them.
+
+    Attributes:
+        count: How many.
+        policy: Chooses the lane of each submitted step.
+    """
+
+    count: int
+    policy: LanePolicy
+
+
 def lane_policy_traits(policy: object) -> frozenset[str]:
     """Return the traits a lane policy claims."""
     return frozenset(getattr(policy, "traits", ()))

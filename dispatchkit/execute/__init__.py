@@ -29,6 +29,7 @@ from dispatchkit.execute.splitting.markers import eager_region, graph_break
 from dispatchkit.execute.step.pieces import Piece, eager_piece, graph_piece
 from dispatchkit.execute.step.ranges import NvtxRanges
 from dispatchkit.execute.step.reasons import EagerStepWarning
+from dispatchkit.execute.step.state import StepState
 from dispatchkit.execute.step.support import ModeDowngradeWarning, declare_support
 from dispatchkit.execute.wrapper.context import (
     ForwardContext,
@@ -73,6 +74,7 @@ __all__ = [
     "RunnerStats",
     "StaticInput",
     "StepHandle",
+    "StepState",
     "SwapReport",
     "SwapWarning",
     "WrappedEntry",

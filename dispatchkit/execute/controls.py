@@ -122,6 +122,17 @@ class Controls:
                 member.lifecycle.is_frozen = False
                 member.dispatcher.set_lazy(member.lifecycle.lazy)
 
+    def set_eviction(self, score: Callable[[CapturedStep], float] | None) -> None:
+        """Choose by a function which graph is evicted first, on every lane.
+
+        Args:
+            score: Of a captured step; the lowest goes first. None: as
+                ``MemoryOptions.eviction`` names it.
+        """
+        with self._lock:
+            for member in self.lanes:
+                member.lifecycle.set_eviction(score)
+
     def register(
         self,
         key: GraphKey,

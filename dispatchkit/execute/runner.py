@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import attrs
 import torch
 
 from dispatchkit.backends.base import GraphBackend
-from dispatchkit.dispatch import Decision, Dispatcher, LanePolicy, Policy
+from dispatchkit.dispatch import Decision, Dispatcher, Lanes, Policy
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.capture.budget import Budget
 from dispatchkit.execute.capture.capture import Capturer
-from dispatchkit.execute.capture.captured import CapturedStep
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.capture.warmup import Warmups
 from dispatchkit.execute.controls import Controls
 from dispatchkit.execute.io.axes import AxisCut, AxisInputs
 from dispatchkit.execute.io.buffers import StaticBuffers
 from dispatchkit.execute.io.inputs import InputSet, StaticInput, inputs_from_example
-from dispatchkit.execute.io.outputs import DERIVED
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.lanes.build import add_lanes, check_lanes
 from dispatchkit.execute.lanes.submit import Submitting
@@ -32,36 +30,29 @@ from dispatchkit.execute.replay.check import Checker
 from dispatchkit.execute.replay.eager import EagerRunner
 from dispatchkit.execute.replay.planner import Planner
 from dispatchkit.execute.replay.plans import AGAIN
-from dispatchkit.execute.replay.timing import SAMPLE_EVERY, Timings
+from dispatchkit.execute.replay.timing import Timings
 from dispatchkit.execute.report import ladder
-from dispatchkit.execute.setup import honoured, make_backend, make_config, make_policy
+from dispatchkit.execute.setup import (
+    RunnerSpec,
+    honoured,
+    make_backend,
+    make_policy,
+    merge_config,
+)
 from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.pieces import Step
-from dispatchkit.execute.step.state import DEFAULT_STATE_LIMIT
+from dispatchkit.execute.step.state import StepState
 from dispatchkit.keys.axes import Axis
-from dispatchkit.keys.checks import check_count
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import StepCounters
+from dispatchkit.options import RunnerOptions, refuses_moved
+from dispatchkit.plugins import PolicyWithPlugins
 from dispatchkit.registry import GraphRegistry
 
-if TYPE_CHECKING:
-    from dispatchkit.plugins import PluginSet
 
-
-_NOT_ARGUMENTS = ("self", "__class__")
-
-
-def _each(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return a list of tensors as a tuple; one tensor alone would be its rows."""
-    if isinstance(tensors, torch.Tensor):
-        hint = f"Put it into one: {name}=[cache]."
-        raise ConfigError(name, type(tensors).__name__, "a list of tensors", hint)
-    return tuple(tensors)
-
-
-def _remake(settings: dict[str, Any]) -> GraphRunner:
-    return GraphRunner(**settings)
+def _remake(spec: RunnerSpec) -> GraphRunner:
+    return GraphRunner(**spec.arguments())
 
 
 class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
@@ -78,53 +69,20 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
         example: One tensor for each input, in place of ``inputs``.
         sizes: Capture sizes in tokens, by default derived from ``max_num_tokens``.
         max_num_tokens: Largest batch in tokens.
-        max_num_seqs: Most requests of a batch.
-        query_len: Tokens per request of a uniform decode batch.
         mode: Which runtime modes decode and mixed batches use.
         axes: Further facts that graphs are made for; each call gives their values by name.
-        config: All of these settings, in place of the single ones.
         policy: Name of the policy, or an object; by default the one that a plugin selects
-            for the configuration, else ``vllm``.
-        policy_options: Options for a policy chosen by name.
+            for the configuration, else ``vllm``. With plugins of your own:
+            ``plugins.with_policy("vllm")``.
         backend: ``auto``, a backend's name, or an object.
-        device: Where the tensors of a call are.
         outputs: ``owned``: each call returns fresh tensors. ``view``: what it returns is
             valid until the runner's next call.
-        output_batch_dims: Index of the batch dimension of the outputs (None: none), for all
-            of them or as a structure; by default measured at two sizes.
-        row_count: Name of an input that the runner itself gives: the true number of rows,
-            a 0-d int64 tensor on the device.
-        state: Tensors the step changes, such as a KV cache. They are saved around warmups.
-        scratch: Tensors the step may write in a warmup without harm: rows of fill write to
-            a place that is never read. They are not saved.
-        state_limit_bytes: Most bytes of undeclared state to save around warmups.
-        generators: Random generators of the step, beside the default ones.
-        warmups: Eager runs before each capture.
-        buffer_rows: Rows that the static inputs have room for at least, where a swap may bring
-            larger sizes than the first; by default those of the largest size.
-        share_outputs: Where there are several, graphs write their outputs to one memory, by a
-            copy inside the graph; False saves the copy and spends memory for each graph.
+        state: Tensors the step changes, such as a KV cache, or a ``StepState`` of these,
+            scratch tensors and generators. They are saved around warmups.
         lazy: Capture a key when a call asks for it.
-        capture_after: How often a key must be asked for before it is captured lazily.
-        max_graphs: Most live graphs.
-        max_bytes: Most bytes of graph memory.
-        eviction: Who goes first: ``lru``, ``benefit``, or a function of a captured step; the
-            lowest value goes first.
-        strict: A downgrade to eager raises.
-        check: Compare each so many replays with eager (slow, for tests and doubts); 0 off.
-            ``first``: the first replay of each graph, and its first padded one.
-            Nothing is measured then.
-        sample_every: Of the steps that a learning policy wants timed as a rule, measure one
-            in so many; those of its one-shot decisions are all measured.
         lanes: Streams that ``submit`` spreads steps over, each with buffers, graphs, table and
-            budget of its own.
-        lane_policy: Chooses the lane of each submitted step: a name, by default
-            ``round-robin``, or an object. One lane needs none.
-        lane_policy_options: Options for a lane policy chosen by name.
-        disjoint_state: Steps in flight at a time change different parts of the state, such
-            as other rows of a KV cache. Otherwise steps that change state run one after
-            another, whatever the lane.
-        plugins: Loaded plugins; by default they are loaded when a name must be found.
+            budget of its own; ``Lanes(4, policy)`` for a lane policy that is an object.
+        options: All other settings.
 
     Attributes:
         dispatcher: Decides.
@@ -133,6 +91,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
         mode_reasons: Why the mode in force is less than what was asked for, where a piece or
             the backend says that it supports less.
         backend: The device.
+        spec: What it was asked to be.
         known_axis_cuts: Says for values of the axes, and a key, which dimensions of outputs
             follow an axis: indices of output, dimension and axis. None if not measured yet.
         buffers: The static inputs by name, for callers that write them themselves; see
@@ -145,6 +104,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
     Thread safety: any thread may call it; steps run one at a time.
     """
 
+    @refuses_moved
     def __init__(
         self,
         step: Any,
@@ -153,43 +113,19 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
         example: Mapping[str, torch.Tensor] | None = None,
         sizes: Sequence[int] | None = None,
         max_num_tokens: int | None = None,
-        max_num_seqs: int | None = None,
-        query_len: int | Sequence[int] | None = None,
         mode: CUDAGraphMode | str | None = None,
         axes: Sequence[Axis] | None = None,
-        config: DispatchConfig | None = None,
-        policy: str | Policy | None = None,
-        policy_options: dict[str, Any] | None = None,
+        policy: str | Policy | PolicyWithPlugins | None = None,
         backend: str | GraphBackend = "auto",
-        device: str | torch.device | None = None,
         outputs: str = "owned",
-        output_batch_dims: Any = DERIVED,
-        row_count: str | None = None,
-        state: Iterable[torch.Tensor] = (),
-        scratch: Iterable[torch.Tensor] = (),
-        state_limit_bytes: int = DEFAULT_STATE_LIMIT,
-        generators: Iterable[torch.Generator] = (),
-        warmups: int = 1,
-        buffer_rows: int | None = None,
-        share_outputs: bool = True,
+        state: StepState | Iterable[torch.Tensor] = (),
         lazy: bool = False,
-        capture_after: int = 1,
-        max_graphs: int | None = None,
-        max_bytes: int | None = None,
-        eviction: str | Callable[[CapturedStep], float] = "lru",
-        strict: bool = False,
-        check: int | str = 0,
-        lanes: int = 1,
-        lane_policy: str | LanePolicy | None = None,
-        lane_policy_options: dict[str, Any] | None = None,
-        disjoint_state: bool = False,
-        sample_every: int = SAMPLE_EVERY,
-        plugins: PluginSet | None = None,
+        lanes: int | Lanes = 1,
+        options: RunnerOptions | None = None,
     ) -> None:
-        state, scratch = _each("state", state), _each("scratch", scratch)
-        generators = tuple(generators)
-        # Every argument, for copies: they are made anew, without graphs.
-        given = {name: value for name, value in locals().items() if name not in _NOT_ARGUMENTS}
+        options = RunnerOptions() if options is None else options
+        if not isinstance(options, RunnerOptions):
+            raise ConfigError("options", options, "RunnerOptions")
         if isinstance(step, GraphRunner):
             raise ConfigError("step", step, "not a GraphRunner itself", "Wrap its step once.")
         if (inputs is None) == (example is None):
@@ -198,43 +134,52 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
             if by_name is not None and not isinstance(by_name, Mapping):
                 allowed = "a dictionary by the names of the step's parameters"
                 raise ConfigError(name, type(by_name).__name__, allowed)
-        flags = {"lazy": lazy, "strict": strict, "share_outputs": share_outputs}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool):  # a word would count as true, "no" as well
-                raise ConfigError(name, flag, "True or False")
+        if not isinstance(lazy, bool):  # a word would count as true, "no" as well
+            raise ConfigError("lazy", lazy, "True or False")
         if outputs not in ("owned", "view"):
             raise ConfigError("outputs", outputs, "'owned' or 'view'")
-        asked = make_config(
-            config,
+        config = merge_config(
+            options.config,
             capture_sizes=sizes,
             max_num_tokens=max_num_tokens,
-            max_num_seqs=max_num_seqs,
-            query_lens=query_len,
             mode=mode,
             axes=axes,
         )
-        if sizes is not None:
-            given["sizes"] = asked.capture_sizes  # a generator gives them once
-        check_lanes(lanes, policy=policy, outputs=outputs, check=check)
-        self._made_from, self._asked = given, asked
+        # What was asked for: copies, lanes and swaps are made from it.
+        self.spec: RunnerSpec = RunnerSpec(
+            step=step,
+            inputs=inputs,
+            example=example,
+            policy=policy,
+            backend=backend,
+            outputs=outputs,
+            state=StepState.of(state),
+            lazy=lazy,
+            lanes=lanes,
+            options=attrs.evolve(options, config=config),
+        )
+        spec, buffers, check = self.spec, options.buffers, options.check
+        check_lanes(spec)
         self.owned_outputs: bool = outputs == "owned"
-        self.backend: GraphBackend = make_backend(backend, device, plugins)
+        self.backend: GraphBackend = make_backend(backend, options.device, spec.plugins)
         specs = inputs if inputs is not None else inputs_from_example(example or {})
         device = torch.device(self.backend.torch_device)
-        self._axes = AxisInputs(specs, asked, device) if asked.axes else None
+        self._axes = AxisInputs(specs, config, device) if config.axes else None
         self._inputs = InputSet(specs, device) if self._axes is None else self._axes.smallest
-        self._step = Step(step, self._inputs.names, row_count, [axis.name for axis in asked.axes])
+        row_count = buffers.row_count
+        self._step = Step(step, self._inputs.names, row_count, [axis.name for axis in config.axes])
         self._row_count = row_count
-        self.asked_mode: CUDAGraphMode = asked.mode
         self.mode_reasons: tuple[str, ...]
         self.config: DispatchConfig
-        self.config, self.mode_reasons = honoured(asked, self._step, self.backend)
+        self.config, self.mode_reasons = honoured(config, self._step, self.backend)
         self.guard: Guard = Guard(self._inputs.device.type, self._step.modules)
         self.counters: StepCounters = StepCounters()
         self._lock = threading.RLock()
         self._swap_lock = threading.Lock()
 
-        chosen, origin, plugins = make_policy(policy, policy_options, self.config, plugins)
+        chosen, origin, plugins = make_policy(
+            spec.named_policy, options.policy_options, self.config, spec.plugins
+        )
         self._plugins, self._notices = plugins, Notices(plugins)
         modes = frozenset({RuntimeMode.FULL, *([RuntimeMode.PIECEWISE] * self._step.can_split)})
         self.dispatcher: Dispatcher = Dispatcher(
@@ -242,7 +187,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
             self.config,
             modes=modes,
             lazy=lazy,
-            strict=strict,
+            strict=options.strict,
             origin=origin,
             on_swap=self._notices.policy_swapped,
             on_fault=self._notices.policy_at_fault,
@@ -251,9 +196,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
         # Room for the largest bucket, which is what is cut, whatever batches may come; also for
         # one of a size that only a later policy declares.
         largest = max((key.num_tokens for key in self.registry), default=1)
-        num_rows = max(largest, self.config.max_capture_size)
-        if buffer_rows is not None:
-            num_rows = max(num_rows, check_count(buffer_rows, "buffer_rows"))
+        num_rows = max(largest, self.config.max_capture_size, buffers.buffer_rows or 0)
         sizing = self._axes is not None and self._axes.has_dimensions
         self._lane = Lane(
             self.backend,
@@ -273,19 +216,19 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
         self._current_stream_handle = self.backend.current_stream_handle
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._decide: Callable[..., Decision] = self.dispatcher.dispatch
-        self.timings: Timings = Timings(self.backend, self.dispatcher, self._lane, sample_every)
+        self.timings: Timings = Timings(
+            self.backend, self.dispatcher, self._lane, options.sample_every
+        )
         warm = Warmups(
             self._step,
             self._inputs,
             self.backend,
             row_count=row_count,
             axes=self._axes,
-            state=state,
-            scratch=scratch,
-            state_limit_bytes=state_limit_bytes,
-            output_batch_dims=output_batch_dims,
-            warmups=warmups,
-            generators=generators,
+            state=spec.state,
+            state_limit_bytes=options.capture.state_limit_bytes,
+            output_batch_dims=buffers.output_batch_dims,
+            warmups=options.capture.warmups,
         )
         self._snapshot = warm.snapshot
         registry = self.registry
@@ -295,7 +238,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
             self.backend,
             self.guard,
             # An only graph has nobody to share with, and needs no copy.
-            share_outputs=lambda: share_outputs and len(registry) > 1,
+            share_outputs=lambda: buffers.share_outputs and len(registry) > 1,
             notes_facts=bool(check),
         )
         self.checker: Checker | None = (
@@ -308,9 +251,9 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
             modes,
             self.counters,
             self._notices.tell,
-            budget=Budget(max_graphs=max_graphs, max_bytes=max_bytes, eviction=eviction),
+            budget=options.memory,
             lazy=lazy,
-            capture_after=capture_after,
+            capture_after=options.capture.capture_after,
         )
         self.eager: EagerRunner = EagerRunner(
             warm,
@@ -321,7 +264,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
             self.lifecycle,
             self.counters,
             self.checker,
-            strict=strict,
+            strict=options.strict,
         )
         self._planner = Planner(
             self.dispatcher,
@@ -332,13 +275,13 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
             self.counters,
             self.timings,
             self.checker,
-            axes=tuple(axis.name for axis in asked.axes),
-            asked_mode=asked.mode,
+            axes=tuple(axis.name for axis in config.axes),
+            asked_mode=config.mode,
             is_owned=self.owned_outputs,
         )
         self.dispatcher.bind = self._planner.plan
-        if lanes > 1:
-            add_lanes(self, given, asked, plugins)
+        if spec.num_lanes > 1:
+            add_lanes(self, plugins)
 
     # -- the step -----------------------------------------------------------------------
 
@@ -429,7 +372,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy, or send to another process: the same settings, own buffers and no graphs."""
-        return _remake, (self._made_from,)
+        return _remake, (self.spec,)
 
     def __str__(self) -> str:
         return ladder(self)

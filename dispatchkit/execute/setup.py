@@ -2,57 +2,101 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import attrs
 import torch
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.resolve import AUTO, BUILT_IN_BACKENDS, resolve_backend
-from dispatchkit.dispatch import Policy
+from dispatchkit.dispatch import Lanes, Policy
 from dispatchkit.distributions import DEFAULT_POLICY
 from dispatchkit.errors import ConfigError
+from dispatchkit.execute.io.inputs import StaticInput
 from dispatchkit.execute.step.pieces import Step
+from dispatchkit.execute.step.state import StepState
 from dispatchkit.execute.step.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.keys.config import DispatchConfig
-from dispatchkit.keys.modes import CUDAGraphMode
-
-if TYPE_CHECKING:
-    from dispatchkit.plugins import PluginSet
+from dispatchkit.keys.records import given_in
+from dispatchkit.options import RunnerOptions
+from dispatchkit.plugins import PluginSet, PolicyWithPlugins
 
 _OWN_DISTRIBUTION = "dispatchkit"
-# Settings of a runner that a configuration holds all together.
-OF_CONFIG = ("axes", "sizes", "max_num_tokens", "max_num_seqs", "query_len", "mode")
 
 
-def make_config(config: DispatchConfig | None, **settings: Any) -> DispatchConfig:
-    """Return the configuration given, or one from single settings; not from both.
+@attrs.frozen(kw_only=True, eq=False)
+class RunnerSpec:
+    """What a runner was asked to be: the arguments that make another one like it.
+
+    Attributes:
+        step: What it runs.
+        inputs: Static inputs by name, or
+        example: one tensor for each input.
+        policy: A name or an object, with or without plugins; None where plugins select it.
+        backend: A name or an object.
+        outputs: ``owned`` or ``view``.
+        state: What the step changes.
+        lazy: Whether keys are captured when they are asked for.
+        lanes: How many, with or without an object that chooses.
+        options: All other settings; ``options.config`` holds sizes, limits, modes and axes as
+            they were asked for.
+    """
+
+    step: Any
+    inputs: Mapping[str, StaticInput] | None
+    example: Mapping[str, torch.Tensor] | None
+    policy: str | Policy | PolicyWithPlugins | None
+    backend: str | GraphBackend
+    outputs: str
+    state: StepState
+    lazy: bool
+    lanes: int | Lanes
+    options: RunnerOptions
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the runner."""
+        return attrs.asdict(self, recurse=False)
+
+    @property
+    def num_lanes(self) -> int:
+        """How many lanes the runner has."""
+        return self.lanes.count if isinstance(self.lanes, Lanes) else self.lanes
+
+    @property
+    def named_policy(self) -> str | Policy | None:
+        """The policy that was asked for, without its plugins."""
+        found = self.policy
+        return found.policy if isinstance(found, PolicyWithPlugins) else found
+
+    @property
+    def plugins(self) -> PluginSet | None:
+        """The plugins that came with the policy."""
+        return self.policy.plugins if isinstance(self.policy, PolicyWithPlugins) else None
+
+    def having_policy(self, policy: str | Policy, options: Mapping[str, Any] | None) -> RunnerSpec:
+        """Return the same with another policy and its options, from the same plugins."""
+        return attrs.evolve(
+            self,
+            policy=policy if self.plugins is None else self.plugins.with_policy(policy),
+            options=attrs.evolve(self.options, policy_options=options or {}),
+        )
+
+
+def merge_config(config: DispatchConfig, **arguments: Any) -> DispatchConfig:
+    """Return a configuration with the arguments of a runner that are settings of it.
 
     Raises:
-        ConfigError: Both were given, or a setting cannot be used.
+        ConfigError: A setting is given in both places, or cannot be used.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
-    if config is None:
-        return DispatchConfig(**given)
-    if given:
-        raise ConfigError(
-            "config", sorted(given), "given alone", "These settings are part of the config."
-        )
-    if not isinstance(config, DispatchConfig):
-        raise ConfigError("config", config, "a DispatchConfig")
-    return config
-
-
-def with_mode(config: DispatchConfig, mode: CUDAGraphMode) -> DispatchConfig:
-    """Return the configuration with another mode, all else as it is.
-
-    A copy, not a new one: what its making warns of has been said.
-    """
-    changed = copy.copy(config)
-    object.__setattr__(changed, "mode", mode)
-    return changed
+    given = {name: value for name, value in arguments.items() if value is not None}
+    there = given_in(config)
+    for name, value in given.items():
+        if name in there:
+            hint = f"options.config has {name}={there[name]!r} too."
+            raise ConfigError(name, value, "given in one place alone", hint)
+    return attrs.evolve(config, **given) if given else config
 
 
 def honoured(
@@ -71,7 +115,8 @@ def honoured(
     )
     warn_of_downgrade(supported)
     mode = supported.mode if step.can_split else supported.mode.without_piecewise()
-    return config if mode is config.mode else with_mode(config, mode), supported.reasons
+    changed = config if mode is config.mode else attrs.evolve(config, mode=mode)
+    return changed, supported.reasons
 
 
 def make_backend(
@@ -121,7 +166,7 @@ def _check_device(backend: GraphBackend, device: str | torch.device | None) -> N
 
 def make_policy(
     policy: str | Policy | None,
-    options: dict[str, Any] | None,
+    options: Mapping[str, Any] | None,
     config: DispatchConfig,
     plugins: PluginSet | None,
 ) -> tuple[Policy, str, PluginSet | None]:
@@ -135,13 +180,10 @@ def make_policy(
         plugins: Loaded when a name must be found.
 
     Raises:
-        ConfigError: Options are no dictionary, were given without a name, or its factory does
-            not take them.
+        ConfigError: Options were given without a name, or its factory does not take them.
         UnknownNameError: No policy goes by that name; the nearest are named.
         PluginError: The hook that selects one raised, or answered with no name.
     """
-    if options is not None and not isinstance(options, Mapping):
-        raise ConfigError("policy_options", options, "a dictionary of options by name")
     if options and not isinstance(policy, str):
         raise ConfigError("policy_options", options, "given with a policy's name alone")
     if policy is not None and not isinstance(policy, str):

@@ -11,6 +11,7 @@ from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.execute.splitting.split import SplitRules
 from dispatchkit.keys.checks import check_flag
 from dispatchkit.keys.modes import AttentionSupport, CUDAGraphMode
+from dispatchkit.options import RunnerOptions, refuse_moved
 
 __all__ = ["CompileOptions"]
 
@@ -58,6 +59,11 @@ def _compiler(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
         raise UnknownNameError("piece_compiler", str(value), known)
 
 
+def _runner_options(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, RunnerOptions):
+        raise ConfigError(attribute.name, value, "RunnerOptions")
+
+
 @attrs.frozen(kw_only=True)
 class CompileOptions:
     """What can be set.
@@ -72,20 +78,14 @@ class CompileOptions:
             writes for these rows must do no harm (``{}`` if it writes nothing for them).
         sizes: Capture sizes in rows, by default derived from ``max_num_tokens``.
         max_num_tokens: Largest batch that graphs may serve; larger ones run plainly.
-        max_num_seqs: Most requests of a batch.
-        query_len: Tokens per request of a uniform decode batch.
         policy: Name of the policy, or an object.
-        policy_options: Options for a policy chosen by name.
         device_backend: What captures: ``auto``, a backend's name, or an object.
         outputs: ``owned`` or ``view``.
         lazy: Capture a size when it is first needed; otherwise all in the first call.
-        capture_after: How often a size must be asked for before it is captured lazily.
-        max_graphs: Most live graphs.
-        max_bytes: Most bytes of graph memory.
-        state_limit_bytes: Most bytes of undeclared state to save around warmups.
         piece_compiler: Compiles each graph piece: ``"inductor"``, another backend of
             ``torch.compile``, or a function of a graph and the fake values of its arguments.
-        strict: A step that cannot be served by a graph raises.
+        options: Further settings of the runner; with ``strict`` a step that cannot be served by
+            a graph raises.
         name: What graphs are called in messages, before a number.
 
     Raises:
@@ -99,19 +99,12 @@ class CompileOptions:
     fill: dict[str, Any] | None = None
     sizes: tuple[int, ...] | None = None
     max_num_tokens: int | None = None
-    max_num_seqs: int | None = None
-    query_len: Any = None
     policy: Any = "vllm"
-    policy_options: dict[str, Any] | None = None
     device_backend: Any = "auto"
     outputs: str = "owned"
     lazy: bool = attrs.field(default=True, validator=_bool)
-    capture_after: int = 1
-    max_graphs: int | None = None
-    max_bytes: int | None = None
-    state_limit_bytes: int | None = None
     piece_compiler: Any = attrs.field(default=None, validator=_compiler)
-    strict: bool = attrs.field(default=False, validator=_bool)
+    options: RunnerOptions = attrs.field(factory=RunnerOptions, validator=_runner_options)
     name: str = "graph"
 
     def __attrs_post_init__(self) -> None:
@@ -132,12 +125,14 @@ class CompileOptions:
             mode: Its ``mode``, which may stand for the option of that name.
 
         Raises:
-            ConfigError: They are no mapping, or mode is given twice.
+            ConfigError: They are no mapping, a setting belongs into ``options`` among them, or
+                mode is given twice.
             UnknownNameError: There is no option of a name; it names the nearest.
         """
         if options is not None and not isinstance(options, Mapping):
             raise ConfigError("options", options, "a dict of options by name")
         given = dict(options or {})
+        refuse_moved(given)
         known = [field.name for field in attrs.fields(cls)]
         for name in given:
             if name not in known:

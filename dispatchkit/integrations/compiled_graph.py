@@ -34,6 +34,7 @@ from dispatchkit.integrations.compiled_stats import CompiledStats
 from dispatchkit.integrations.graph_arguments import PlainReason, read_arguments
 from dispatchkit.integrations.piece_compilers import piece_compiler
 from dispatchkit.keys.modes import CUDAGraphMode
+from dispatchkit.options import DERIVED
 
 __all__ = ["CompiledGraph"]
 
@@ -140,11 +141,11 @@ class CompiledGraph:
 
     def _run_plainly(self, reason: str, args: Sequence[Any], why: str = "") -> Any:
         """Run Dynamo's graph itself, counted; warn once for each reason."""
-        if self.options.strict or reason not in self._told:
+        if self.options.options.strict or reason not in self._told:
             what_to_do = _WHAT_TO_DO.get(reason, "")
             text = f"{self.name} runs without captured graphs, reason {reason}"
             text = f"{text}{f': {why}' if why else ''}. {what_to_do}".strip()
-            if self.options.strict:
+            if self.options.options.strict:
                 raise NoGraphError(text, reason=reason)
             self._told.add(reason)
             warnings.warn(f"{text} Told once.", EagerStepWarning, stacklevel=3)
@@ -246,34 +247,28 @@ class CompiledGraph:
         mode = options.mode
         if mode is None:
             mode = CUDAGraphMode.FULL_AND_PIECEWISE if is_split else CUDAGraphMode.FULL
-        fixed: dict[str, Any] = {}
         sizes, most = options.sizes, options.max_num_tokens
+        output_batch_dims: Any = DERIVED
         if self._arguments.num_rows is not None:
             sizes, most = (self._arguments.num_rows,), None
             # Of a graph for one size nothing can be measured at a second one, and nothing
             # needs to be: no row of its results is padding.
-            fixed["output_batch_dims"] = None
-        if options.state_limit_bytes is not None:
-            fixed["state_limit_bytes"] = options.state_limit_bytes
+            output_batch_dims = None
         return GraphRunner(
             self.pieces,
             specs,
             sizes=sizes,
             max_num_tokens=most,
-            max_num_seqs=options.max_num_seqs,
-            query_len=options.query_len,
             mode=mode,
             policy=options.policy,
-            policy_options=options.policy_options,
             backend=self._backend or "auto",
             outputs=options.outputs,
-            lazy=options.lazy,
-            capture_after=options.capture_after,
-            max_graphs=options.max_graphs,
-            max_bytes=options.max_bytes,
             state=[self._held[index] for index in self._arguments.written],
-            strict=options.strict,
-            **fixed,
+            lazy=options.lazy,
+            options=attrs.evolve(
+                options.options,
+                buffers=attrs.evolve(options.options.buffers, output_batch_dims=output_batch_dims),
+            ),
         )
 
     # -- reading ------------------------------------------------------------------------

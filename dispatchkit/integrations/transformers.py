@@ -21,9 +21,10 @@ import torch
 
 from dispatchkit.dispatch import Policy
 from dispatchkit.errors import BackendUnavailableError, ConfigError, DescriptorError, InputError
-from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput
+from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput, StepState
 from dispatchkit.keys import Axis
 from dispatchkit.keys.checks import check_count
+from dispatchkit.options import DERIVED, RunnerOptions, with_settings
 
 try:
     from dispatchkit.integrations.decode_attention import DECODE_ATTENTION
@@ -84,7 +85,8 @@ class GraphDecoder:
         forward: What computes the model's part of a step in its place, such as
             ``torch.compile(model)``.
         policy: Name of the policy, or an object.
-        policy_options: Options of a policy chosen by name.
+        state: Further state of the step, as for ``GraphRunner``.
+        options: Options of the runners.
         backend: ``auto``, a backend's name, or an object.
         lazy: Capture a graph when a step asks for it; False: only ``capture()`` does.
         settings: Further settings of ``GraphRunner``.
@@ -114,9 +116,10 @@ class GraphDecoder:
         compile: bool | Callable[[Callable[..., Any]], Callable[..., Any]] = False,  # noqa: A002
         forward: Callable[..., Any] | None = None,
         policy: str | Policy | None = None,
-        policy_options: dict[str, Any] | None = None,
         backend: Any = "auto",
         lazy: bool = True,
+        state: StepState | Iterable[torch.Tensor] = (),
+        options: RunnerOptions | None = None,
         **settings: Any,
     ) -> None:
         max_batch_size = check_count(max_batch_size, "max_batch_size")
@@ -133,16 +136,21 @@ class GraphDecoder:
                 "compile", compile, "True, False, or a function that is given the step"
             )
         self._compile = compile_for_any_size if compile is True else compile or None
+        options = RunnerOptions() if options is None else options
+        if backend == "auto" and options.device is None:
+            options = attrs.evolve(options, device=self.device)
+        if options.buffers.output_batch_dims == DERIVED:
+            options = with_settings(options, {"output_batch_dims": 0})
+        declared = StepState.of(state)
         self._settings = {
             "sizes": sizes,
             "max_num_tokens": max_batch_size,
             "policy": policy,
-            "policy_options": policy_options,
             "backend": backend,
-            "device": None if backend != "auto" else self.device,
+            "state": attrs.evolve(declared, scratch=(*declared.scratch, *self.cache.memory)),
             "lazy": lazy,
             "mode": "FULL",
-            "output_batch_dims": 0,
+            "options": options,
             **settings,
         }
         # Tokens and logits are other graphs: whoever chooses tokens does not pay for logits.
@@ -316,7 +324,6 @@ class GraphDecoder:
                 },
                 axes=[Axis("length", self.lengths)],
                 outputs="view",
-                scratch=self.cache.memory,
                 **self._settings,
             )
         return found

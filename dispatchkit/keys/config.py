@@ -13,6 +13,7 @@ from dispatchkit.keys.axes import Axis, Variants
 from dispatchkit.keys.capture_sizes import check_capture_sizes, default_capture_sizes
 from dispatchkit.keys.checks import check_count, check_flag
 from dispatchkit.keys.modes import CUDAGraphMode
+from dispatchkit.keys.records import About, described, or_none, repr_of_given, setting
 
 _DEFAULT_CEILING = 512
 _MAX_LORAS = 1 << 12  # each number of adapters is a column of the table
@@ -26,10 +27,6 @@ def _query_lens(value: Any) -> tuple[int, ...]:
     if not lens or len(set(lens)) != len(lens):
         raise ConfigError("query_lens", value, "one or more different query lengths")
     return lens
-
-
-def _is_flag(instance: Any, attribute: attrs.Attribute[bool], value: Any) -> None:
-    check_flag(value, attribute.name)
 
 
 def _axes(value: Any) -> tuple[Axis, ...]:
@@ -47,9 +44,16 @@ def _mode(value: Any) -> CUDAGraphMode:
     return value if isinstance(value, CUDAGraphMode) else CUDAGraphMode.parse(value)
 
 
-@attrs.frozen(kw_only=True)
+def _sizes(value: Any, name: str) -> tuple[int, ...]:
+    return check_capture_sizes(value, setting=name)
+
+
+@attrs.frozen(kw_only=True, repr=False)
 class DispatchConfig:
     """Sizes, limits and modes of one dispatcher.
+
+    Two are equal if the same holds under both, whether it was given or derived. ``attrs.evolve``
+    keeps what was asked for: what was derived is derived again from the changed settings.
 
     Attributes:
         mode: Which runtime modes decode and mixed batches use (vLLM's cudagraph mode).
@@ -77,34 +81,75 @@ class DispatchConfig:
         ConfigError: A setting has a value that cannot be used.
     """
 
-    mode: CUDAGraphMode = attrs.field(default=CUDAGraphMode.FULL_AND_PIECEWISE, converter=_mode)
-    capture_sizes: tuple[int, ...] = attrs.field(default=None)  # filled in below
-    max_num_tokens: int = attrs.field(default=None)
-    max_num_seqs: int = attrs.field(default=None)
-    query_lens: tuple[int, ...] = attrs.field(default=(1,), converter=_query_lens)
-    varlen_decode: bool = attrs.field(default=False, validator=_is_flag)
-    uniform_capture_sizes: tuple[int, ...] | None = None
-    max_loras: int = 0
-    specialize_lora: bool = attrs.field(default=True, validator=_is_flag)
-    specialize_active_loras: bool = attrs.field(default=False, validator=_is_flag)
-    axes: tuple[Axis, ...] = attrs.field(default=(), converter=_axes)
+    mode: CUDAGraphMode = attrs.field(
+        default=CUDAGraphMode.FULL_AND_PIECEWISE,
+        converter=_mode,
+        repr=lambda mode: repr(str(mode)),
+        metadata=described(About("Which runtime modes decode and mixed batches use.")),
+    )
+    # As they were asked for; None where they are derived.
+    _capture_sizes: Iterable[int] | None = setting(
+        None,
+        or_none(_sizes),
+        About("Numbers of tokens to capture.", "by max_num_tokens"),
+        alias="capture_sizes",
+        eq=False,
+    )
+    _max_num_tokens: int | None = setting(
+        None,
+        or_none(check_count),
+        About("Largest batch in tokens.", "largest capture size"),
+        alias="max_num_tokens",
+        eq=False,
+    )
+    _max_num_seqs: int | None = setting(
+        None,
+        or_none(check_count),
+        About("Most requests of a batch.", "max_num_tokens"),
+        alias="max_num_seqs",
+        eq=False,
+    )
+    query_lens: tuple[int, ...] = attrs.field(
+        default=(1,),
+        converter=_query_lens,
+        metadata=described(About("Tokens per request of uniform decode batches.")),
+    )
+    varlen_decode: bool = setting(
+        False, check_flag, About("Decode graphs accept requests of varying length.")
+    )
+    uniform_capture_sizes: tuple[int, ...] | None = setting(
+        None,
+        or_none(_sizes),
+        About("Sizes for uniform batches, where they differ.", "capture_sizes"),
+    )
+    max_loras: int = setting(
+        0,
+        lambda value, name: check_count(value, name, minimum=0, maximum=_MAX_LORAS),
+        About("Most adapters active at once."),
+    )
+    specialize_lora: bool = setting(True, check_flag, About("Capture graphs without adapters too."))
+    specialize_active_loras: bool = setting(
+        False, check_flag, About("Capture graphs for several counts of adapters.")
+    )
+    axes: tuple[Axis, ...] = attrs.field(
+        default=(),
+        converter=_axes,
+        metadata=described(About("Further facts that graphs are made for, with their buckets.")),
+    )
+    capture_sizes: tuple[int, ...] = attrs.field(init=False)
+    max_num_tokens: int = attrs.field(init=False)
+    max_num_seqs: int = attrs.field(init=False)
+    # Lists of sizes that were held against a limit, and warned of where they end below it:
+    # attrs.evolve hands them on, and the copy does not warn again.
+    _checked: frozenset[tuple[str, Any, Any]] = attrs.field(
+        default=frozenset(), alias="_checked", eq=False, repr=False
+    )
 
     def __attrs_post_init__(self) -> None:
-        set_ = object.__setattr__  # the class is frozen; these fill derived defaults once
-        sizes, limit = self.capture_sizes, self.max_num_tokens
-        if limit is not None:
-            limit = check_count(limit, "max_num_tokens")
-        if sizes is None:
-            # vLLM's own ceiling; only a list that the user wrote is warned about its end.
-            top = _DEFAULT_CEILING if limit is None else min(limit, _DEFAULT_CEILING)
-            ladders = (
-                default_capture_sizes(top, max_num_seqs=self.max_num_seqs, query_len=query_len)
-                for query_len in self.query_lens
-            )
-            sizes = tuple(sorted({size for ladder in ladders for size in ladder}))
-        else:
-            sizes = check_capture_sizes(sizes, limit=limit)
-        if limit is None:
+        set_ = object.__setattr__  # the class is frozen; these fill what is derived
+        asked: Any = self._capture_sizes  # a tuple, once converted
+        sizes, limit = asked, self._max_num_tokens
+        if limit is None and sizes is not None:
             if not sizes:
                 raise ConfigError(
                     "max_num_tokens",
@@ -113,21 +158,30 @@ class DispatchConfig:
                     "Without sizes nothing says how large a batch may be.",
                 )
             limit = sizes[-1]
+        if sizes is None:
+            # vLLM's own ceiling; only a list that the user wrote is warned about its end.
+            top = _DEFAULT_CEILING if limit is None else min(limit, _DEFAULT_CEILING)
+            ladders = (
+                default_capture_sizes(top, max_num_seqs=self._max_num_seqs, query_len=query_len)
+                for query_len in self.query_lens
+            )
+            sizes = tuple(sorted({size for ladder in ladders for size in ladder}))
+            limit = sizes[-1] if limit is None else limit
+        lists = {
+            "capture_sizes": asked,
+            "uniform_capture_sizes": self.uniform_capture_sizes,
+        }
+        checked = frozenset(
+            (name, given, limit) for name, given in lists.items() if given is not None
+        )
+        for name, given, most in sorted(checked - self._checked):
+            check_capture_sizes(given, setting=name, limit=most)
+        set_(self, "_checked", checked)
         set_(self, "capture_sizes", sizes)
         set_(self, "max_num_tokens", limit)
-        most: Any = self.max_num_seqs
-        most = limit if most is None else check_count(most, "max_num_seqs")
-        set_(self, "max_num_seqs", most)
-        set_(
-            self,
-            "max_loras",
-            check_count(self.max_loras, "max_loras", minimum=0, maximum=_MAX_LORAS),
-        )
-        if self.uniform_capture_sizes is not None:
-            aligned = check_capture_sizes(
-                self.uniform_capture_sizes, setting="uniform_capture_sizes", limit=limit
-            )
-            set_(self, "uniform_capture_sizes", aligned)
+        set_(self, "max_num_seqs", limit if self._max_num_seqs is None else self._max_num_seqs)
+
+    __repr__ = repr_of_given
 
     @property
     def query_len(self) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         ObserverSpec,
         PolicySpec,
     )
-    from dispatchkit.plugins.plugin_set import PluginSet, load_plugins
+    from dispatchkit.plugins.plugin_set import PluginSet, PolicyWithPlugins, load_plugins
     from dispatchkit.plugins.records import PluginInfo, PluginState, Registered
 
 _HOME = {
@@ -39,6 +39,7 @@ _HOME = {
     "PluginSet": "plugins.plugin_set",
     "PluginState": "plugins.records",
     "PolicySpec": "hookspecs",
+    "PolicyWithPlugins": "plugins.plugin_set",
     "Registered": "plugins.records",
     "load_plugins": "plugins.plugin_set",
 }
@@ -55,6 +56,7 @@ __all__ = [
     "PluginSet",
     "PluginState",
     "PolicySpec",
+    "PolicyWithPlugins",
     "Registered",
     "load_plugins",
 ]

@@ -37,6 +37,21 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dispatchkit.plugins")
 
 
+@attrs.frozen(eq=False)
+class PolicyWithPlugins:
+    """A policy to run with, and the plugins that it, backends and lane policies come from.
+
+    Made by ``PluginSet.with_policy``.
+
+    Attributes:
+        plugins: The plugins; their observers are notified of the runner's events.
+        policy: Its name, or the object; None: the one that the plugins select.
+    """
+
+    plugins: PluginSet
+    policy: str | Policy | None = None
+
+
 class PluginSet:
     """The plugins of one dispatcher and all that can be chosen by name.
 
@@ -226,6 +241,18 @@ class PluginSet:
                 error.add_note(f"Chosen by {hook} of {origin}.")
                 raise
         return None
+
+    def with_policy(self, policy: str | Policy | None = None) -> PolicyWithPlugins:
+        """Return what a runner takes as ``policy`` to run with these plugins.
+
+        Backends and lane policies that are given by name come from them too, and their
+        observers are notified of the runner's events.
+
+        Args:
+            policy: Name of the policy, or an object; None for the one that a plugin selects
+                for the configuration, else the default.
+        """
+        return PolicyWithPlugins(self, policy)
 
     # -- adding ---------------------------------------------------------------------------
 

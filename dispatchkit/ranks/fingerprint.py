@@ -50,7 +50,8 @@ def fingerprint(
             one name with different options are told apart by what they answer.
     """
     config = dispatcher.config
-    names = [field.name for field in attrs.fields(type(config))]
+    fields = attrs.fields(type(config))
+    names = [field.name for field in fields if not field.name.startswith("_")]
     facts = {f"config.{name}": str(getattr(config, name)) for name in names}
     facts["policy"] = dispatcher.policy_name
     facts["policy's distribution"] = dispatcher.policy_origin or "none"

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import pytest
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Policy
-from dispatchkit.keys import DispatchConfig, RuntimeMode
+from dispatchkit.keys import CUDAGraphMode, DispatchConfig, RuntimeMode
+from dispatchkit.options import RunnerOptions
 
 
 class RunnerTests:
@@ -208,14 +210,26 @@ class RunnerTests:
         from dispatchkit.execute import EagerStepWarning, GraphRunner
 
         backend = _Watched(self.make_backend(), fail_captures)
-        settings: dict[str, Any] = {"config": self.make_config(), "backend": backend}
+        options = RunnerOptions(config=self.make_config())
+        without_graphs = attrs.evolve(
+            options, config=attrs.evolve(options.config, mode=CUDAGraphMode.NONE)
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", EagerStepWarning)
             runner = GraphRunner(
-                self.make_step(), self.make_inputs(), policy=self.make_policy(), **settings
+                self.make_step(),
+                self.make_inputs(),
+                policy=self.make_policy(),
+                backend=backend,
+                options=options,
             )
-            settings["config"] = _without_graphs(settings["config"])
-            plain = GraphRunner(self.make_step(), self.make_inputs(), policy=_Eager(), **settings)
+            plain = GraphRunner(
+                self.make_step(),
+                self.make_inputs(),
+                policy=_Eager(),
+                backend=backend,
+                options=without_graphs,
+            )
             runner.capture()
             yield _Pair(self, torch, runner, plain, backend)
             backend.synchronize()
@@ -225,14 +239,6 @@ class RunnerTests:
 
 def _clone(value: Any) -> Any:
     return value.clone() if hasattr(value, "clone") else value
-
-
-def _without_graphs(config: DispatchConfig) -> DispatchConfig:
-    import attrs
-
-    from dispatchkit.keys import CUDAGraphMode
-
-    return attrs.evolve(config, mode=CUDAGraphMode.NONE)
 
 
 class _Eager:

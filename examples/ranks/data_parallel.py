@@ -19,7 +19,14 @@ import random
 import torch
 import torch.distributed as dist
 
-from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece, load_plugins
+from dispatchkit import (
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+    load_plugins,
+)
 from dispatchkit.ranks import LeaderPolicy, RankAgreement, RankedRunner
 
 WIDTH, SIZES, STEPS = 64, (1, 2, 4, 8, 16), 50
@@ -67,7 +74,7 @@ def main() -> None:
         # NCCL's collectives can be captured, those of gloo cannot.
         mode="FULL" if on_gpu else "PIECEWISE",
         policy=policy,
-        device=device,
+        options=RunnerOptions(device=device),
     )
     facts = {"model": "two layers", "weights": 0}
     # An error on one rank leaves this block there, and stops the others with that rank's number.

@@ -18,7 +18,13 @@ import random
 import torch
 import torch.distributed as dist
 
-from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece
+from dispatchkit import (
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.ranks import RankAgreement, RankedRunner
 
 WIDTH, HIDDEN, SIZES, STEPS = 64, 256, (1, 2, 4, 8, 16), 50
@@ -53,7 +59,7 @@ def main() -> None:
         inputs,
         sizes=SIZES,
         mode="FULL",  # the all-reduce is part of the graph
-        device=device,
+        options=RunnerOptions(device=device),
     )
     with RankAgreement(timeout=30.0) as ranks:
         ranked = RankedRunner(runner, ranks, inputs, same_batches=True, check_every=16)

@@ -106,5 +106,5 @@ def test_the_later_place_says_which_plugins_are_loaded(
     monkeypatch.setenv("DISPATCHKIT_PLUGINS", "none-of-those")
     rows = json.loads(run("--set", "plugins=vllm", "policies", "--json").out)
     assert {row["distribution"] for row in rows} == {"dispatchkit-vllm"}
-    loaded = load_settings(plugins=["vllm"]).runner_options()["plugins"]
+    loaded = load_settings(plugins=["vllm"]).runner_arguments()["policy"].plugins
     assert "vllm" in loaded.policies

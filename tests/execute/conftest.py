@@ -90,8 +90,7 @@ def make_runner(backend):
         settings.setdefault("policy", OneBucketPolicy())
         settings.setdefault("backend", backend)
         settings.setdefault("mode", "FULL_AND_PIECEWISE" if isinstance(step, list) else "FULL")
-        if "config" not in settings:
-            settings.setdefault("sizes", (1, 2, 4, 8))
+        settings.setdefault("sizes", (1, 2, 4, 8))
         if inputs is None and "example" not in settings:
             inputs = {"tokens": StaticInput((None,), "int64")}
         return GraphRunner(step, inputs, **settings)

@@ -8,7 +8,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import Axis, DispatchConfig, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    Axis,
+    DispatchConfig,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.errors import (  # noqa: E402
     ConfigError,
     DescriptorError,
@@ -46,7 +53,9 @@ def call_of(rows, length, seed=0):
 @pytest.mark.parametrize("check", [0, 1])
 def test_any_value_gives_what_eager_gives(make_runner, outputs, check):
     """Padded to its bucket and cut back, in every order of rows and values."""
-    runner = make_runner(encode, INPUTS, axes=[LENGTHS], outputs=outputs, check=check)
+    runner = make_runner(
+        encode, INPUTS, axes=[LENGTHS], outputs=outputs, options=RunnerOptions(check=check)
+    )
     assert runner.capture().num_graphs == 8
     for seed, (rows, length) in enumerate(
         [(8, 16), (3, 2), (3, 4), (5, 9), (1, 1), (8, 3), (2, 16), (7, 5), (8, 16), (4, 0)]
@@ -86,7 +95,7 @@ def test_value_outside_all_buckets_runs_eager_with_a_reason(make_runner):
     found = runner.explain(2, length=17)
     assert found.decision.reason == "outside_axis"
     assert "outside all buckets" in found.because
-    strict = make_runner(encode, INPUTS, axes=[LENGTHS], strict=True)
+    strict = make_runner(encode, INPUTS, axes=[LENGTHS], options=RunnerOptions(strict=True))
     strict.capture()
     with pytest.raises(NoGraphError, match="outside_axis"):
         strict(**call, length=17)
@@ -147,7 +156,9 @@ def test_host_inputs_are_padded_too(make_runner):
         "x": StaticInput((None, "length"), "float32", fill=-1.0, host=True),
         "y": StaticInput((None, "length"), "bfloat16", fill=2.0, host=True),
     }
-    runner = make_runner(lambda x, y: (x * 2, y + 1), inputs, axes=[LENGTHS], check=1)
+    runner = make_runner(
+        lambda x, y: (x * 2, y + 1), inputs, axes=[LENGTHS], options=RunnerOptions(check=1)
+    )
     runner.capture()
     for rows, length in ((3, 5), (8, 16), (2, 1)):
         x = torch.randn(rows, length)

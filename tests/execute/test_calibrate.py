@@ -9,7 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402 - torch
+from dispatchkit import (  # noqa: E402
+    BufferOptions,
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import CaptureError, ConfigError  # noqa: E402
 from dispatchkit.execute.calibration.calibrate import calibrate, load_runner  # noqa: E402
@@ -285,7 +292,7 @@ def test_a_forecast_holds_what_all_graphs_take(share_outputs):
         sizes=sizes,
         mode="FULL",
         backend="tape",
-        share_outputs=share_outputs,
+        options=RunnerOptions(buffers=BufferOptions(share_outputs=share_outputs)),
     )
     forecast = forecast_graph_memory(runner, samples=6)
     assert runner.num_bytes == 0

@@ -9,7 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    BufferOptions,
+    CaptureOptions,
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.errors import (  # noqa: E402
     CaptureError,
     ConfigError,
@@ -48,10 +56,15 @@ def test_first_use_of_a_library_is_warmed_up_before_the_capture(make_runner, bac
 
 
 def test_without_warmups_a_capture_works_or_says_why_not(make_runner):
-    works = make_runner(double, warmups=0, output_batch_dims=0)
+    works = make_runner(
+        double,
+        options=RunnerOptions(
+            capture=CaptureOptions(warmups=0), buffers=BufferOptions(output_batch_dims=0)
+        ),
+    )
     assert works.capture().failed == {}
     same(works(torch.arange(3)), torch.arange(3) * 2)
-    says = make_runner(double, warmups=0)
+    says = make_runner(double, options=RunnerOptions(capture=CaptureOptions(warmups=0)))
     failed = says.capture().failed
     assert len(failed) == 4
     assert all("warmups=0" in why for why in failed.values())
@@ -402,7 +415,9 @@ def test_lazy_capture_at_the_first_ask(make_runner):
 
 def test_lazy_capture_after_so_many_asks(make_runner):
     """The first ones run eager with a reason that is no downgrade."""
-    runner = make_runner(double, lazy=True, capture_after=3)
+    runner = make_runner(
+        double, lazy=True, options=RunnerOptions(capture=CaptureOptions(capture_after=3))
+    )
     for _ in range(5):
         same(runner(torch.arange(3)), torch.arange(3) * 2)
     stats = runner.stats()
@@ -561,7 +576,7 @@ def test_modes_and_keys_are_switched_while_serving(make_runner, keys, quiet):
     assert stats.eager_by_reason == {"disabled": 1}
 
 
-def test_observers_hear_of_captures_failures_and_evictions(make_runner, backend, keys):
+def test_observers_hear_of_captures_failures_and_evictions(make_runner, policy, backend, keys):
     from dispatchkit.observe.events import CaptureEvent, CaptureFailedEvent, EvictEvent
     from dispatchkit.plugins import load_plugins
 
@@ -569,7 +584,7 @@ def test_observers_hear_of_captures_failures_and_evictions(make_runner, backend,
     heard = []
     for kind in (CaptureEvent, CaptureFailedEvent, EvictEvent):
         plugins.notifier.subscribe(kind, heard.append, "test")
-    runner = make_runner(double, plugins=plugins)
+    runner = make_runner(double, policy=plugins.with_policy(policy))
     runner.capture([keys.full(8)])
     runner.evict(keys.full(8))
     backend.capture_fault = CaptureError("planted", reason="planted")

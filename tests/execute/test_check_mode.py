@@ -9,7 +9,14 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+    StepState,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.errors import ConfigError  # noqa: E402
 from dispatchkit.execute import CheckWarning  # noqa: E402
 from dispatchkit.execute.replay import check_state  # noqa: E402
@@ -136,7 +143,7 @@ def test_planted_corruption_is_found_and_its_key_put_out_of_use(make_runner, key
     """The caller gets eager's result, once; the message says what differed."""
     step = Planted()
     inputs = {**INPUT, "rate": StaticInput((1,), "float32")}
-    runner = make_runner(step, inputs, check=1)
+    runner = make_runner(step, inputs, options=RunnerOptions(check=1))
     runner.capture()
     x, rate = torch.arange(12.0).view(3, 4) + 1, torch.ones(1)
     plant(step, runner)
@@ -174,7 +181,7 @@ def moving_step(make_runner):
             return self.linear(x * self.first)
 
     step = Holder()
-    runner = make_runner(step, INPUT, check=1)
+    runner = make_runner(step, INPUT, options=RunnerOptions(check=1))
     runner.capture()
     return step, runner
 
@@ -190,7 +197,7 @@ def test_sparse_weights_are_in_no_one_place(make_runner, check):
         def forward(self, x):
             return x * self.weight
 
-    runner = make_runner(Sparse(), INPUT, check=check)
+    runner = make_runner(Sparse(), INPUT, options=RunnerOptions(check=check))
     assert not runner.capture().failed
     same(runner(torch.ones(3, 4)), torch.ones(3, 4))
     assert runner.stats().steps_by_mode["FULL"] == 1
@@ -206,7 +213,7 @@ def clean_steps(make_runner, number):
         return step(x, rate), total + 0
 
     inputs = {**INPUT, "rate": StaticInput((1,), "float32")}
-    runner = make_runner(counting, inputs, check=1, state=[total])
+    runner = make_runner(counting, inputs, state=[total], options=RunnerOptions(check=1))
     runner.capture()
     for index in range(number):
         with torch.no_grad():
@@ -230,7 +237,7 @@ def test_three_thousand_clean_steps_pass(make_runner):
 
 
 def test_stale_tail_is_found(make_runner):
-    runner = make_runner(lambda x: x.sum(0), INPUT, check=1)
+    runner = make_runner(lambda x: x.sum(0), INPUT, options=RunnerOptions(check=1))
     runner.capture()
     runner(torch.ones(8, 4))
     for captured in runner.lifecycle.live().values():
@@ -252,7 +259,7 @@ def test_clean_steps_pass_and_change_state_once(make_runner):
         eager_piece(write),
         graph_piece(lambda x: (x + cache, x.shape[0])),
     ]
-    runner = make_runner(pieces, INPUT, check=1, state=[cache])
+    runner = make_runner(pieces, INPUT, state=[cache], options=RunnerOptions(check=1))
     runner.capture()
     for number in range(20):
         x = torch.randn(1 + number % 8, 4)
@@ -267,7 +274,7 @@ def test_clean_steps_pass_and_change_state_once(make_runner):
 
 def test_random_steps_are_compared_where_they_can_be(make_runner):
     """At the bucket's size both draw the same; below it they cannot, and are not compared."""
-    runner = make_runner(lambda x: x + torch.rand_like(x), INPUT, check=1)
+    runner = make_runner(lambda x: x + torch.rand_like(x), INPUT, options=RunnerOptions(check=1))
     runner.capture()
     for rows in (8, 5, 8):
         runner(torch.zeros(rows, 4))
@@ -281,7 +288,7 @@ def test_samples_only(make_runner):
         ran.append(1)
         return x
 
-    runner = make_runner(step, INPUT, check=5)
+    runner = make_runner(step, INPUT, options=RunnerOptions(check=5))
     runner.capture()
     ran.clear()
     for _ in range(20):
@@ -291,7 +298,9 @@ def test_samples_only(make_runner):
 
 def test_late_use_of_a_view_shows(make_runner):
     """Not plausible values of another call, but NaN."""
-    runner = make_runner(lambda x: (x * 2, x.long()), INPUT, check=1_000_000, outputs="view")
+    runner = make_runner(
+        lambda x: (x * 2, x.long()), INPUT, outputs="view", options=RunnerOptions(check=1_000_000)
+    )
     runner.capture()
     first, whole = runner(torch.ones(3, 4))
     same(first, torch.full((3, 4), 2.0))
@@ -303,7 +312,7 @@ def test_late_use_of_a_view_shows(make_runner):
 @pytest.mark.parametrize("value", [-1, True, 1.5])
 def test_bad_setting(make_runner, value):
     with pytest.raises(ConfigError, match="check"):
-        make_runner(lambda x: x, INPUT, check=value)
+        make_runner(lambda x: x, INPUT, options=RunnerOptions(check=value))
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -320,7 +329,10 @@ def test_state_that_a_replay_changes_otherwise_is_found(make_runner, quiet, decl
     step, twin = Counting(), Counting()
     state = [step.totals, step.steps] if declared else []
     runner = make_runner(
-        step, {**INPUT, "rate": StaticInput((1,), "float32")}, check=1, state=state
+        step,
+        {**INPUT, "rate": StaticInput((1,), "float32")},
+        state=state,
+        options=RunnerOptions(check=1),
     )
     runner.capture()
     x, rate = torch.arange(12.0).view(3, 4) + 1, torch.ones(1)
@@ -339,7 +351,10 @@ def test_state_that_was_replaced_is_found(make_runner, quiet):
     """A graph goes on in the old memory, and eager in the new."""
     step = Counting()
     runner = make_runner(
-        step, {**INPUT, "rate": StaticInput((1,), "float32")}, check=1, state=[step.steps]
+        step,
+        {**INPUT, "rate": StaticInput((1,), "float32")},
+        state=[step.steps],
+        options=RunnerOptions(check=1),
     )
     runner.capture()
     runner(torch.ones(3, 4), torch.ones(1))
@@ -358,7 +373,7 @@ def writing(make_runner, fill, **more):
         return x + 1
 
     inputs = {**INPUT, "slots": StaticInput((None,), "int64", fill=fill)}
-    runner = make_runner(write, inputs, check=1, state=[cache], **more)
+    runner = make_runner(write, inputs, state=[cache], options=RunnerOptions(check=1), **more)
     runner.capture()
     return runner, cache
 
@@ -401,7 +416,9 @@ def test_scratch_is_not_compared(make_runner):
         noise[: x.shape[0]] = x
         return x + 1
 
-    runner = make_runner(step, INPUT, check=1, scratch=[noise])
+    runner = make_runner(
+        step, INPUT, state=StepState(scratch=[noise]), options=RunnerOptions(check=1)
+    )
     runner.capture()
     for rows in (8, 3, 5, 3):
         runner(torch.full((rows, 4), float(rows)))
@@ -423,7 +440,7 @@ def test_state_of_every_type_is_compared(make_runner, quiet):
             state[0].copy_(torch.zeros(3).to(torch.float8_e4m3fn))
         return x + 1
 
-    runner = make_runner(step, INPUT, check=1, state=state)
+    runner = make_runner(step, INPUT, state=state, options=RunnerOptions(check=1))
     runner.capture()
     for rows in (8, 3):
         runner(torch.ones(rows, 4))
@@ -479,7 +496,7 @@ def test_state_that_is_resized_is_found(make_runner, quiet):
         kept[:4].add_(x.sum(0))
         return x + 1
 
-    runner = make_runner(step, INPUT, check=1, state=[kept])
+    runner = make_runner(step, INPUT, state=[kept], options=RunnerOptions(check=1))
     runner.capture()
     runner(torch.ones(3, 4))
     kept.resize_(16)
@@ -497,7 +514,7 @@ def test_state_of_a_type_that_is_not_compared_is_left_out(make_runner):
         halves.copy_(torch.full((3,), 2.0 + 1j))
         return x + 1
 
-    runner = make_runner(step, INPUT, check=1, state=[halves, bits])
+    runner = make_runner(step, INPUT, state=[halves, bits], options=RunnerOptions(check=1))
     runner.capture()
     for rows in (8, 3):
         runner(torch.ones(rows, 4))
@@ -524,7 +541,7 @@ def test_results_and_state_of_one_byte_are_compared_as_coarsely_as_they_are(dtyp
         policy="vllm",
         mode="FULL",
         backend="tape",
-        check=1,
+        options=RunnerOptions(check=1),
     )
     runner.capture()
     for rows in (3, 4):
@@ -546,7 +563,7 @@ def test_one_byte_that_is_really_another_is_found():
         policy="vllm",
         mode="FULL",
         backend="tape",
-        check=1,
+        options=RunnerOptions(check=1),
     )
     runner.capture()
     held[0] = scale * 2  # the graph reads the one before

@@ -16,7 +16,13 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from dispatchkit import Axis, GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    Axis,
+    BufferOptions,
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+)
 from dispatchkit.backends.cuda.watch import CaptureWatch  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.backends.watching.compiled_code import FORCE_EAGER  # noqa: E402
@@ -150,7 +156,12 @@ def test_code_compiled_before_stays_so(compiler, net):
         fast(x)
         graphs = compiler.graphs
         runner = GraphRunner(
-            fast, INPUTS, sizes=[8], mode="FULL", backend="tape", output_batch_dims=0
+            fast,
+            INPUTS,
+            sizes=[8],
+            mode="FULL",
+            backend="tape",
+            options=RunnerOptions(buffers=BufferOptions(output_batch_dims=0)),
         )
         runner.capture()
         fast(x)

@@ -6,7 +6,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import Axis, Batch, Decision, StaticInput, load_plugins  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    Axis,
+    Batch,
+    Decision,
+    RunnerOptions,
+    StaticInput,
+    load_plugins,
+)
 from dispatchkit.dispatch import CalibrationRun  # noqa: E402
 from dispatchkit.errors import (  # noqa: E402
     CaptureError,
@@ -192,7 +199,7 @@ def test_no_runs_where_nothing_was_captured(make_runner, policy, keys):
 
 def test_no_runs_in_check_mode(make_runner, policy, keys):
     asking = Asking(policy, keys.full(4))
-    runner = make_runner(plus_one, policy=asking, check=1)
+    runner = make_runner(plus_one, policy=asking, options=RunnerOptions(check=1))
     runner.capture()
     assert not asking.heard
 

@@ -14,7 +14,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import dispatchkit  # noqa: E402
-from dispatchkit import graphed  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    RunnerOptions,
+    graphed,
+)
 from dispatchkit.errors import ConfigError, InputError  # noqa: E402
 from dispatchkit.execute import (  # noqa: E402
     CheckWarning,
@@ -209,7 +212,9 @@ def test_an_example_captures_all_sizes_at_once(net):
 
 
 def test_the_policy_is_passed_on(net):
-    fast = graphed(net, sizes=[8], policy="threshold", policy_options={"max_waste": 1.0})
+    fast = graphed(
+        net, sizes=[8], policy="threshold", options=RunnerOptions(policy_options={"max_waste": 1.0})
+    )
     fast(torch.randn(7, 4))
     assert fast.graphed.runners[0].dispatcher.policy_name == "threshold"
 

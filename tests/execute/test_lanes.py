@@ -20,6 +20,9 @@ from dispatchkit import (  # noqa: E402
     BatchDescriptor,
     GraphKey,
     GraphRunner,
+    LaneOptions,
+    Lanes,
+    RunnerOptions,
     RuntimeMode,
     StaticInput,
     eager_piece,
@@ -65,7 +68,7 @@ def make_lanes(make_runner):
         settings.setdefault("backend", TapeBackend(scheduler=seed))
         settings.setdefault("sizes", (1, 2, 4, 8) if seed is None else (4, 8))
         if lanes > 1:
-            settings["lane_policy"] = lane_policy or InTurn()
+            lanes = Lanes(lanes, lane_policy or InTurn())
         return make_runner(step, inputs, lanes=lanes, **settings)
 
     return make
@@ -223,9 +226,7 @@ def _check_schedule(lanes, threads, seed, order, lazy):
         warnings.simplefilter("ignore")  # rows above the largest size run eager, as they should
         serial = GraphRunner(network, ROWS, backend="tape", **shared)
         backend = TapeBackend(scheduler=seed)
-        runner = GraphRunner(
-            network, ROWS, backend=backend, lanes=lanes, lane_policy=InTurn(), **shared
-        )
+        runner = GraphRunner(network, ROWS, backend=backend, lanes=Lanes(lanes, InTurn()), **shared)
         if not lazy:
             serial.capture()
             runner.capture()
@@ -287,9 +288,10 @@ def test_disjoint_state_is_left_to_the_caller(make_lanes):
         return x + 1
 
     inputs = {**ROWS, "slots": StaticInput((None,), "int64", fill=15)}
+    disjoint = RunnerOptions(lanes=LaneOptions(disjoint_state=True))
     for seed in SEEDS:
         cache.zero_()
-        runner = make_lanes(step, inputs, seed=seed, state=[cache], disjoint_state=True)
+        runner = make_lanes(step, inputs, seed=seed, state=[cache], options=disjoint)
         runner.capture()
         for i in range(6):
             runner.submit(torch.full((2, 8), float(i + 1)), torch.tensor([2 * i, 2 * i + 1]))
@@ -465,10 +467,13 @@ def test_faulty_lane_policy_loses_no_step(make_lanes, answer):
 
 
 def test_faulty_lane_policy_raises_in_a_strict_runner(make_lanes):
-    runner = make_lanes(lane_policy=Broken(7), strict=True)
+    runner = make_lanes(lane_policy=Broken(7), options=RunnerOptions(strict=True))
     runner.capture()
     with pytest.raises(PolicyError, match=r"answered lane 7, and there are 0\.\.2"):
         runner.submit(torch.ones(2, 8))
+
+
+OF_A_LANE_POLICY = RunnerOptions(lanes=LaneOptions(lane_policy_options={"a": 1}))
 
 
 @pytest.mark.parametrize(
@@ -478,9 +483,9 @@ def test_faulty_lane_policy_raises_in_a_strict_runner(make_lanes):
         ({"lanes": True}, "lanes must be a whole number"),
         ({"lanes": 5, "backend": TapeBackend(max_streams=4)}, "lanes must be at most 4"),
         ({"lanes": 2, "outputs": "view"}, "outputs must be 'owned' with several lanes"),
-        ({"lanes": 2, "check": 3}, "check must be 0 with several lanes"),
-        ({"lanes": 2, "lane_policy": InTurn}, "lane_policy must be a name, or an object"),
-        ({"lanes": 2, "lane_policy": InTurn(), "lane_policy_options": {"a": 1}}, "name alone"),
+        ({"lanes": 2, "options": RunnerOptions(check=3)}, "check must be 0 with several lanes"),
+        ({"lanes": Lanes(2, InTurn)}, "lane policy must be an object with choose"),
+        ({"lanes": Lanes(2, InTurn()), "options": OF_A_LANE_POLICY}, "in one place alone"),
     ],
     ids=["none", "bool", "more than streams", "views", "check", "class", "options"],
 )
@@ -492,7 +497,7 @@ def test_what_does_not_go_with_lanes_is_refused(make_runner, settings, message):
 def test_each_lane_learns_for_itself(make_runner, policy):
     policy.observe = lambda outcome: None
     with pytest.raises(ConfigError, match="given by name with several lanes"):
-        make_runner(network, ROWS, policy=policy, lanes=2, lane_policy=InTurn())
+        make_runner(network, ROWS, policy=policy, lanes=Lanes(2, InTurn()))
 
 
 # -- every lane its own -----------------------------------------------------------------------

@@ -24,12 +24,14 @@ from hypothesis.stateful import (  # noqa: E402
 from dispatchkit import (  # noqa: E402
     Axis,
     GraphRunner,
+    RunnerOptions,
     StaticInput,
     eager_piece,
     graph_piece,
 )
 from dispatchkit.errors import CaptureError, RegistryError, ReplayError  # noqa: E402
 from dispatchkit.execute import ChurnWarning, EagerStepWarning  # noqa: E402
+from dispatchkit.options import with_settings  # noqa: E402
 from dispatchkit.registry import KeyState  # noqa: E402
 
 SIZES = (1, 2, 4, 8)
@@ -110,9 +112,9 @@ def machine(watched_tape, smallest_policy):
             in_threads=strategies.booleans(),
             check=strategies.sampled_from([0, 0, 1, 3]),
         )
-        def build(self, declare_state, axis, in_threads, **options):
+        def build(self, declare_state, axis, in_threads, outputs, lazy, **options):
             self.axis, self.in_threads = axis, in_threads
-            self.owned = options["outputs"] == "owned"
+            self.owned = outputs == "owned"
             self.backend = watched_tape()
             self.mine, self.theirs = Model(), Model()
             self.max_graphs, self.max_bytes = options["max_graphs"], options["max_bytes"]
@@ -126,7 +128,9 @@ def machine(watched_tape, smallest_policy):
                 backend=self.backend,
                 state=state,
                 axes=None if axis is None else [axis],
-                **options,
+                outputs=outputs,
+                lazy=lazy,
+                options=with_settings(RunnerOptions(), options),
             )
             self.keys = list(self.runner.registry)
             assert len(self.keys) == NUM_KEYS * (1 if axis is None else 2)

@@ -14,7 +14,14 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    BufferOptions,
+    MemoryOptions,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.errors import RegistryError  # noqa: E402
 from dispatchkit.execute import ChurnWarning, EagerStepWarning  # noqa: E402
 from dispatchkit.registry import KeyState  # noqa: E402
@@ -87,8 +94,7 @@ def test_number_of_graphs_never_passes_the_limit(make_runner, backend, limit, ev
         {"x": StaticInput((None,), "int64")},
         sizes=tuple(range(1, 9)),
         lazy=True,
-        max_graphs=limit,
-        eviction=eviction,
+        options=RunnerOptions(memory=MemoryOptions(max_graphs=limit, eviction=eviction)),
     )
     chooser = random.Random(limit)
     for _ in range(60):
@@ -102,7 +108,7 @@ def test_number_of_graphs_never_passes_the_limit(make_runner, backend, limit, ev
 
 
 def test_limit_of_a_session_skips_the_rest(make_runner, wide, backend, keys):
-    runner = make_runner(wide, INPUT, max_graphs=2)
+    runner = make_runner(wide, INPUT, options=RunnerOptions(memory=MemoryOptions(max_graphs=2)))
     report = runner.capture()
     assert report.num_graphs == 2
     assert set(report.skipped) == {keys.full(1), keys.full(2)}
@@ -111,7 +117,9 @@ def test_limit_of_a_session_skips_the_rest(make_runner, wide, backend, keys):
 
 
 def test_no_graphs_at_all(make_runner, wide, quiet):
-    runner = make_runner(wide, INPUT, max_graphs=0, lazy=True)
+    runner = make_runner(
+        wide, INPUT, lazy=True, options=RunnerOptions(memory=MemoryOptions(max_graphs=0))
+    )
     x = rows_of(3)
     same(runner(x), wide(x))
     assert runner.lifecycle.num_graphs() == 0
@@ -119,7 +127,9 @@ def test_no_graphs_at_all(make_runner, wide, quiet):
 
 
 def test_least_recently_used_goes_first(make_runner, keys):
-    runner = make_runner(lambda tokens: tokens, lazy=True, max_graphs=2)
+    runner = make_runner(
+        lambda tokens: tokens, lazy=True, options=RunnerOptions(memory=MemoryOptions(max_graphs=2))
+    )
     for rows in (8, 4, 8, 2):
         runner(torch.arange(rows))
     assert set(runner.lifecycle.live()) == {keys.full(8), keys.full(2)}
@@ -127,7 +137,11 @@ def test_least_recently_used_goes_first(make_runner, keys):
 
 
 def test_least_useful_for_its_size_goes_first(make_runner, keys):
-    runner = make_runner(lambda tokens: tokens, lazy=True, max_graphs=2, eviction="benefit")
+    runner = make_runner(
+        lambda tokens: tokens,
+        lazy=True,
+        options=RunnerOptions(memory=MemoryOptions(max_graphs=2, eviction="benefit")),
+    )
     for rows in (2, 2, 2, 8, 8, 4):  # 8 is used last, and serves least for what it holds
         runner(torch.arange(rows))
     assert set(runner.lifecycle.live()) == {keys.full(2), keys.full(4)}
@@ -177,10 +191,17 @@ def drive(runner, step, calls, chooser, limit):
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
 def test_bytes_never_pass_the_limit(make_runner, wide, metered, quiet, share, share_outputs):
     """Not even for a moment in a capture; what does not fit runs eager and says so."""
-    settings = {"share_outputs": share_outputs, "backend": metered}
-    limit = int(bytes_of_all(make_runner, wide, **settings) * share)
+    options = RunnerOptions(buffers=BufferOptions(share_outputs=share_outputs))
+    needed = bytes_of_all(make_runner, wide, backend=metered, options=options)
+    limit = int(needed * share)
     metered.begin()
-    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit, **settings)
+    runner = make_runner(
+        wide,
+        INPUT,
+        lazy=True,
+        backend=metered,
+        options=attrs.evolve(options, memory=MemoryOptions(max_bytes=limit)),
+    )
     drive(runner, wide, 60, random.Random(1), limit)
     assert metered.most_bytes <= limit
     stats = runner.stats()
@@ -198,7 +219,8 @@ def test_budgets_hold_under_ten_thousand_calls(make_runner, wide, metered, quiet
         limit = int(bytes_of_all(make_runner, wide, backend=metered) * budget["max_bytes"])
         budget = {"max_bytes": limit}
     metered.begin()
-    runner = make_runner(wide, INPUT, lazy=True, backend=metered, **budget)
+    options = RunnerOptions(memory=MemoryOptions(**budget))
+    runner = make_runner(wide, INPUT, lazy=True, backend=metered, options=options)
     drive(runner, wide, 10_000, random.Random(2), limit)
     assert metered.most_bytes <= limit
     assert metered.most_live <= budget.get("max_graphs", 4)
@@ -210,7 +232,9 @@ def test_pool_goes_as_a_group_and_what_is_still_wanted_is_captured_anew(
 ):
     """From small to large memory is wasted; with the large one first all of them fit."""
     limit = bytes_of_all(make_runner, wide)
-    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit)
+    runner = make_runner(
+        wide, INPUT, lazy=True, options=RunnerOptions(memory=MemoryOptions(max_bytes=limit))
+    )
     for rows in (1, 2, 4, 8):
         runner(rows_of(rows))
     assert runner.stats().evictions > 0
@@ -225,7 +249,7 @@ def test_pool_goes_as_a_group_and_what_is_still_wanted_is_captured_anew(
 def test_idle_capture_brings_back_what_gave_way(make_runner, wide, keys, quiet):
     """Where nothing is captured on demand, survivors come back at once."""
     limit = bytes_of_all(make_runner, wide)
-    runner = make_runner(wide, INPUT, max_bytes=limit)
+    runner = make_runner(wide, INPUT, options=RunnerOptions(memory=MemoryOptions(max_bytes=limit)))
     for size in (1, 2, 4):
         runner.capture([keys.full(size)])
     runner(rows_of(8))
@@ -238,7 +262,9 @@ def test_idle_capture_brings_back_what_gave_way(make_runner, wide, keys, quiet):
 def test_key_that_could_never_fit_evicts_nothing(make_runner, wide, keys, quiet):
     """What is too large alone is refused while the others live on."""
     limit = int(bytes_of_all(make_runner, wide) * 0.6)
-    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit)
+    runner = make_runner(
+        wide, INPUT, lazy=True, options=RunnerOptions(memory=MemoryOptions(max_bytes=limit))
+    )
     for rows in (1, 2, 8, 8, 1, 2):
         x = rows_of(rows)
         same(runner(x), wide(x))
@@ -252,8 +278,16 @@ def test_key_that_could_never_fit_evicts_nothing(make_runner, wide, keys, quiet)
 
 def test_graph_with_outputs_of_its_own_goes_alone(make_runner, wide, keys):
     """It frees its memory, so that the others may stay."""
-    limit = bytes_of_all(make_runner, wide, share_outputs=False) - 1
-    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit, share_outputs=False)
+    own = RunnerOptions(buffers=BufferOptions(share_outputs=False))
+    limit = bytes_of_all(make_runner, wide, options=own) - 1
+    runner = make_runner(
+        wide,
+        INPUT,
+        lazy=True,
+        options=RunnerOptions(
+            memory=MemoryOptions(max_bytes=limit), buffers=BufferOptions(share_outputs=False)
+        ),
+    )
     for rows in (8, 4, 2, 1):
         x = rows_of(rows)
         same(runner(x), wide(x))
@@ -283,7 +317,13 @@ def test_budget_of_bytes_of_pieces(make_runner, metered, quiet):
     for share in (0.4, 0.7, 1.0):
         limit = int(full * share)
         metered.begin()
-        runner = make_runner(pieces, INPUT, lazy=True, max_bytes=limit, **settings)
+        runner = make_runner(
+            pieces,
+            INPUT,
+            lazy=True,
+            options=RunnerOptions(memory=MemoryOptions(max_bytes=limit)),
+            **settings,
+        )
         drive(runner, whole, 40, random.Random(3), limit)
         assert metered.most_bytes <= limit
         assert runner.stats().steps_by_mode["PIECEWISE"] > 0
@@ -373,10 +413,22 @@ class Unrehearsed:
 def test_device_without_rehearsals_goes_by_the_first_warmup(make_runner, wide, backend, quiet):
     """What turns out larger than expected is given up at once."""
     limit = int(bytes_of_all(make_runner, wide) * 0.6)
-    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit, backend=Unrehearsed(backend))
+    runner = make_runner(
+        wide,
+        INPUT,
+        lazy=True,
+        backend=Unrehearsed(backend),
+        options=RunnerOptions(memory=MemoryOptions(max_bytes=limit)),
+    )
     drive(runner, wide, 60, random.Random(1), limit)
     assert runner.stats().steps_by_mode["FULL"] > 0
-    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit, backend=Unrehearsed(backend))
+    runner = make_runner(
+        wide,
+        INPUT,
+        lazy=True,
+        backend=Unrehearsed(backend),
+        options=RunnerOptions(memory=MemoryOptions(max_bytes=limit)),
+    )
     runner.lifecycle._room._forecast = lambda key: 0  # a wrong one
     drive(runner, wide, 60, random.Random(1), limit)
     assert runner.stats().steps_by_mode["FULL"] > 0
@@ -385,7 +437,9 @@ def test_device_without_rehearsals_goes_by_the_first_warmup(make_runner, wide, b
 def test_graphs_captured_elsewhere_keep_their_memory(make_runner, wide, backend, keys):
     """They are not of the pool that goes."""
     limit = bytes_of_all(make_runner, wide)
-    runner = make_runner(wide, INPUT, lazy=True, max_bytes=limit)
+    runner = make_runner(
+        wide, INPUT, lazy=True, options=RunnerOptions(memory=MemoryOptions(max_bytes=limit))
+    )
     static = torch.zeros(2, WIDTH)
     stream, pool = backend.new_stream(), backend.new_pool()
     graph = backend.capture(lambda: wide(static), stream=stream, pool=pool)
@@ -403,7 +457,11 @@ def test_graphs_captured_elsewhere_keep_their_memory(make_runner, wide, backend,
 def test_bytes_of_a_session_skip_what_does_not_fit(make_runner, wide):
     free = make_runner(wide, INPUT)
     free.capture()
-    runner = make_runner(wide, INPUT, max_bytes=int(free.num_bytes * 0.6))
+    runner = make_runner(
+        wide,
+        INPUT,
+        options=RunnerOptions(memory=MemoryOptions(max_bytes=int(free.num_bytes * 0.6))),
+    )
     report = runner.capture()
     assert [key.num_tokens for key in report.skipped] == [8]
     assert report.num_graphs == 3
@@ -448,7 +506,12 @@ def test_recapture_of_everything_does_not_hold_old_and_new_together(make_runner,
 
 def test_endless_new_shapes_lead_to_a_warning(make_runner):
     """Graphs that come and go all the time are told of once."""
-    runner = make_runner(lambda tokens: tokens, sizes=tuple(range(1, 41)), lazy=True, max_graphs=2)
+    runner = make_runner(
+        lambda tokens: tokens,
+        sizes=tuple(range(1, 41)),
+        lazy=True,
+        options=RunnerOptions(memory=MemoryOptions(max_graphs=2)),
+    )
     for rows in range(1, 17):
         runner(torch.arange(rows))
     with pytest.warns(ChurnWarning, match="max_graphs"):
@@ -493,15 +556,20 @@ def test_nothing_waits_for_a_garbage_collection(make_runner, wide, backend, quie
 
     backend.new_pool = watched_pool
     pieces = [graph_piece(wide), eager_piece(lambda h: h.cumsum(0)), graph_piece(torch.tanh)]
-    settings = {"share_outputs": False, "mode": "PIECEWISE"}
-    roomy = make_runner(pieces, INPUT, **settings)
+    own = BufferOptions(share_outputs=False)
+    roomy = make_runner(pieces, INPUT, mode="PIECEWISE", options=RunnerOptions(buffers=own))
     roomy.capture()
     limit = roomy.num_bytes // 2
     pools.clear()
     gc.collect()
     gc.disable()
     try:
-        runner = make_runner(pieces, INPUT, max_bytes=limit, **settings)
+        runner = make_runner(
+            pieces,
+            INPUT,
+            mode="PIECEWISE",
+            options=RunnerOptions(memory=MemoryOptions(max_bytes=limit), buffers=own),
+        )
         for _ in range(3):
             report = runner.capture()
             assert report.num_graphs

@@ -10,7 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    MemoryOptions,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.backends.capture_errors import clear_frames, clear_traceback  # noqa: E402
 from dispatchkit.errors import ReplayError  # noqa: E402
 
@@ -70,7 +76,12 @@ def test_error_that_a_step_keeps_holds_no_memory_of_graphs(make_runner, step, qu
 @pytest.mark.parametrize("split", [False, True], ids=["full", "pieces"])
 def test_failed_capture_alone_leaves_no_memory(make_runner, step, quiet, split):
     mode = "PIECEWISE" if split else "FULL"
-    runner = make_runner(pieces_of(step) if split else step, INPUT, mode=mode, max_bytes=1 << 20)
+    runner = make_runner(
+        pieces_of(step) if split else step,
+        INPUT,
+        mode=mode,
+        options=RunnerOptions(memory=MemoryOptions(max_bytes=1 << 20)),
+    )
     step.fails = True
     assert runner.capture().failed
     assert runner.num_bytes == 0

@@ -10,7 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import StaticInput  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    Lanes,
+    StaticInput,
+)
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.execute.lane import Lane  # noqa: E402
 from dispatchkit.registry import KeyState  # noqa: E402
@@ -53,7 +56,7 @@ class InTurn:
 def in_flight(make_runner, seed, lanes):
     """Return a runner, its step, results that are not there yet, and what they must be."""
     layers, backend = Layers(), TapeBackend(scheduler=seed)
-    settings = {"lanes": lanes, "lane_policy": InTurn()} if lanes > 1 else {}
+    settings = {"lanes": Lanes(lanes, InTurn())} if lanes > 1 else {}
     runner = make_runner(layers, ROWS, sizes=(2, 8), backend=backend, **settings)
     runner.capture()
     given = [torch.randn(1 + number % 8, 4) for number in range(8)]

@@ -14,6 +14,9 @@ torch = pytest.importorskip("torch")
 from dispatchkit import (  # noqa: E402
     Batch,
     Decision,
+    LaneOptions,
+    Lanes,
+    RunnerOptions,
     StaticInput,
     eager_piece,
     graph_piece,
@@ -57,8 +60,7 @@ class Counting:
             max_num_tokens=16,
             state=[self.total],
             backend=self.backend,
-            lanes=lanes,
-            lane_policy=InTurn() if lanes > 1 else None,
+            lanes=Lanes(lanes, InTurn()) if lanes > 1 else 1,
             **settings,
         )
 
@@ -119,8 +121,9 @@ class TestOrder:
     def test_lazy_capture_of_a_lane_keeps_what_eager_calls_change(
         self, make_runner, disjoint_state
     ):
+        options = RunnerOptions(lanes=LaneOptions(disjoint_state=disjoint_state))
         for seed in SEEDS:
-            one = Counting(make_runner, seed, lanes=2, lazy=True, disjoint_state=disjoint_state)
+            one = Counting(make_runner, seed, lanes=2, lazy=True, options=options)
             with one.on_a_stream():
                 for _ in range(3):
                     one.runner(EAGER)

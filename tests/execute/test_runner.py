@@ -10,6 +10,7 @@ from dispatchkit import (  # noqa: E402
     DispatchConfig,
     GraphRunner,
     Reason,
+    RunnerOptions,
     StaticInput,
     eager_piece,
     graph_piece,
@@ -134,7 +135,7 @@ def test_each_downgrade_says_the_next_step(make_runner, model):
     with pytest.warns(EagerStepWarning, match=r"Call runner.capture\(\), or .*lazy=True"):
         make_runner(model, TWO)(**batch(3))
     with pytest.raises(NoGraphError, match="make the runner with mode='FULL'"):
-        make_runner(model, TWO, mode="PIECEWISE", strict=True)(**batch(3))
+        make_runner(model, TWO, mode="PIECEWISE", options=RunnerOptions(strict=True))(**batch(3))
 
 
 def test_batch_above_the_limit_says_how_to_raise_it(make_runner, model):
@@ -159,7 +160,7 @@ def test_strict_runner_raises_before_the_step_runs(make_runner):
         ran.append(1)
         return tokens
 
-    runner = make_runner(step, strict=True)
+    runner = make_runner(step, options=RunnerOptions(strict=True))
     runner.capture([key for key in runner.registry if key.num_tokens == 8])
     runner(torch.arange(8))
     runner.lifecycle.evict(next(iter(runner.lifecycle.live())))
@@ -173,7 +174,7 @@ def test_strict_runner_raises_before_the_step_runs(make_runner):
 
 def test_eager_only_by_request_is_no_downgrade(make_runner, model):
     """A ceiling of NONE is what the caller asked for: counted, not warned of, not refused."""
-    runner = make_runner(model, TWO, strict=True)
+    runner = make_runner(model, TWO, options=RunnerOptions(strict=True))
     runner.capture()
     given = batch(3)
     assert_same(runner(**given, ceiling=0), model(**given))
@@ -275,14 +276,25 @@ class TestSettings:
         with pytest.raises(ConfigError, match="Wrap its step once"):
             GraphRunner(runner, TWO)
 
-    def test_config_excludes_single_settings(self, model):
-        with pytest.raises(ConfigError, match="part of the config"):
-            GraphRunner(model, TWO, config=DispatchConfig(capture_sizes=(1, 2)), sizes=(1,))
+    def test_setting_is_given_in_one_place(self, model):
+        with pytest.raises(ConfigError, match=r"options.config has capture_sizes=\(1, 2\) too"):
+            GraphRunner(
+                model,
+                TWO,
+                sizes=(1,),
+                options=RunnerOptions(config=DispatchConfig(capture_sizes=(1, 2))),
+            )
 
     def test_config_alone(self, make_runner, model):
         config = DispatchConfig(capture_sizes=(2, 4), mode="FULL")
-        runner = make_runner(model, TWO, config=config, mode=None)
+        options = RunnerOptions(config=config)
+        runner = make_runner(model, TWO, sizes=None, mode=None, options=options)
         assert runner.config is config
+
+    def test_config_and_arguments_go_together(self, make_runner, model):
+        options = RunnerOptions(config=DispatchConfig(max_num_seqs=3))
+        config = make_runner(model, TWO, sizes=(2, 4), options=options).config
+        assert config == DispatchConfig(capture_sizes=(2, 4), max_num_seqs=3, mode="FULL")
 
     @pytest.mark.parametrize("value", ["fresh", None, 3])
     def test_unknown_kind_of_outputs(self, make_runner, model, value):
@@ -301,7 +313,7 @@ class TestSettings:
 
     def test_options_need_a_named_policy(self, make_runner, model):
         with pytest.raises(ConfigError, match="policy's name"):
-            make_runner(model, TWO, policy_options={"a": 1})
+            make_runner(model, TWO, options=RunnerOptions(policy_options={"a": 1}))
 
     def test_unknown_backend(self, make_runner, model):
         with pytest.raises(UnknownNameError, match="tap"):
@@ -310,7 +322,7 @@ class TestSettings:
     @pytest.mark.parametrize("device", ["cuda:0", "nonsense"])
     def test_device_that_contradicts_the_backend(self, make_runner, model, device):
         with pytest.raises(ConfigError, match="device"):
-            make_runner(model, TWO, device=device)
+            make_runner(model, TWO, options=RunnerOptions(device=device))
 
     @pytest.mark.parametrize("sizes", [(0,), (-1,), (True,), (1.5,), ("x",), (9,)])
     def test_bad_sizes_are_refused(self, make_runner, model, sizes):

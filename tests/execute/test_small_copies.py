@@ -15,7 +15,12 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.backends.cuda.copy import (  # noqa: E402
     CAPACITIES,
     CopyKernel,
@@ -473,14 +478,14 @@ def test_random_graphs_have_the_node_too(made, keys):
 
 
 def test_check_mode_compares_what_the_node_brought(made):
-    runner, _ = made(check=1, strict=True)
+    runner, _ = made(options=RunnerOptions(check=1, strict=True))
     for number, rows in enumerate((3, 5, 3, 8)):
         call = rows_of(rows, number)
         assert torch.equal(runner(*call)[0], step(*call)[0])
 
 
 def test_a_node_that_is_gone_wrong_is_found_by_check_mode(made):
-    runner, backend = made(check=1)
+    runner, backend = made(options=RunnerOptions(check=1))
     backend.play = lambda number: None
     call = rows_of(3, 4)
     with pytest.warns(CheckWarning):
@@ -683,7 +688,9 @@ def test_why_host_inputs_do_not_come_by_the_node(made, keys):
 
 
 def test_host_inputs_under_check_mode(made):
-    runner, backend = made(lambda tokens, half: (tokens * 2, half.float()), CHECKED, check=1)
+    runner, backend = made(
+        lambda tokens, half: (tokens * 2, half.float()), CHECKED, options=RunnerOptions(check=1)
+    )
     for number in range(16):
         tokens, half, *_ = hosts_of(number % 8 + 1, number)
         same(runner(tokens, half), (tokens * 2, half.float()))

@@ -14,7 +14,15 @@ torch = pytest.importorskip("torch")
 from torch import fx, nn  # noqa: E402
 from torch.utils._pytree import tree_structure  # noqa: E402
 
-from dispatchkit import GraphRunner, RuntimeMode, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    DispatchConfig,
+    GraphRunner,
+    RunnerOptions,
+    RuntimeMode,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.errors import CaptureError, ConfigError, UnknownNameError  # noqa: E402
 from dispatchkit.execute.capture.captured import GraphPart  # noqa: E402
 from dispatchkit.execute.splitting import markers, tracing  # noqa: E402
@@ -597,7 +605,12 @@ def test_mode_is_lowered_visibly_to_what_the_operator_supports(
     pieces = splitting.split_graph(traced, splitting.SplitRules([attend]))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        runner = make_runner(pieces, mode=asked, query_len=query_len, sizes=[4, 8])
+        runner = make_runner(
+            pieces,
+            mode=asked,
+            sizes=[4, 8],
+            options=RunnerOptions(config=DispatchConfig(query_lens=query_len)),
+        )
     assert str(runner.config.mode) == resolved
     downgrades = [one for one in told if issubclass(one.category, support.ModeDowngradeWarning)]
     assert len(downgrades) == (asked != resolved)

@@ -10,6 +10,7 @@ np = pytest.importorskip("numpy")
 from dispatchkit import (  # noqa: E402
     BatchDescriptor,
     GraphKey,
+    RunnerOptions,
     RuntimeMode,
     StaticInput,
     eager_piece,
@@ -220,7 +221,9 @@ def test_a_registered_graph_gets_host_inputs(make_runner):
 
 
 def test_check_mode_compares_host_inputs(make_runner):
-    runner = make_runner(lambda tokens: tokens + 1, {"tokens": HOST["tokens"]}, check=1)
+    runner = make_runner(
+        lambda tokens: tokens + 1, {"tokens": HOST["tokens"]}, options=RunnerOptions(check=1)
+    )
     runner.capture()
     for rows in (3, 5, 8):
         same(runner(np.arange(rows)), torch.arange(rows) + 1)

@@ -6,7 +6,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    BufferOptions,
+    CaptureOptions,
+    RunnerOptions,
+    StaticInput,
+    StepState,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, InputError, UnknownNameError  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
@@ -98,7 +106,9 @@ def test_function_across_rows_sees_fill_and_the_true_row_count(make_runner):
         return x - kept.sum(0) / num_rows, kept.sum(0)
 
     runner = make_runner(
-        step, {"x": StaticInput((None, 3), "float32", fill=9.0)}, row_count="num_rows"
+        step,
+        {"x": StaticInput((None, 3), "float32", fill=9.0)},
+        options=RunnerOptions(buffers=BufferOptions(row_count="num_rows")),
     )
     runner.capture()
     for rows in (8, 3, 5, 1, 3):
@@ -120,7 +130,7 @@ def test_unused_rows_write_to_a_sink(make_runner):
         "slots": StaticInput((None,), "int64", fill=9),
         "values": StaticInput((None,), "float32", fill=-1.0),
     }
-    runner = make_runner(step, inputs, scratch=[cache])
+    runner = make_runner(step, inputs, state=StepState(scratch=[cache]))
     runner.capture()
     assert cache[:9].tolist() == [0.0] * 9
     same(runner(torch.tensor([4, 2, 0]), torch.tensor([1.0, 2.0, 3.0])), torch.tensor([2.0, 4, 6]))
@@ -203,14 +213,23 @@ def test_declared_batch_dimensions(make_runner):
     def step(tokens):
         return {"rows": tokens, "table": torch.ones(8, 4) * tokens.sum()}
 
-    runner = make_runner(step, output_batch_dims={"rows": 0, "table": None}, warmups=0)
+    runner = make_runner(
+        step,
+        options=RunnerOptions(
+            buffers=BufferOptions(output_batch_dims={"rows": 0, "table": None}),
+            capture=CaptureOptions(warmups=0),
+        ),
+    )
     assert runner.capture().failed == {}
     same(runner(torch.arange(5)), step(torch.arange(5)))
 
 
 @pytest.mark.parametrize("dims", [1, {"rows": None}, [0, 0, 0]])
 def test_declared_batch_dimensions_that_do_not_fit(make_runner, dims):
-    runner = make_runner(lambda tokens: (tokens, tokens + 1), output_batch_dims=dims)
+    runner = make_runner(
+        lambda tokens: (tokens, tokens + 1),
+        options=RunnerOptions(buffers=BufferOptions(output_batch_dims=dims)),
+    )
     failed = runner.capture().failed
     assert len(failed) == 4
     assert all("output_layout" in why for why in failed.values())
@@ -506,7 +525,7 @@ def test_undeclared_state_beyond_the_limit_is_named(make_runner, quiet):
         cache.add_(1)
         return tokens
 
-    runner = make_runner(step, state_limit_bytes=399)
+    runner = make_runner(step, options=RunnerOptions(capture=CaptureOptions(state_limit_bytes=399)))
     failed = runner.capture().failed
     assert len(failed) == 4
     text = next(iter(failed.values()))

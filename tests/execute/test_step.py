@@ -11,7 +11,13 @@ torch = pytest.importorskip("torch")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    DispatchConfig,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import InputError, ReplayError, UnknownNameError  # noqa: E402
 from dispatchkit.execute.io.buffers import InputBuffers  # noqa: E402
@@ -265,7 +271,9 @@ def test_calls_and_steps_in_place_mix(make_runner):
 
 
 def test_a_recording_holds_the_steps_while_it_runs(make_runner, quiet):
-    runner = make_runner(lambda tokens: tokens, max_num_seqs=8)
+    runner = make_runner(
+        lambda tokens: tokens, options=RunnerOptions(config=DispatchConfig(max_num_seqs=8))
+    )
     runner.capture()
     runner(torch.arange(1))
     recorder = runner.start_recording()
@@ -411,7 +419,9 @@ def test_a_refused_direct_launch_of_a_step_with_state_raises(make_runner, quiet)
 
 def test_check_mode_compares_what_was_launched_directly(make_runner):
     backend = DirectTape()
-    runner = make_runner(lambda tokens: tokens + 1, backend=backend, check=1, outputs="view")
+    runner = make_runner(
+        lambda tokens: tokens + 1, backend=backend, outputs="view", options=RunnerOptions(check=1)
+    )
     runner.capture()
     for rows in (3, 5, 3, 8):
         same(runner(torch.arange(rows)), torch.arange(rows) + 1)

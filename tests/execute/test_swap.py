@@ -19,8 +19,11 @@ from hypothesis import given, settings, strategies  # noqa: E402
 
 from dispatchkit import (  # noqa: E402
     Axis,
+    BufferOptions,
     DispatchConfig,
     GraphRunner,
+    MemoryOptions,
+    RunnerOptions,
     StaticInput,
     eager_piece,
     graph_piece,
@@ -130,7 +133,7 @@ def test_a_byte_budget_that_shrinks_keeps_what_fits(runner):
 
 
 def test_the_limit_grows_before_the_new_graphs_are_captured(make_runner):
-    runner = make_runner(double, max_graphs=4)
+    runner = make_runner(double, options=RunnerOptions(memory=MemoryOptions(max_graphs=4)))
     runner.capture()
     with pytest.raises(SwapError, match="max_graphs is 4"):
         runner.swap(sizes=(3, 6, 8))
@@ -160,7 +163,9 @@ def test_a_lazy_runner_captures_new_sizes_when_they_are_asked_for(make_runner):
 def test_larger_sizes_need_room_that_was_made_for_them(runner, make_runner):
     with pytest.raises(ConfigError, match=r"at most 8.*buffer_rows=16"):
         runner.swap(config=DispatchConfig(capture_sizes=(8, 16), mode="FULL"))
-    roomy = make_runner(double, buffer_rows=16, max_num_tokens=16)
+    roomy = make_runner(
+        double, max_num_tokens=16, options=RunnerOptions(buffers=BufferOptions(buffer_rows=16))
+    )
     roomy.capture()
     roomy.swap(sizes=(8, 16))
     assert served_by(roomy, 12) == 16
@@ -177,7 +182,9 @@ def test_the_mode_is_swapped_within_what_the_step_can_do(make_runner):
 
 
 def test_a_policy_by_name_takes_options_alone(make_runner):
-    runner = make_runner(double, policy="threshold", policy_options={"max_tokens": 4})
+    runner = make_runner(
+        double, policy="threshold", options=RunnerOptions(policy_options={"max_tokens": 4})
+    )
     runner.capture()
     assert [served_by(runner, rows) for rows in (3, 7)] == [4, 0]
     report = runner.swap(policy_options={"max_tokens": 8})

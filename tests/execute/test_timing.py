@@ -9,7 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import Batch, CellUpdate, Decision, GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    Batch,
+    CellUpdate,
+    Decision,
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+)
 from dispatchkit.backends.base import BackendCapabilities  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, PolicyError  # noqa: E402
@@ -43,7 +50,9 @@ def learning(policy):
 
 def test_timed_steps_are_told_when_drained(make_runner, learning):
     """Read later; a time of the host is labelled so."""
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1)
+    )
     runner.capture()
     for rows in (3, 5, 3):
         runner(torch.arange(rows))
@@ -61,7 +70,9 @@ def test_timed_steps_are_told_when_drained(make_runner, learning):
 
 
 def test_timed_eager_steps_are_told_too(make_runner, learning):
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1)
+    )
     runner.capture()
     runner(torch.arange(3), ceiling=0)
     runner.drain(wait=True)
@@ -70,7 +81,9 @@ def test_timed_eager_steps_are_told_too(make_runner, learning):
 
 def test_a_step_that_failed_teaches_no_time(make_runner, learning, backend, quiet):
     """It is told as not completed, without a time."""
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1)
+    )
     runner.capture()
     backend.replay_fault = "before"
     runner(torch.arange(3))
@@ -82,7 +95,9 @@ def test_a_call_that_captured_is_no_sample_of_the_capture(make_runner, learning,
 
     On the stream it ran on.
     """
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, lazy=True, sample_every=1)
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, lazy=True, options=RunnerOptions(sample_every=1)
+    )
     captures = []
     plain = backend.capture
     backend.capture = lambda *args, **kwargs: (captures.append(1), plain(*args, **kwargs))[1]
@@ -102,8 +117,8 @@ def test_queued_samples_are_told_apart(make_runner, learning, policy):
         sizes=(4,),
         mode="FULL",
         policy=learning,
-        sample_every=1,
         backend=backend,
+        options=RunnerOptions(sample_every=1),
     )
     runner.capture()
     stream = backend.new_stream()
@@ -122,7 +137,10 @@ def test_a_time_that_is_not_ready_is_no_error_and_is_waited_for_by_nobody(make_r
     """Steps go on; the time is read by a later drain, once the device has come to it."""
     backend = TapeBackend(scheduler=4)
     runner = make_runner(
-        lambda tokens: tokens + 1, policy=learning, sample_every=1, backend=backend
+        lambda tokens: tokens + 1,
+        policy=learning,
+        backend=backend,
+        options=RunnerOptions(sample_every=1),
     )
     runner.capture()
     stream = backend.new_stream()
@@ -141,7 +159,9 @@ def test_a_time_that_is_not_ready_is_no_error_and_is_waited_for_by_nobody(make_r
 def test_unread_measurements_are_bounded(make_runner, learning):
     from dispatchkit.execute.replay.timing import MAX_PENDING
 
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1)
+    )
     runner.capture()
     for _ in range(5):
         runner(torch.arange(3))
@@ -154,7 +174,9 @@ def test_waiting_for_measured_steps_holds_up_no_other_step(make_runner, learning
     """Another thread runs a whole timed step while one waits for the device."""
     from dispatchkit.backends.tape.streams import TapeEvent
 
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1)
+    )
     runner.capture()
     monkeypatch.setattr(TapeEvent, "query", lambda event: False)
     runner(torch.arange(3))
@@ -177,7 +199,9 @@ def test_waiting_for_measured_steps_holds_up_no_other_step(make_runner, learning
 
 def test_an_explanation_tells_what_such_steps_took(make_runner, learning):
     """Of the graph for replays, of the size for eager; nothing is made up where none was timed."""
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1)
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1)
+    )
     runner.capture()
     assert runner.explain(3).times == ()
     assert "no such step was timed yet" in str(runner.explain(3))
@@ -219,7 +243,9 @@ def test_an_explanation_tells_the_cost_by_a_model(make_runner):
 
 def test_steady_steps_are_measured_seldom_and_one_shot_ones_always(make_runner, learning):
     """Eager and replayed steps count alike; each outcome says how many had begun."""
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=5)
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=5)
+    )
     runner.capture()
     batch = runner.dispatcher.batch(3)
     probe = Decision.eager("probe", timed=True)
@@ -235,7 +261,9 @@ def test_steady_steps_are_measured_seldom_and_one_shot_ones_always(make_runner, 
 
 
 def test_a_step_counts_for_sampling_whether_it_was_replayed_or_eager(make_runner, learning):
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=4)
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=4)
+    )
     runner.capture()
     for rows, ceiling in ((3, 2), (5, 0), (5, 2), (3, 0), (3, 2), (3, 2)):
         runner(torch.arange(rows), ceiling=ceiling)
@@ -252,7 +280,7 @@ def test_a_timed_step_that_ran_another_way_teaches_nothing(make_runner, learning
         lambda x: x * 2,
         {"x": StaticInput((None,), "float32")},
         policy=learning,
-        sample_every=1,
+        options=RunnerOptions(sample_every=1),
     )
     runner.capture()
     with torch.autocast("cpu"):
@@ -266,7 +294,11 @@ def test_what_a_policy_answers_wrongly_is_raised_before_the_next_measured_step(
 ):
     """The step that was measured has run: its result is its caller's."""
     learning.observe = lambda outcome: [None]
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1, strict=True)
+    runner = make_runner(
+        lambda tokens: tokens + 1,
+        policy=learning,
+        options=RunnerOptions(sample_every=1, strict=True),
+    )
     runner.capture()
     assert runner(torch.arange(3)).tolist() == [1, 2, 3]
     with pytest.raises(PolicyError, match="observe"):
@@ -285,7 +317,7 @@ def test_step_raises_its_own_error_whatever_the_policy_makes_of_it(make_runner, 
         return () if outcome.completed else [None]
 
     learning.observe = observe
-    runner = make_runner(step, policy=learning, sample_every=1, strict=True)
+    runner = make_runner(step, policy=learning, options=RunnerOptions(sample_every=1, strict=True))
     with pytest.raises(KeyError, match="the step's own"):
         runner(torch.full((3,), -1), ceiling=0)
     with pytest.raises(PolicyError, match="observe"):
@@ -297,7 +329,9 @@ def test_step_raises_its_own_error_whatever_the_policy_makes_of_it(make_runner, 
 
 
 def test_steps_are_not_measured_in_check_mode(make_runner, learning):
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=1, check=2)
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1, check=2)
+    )
     runner.capture()
     for ceiling in (2, 2, 0, 2):
         runner(torch.arange(3), ceiling=ceiling)
@@ -307,7 +341,7 @@ def test_steps_are_not_measured_in_check_mode(make_runner, learning):
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5])
 def test_a_wrong_rate_of_sampling_is_refused(make_runner, bad):
     with pytest.raises(ConfigError, match="sample_every"):
-        make_runner(lambda tokens: tokens + 1, sample_every=bad)
+        make_runner(lambda tokens: tokens + 1, options=RunnerOptions(sample_every=bad))
 
 
 class _Device:
@@ -410,7 +444,9 @@ def test_a_host_that_has_become_slower_is_noticed(measured):
 
 
 def test_a_policy_may_ask_for_fewer_steps_to_be_measured(make_runner, learning):
-    runner = make_runner(lambda tokens: tokens + 1, policy=learning, sample_every=2)
+    runner = make_runner(
+        lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=2)
+    )
     runner.capture()
     learning.pace = 3
     for index in range(20):

@@ -9,7 +9,13 @@ torch = pytest.importorskip("torch")
 
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
-from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    BufferOptions,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.backends.watching.dispatch_mode import tensors_in  # noqa: E402
 
@@ -75,7 +81,12 @@ def test_first_capture_goes_by_its_warmup_and_holds_what_that_was_given(make_run
         y = torch.tanh(x @ weight)
         return (y * made[0]).relu(), y.sum(0, keepdim=True)
 
-    runner = make_runner(step, INPUT, backend=tape, output_batch_dims=(0, None))
+    runner = make_runner(
+        step,
+        INPUT,
+        backend=tape,
+        options=RunnerOptions(buffers=BufferOptions(output_batch_dims=(0, None))),
+    )
     assert runner.capture().failed == {}
     assert tape.ways == ["by notes", "plainly", "plainly", "plainly"]
     kept = {weight.untyped_storage()._cdata, made[0].untyped_storage()._cdata}

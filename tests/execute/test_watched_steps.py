@@ -69,11 +69,11 @@ def test_a_timeline_is_what_chrome_and_perfetto_open(make_runner, quiet, tmp_pat
     assert padding == 2
 
 
-def test_rare_events_have_a_row_of_their_own(make_runner, tmp_path):
+def test_rare_events_have_a_row_of_their_own(make_runner, policy, tmp_path):
     plugins = load_plugins(allow=["vllm"], environ={})
     timeline = Timeline()
     plugins.notifier.attach(timeline, "timeline")
-    runner = make_runner(lambda tokens: tokens + 1, plugins=plugins, lazy=True)
+    runner = make_runner(lambda tokens: tokens + 1, lazy=True, policy=plugins.with_policy(policy))
     runner.watch_steps(timeline)
     runner(torch.arange(3))
     runner.clear()

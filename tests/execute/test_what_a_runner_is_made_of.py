@@ -9,7 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import Decision, DispatchConfig, GraphRunner, Reason, StaticInput  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    Decision,
+    DispatchConfig,
+    GraphRunner,
+    Reason,
+    RunnerOptions,
+    StaticInput,
+)
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, PolicyError, UnknownNameError  # noqa: E402
 from dispatchkit.hookspecs import BackendSpec, PolicySpec, hookimpl  # noqa: E402
@@ -42,7 +49,11 @@ def with_backend(name, factory, **options):
 
 def runner_with(plugins, policy, **settings):
     return GraphRunner(
-        lambda tokens: tokens * 2, INPUTS, sizes=(4, 8), policy=policy, plugins=plugins, **settings
+        lambda tokens: tokens * 2,
+        INPUTS,
+        sizes=(4, 8),
+        policy=policy if plugins is None else plugins.with_policy(policy),
+        **settings,
     )
 
 
@@ -57,7 +68,7 @@ def test_replacement_of_a_built_in_backend_is_used(policy, spec):
 
 def test_auto_finds_the_replacement_too(policy):
     plugins = with_backend("tape", DeviceTape, replace=["tape"])
-    backend = runner_with(plugins, policy, device="cpu").backend
+    backend = runner_with(plugins, policy, options=RunnerOptions(device="cpu")).backend
     assert type(backend) is DeviceTape
     assert backend.given == torch.device("cpu")
 
@@ -105,7 +116,7 @@ def test_plugin_selects_the_policy_where_the_user_names_none(policy):
         return "mine" if config.max_num_tokens > 8 else None
 
     plugins = choosing(answer, Mine)
-    runner = runner_with(plugins, None, config=None, backend="tape")
+    runner = runner_with(plugins, None, backend="tape")
     assert runner.dispatcher.policy_name == "smallest"
     assert isinstance(seen[0], DispatchConfig)
     assert seen[0].capture_sizes == (4, 8)
@@ -146,7 +157,7 @@ def test_selection_that_cannot_be_used_builds_no_runner(policy, answer, error):
 def test_options_need_a_name(policy):
     for given in (policy, None):
         with pytest.raises(ConfigError, match="policy_options"):
-            runner_with(None, given, policy_options={"x": 1}, backend="tape")
+            runner_with(None, given, backend="tape", options=RunnerOptions(policy_options={"x": 1}))
 
 
 # -- events of the policy ---------------------------------------------------------------------
@@ -201,7 +212,7 @@ class Faulty:
 def test_observers_hear_of_a_policys_fault_once_for_each_cell(heard, quiet, strict):
     plugins, events = heard
     faulty = Faulty()
-    runner = runner_with(plugins, faulty, backend="tape", strict=strict)
+    runner = runner_with(plugins, faulty, backend="tape", options=RunnerOptions(strict=strict))
     faulty.armed = True
     if strict:
         with pytest.raises(PolicyError):
@@ -244,9 +255,8 @@ def test_observer_that_raises_disturbs_nothing(policy, caplog):
         ({"inputs": None, "example": torch.zeros(2)}, "example must be a dictionary"),
         ({"inputs": None, "example": (torch.zeros(2),)}, "example must be a dictionary"),
         ({"sizes": 8}, r"capture_sizes must be a list .* One size: \[8\]"),
-        ({"policy": "vllm", "policy_options": ["a"]}, "policy_options must be a dictionary"),
+        ({"options": {"strict": True}}, "options must be RunnerOptions"),
         ({"state": torch.zeros(3)}, r"state must be a list of tensors.*state=\[cache\]"),
-        ({"scratch": torch.zeros(3)}, "scratch must be a list of tensors"),
     ],
 )
 def test_setting_of_a_wrong_kind_is_told_by_name(policy, settings, said):

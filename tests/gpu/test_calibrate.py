@@ -6,7 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import GraphRunner, StaticInput  # noqa: E402 - torch
+from dispatchkit import (  # noqa: E402
+    BufferOptions,
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+)
 from dispatchkit.demo.decoder import DecoderShape  # noqa: E402
 from dispatchkit.demo.models import decoder, mlp  # noqa: E402
 from dispatchkit.execute.calibration.calibrate import calibrate  # noqa: E402
@@ -44,7 +49,14 @@ def test_what_the_step_changes_is_put_back():
     expected = torch.rand(3, device="cuda")
     torch.cuda.manual_seed(7)
     inputs = {"rows": StaticInput((None, 4), "float32")}
-    calibrate(step, inputs=inputs, sizes=[1, 2, 4], mode="FULL", samples=1, device="cuda")
+    calibrate(
+        step,
+        inputs=inputs,
+        sizes=[1, 2, 4],
+        mode="FULL",
+        samples=1,
+        options=RunnerOptions(device="cuda"),
+    )
     assert cache.tolist() == [0.0] * 4
     assert torch.equal(torch.rand(3, device="cuda"), expected)
 
@@ -53,7 +65,11 @@ def test_what_the_step_changes_is_put_back():
 def test_a_forecast_is_never_below_what_the_graphs_take(share_outputs):
     def make() -> GraphRunner:
         return mlp(
-            "cuda", num_layers=4, width=512, sizes=range(8, 257, 8), share_outputs=share_outputs
+            "cuda",
+            num_layers=4,
+            width=512,
+            sizes=range(8, 257, 8),
+            options=RunnerOptions(buffers=BufferOptions(share_outputs=share_outputs)),
         )
 
     runner = make()

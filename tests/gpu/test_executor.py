@@ -18,7 +18,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    BufferOptions,
+    GraphRunner,
+    MemoryOptions,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.errors import InputError  # noqa: E402
 from dispatchkit.execute import CheckWarning, EagerStepWarning  # noqa: E402
 from dispatchkit.registry import KeyState  # noqa: E402
@@ -293,7 +301,7 @@ def test_check_mode_finds_memory_that_has_moved_since(quiet):
     def step(x):
         return x + scratch[0][: x.shape[0], None]
 
-    runner = runner_of(step, sizes=(4, 8), check=1)
+    runner = runner_of(step, sizes=(4, 8), options=RunnerOptions(check=1))
     runner.capture()
     x = rows_of(3)
     same(runner(x), x)
@@ -395,7 +403,7 @@ def test_other_autocast_than_at_capture_runs_eager_and_other_types_are_refused(s
 
 def test_late_use_of_a_view_shows_in_check_mode(step):
     """A result that is read after the next call holds nothing plausible."""
-    runner = runner_of(step, check=1 << 40, outputs="view")
+    runner = runner_of(step, outputs="view", options=RunnerOptions(check=1 << 40))
     runner.capture()
     first = runner(rows_of(3))
     same(first, step(rows_of(3)))
@@ -574,7 +582,7 @@ def many_calls(runner, step, calls, check_every=200):
 
 
 def test_budget_of_graphs_holds_under_ten_thousand_calls(wide, quiet):
-    runner = wide_runner(wide, lazy=True, max_graphs=3)
+    runner = wide_runner(wide, lazy=True, options=RunnerOptions(memory=MemoryOptions(max_graphs=3)))
     for _ in many_calls(runner, wide, 10_000):
         assert runner.lifecycle.num_graphs() <= 3
     assert runner.stats().steps == runner.stats().steps_by_mode["FULL"] == 10_000
@@ -587,7 +595,9 @@ def test_budget_of_graphs_holds_under_ten_thousand_calls(wide, quiet):
 )
 def test_budget_of_bytes_holds_at_every_moment(wide, quiet, share, share_outputs, calls):
     """Measured on the allocator at the end of each capture, in all pools of the process."""
-    free = wide_runner(wide, share_outputs=share_outputs)
+    free = wide_runner(
+        wide, options=RunnerOptions(buffers=BufferOptions(share_outputs=share_outputs))
+    )
     free.capture()
     limit = int(free.num_bytes * share)
     free.clear()
@@ -595,7 +605,13 @@ def test_budget_of_bytes_holds_at_every_moment(wide, quiet, share, share_outputs
     reserved()
     meter = Meter()
     runner = wide_runner(
-        wide, lazy=True, max_bytes=limit, backend=meter.backend, share_outputs=share_outputs
+        wide,
+        lazy=True,
+        backend=meter.backend,
+        options=RunnerOptions(
+            memory=MemoryOptions(max_bytes=limit),
+            buffers=BufferOptions(share_outputs=share_outputs),
+        ),
     )
     for number, _ in enumerate(many_calls(runner, wide, calls)):
         if number % 100 == 0:
@@ -666,7 +682,7 @@ def test_graph_holds_the_weights_it_reads(pieces):
 
 def test_weights_in_new_storage_are_found_in_check_mode(quiet):
     module = Layer()
-    runner = runner_of(module, check=1)
+    runner = runner_of(module, options=RunnerOptions(check=1))
     runner.capture()
     x = rows_of(5)
     same(runner(x), module(x))

@@ -10,7 +10,12 @@ torch = pytest.importorskip("torch")
 
 from device_steps import in_threads  # noqa: E402
 
-from dispatchkit import Axis, GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    Axis,
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+)
 from dispatchkit.backends.capture_guard import is_any_capturing  # noqa: E402
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
 from dispatchkit.execute import CheckWarning, EagerStepWarning  # noqa: E402
@@ -186,7 +191,7 @@ def test_planted_corruption_is_found(plant, quiet):
     step = Planted().to(DEVICE)
     # A graph whose first node brings the inputs in fills their tails anew each time.
     more = {"backend": CudaBackend(DEVICE, copy_node=False)} if plant is stale_tail else {}
-    runner = runner_of(step, check=1, **more)
+    runner = runner_of(step, options=RunnerOptions(check=1), **more)
     runner.capture()
     x = rows_of(3)
     plant(step, runner)
@@ -212,7 +217,7 @@ def test_state_that_a_replay_changes_otherwise_is_found(quiet):
             "x": StaticInput((None, WIDTH), "float32"),
             "slots": StaticInput((None,), "int64", fill=fill),
         }
-        runner = runner_of(step, inputs, check=1, state=[total, cache])
+        runner = runner_of(step, inputs, state=[total, cache], options=RunnerOptions(check=1))
         runner.capture()
         slots = torch.arange(16, device=DEVICE)
         for rows in (16, 3, 5, 1):
@@ -238,7 +243,7 @@ def test_hundred_thousand_clean_steps_pass():
         total.add_(1)
         return step(x), total + 0
 
-    runner = runner_of(counting, check=1, state=[total])
+    runner = runner_of(counting, state=[total], options=RunnerOptions(check=1))
     runner.capture()
     given = [rows_of(1 + i % 16, i) for i in range(64)]
     for index in range(100_000):
@@ -291,7 +296,7 @@ def test_axes_are_padded_and_cut(outputs):
         inputs,
         axes=[Axis("length", (4, 32))],
         outputs=outputs,
-        check=2,
+        options=RunnerOptions(check=2),
     )
     assert runner.capture().failed == {}
     for rows, length in ((16, 32), (3, 5), (2, 4), (1, 1), (9, 31)):

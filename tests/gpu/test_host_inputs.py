@@ -12,7 +12,10 @@ np = pytest.importorskip("numpy")
 
 from device_steps import SIZES, in_threads, key_of, runner_of  # noqa: E402
 
-from dispatchkit import StaticInput  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    RunnerOptions,
+    StaticInput,
+)
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
 from dispatchkit.backends.cuda import copy as cuda_copy  # noqa: E402
 from dispatchkit.backends.cuda.copy import CAPACITIES  # noqa: E402
@@ -395,7 +398,11 @@ def test_host_inputs_of_several_lanes():
 
 
 def test_host_inputs_of_graphs_captured_anew_and_under_check_mode():
-    runner = runner_of(lambda tokens, scale: (tokens + 1, scale * 2), HOST, check=1, strict=True)
+    runner = runner_of(
+        lambda tokens, scale: (tokens + 1, scale * 2),
+        HOST,
+        options=RunnerOptions(check=1, strict=True),
+    )
     for number in range(12):
         if number == 6:
             runner.invalidate("for a test")

@@ -9,7 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    GraphRunner,
+    Lanes,
+    RunnerOptions,
+    StaticInput,
+)
 from dispatchkit.errors import ConfigError  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +41,7 @@ class Urgent(InTurn):
         return [0] * (num_lanes - 1) + [1]
 
 
-def make(step, lanes, **settings):
-    settings.setdefault("lane_policy", InTurn())
+def make(step, lanes, lane_policy=None, **settings):
     settings.setdefault("sizes", (1, 8, 32))
     return GraphRunner(
         step,
@@ -45,8 +49,8 @@ def make(step, lanes, **settings):
         max_num_tokens=32,
         mode="FULL",
         backend="cuda",
-        lanes=lanes,
-        strict=True,
+        lanes=Lanes(lanes, lane_policy or InTurn()) if lanes > 1 else 1,
+        options=RunnerOptions(strict=True),
         **settings,
     )
 
@@ -150,7 +154,7 @@ def test_random_numbers_are_those_of_the_order_of_submission():
     def step(x):
         return x + torch.rand_like(x)
 
-    serial, runner = make(step, 1, lane_policy=None), make(step, 4)
+    serial, runner = make(step, 1), make(step, 4)
     results = []
     for one in (serial, runner):
         one.capture()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import warnings
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from dispatchkit import (  # noqa: E402
+    BufferOptions,
     Decision,
     GraphRunner,
+    RunnerOptions,
     StaticInput,
     eager_piece,
     graph_piece,
@@ -77,7 +80,8 @@ def batch(rows, seed):
 def runner_of(step, inputs=INPUTS, **settings):
     settings.setdefault("sizes", SIZES)
     settings.setdefault("policy", OneBucketPolicy())
-    return GraphRunner(step, inputs, backend="cuda", device=DEVICE, **settings)
+    options = attrs.evolve(settings.pop("options", RunnerOptions()), device=DEVICE)
+    return GraphRunner(step, inputs, backend="cuda", options=options, **settings)
 
 
 def same(actual, expected):
@@ -148,8 +152,8 @@ def test_true_row_count_and_outputs_without_a_batch_dimension():
     runner = runner_of(
         step,
         {"x": StaticInput((None, 8), "float32", fill=3.0)},
-        row_count="num_rows",
         mode="FULL",
+        options=RunnerOptions(buffers=BufferOptions(row_count="num_rows")),
     )
     assert runner.capture().failed == {}
     for rows in (32, 5, 17, 3):
@@ -286,7 +290,13 @@ def test_timed_steps_give_device_times():
 
     policy = Timed()
     model = Decoder()
-    runner = runner_of(model, mode="FULL", state=[model.cache], policy=policy, sample_every=1)
+    runner = runner_of(
+        model,
+        mode="FULL",
+        state=[model.cache],
+        policy=policy,
+        options=RunnerOptions(sample_every=1),
+    )
     runner.capture()
     for number in range(5):
         runner(**batch(8, number))

@@ -11,7 +11,14 @@ np = pytest.importorskip("numpy")
 
 from device_steps import SIZES, in_threads, key_of, runner_of  # noqa: E402
 
-from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    BufferOptions,
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
 from dispatchkit.execute.io.staging import Staging  # noqa: E402
 from dispatchkit.testing import OneBucketPolicy  # noqa: E402
@@ -280,7 +287,12 @@ def test_the_copy_node_for_every_number_and_type_of_inputs(count):
         )
         for index in range(count)
     }
-    runner = runner_of(named(count), specs, sizes=MANY, output_batch_dims=None)
+    runner = runner_of(
+        named(count),
+        specs,
+        sizes=MANY,
+        options=RunnerOptions(buffers=BufferOptions(output_batch_dims=None)),
+    )
     assert runner.input_path(key_of(39)) == "node"
     calls = [
         (rows, [small(rows, spec, number, number % 4) for spec in specs.values()])
@@ -299,7 +311,9 @@ def test_the_copy_node_beside_inputs_that_it_is_not_for():
         "x4": StaticInput((None,), "int64", fill=3, host=True),
         "x5": StaticInput((None, 2), "float32", fill=0.5),
     }
-    runner = runner_of(named(6), specs, output_batch_dims=None)
+    runner = runner_of(
+        named(6), specs, options=RunnerOptions(buffers=BufferOptions(output_batch_dims=None))
+    )
     assert runner.input_path(key_of(32)) == "node"
     path = runner.lifecycle.live()[key_of(32)].input_path
     assert (path.device_inputs, path.host_offsets) == ((0, 2, 5), {4: 0})
@@ -375,7 +389,11 @@ def test_the_copy_node_of_graphs_that_draw():
 
 def test_the_copy_node_and_steps_in_place_take_turns():
     inputs = {"x": StaticInput((None,), "int64", fill=2), "y": StaticInput((4,), "float32")}
-    runner = runner_of(lambda x, y: (x.sum(), y + 1), inputs, output_batch_dims=None)
+    runner = runner_of(
+        lambda x, y: (x.sum(), y + 1),
+        inputs,
+        options=RunnerOptions(buffers=BufferOptions(output_batch_dims=None)),
+    )
     for number in range(30):
         rows = number * 7 % 32 + 1
         bucket = next(size for size in SIZES if size >= rows)
@@ -410,8 +428,7 @@ def test_check_mode_and_the_switch_off():
             policy=OneBucketPolicy(),
             mode="FULL",
             backend=CudaBackend(0, copy_node=on),
-            check=1,
-            strict=True,
+            options=RunnerOptions(check=1, strict=True),
         )
         assert runner.capture().failed == {}
         path = runner.input_path(key_of(32))

@@ -10,7 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
 from dispatchkit.errors import SwapError  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
 
@@ -46,8 +52,8 @@ def served():
         sizes=LADDERS[0],
         max_num_tokens=MOST,
         backend="cuda",
-        device=DEVICE,
         state=[counter],
+        options=RunnerOptions(device=DEVICE),
     )
     assert runner.capture().failed == {}
     return runner, counter, eager
@@ -124,7 +130,7 @@ def test_a_step_that_cannot_be_captured_at_a_size_leaves_the_old_sizes():
         sizes=(4, 8),
         mode="FULL",
         backend="cuda",
-        device=DEVICE,
+        options=RunnerOptions(device=DEVICE),
     )
     runner.capture()
     free = torch.cuda.memory_reserved()

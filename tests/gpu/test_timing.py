@@ -7,7 +7,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import CellUpdate, Decision, GraphRunner, StaticInput, load_plugins  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    CellUpdate,
+    Decision,
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+    load_plugins,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +57,7 @@ def make_runner(policy, **settings):
 
 def test_steady_steps_are_measured_seldom_and_one_shot_ones_always():
     learning = Learning()
-    runner, rows, weight = make_runner(learning, sample_every=8)
+    runner, rows, weight = make_runner(learning, options=RunnerOptions(sample_every=8))
     probe = Decision.eager("probe", timed=True)
     for index in range(40):
         if index in (11, 12):
@@ -70,7 +77,7 @@ def test_steady_steps_are_measured_seldom_and_one_shot_ones_always():
 
 def test_a_step_behind_other_work_is_told_as_queued():
     learning = Learning()
-    runner, rows, _ = make_runner(learning, sample_every=1)
+    runner, rows, _ = make_runner(learning, options=RunnerOptions(sample_every=1))
     torch.cuda.synchronize()
     runner(rows[:13])
     torch.cuda.synchronize()
@@ -89,7 +96,7 @@ def test_the_whole_step_is_measured():
         sizes=(8192,),
         mode="FULL",
         policy=learning,
-        sample_every=1,
+        options=RunnerOptions(sample_every=1),
     )
     runner.capture()
     rows = torch.randn(8192, 4096, device="cuda")

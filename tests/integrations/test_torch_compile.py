@@ -11,7 +11,10 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from dispatchkit import GraphRunner  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    GraphRunner,
+    RunnerOptions,
+)
 from dispatchkit.errors import ConfigError, InputError, NoGraphError, UnknownNameError  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
 from dispatchkit.execute.step.support import ModeDowngradeWarning, declare_support  # noqa: E402
@@ -389,7 +392,7 @@ def test_empty_batch_gives_an_empty_result():
 
 def test_strict_raises_in_place_of_running_plainly():
     """Who wants to know at once is told by an error."""
-    compiled = torch_compile.compile(lambda x: x[:, 1:], strict=True, **TAPE)
+    compiled = torch_compile.compile(lambda x: x[:, 1:], options=RunnerOptions(strict=True), **TAPE)
     with pytest.raises(NoGraphError, match="output_aliases_input") as caught:
         compiled(x_of(4))
     assert caught.value.reason == PlainReason.OUTPUT_IS_INPUT
@@ -622,7 +625,8 @@ def test_option_that_has_another_place_says_where(name):
         ({"mode": "FULLL"}, "FULL"),
         ({"at": "compile_test::attend"}, "a list"),
         ({"lazy": "yes"}, "True or False"),
-        ({"strict": 1}, "True or False"),
+        ({"options": {"strict": True}}, "options must be RunnerOptions"),
+        ({"strict": True}, "Write: options=RunnerOptions(strict=True)"),
         ({"support": "SOMETIMES"}, "UNIFORM_BATCH"),
         ({"piece_compiler": "inducter"}, "inductor"),
     ],

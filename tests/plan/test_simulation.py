@@ -22,6 +22,7 @@ from dispatchkit.keys import (  # noqa: E402
     RuntimeMode,
 )
 from dispatchkit.observe.trace import StepTrace, TraceStep, read_trace  # noqa: E402
+from dispatchkit.options import RunnerOptions, with_settings  # noqa: E402
 from dispatchkit.plan.costs import BUILTIN_COST_MODELS, CostModel, load_cost_model  # noqa: E402
 from dispatchkit.plan.scenario import Noise, Scenario, trace_config  # noqa: E402
 from dispatchkit.plan.simulation import simulate, simulate_all  # noqa: E402
@@ -191,10 +192,9 @@ def test_a_runner_does_what_was_simulated(capture_after):
     runner = GraphRunner(
         lambda rows: rows * 2,
         {"rows": StaticInput((None,), "float32")},
-        config=config,
         backend="tape",
         lazy=True,
-        **limits,
+        options=with_settings(RunnerOptions(config=config), limits),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EagerStepWarning)

@@ -17,7 +17,12 @@ import torch.distributed as dist
 from rank_policies import AlwaysFull, Smallest, Wilful, make_dispatcher, random_batch
 from tensor_parallel import NUM_SEQS, Decoder, over_ranks, traffic
 
-from dispatchkit import GraphRunner, Outcome, StaticInput
+from dispatchkit import (
+    GraphRunner,
+    Outcome,
+    RunnerOptions,
+    StaticInput,
+)
 from dispatchkit.errors import RankError
 from dispatchkit.ranks import LeaderPolicy, RankAgreement, RankedDispatcher, RankedRunner
 from dispatchkit.ranks.wire import Wire
@@ -221,8 +226,8 @@ def padded_steps(rank, size, *, fails_on):
         return torch.tanh(x @ weight)
 
     inputs = {"x": StaticInput((None, 3), "float32", fill=0.5)}
-    runner = GraphRunner(step, inputs, config=make_dispatcher().config, policy=Smallest(),
-                         backend="tape")  # fmt: skip
+    options = RunnerOptions(config=make_dispatcher().config)
+    runner = GraphRunner(step, inputs, policy=Smallest(), backend="tape", options=options)
     rng = random.Random(rank)
     found, worst = [], 0.0
     with RankAgreement(timeout=START, setup_timeout=START) as ranks:
@@ -257,8 +262,8 @@ def tensor_parallel(rank, size, *, num_steps, device, same_batches):
         sizes=(1, 2, 4, 8, 12),
         mode="FULL",
         policy=AlwaysFull(),
-        device=place,
         state=[part.cache],
+        options=RunnerOptions(device=place),
     )
     rng = random.Random(5)
     worst, largest, kinds = 0.0, 0.0, set()
@@ -300,7 +305,7 @@ def spread_rows(rank, size, *, num_steps, device):
         sizes=(1, 2, 4, 8),
         mode="FULL",
         policy=AlwaysFull(),
-        device=place,
+        options=RunnerOptions(device=place),
     )
     # Every rank knows what all the others bring.
     rng = random.Random(11)

@@ -9,7 +9,12 @@ torch = pytest.importorskip("torch")
 from local_ranks import all_good, run_ranks  # noqa: E402
 from rank_policies import AlwaysFull, make_dispatcher  # noqa: E402
 
-from dispatchkit import Axis, GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    Axis,
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+)
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import DescriptorError, InputError, RankError, ReplayError  # noqa: E402
 from dispatchkit.keys import allowed_modes_code  # noqa: E402
@@ -50,7 +55,11 @@ def make_runner(ranks):
         return x * 2
 
     runner = GraphRunner(
-        step, INPUTS, config=make_dispatcher().config, policy=AlwaysFull(), backend=backend
+        step,
+        INPUTS,
+        policy=AlwaysFull(),
+        backend=backend,
+        options=RunnerOptions(config=make_dispatcher().config),
     )
     ranked = RankedRunner(runner, ranks, INPUTS)
     ranked.capture()
@@ -98,9 +107,9 @@ def test_an_input_that_does_not_fit_is_refused_before_anything_is_exchanged(wron
         runner = GraphRunner(
             lambda x, y: x + y,
             TWO_INPUTS,
-            config=make_dispatcher().config,
             policy=AlwaysFull(),
             backend="tape",
+            options=RunnerOptions(config=make_dispatcher().config),
         )
         ranked = RankedRunner(runner, ranks, TWO_INPUTS)
         ranked.capture()

@@ -32,9 +32,8 @@ def runner(plugins: Any) -> Any:
             sizes=[2, 8],
             max_num_tokens=16,
             mode="FULL",
-            policy="vllm",
             backend="tape",
-            plugins=plugins,
+            policy=plugins.with_policy("vllm"),
         )
     made.capture()
     return made

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dispatchkit.errors import ConfigError, DispatchkitError, UnknownNameError
 from dispatchkit.keys import Axis, CUDAGraphMode, DispatchConfig
+from dispatchkit.options import RunnerOptions, with_settings
 from dispatchkit.settings import SETTINGS, Settings, load_settings, shown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +79,7 @@ def test_axes_are_a_table_of_buckets_in_the_file(tmp_path: Path) -> None:
     path.write_text(f"[tool.dispatchkit.axes]\n{table}")
     settings = load_settings(environ={}, start=tmp_path, capture_sizes=[1, 2])
     assert settings.dispatch_config().axes == (LENGTH, KIND)
-    assert settings.runner_options()["config"].axes == (LENGTH, KIND)
+    assert settings.runner_arguments()["options"].config.axes == (LENGTH, KIND)
     said = shown(settings["axes"])
     assert said == "{length = [16, 64], kind = {buckets = [1, 3], exact = true}}"
     path.write_text(f"[tool.dispatchkit]\naxes = {said}\n")
@@ -217,14 +218,14 @@ def test_a_file_that_is_named_must_hold_settings(text: str, says: str, tmp_path:
 def test_defaults_are_those_of_the_classes_they_are_for() -> None:
     """A setting that nobody gives changes nothing."""
     assert load_settings(environ={}).dispatch_config() == DispatchConfig()
-    assert load_settings(environ={}, start="/").runner_options() == {}
+    assert load_settings(environ={}, start="/").runner_arguments() == {}
     config = DispatchConfig()
     for setting in SETTINGS.values():
         if setting.group == "dispatch" and setting.default is not None:
             assert getattr(config, setting.name) == setting.default
 
 
-def test_runner_options_are_arguments_of_the_runner() -> None:
+def test_runner_arguments_make_a_runner() -> None:
     """By name; and the defaults told here are the runner's own."""
     pytest.importorskip("torch")
     import inspect
@@ -232,13 +233,18 @@ def test_runner_options_are_arguments_of_the_runner() -> None:
     from dispatchkit import GraphRunner
 
     known = inspect.signature(GraphRunner.__init__).parameters
+    defaults = RunnerOptions()
     for setting in SETTINGS.values():
-        if setting.group == "runner":
+        if setting.group == "runner" and setting.name in known:
             default = known[setting.name].default
-            assert setting.name in known
             assert default == setting.default or (default is None and not setting.default)
-    options = load_settings(environ={}, lazy=True, max_num_tokens=8).runner_options()
-    assert options == {"lazy": True, "config": DispatchConfig(max_num_tokens=8)}
+        elif setting.group == "runner":
+            assert with_settings(defaults, {setting.name: setting.default}) == defaults
+    arguments = load_settings(environ={}, lazy=True, max_num_tokens=8).runner_arguments()
+    assert arguments == {
+        "lazy": True,
+        "options": RunnerOptions(config=DispatchConfig(max_num_tokens=8)),
+    }
 
 
 def test_every_variable_that_the_code_reads_is_known() -> None:

@@ -326,8 +326,8 @@ def _summary(us: list[float]) -> _Times:
 def _state_kept(subject: Subject) -> Iterator[None]:
     """Put back at the end what the step changes, declared or found at capture."""
     runner = subject.runner
-    snapshot = Snapshot(torch.device(runner.backend.torch_device), subject.generators)
-    for storage in Known(subject.state):
+    snapshot = Snapshot(torch.device(runner.backend.torch_device), subject.state.generators)
+    for storage in Known(subject.state.tensors):
         snapshot.save(storage)
     for captured in runner.lifecycle.live().values():
         for held in captured.holds:

@@ -19,6 +19,7 @@ from dispatchkit.dispatch import Decision, GraphView, Reason
 from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute.io.inputs import StaticInput, inputs_from_example
 from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.step.state import StepState
 from dispatchkit.keys.batch import Batch, BatchDescriptor, GraphKey
 from dispatchkit.keys.capture_sizes import check_capture_sizes
 from dispatchkit.keys.checks import check_count
@@ -66,14 +67,12 @@ class Subject:
     Attributes:
         runner: Without a budget, with graphs only where they are asked for.
         specs: Its inputs by name.
-        state: Tensors that the step changes, as they were declared.
-        generators: Random generators of the step beside the default ones.
+        state: What the step changes, as it was declared.
     """
 
     runner: GraphRunner
     specs: Mapping[str, StaticInput]
-    state: tuple[torch.Tensor, ...]
-    generators: tuple[torch.Generator, ...]
+    state: StepState
 
 
 def measuring_subject(
@@ -112,8 +111,6 @@ def measuring_subject(
             settings["sizes"] = sizes
         policy = settings.pop("policy", EverySize() if every_size else None)
         runner = GraphRunner(step, inputs, example=example, policy=policy, **settings)
-    # What pickle would make a copy of: every argument it was made with.
-    made_from: dict[str, Any] = dict(runner.__reduce__()[1][0])
     wanted = runner.config.capture_sizes if sizes is None else check_capture_sizes(tuple(sizes))
     if not wanted:
         raise ConfigError("sizes", wanted, "at least one size to measure")
@@ -122,22 +119,21 @@ def measuring_subject(
         capture_sizes=wanted,
         max_num_tokens=max(runner.config.max_num_tokens, *wanted, *eager_sizes, 1),
     )
-    made_from |= {
-        **dict.fromkeys(("sizes", "max_num_tokens", "max_num_seqs", "query_len", "mode", "axes")),
-        **dict.fromkeys(("max_graphs", "max_bytes")),
-        "config": config,
-        "backend": runner.backend,
-        "lazy": False,
-        "strict": False,
-        "check": 0,
-    }
+    limits = attrs.evolve(runner.spec.options.memory, max_graphs=None, max_bytes=None)
+    spec = attrs.evolve(
+        runner.spec,
+        backend=runner.backend,
+        lazy=False,
+        options=attrs.evolve(
+            runner.spec.options, config=config, memory=limits, strict=False, check=0
+        ),
+    )
     if every_size:
-        made_from |= {"policy": EverySize(), "policy_options": None}
+        spec = spec.having_policy(EverySize(), None)
     return Subject(
-        runner=GraphRunner(**made_from),
-        specs=made_from["inputs"] or inputs_from_example(made_from["example"]),
-        state=made_from["state"],
-        generators=made_from["generators"],
+        runner=GraphRunner(**spec.arguments()),
+        specs=spec.inputs or inputs_from_example(spec.example or {}),
+        state=spec.state,
     )
 
 

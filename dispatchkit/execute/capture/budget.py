@@ -13,14 +13,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import attrs
-
 from dispatchkit.backends.optional import features_of
-from dispatchkit.errors import CaptureError, ConfigError, UnknownNameError
+from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.captured import CapturedStep
 from dispatchkit.execute.lane import Lane
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCounters
+from dispatchkit.options import MemoryOptions
 
 # Evictions for each graph there is room for, after which churn is warned of.
 _CHURN = 4
@@ -43,42 +42,6 @@ _SCORES: dict[str, Callable[[CapturedStep], float]] = {
     "lru": _least_recent,
     "benefit": _least_useful,
 }
-
-
-def _limit(minimum: int) -> Any:
-    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < minimum
-        ):
-            raise ConfigError(attribute.name, value, f"None or a whole number from {minimum}")
-
-    return check
-
-
-@attrs.frozen(kw_only=True)
-class Budget:
-    """Limits that hold at every moment, also while one graph takes another's place.
-
-    Attributes:
-        max_graphs: Most live graphs; None for no limit.
-        max_bytes: Most bytes that the graphs' pool and outputs take; None for no limit.
-        eviction: Who goes first: ``lru``, the one not used for longest, or ``benefit``, the
-            one with the fewest replays for its size, or a function of a captured step: the
-            lowest value goes first.
-    """
-
-    max_graphs: int | None = attrs.field(default=None, validator=_limit(0))
-    max_bytes: int | None = attrs.field(default=None, validator=_limit(0))
-    eviction: str | Callable[[CapturedStep], float] = "lru"
-
-    def __attrs_post_init__(self) -> None:
-        if not callable(self.eviction) and self.eviction not in _SCORES:
-            raise UnknownNameError("eviction", str(self.eviction), _SCORES)
-
-    def victim(self, steps: Iterable[CapturedStep]) -> CapturedStep | None:
-        """Return which of the live graphs goes first; None if there is none."""
-        score = self.eviction if callable(self.eviction) else _SCORES[self.eviction]
-        return min(steps, key=lambda step: (score(step), step.last_used), default=None)
 
 
 class OverBudgetError(CaptureError):
@@ -178,7 +141,7 @@ class Room:
 
     def __init__(
         self,
-        budget: Budget,
+        budget: MemoryOptions,
         lane: Lane,
         counters: StepCounters,
         forecast: Callable[[GraphKey], int | None],
@@ -188,13 +151,15 @@ class Room:
         self._budget, self._lane, self._counters = budget, lane, counters
         self._forecast, self._live, self._evict = forecast, live, evict
         self._is_churn_told = False
+        #: Evicts the lowest first; None: as the limits name it.
+        self.score: Callable[[CapturedStep], float] | None = None
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> MemoryOptions:
         """The limits in force."""
         return self._budget
 
-    def change(self, budget: Budget) -> list[GraphKey]:
+    def change(self, budget: MemoryOptions) -> list[GraphKey]:
         """Put other limits in force, and give up graphs until they hold.
 
         Returns:
@@ -293,7 +258,8 @@ class Room:
         return bool(holding)
 
     def _evict_one(self, steps: Iterable[CapturedStep]) -> None:
-        step = self._budget.victim(steps)
+        score = self.score or _SCORES[self._budget.eviction]
+        step = min(steps, key=lambda one: (score(one), one.last_used), default=None)
         for key, one in self._live().items():
             if one is step:
                 self._evict(key, "budget")

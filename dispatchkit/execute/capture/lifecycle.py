@@ -15,8 +15,8 @@ from typing import Any
 
 from dispatchkit.backends.capture_errors import clear_traceback
 from dispatchkit.dispatch import Reason
-from dispatchkit.errors import CaptureError, ConfigError, RegistryError
-from dispatchkit.execute.capture.budget import Budget, OverBudgetError, Room
+from dispatchkit.errors import CaptureError, RegistryError
+from dispatchkit.execute.capture.budget import OverBudgetError, Room
 from dispatchkit.execute.capture.capture import Capturer
 from dispatchkit.execute.capture.captured import CapturedStep
 from dispatchkit.execute.capture.report import CaptureReport, as_capture_error, largest_first
@@ -28,6 +28,7 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import StepCounters
 from dispatchkit.observe.events import CaptureEvent, CaptureFailedEvent, EvictEvent
+from dispatchkit.options import MemoryOptions
 from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
 
 
@@ -55,14 +56,10 @@ class Lifecycle:
         counters: StepCounters,
         notify: Callable[[object], None],
         *,
-        budget: Budget,
+        budget: MemoryOptions,
         lazy: bool,
         capture_after: int,
     ) -> None:
-        if isinstance(capture_after, bool) or not isinstance(capture_after, int):
-            raise ConfigError("capture_after", capture_after, "a whole number of at least 1")
-        if capture_after < 1:
-            raise ConfigError("capture_after", capture_after, "a whole number of at least 1")
         self.lazy = lazy
         self._room = Room(budget, lane, counters, capturer.forecast_bytes, self.live, self.evict)
         self.is_frozen = False
@@ -303,15 +300,19 @@ class Lifecycle:
                 self._release(entry.graph)
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> MemoryOptions:
         """The limits in force."""
         return self._room.budget
 
-    def set_budget(self, budget: Budget) -> None:
+    def set_budget(self, budget: MemoryOptions) -> None:
         """Put other limits in force; graphs beyond them go, and what can stay is captured anew."""
         lost = self._room.change(budget)
         if lost and not self.lazy and not self.is_frozen:
             self.capture_all(lost)
+
+    def set_eviction(self, score: Callable[[CapturedStep], float] | None) -> None:
+        """Evict the graph of the lowest score first; None: the order that the limits name."""
+        self._room.score = score
 
     # -- inside -------------------------------------------------------------------------
 

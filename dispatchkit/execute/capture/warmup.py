@@ -6,7 +6,7 @@ batch. Whatever it changes is put back by the caller's snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +14,9 @@ import torch
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.optional import WarmupNotes, features_of
 from dispatchkit.backends.watching.compiled_code import every_size_compiled, force_eager
-from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.errors import CaptureError
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.outputs import (
-    DERIVED,
     OutputLayout,
     check_batch_dims,
     declared_layout,
@@ -26,13 +25,14 @@ from dispatchkit.execute.io.outputs import (
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import (
-    DEFAULT_STATE_LIMIT,
     CompiledCode,
     Known,
     Snapshot,
+    StepState,
     WriteWatch,
 )
 from dispatchkit.keys.batch import GraphKey
+from dispatchkit.options import DERIVED
 
 if TYPE_CHECKING:
     from dispatchkit.execute.io.axes import AxisCut, AxisInputs
@@ -56,14 +56,12 @@ class Warmups:
         backend: The device.
         row_count: Name of the input that tells the true row count.
         axes: The runner's axes, where it has some.
-        state: Tensors that the step changes; saved and put back around warmups.
-        scratch: Tensors that the step may write in a warmup without harm.
+        state: What the step changes; its tensors are saved and put back around warmups.
         state_limit_bytes: Most bytes of undeclared state to save.
         output_batch_dims: Declared batch dimensions of the outputs.
         warmups: Eager runs before each capture; the first one of all is watched. Where functions
             of torch.compile are called, which run plainly in that one, another follows it
             unless the backend's captures are all watched.
-        generators: Random generators that the step draws from, beside the default ones.
 
     Attributes:
         step: What is run.
@@ -83,30 +81,22 @@ class Warmups:
         *,
         row_count: str | None = None,
         axes: AxisInputs | None = None,
-        state: Iterable[torch.Tensor] = (),
-        scratch: Iterable[torch.Tensor] = (),
-        state_limit_bytes: int = DEFAULT_STATE_LIMIT,
-        output_batch_dims: Any = DERIVED,
-        warmups: Any = 1,
-        generators: Iterable[torch.Generator] = (),
+        state: StepState,
+        state_limit_bytes: int,
+        output_batch_dims: Any,
+        warmups: int,
     ) -> None:
-        if isinstance(warmups, bool) or not isinstance(warmups, int) or warmups < 0:
-            raise ConfigError("warmups", warmups, "a whole number of at least 0")
         check_batch_dims(output_batch_dims)
-        for setting, tensors in (("state", state), ("scratch", scratch)):
-            for tensor in tensors:
-                if not isinstance(tensor, torch.Tensor):
-                    raise ConfigError(setting, tensor, "a list of tensors")
         self.step, self._inputs, self._backend = step, inputs, backend
         self._features = features_of(backend)
         self._row_count, self._axes = row_count, axes
-        self._state = Known(state)
+        self._state = Known(state.tensors)
         self._written = Known()  # by any watched warmup, beside the declared state
-        self._scratch = Known(scratch)
+        self._scratch = Known(state.scratch)
         self._state_limit = state_limit_bytes
         self._batch_dims = output_batch_dims
         self._warmups = warmups
-        self.generators: tuple[torch.Generator, ...] = tuple(generators)
+        self.generators: tuple[torch.Generator, ...] = state.generators
         self._layouts: dict[Family, list[OutputLayout]] = {}
         self._cuts: dict[Family, tuple[AxisCut, ...]] = {}
         self._peaks: dict[Family, tuple[int, int]] = {}

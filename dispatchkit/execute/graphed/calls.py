@@ -19,6 +19,7 @@ from dispatchkit.execute.io.inputs import RESERVED_NAMES
 from dispatchkit.execute.lanes.submit import StepHandle
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.step.reasons import EagerStepWarning
+from dispatchkit.keys.records import given_in
 from dispatchkit.observe.counters import RunnerStats
 
 #: What ``batch_dims`` is where nothing is declared (None means that nothing is batched).
@@ -97,7 +98,8 @@ class GraphedCalls:
         self.module: torch.nn.Module | None = (
             target if isinstance(target, torch.nn.Module) else None
         )
-        self.grows: bool = not ({"sizes", "max_num_tokens", "config"} & settings.keys())
+        given = {*settings, *given_in(settings["options"].config)}
+        self.grows: bool = given.isdisjoint({"sizes", "capture_sizes", "max_num_tokens"})
         self.batch_dims = batch_dims
         self._forms: dict[Any, Form] = {}
         self._dims: dict[Any, list[int | None]] = {}

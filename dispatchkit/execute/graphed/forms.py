@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dispatchkit.execute.io.inputs import StaticInput
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.observe.counters import RunnerStats
+from dispatchkit.options import RunnerOptions
 
 
 def geometric_sizes(largest: int) -> tuple[int, ...]:
@@ -87,7 +89,9 @@ class Form:
         if top:
             settings["sizes"] = geometric_sizes(top)
         if "backend" not in settings:
-            settings.setdefault("device", self.device)
+            options = settings.get("options", RunnerOptions())
+            if options.device is None:
+                settings["options"] = attrs.evolve(options, device=self.device)
         runner = GraphRunner(self._step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
             runner.guard.add(self._target)

@@ -12,10 +12,14 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
+
 from dispatchkit.dispatch import Policy
+from dispatchkit.errors import ConfigError
 from dispatchkit.execute.graphed.calls import GraphedCalls
 from dispatchkit.execute.graphed.module import graphed_module
-from dispatchkit.execute.replay.check import FIRST
+from dispatchkit.keys.config import DispatchConfig
+from dispatchkit.options import FIRST, RunnerOptions, refuse_moved
 
 
 class GraphedFunction:
@@ -86,18 +90,23 @@ def graphed(
     Raises:
         ConfigError: A setting cannot be used, or it is no module and no function.
     """
+    refuse_moved(settings)
+    options = settings.pop("options", RunnerOptions())
+    if not isinstance(options, RunnerOptions):
+        raise ConfigError("options", options, "RunnerOptions")
+    if options.check is None:
+        options = attrs.evolve(options, check=FIRST if lanes in (None, 1) else 0)
+    if options.config.mode is DispatchConfig().mode:
+        settings.setdefault("mode", "FULL")
     given = {
         "lazy": True,
-        "mode": "FULL",
-        "check": FIRST if lanes in (None, 1) else 0,
         **settings,
+        "options": options,
         "outputs": outputs,
         **({} if sizes is None else {"sizes": tuple(sizes)}),
         **({} if policy is None else {"policy": policy}),
         **({} if lanes is None else {"lanes": lanes}),
     }
-    if "config" in given:
-        given.pop("mode")
     if module_or_function is None:
         given.pop("outputs")
         return functools.partial(

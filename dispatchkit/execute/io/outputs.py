@@ -21,9 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.keys.checks import whole_number
-
-#: What ``output_batch_dims`` holds when nothing is declared (None means "not batched").
-DERIVED = "derived"
+from dispatchkit.options import DERIVED
 
 
 @attrs.frozen

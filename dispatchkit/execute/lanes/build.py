@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import attrs
 
 from dispatchkit.dispatch import (
     Dispatcher,
     LanePolicy,
+    Lanes,
     LearningPolicy,
     lane_homes,
     lane_priorities,
@@ -15,8 +18,8 @@ from dispatchkit.dispatch import (
 )
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.lane import Chain
-from dispatchkit.execute.setup import OF_CONFIG, make_policy
-from dispatchkit.keys.config import DispatchConfig
+from dispatchkit.execute.setup import RunnerSpec, make_policy
+from dispatchkit.options import LaneOptions
 
 if TYPE_CHECKING:
     from dispatchkit.execute.runner import GraphRunner
@@ -25,42 +28,45 @@ if TYPE_CHECKING:
 DEFAULT_LANE_POLICY = "round-robin"
 
 
-def check_lanes(lanes: Any, *, policy: Any, outputs: str, check: Any) -> None:
-    """Refuse a number of lanes that is none, and what does not go with several.
+def check_lanes(spec: RunnerSpec) -> None:
+    """Validate the number of lanes; refuse options that need a single lane.
 
     Raises:
-        ConfigError: What it is.
+        ConfigError: What is wrong.
     """
-    if type(lanes) is not int or lanes < 1:
-        raise ConfigError("lanes", lanes, "a whole number of at least 1")
-    if lanes == 1:
+    count = spec.num_lanes
+    if type(count) is not int or count < 1:
+        raise ConfigError("lanes", count, "a whole number of at least 1, or Lanes")
+    if count == 1:
         return
-    if outputs != "owned":
+    if spec.outputs != "owned":
         raise ConfigError(
-            "outputs", outputs, "'owned' with several lanes", "A lane's next step is not in sight."
+            "outputs",
+            spec.outputs,
+            "'owned' with several lanes",
+            "A lane's next step is not in sight.",
         )
-    if check:
+    if spec.options.check:
         raise ConfigError(
-            "check", check, "0 with several lanes", "Steps are compared on one: leave lanes out."
+            "check",
+            spec.options.check,
+            "0 with several lanes",
+            "Steps are compared on one: leave lanes out.",
         )
-    if isinstance(policy, LearningPolicy):
+    if isinstance(spec.named_policy, LearningPolicy):
         raise ConfigError(
             "policy",
-            policy_name(policy),
+            policy_name(spec.named_policy),
             "given by name with several lanes",
             "It learns, and each lane learns for itself.",
         )
 
 
-def add_lanes(
-    first: GraphRunner, given: dict[str, Any], config: DispatchConfig, plugins: PluginSet | None
-) -> None:
+def add_lanes(first: GraphRunner, plugins: PluginSet | None) -> None:
     """Give a runner its further lanes, and what chooses among them.
 
     Args:
         first: The runner, lane 0.
-        given: The settings it was made from.
-        config: The configuration asked for.
         plugins: Where lane policies are found by name.
 
     Raises:
@@ -68,7 +74,7 @@ def add_lanes(
         UnknownNameError: No lane policy goes by the name.
         PolicyError: The lane policy answers with something that cannot be.
     """
-    number = given["lanes"]
+    spec, number = first.spec, first.spec.num_lanes
     limit = first.backend.capabilities.max_streams
     if limit is not None and number > limit:
         raise ConfigError(
@@ -76,27 +82,23 @@ def add_lanes(
             number,
             f"at most {limit}: so many streams of their own does {first.backend.torch_device} give",
         )
-    policy, first._lane_origin, plugins = _lane_policy(given, plugins)
+    policy, first._lane_origin, plugins = _lane_policy(spec, plugins)
     first._lane_policy = policy
     facts = {"name": policy_name(policy), "origin": first._lane_origin}
     lane_homes(policy, first.registry, number, **facts)  # at once, not at the first capture
     priorities = lane_priorities(policy, number, **facts)
-    settings = {
-        **given,
-        **dict.fromkeys(OF_CONFIG),
-        "config": config,
-        "backend": first.backend,
-        "device": None,
-        "plugins": plugins,
-        "lanes": 1,
-        "lane_policy": None,
-        "lane_policy_options": None,
-    }
+    sibling = attrs.evolve(
+        spec,
+        policy=plugins.with_policy(spec.named_policy) if plugins else spec.policy,
+        backend=first.backend,
+        lanes=1,
+        options=attrs.evolve(spec.options, device=None, lanes=LaneOptions()),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first has said it all
-        first._siblings = tuple(type(first)(**settings) for _ in range(1, number))
+        first._siblings = tuple(type(first)(**sibling.arguments()) for _ in range(1, number))
     members = first.lanes
-    chain = Chain(first.backend, disjoint_state=given["disjoint_state"])
+    chain = Chain(first.backend, disjoint_state=spec.options.lanes.disjoint_state)
     for index, (member, priority) in enumerate(zip(members, priorities, strict=True)):
         member._share(first._lock)
         peers = tuple(other._lane for other in members if other is not member)
@@ -111,28 +113,28 @@ def add_lanes(
     if getattr(policy, "needs_key", False):
         # Decides as if every declared graph were there: where a key belongs, not what runs.
         own, origin, _ = make_policy(
-            given["policy"], given["policy_options"], first.config, plugins
+            spec.named_policy, spec.options.policy_options, first.config, plugins
         )
         modes = frozenset(key.mode for key in first.registry)
         first._router = Dispatcher(own, first.config, modes=modes, lazy=True, origin=origin)
 
 
 def _lane_policy(
-    given: dict[str, Any], plugins: PluginSet | None
+    spec: RunnerSpec, plugins: PluginSet | None
 ) -> tuple[LanePolicy, str, PluginSet | None]:
-    policy, options = given["lane_policy"], given["lane_policy_options"]
-    if policy is not None and not isinstance(policy, str):
-        if options:
-            raise ConfigError(
-                "lane_policy_options", options, "given with a lane policy's name alone"
-            )
+    options = spec.options.lanes
+    if isinstance(spec.lanes, Lanes):
+        policy = spec.lanes.policy
+        if options.lane_policy is not None or options.lane_policy_options:
+            hint = "Lanes has a policy already."
+            raise ConfigError("lane_policy", options.lane_policy, "given in one place alone", hint)
         if isinstance(policy, type) or not callable(getattr(policy, "choose", None)):
-            raise ConfigError("lane_policy", policy, "a name, or an object with choose()")
+            raise ConfigError("lane policy", policy, "an object with choose()")
         return policy, "", plugins
     if plugins is None:
         from dispatchkit.plugins import load_plugins
 
         plugins = load_plugins()
-    name = policy or DEFAULT_LANE_POLICY
-    made = plugins.create_lane_policy(name, **(options or {}))
+    name = options.lane_policy or DEFAULT_LANE_POLICY
+    made = plugins.create_lane_policy(name, **options.lane_policy_options)
     return made, str(plugins.lane_policies[name].origin), plugins

@@ -17,7 +17,6 @@ import attrs
 from dispatchkit.dispatch import Policy, policy_name
 from dispatchkit.dispatch.acceptance import Proposal
 from dispatchkit.errors import SwapError
-from dispatchkit.execute.capture.budget import Budget
 from dispatchkit.execute.capture.report import largest_first
 from dispatchkit.execute.live.swap_requests import UNCHANGED, Change, SwapRequests, no_change
 from dispatchkit.execute.replay.planner import Planner
@@ -25,6 +24,7 @@ from dispatchkit.execute.replay.timing import Timings
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
+from dispatchkit.options import MemoryOptions
 from dispatchkit.registry import KeyState
 
 # How often what was captured ahead may be given up again (weights replaced, a byte budget)
@@ -216,15 +216,13 @@ class Swapping(SwapRequests):
         if change.proposal is not None:
             self.timings.clear()  # news of the old policy's steps are not the new one's
             removed = sorted(self.dispatcher.install(change.proposal), key=largest_first)
-            self._asked = change.asked
-            self.asked_mode: CUDAGraphMode = change.asked.mode
-            self._planner.asked_mode = change.asked.mode
+            self._planner.asked_mode = change.spec.options.config.mode
             self.config: DispatchConfig = change.proposal.config
             self.mode_reasons: tuple[str, ...] = change.mode_reasons
             self._lane.forget_plans()
             self.lifecycle.forget(removed)
             self.dispatcher.show_all()
-        self._made_from = change.made_from
+        self.spec = change.spec
         self.lifecycle.set_budget(change.budget)
         return removed
 
@@ -234,13 +232,13 @@ def _let_steps_run() -> None:
     time.sleep(0)
 
 
-def _wider(one: Budget, other: Budget) -> Budget:
+def _wider(one: MemoryOptions, other: MemoryOptions) -> MemoryOptions:
     """Return limits that hold wherever either does."""
 
     def larger(first: int | None, second: int | None) -> int | None:
         return None if first is None or second is None else max(first, second)
 
-    return Budget(
+    return MemoryOptions(
         max_graphs=larger(one.max_graphs, other.max_graphs),
         max_bytes=larger(one.max_bytes, other.max_bytes),
         eviction=one.eviction,

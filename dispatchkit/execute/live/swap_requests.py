@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -13,17 +13,17 @@ from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import Decision, Dispatcher, Policy, policy_name
 from dispatchkit.dispatch.acceptance import Proposal
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.capture.budget import Budget
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.live.notices import Notices
 from dispatchkit.execute.replay.eager import EagerRunner
-from dispatchkit.execute.setup import OF_CONFIG, honoured, make_policy
+from dispatchkit.execute.setup import RunnerSpec, honoured, make_policy
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.observe.recorder import StepRecorder
+from dispatchkit.options import MemoryOptions, names_of
 from dispatchkit.registry import GraphRegistry
 
 if TYPE_CHECKING:
@@ -32,27 +32,22 @@ if TYPE_CHECKING:
 #: Stands for a limit that stays as it is, since None means that there is none.
 UNCHANGED: Final[Any] = object()
 
-# Settings that hold as the runner was made, for good.
-_FIXED = frozenset({"outputs", "warmups", "capture_after", "check", "sample_every"})
-
 
 @attrs.frozen(kw_only=True)
 class Change:
     """What is asked for, checked.
 
     Attributes:
-        asked: The configuration, as it was asked for.
         mode_reasons: Why the mode in force will be less.
         proposal: What is to be installed; None where only limits change.
         budget: The limits.
-        made_from: The settings that would make such a runner.
+        spec: What would make such a runner.
     """
 
-    asked: DispatchConfig
     mode_reasons: tuple[str, ...]
     proposal: Proposal | None
-    budget: Budget
-    made_from: dict[str, Any]
+    budget: MemoryOptions
+    spec: RunnerSpec
 
 
 class SwapRequests:
@@ -61,16 +56,14 @@ class SwapRequests:
     dispatcher: Dispatcher
     registry: GraphRegistry
     eager: EagerRunner
+    spec: RunnerSpec
     config: DispatchConfig
-    asked_mode: CUDAGraphMode
     mode_reasons: tuple[str, ...]
     backend: GraphBackend
     lifecycle: Lifecycle
     lanes: tuple[Any, ...]
-    _asked: DispatchConfig
     _lane: Lane
     _lock: threading.RLock
-    _made_from: dict[str, Any]
     _notices: Notices
     _plugins: PluginSet | None
     _recorder: StepRecorder | None
@@ -110,29 +103,38 @@ class SwapRequests:
     @property
     def asked_config(self) -> DispatchConfig:
         """The configuration that was asked for; its mode may be more than ``config`` has."""
-        return self._asked
+        return self.spec.options.config
+
+    @property
+    def asked_mode(self) -> CUDAGraphMode:
+        """The mode that was asked for."""
+        return self.asked_config.mode
 
     def settings_in_force(self) -> dict[str, Any]:
         """Return the settings the runner goes by, by their names in a settings file.
 
         Those of plugins and costs are not its own. An object goes by its own name.
         """
-        made_from = self._made_from
-        backend = made_from["backend"]
+        spec, options = self.spec, self.spec.options
+        config = {name: getattr(self.asked_config, name) for name in names_of(DispatchConfig)}
         return {
-            **attrs.asdict(self._asked, recurse=False),
+            **config,
             **attrs.asdict(self.lifecycle.budget),
-            **{name: made_from[name] for name in _FIXED},
-            "backend": backend if isinstance(backend, str) else self.backend.name,
+            "outputs": spec.outputs,
+            "warmups": options.capture.warmups,
+            "capture_after": options.capture.capture_after,
+            "check": options.check or 0,
+            "sample_every": options.sample_every,
+            "backend": spec.backend if isinstance(spec.backend, str) else self.backend.name,
             "lazy": self.lifecycle.lazy,
             "strict": self.eager.strict,
             "policy": self._policy_name(),
-            "policy_options": made_from["policy_options"] or {},
+            "policy_options": options.policy_options,
         }
 
     # -- what is asked for --------------------------------------------------------------
 
-    def _budget(self, max_graphs: Any, max_bytes: Any, eviction: str | None) -> Budget:
+    def _budget(self, max_graphs: Any, max_bytes: Any, eviction: str | None) -> MemoryOptions:
         changes: dict[str, Any] = {"max_graphs": max_graphs, "max_bytes": max_bytes}
         changes = {name: value for name, value in changes.items() if value is not UNCHANGED}
         if eviction is not None:
@@ -144,31 +146,20 @@ class SwapRequests:
         policy: str | Policy | None,
         options: dict[str, Any] | None,
         asked: DispatchConfig,
-        budget: Budget,
+        budget: MemoryOptions,
     ) -> Change:
         if len(self.lanes) > 1:
             hint = "Each lane decides by itself; make the runner anew to change all of them."
             raise ConfigError("lanes", len(self.lanes), "1 for a swap or a shadow", hint)
-        is_same = asked == self._asked and policy is None and options is None
-        made_from = {
-            **self._made_from,
-            **dict.fromkeys(OF_CONFIG),
-            **attrs.asdict(budget),
-            "config": asked,
-        }
-        if is_same:
-            return Change(
-                asked=asked,
-                mode_reasons=self.mode_reasons,
-                proposal=None,
-                budget=budget,
-                made_from=made_from,
-            )
+        options_now = attrs.evolve(self.spec.options, config=asked, memory=budget)
+        spec = attrs.evolve(self.spec, options=options_now)
+        if asked == self.asked_config and policy is None and options is None:
+            return Change(mode_reasons=self.mode_reasons, proposal=None, budget=budget, spec=spec)
         in_force, reasons = self.config, self.mode_reasons
-        if asked != self._asked:
+        if asked != self.asked_config:
             in_force, reasons = honoured(asked, self._step, self.backend)
         if policy is None and options is not None:
-            named = self._made_from["policy"]
+            named = self.spec.named_policy
             policy = self._policy_name() if named is None else named
         if policy is None:
             chosen, origin = self._copied_policy(), self.dispatcher.policy_origin
@@ -177,31 +168,25 @@ class SwapRequests:
             if chosen is self.dispatcher.policy:
                 hint = "Give a new one, or leave it out: then it is copied."
                 raise ConfigError("policy", policy_name(chosen), "not the object in force", hint)
-            made_from |= {"policy": policy, "policy_options": options}
+            spec = spec.having_policy(policy, options)
         proposal = self.dispatcher.propose(chosen, in_force, origin)
         self._check_room(proposal.keys)
-        return Change(
-            asked=asked,
-            mode_reasons=reasons,
-            proposal=proposal,
-            budget=budget,
-            made_from=made_from,
-        )
+        return Change(mode_reasons=reasons, proposal=proposal, budget=budget, spec=spec)
 
     def _asked_config(self, config: DispatchConfig | None, **settings: Any) -> DispatchConfig:
         changes = {name: value for name, value in settings.items() if value is not None}
         if config is None:
-            config = attrs.evolve(self._asked, **changes) if changes else self._asked
+            config = serving_config(self.asked_config, changes) if changes else self.asked_config
         elif changes:
             hint = "These settings are part of the config."
             raise ConfigError("config", sorted(changes), "given alone", hint)
         elif not isinstance(config, DispatchConfig):
             raise ConfigError("config", config, "a DispatchConfig")
-        has_others = config.axes and config.max_loras != self._asked.max_loras
-        if config.axes != self._asked.axes or has_others:
+        has_others = config.axes and config.max_loras != self.asked_config.max_loras
+        if config.axes != self.asked_config.axes or has_others:
             hint = "The inputs are made for them; make a new runner."
             raise ConfigError("axes", config.axes, "as they are, and max_loras with them", hint)
-        classes = [(one.query_lens, one.varlen_decode) for one in (config, self._asked)]
+        classes = [(one.query_lens, one.varlen_decode) for one in (config, self.asked_config)]
         is_followed = self._recorder is not None or self._shadow_dispatch is not None
         if classes[0] != classes[1] and is_followed:
             hint = (
@@ -212,7 +197,7 @@ class SwapRequests:
 
     def _policy_name(self) -> str:
         """Return the name that the policy was asked for by, or else the one that it has."""
-        named = self._made_from["policy"]
+        named = self.spec.named_policy
         return named if isinstance(named, str) else self.dispatcher.policy_name
 
     def _copied_policy(self) -> Policy:
@@ -235,8 +220,21 @@ class SwapRequests:
                 "sizes",
                 largest,
                 f"at most {room}, the rows of the static inputs",
-                f"Make the runner with buffer_rows={largest} to have room for it later.",
+                "Make the runner with options=RunnerOptions(buffers=BufferOptions(buffer_rows="
+                f"{largest})) to have room for it later.",
             )
+
+
+def serving_config(asked: DispatchConfig, changes: Mapping[str, Any]) -> DispatchConfig:
+    """Return a configuration with other settings, for callers that send batches meanwhile.
+
+    A limit that follows from the sizes grows with them, and never shrinks below batches that
+    were allowed so far.
+    """
+    config = attrs.evolve(asked, **changes)
+    if "max_num_tokens" not in changes and config.max_num_tokens < asked.max_num_tokens:
+        config = attrs.evolve(config, max_num_tokens=asked.max_num_tokens)
+    return config
 
 
 def no_change() -> ConfigError:

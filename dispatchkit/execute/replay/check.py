@@ -7,7 +7,7 @@ are compared, and what stays of both is eager's. A graph that gave something els
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -26,13 +26,13 @@ from dispatchkit.execute.replay.check_state import (
     tolerance,
 )
 from dispatchkit.execute.step.state import Snapshot
+from dispatchkit.options import FIRST
 
 # A bucket is another shape than the batch, and other kernels may compute it: results differ
 # by rounding. What check mode is for (old values, wrong rows) differs by far more.
 RELATIVE, ABSOLUTE = 1e-2, 1e-3
 
 #: Compare the first replay of each graph, and its first padded one; nothing after that.
-FIRST: Final = "first"
 
 
 class CheckWarning(RuntimeWarning):

@@ -149,7 +149,7 @@ class EagerRunner:
         if self.strict:
             raise NoGraphError(
                 f"A step of {what} has no graph to run: {reason}. {have} "
-                "With strict=False such steps run eager.",
+                "With strict=False in its options such steps run eager.",
                 reason=reason,
                 nearest=nearest,
             )

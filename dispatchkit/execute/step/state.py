@@ -32,9 +32,59 @@ from dispatchkit.backends.watching.dispatch_mode import (
     WeakStorages,
     tensors_in,
 )
-from dispatchkit.errors import CaptureError
+from dispatchkit.errors import CaptureError, ConfigError
 
-DEFAULT_STATE_LIMIT = 64 << 20
+
+def _tensors(value: Any, name: str) -> tuple[torch.Tensor, ...]:
+    """Return a list of tensors as a tuple; one tensor alone would be its rows."""
+    if isinstance(value, torch.Tensor):
+        hint = f"Put it into one: {name}=[cache]."
+        raise ConfigError(name, type(value).__name__, "a list of tensors", hint)
+    tensors = tuple(value)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(name, tensor, "a list of tensors")
+    return tensors
+
+
+def _state(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return _tensors(tensors, "state")
+
+
+def _scratch(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return _tensors(tensors, "scratch")
+
+
+def _generators(generators: Iterable[torch.Generator]) -> tuple[torch.Generator, ...]:
+    return tuple(generators)
+
+
+@attrs.frozen(eq=False, repr=False)
+class StepState:
+    """What a step changes outside its outputs, as its owner declares it.
+
+    Attributes:
+        tensors: Tensors the step changes, such as a KV cache. They are saved around warmups.
+        scratch: Tensors the step may write in a warmup without harm: rows of fill write to
+            a place that is never read. They are not saved.
+        generators: Random generators of the step, beside the default ones.
+    """
+
+    tensors: tuple[torch.Tensor, ...] = attrs.field(default=(), converter=_state)
+    scratch: tuple[torch.Tensor, ...] = attrs.field(default=(), converter=_scratch)
+    generators: tuple[torch.Generator, ...] = attrs.field(default=(), converter=_generators)
+
+    @classmethod
+    def of(cls, state: StepState | Iterable[torch.Tensor]) -> StepState:
+        """Return declared state; a list of tensors is what the step changes."""
+        return state if isinstance(state, StepState) else cls(state)
+
+    def __repr__(self) -> str:
+        # Never the tensors: printing one waits for the device.
+        return (
+            f"<StepState of {len(self.tensors)} tensors, {len(self.scratch)} scratch tensors, "
+            f"{len(self.generators)} generators>"
+        )
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -226,8 +276,8 @@ class WriteWatch(DispatchMode):
                 f"The step writes, by {operation}, a {tensor.dtype} tensor of shape "
                 f"{tuple(tensor.shape)} ({storage.nbytes()} bytes) that is not declared, and "
                 f"only {self._left} more bytes of such state are saved around a warmup. Declare "
-                "it: state=[tensor], or scratch=[tensor] if rows without a token write where "
-                "it does no harm; or raise state_limit_bytes.",
+                "it: state=[tensor], or state=StepState(scratch=[tensor]) if rows without a "
+                "token write where it does no harm; or raise state_limit_bytes.",
                 reason="undeclared_state",
             )
         self._left -= storage.nbytes()

@@ -9,7 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+)
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 
 from dispatchkit_adaptive import AdaptivePolicy  # noqa: E402
@@ -102,7 +106,7 @@ def serve(policy, sizes, sample_every):
         mode="FULL",
         policy=policy,
         backend=backend,
-        sample_every=sample_every,
+        options=RunnerOptions(sample_every=sample_every),
     )
     runner.capture()
     backend.total_us, backend.num_records = 0.0, 0

@@ -11,7 +11,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import GraphRunner, StaticInput, load_plugins  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    CaptureOptions,
+    GraphRunner,
+    MemoryOptions,
+    RunnerOptions,
+    StaticInput,
+    load_plugins,
+)
 from dispatchkit.errors import ConfigError  # noqa: E402
 
 from dispatchkit_predictive import Predictive  # noqa: E402
@@ -19,16 +26,21 @@ from dispatchkit_predictive import Predictive  # noqa: E402
 README = Path(__file__).resolve().parents[1] / "README.md"
 
 
-def make_runner(**settings: Any) -> GraphRunner:
-    settings = {"capture_after": 1_000_000, "max_graphs": 3} | settings
+def make_runner(
+    policy: Any = None, *, capture_after: int = 1_000_000, max_graphs: int = 3
+) -> GraphRunner:
     return GraphRunner(
         lambda x: x * 2 + 1,
         {"x": StaticInput((None, 4), "float32")},
         sizes=(1, 2, 4, 8, 16),
         mode="FULL",
         backend="tape",
+        policy=policy,
         lazy=True,
-        **settings,
+        options=RunnerOptions(
+            capture=CaptureOptions(capture_after=capture_after),
+            memory=MemoryOptions(max_graphs=max_graphs),
+        ),
     )
 
 
@@ -65,7 +77,7 @@ def test_a_capture_that_fails_is_left_to_the_runner() -> None:
         mode="FULL",
         backend="tape",
         lazy=True,
-        capture_after=1_000_000,
+        options=RunnerOptions(capture=CaptureOptions(capture_after=1_000_000)),
     )
     predictive = Predictive()
     predictive.attach(runner)
@@ -79,7 +91,8 @@ def test_a_capture_that_fails_is_left_to_the_runner() -> None:
 
 def test_the_runner_itself_spares_what_is_expected() -> None:
     predictive = Predictive()
-    runner = make_runner(capture_after=1, max_graphs=2, eviction=predictive.worth)
+    runner = make_runner(capture_after=1, max_graphs=2)
+    runner.set_eviction(predictive.worth)
     predictive.attach(runner)
     for rows in (*(1, 2, 1, 4) * 6, 1, 2, 16):
         runner(torch.ones(rows, 4))
@@ -101,7 +114,7 @@ def test_detached_it_hears_nothing_more() -> None:
 def test_it_is_an_observer_that_hears_of_evictions() -> None:
     plugins = load_plugins()
     predictive = plugins.create_observer("predictive", order="1")
-    runner = make_runner(plugins=plugins)
+    runner = make_runner(policy=plugins.with_policy())
     predictive.attach(runner, max_graphs=3)
     runner(torch.ones(1, 4))
     predictive.idle(3)

@@ -97,7 +97,7 @@ def test_every_query_of_the_dashboard_has_an_answer(
         sizes=(1, 4, 8),
         mode="FULL",
         backend="tape",
-        plugins=plugins,
+        policy=plugins.with_policy(),
     )
     watch(runner, name="decoder", registry=registry)
 

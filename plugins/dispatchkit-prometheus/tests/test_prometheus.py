@@ -167,7 +167,7 @@ def test_the_observer_counts_rare_events_with_their_reasons(
     plugins = load_plugins(allow=["vllm", "prometheus"], environ={})
     observer = plugins.create_observer("prometheus", registry=registry)
     assert isinstance(observer, PrometheusObserver)
-    runner = make_runner(plugins=plugins)
+    runner = make_runner(policy=plugins.with_policy())
     runner.capture()
     runner.clear()
 
@@ -182,7 +182,7 @@ def test_the_observer_counts_rare_events_with_their_reasons(
         sizes=(4, 8),
         mode="FULL",
         backend="tape",
-        plugins=plugins,
+        policy=plugins.with_policy(),
     )
     assert len(broken.capture().failed) == 1
     samples = scrape(address)

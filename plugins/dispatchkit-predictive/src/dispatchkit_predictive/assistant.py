@@ -138,7 +138,7 @@ class Predictive:
     def worth(self, step: Any) -> float:
         """Return how much the key of a captured step is expected.
 
-        For ``GraphRunner(..., eviction=predictive.worth)``: the least expected goes first,
+        For ``runner.set_eviction(predictive.worth)``: the least expected goes first,
         also where the runner itself makes room.
         """
         with self._lock:

@@ -27,7 +27,7 @@ class PrometheusObserver:
 
         plugins = load_plugins()
         plugins.create_observer("prometheus")
-        runner = GraphRunner(step, inputs, plugins=plugins)
+        runner = GraphRunner(step, inputs, policy=plugins.with_policy())
 
     Args:
         registry: Where prometheus-client looks; its default one.
