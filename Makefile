@@ -15,7 +15,7 @@ SHARED = -n $(WORKERS) --dist loadfile
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow nightly soak check lint types public-types contracts format wheels release-check docs bench rivals oldest-transformers clean
+.PHONY: help setup demo test test-slow nightly soak check lint types public-types contracts format wheels release-check docs bench rivals vllm-tests vllm-engine oldest-transformers clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-19s %s\n", $$1, $$2 }' Makefile
@@ -73,6 +73,12 @@ format: $(READY) ## Rewrite the code in the project's format
 
 rivals: $(READY) ## Fetch published vLLM dispatchers into .rivals/, which tests then compare with
 	@$(VENV_PY) scripts/rivals.py
+
+vllm-tests: $(READY) ## Run vLLM's own dispatcher tests, of every release, on our classes (fetches 2 GB)
+	@$(VENV_PY) plugins/dispatchkit-vllm/upstream/run.py $(ARGS)
+
+vllm-engine: $(READY) ## Run whole vLLM engines on the CPU with policies in both runners (fetches 2 GB)
+	@$(VENV_PY) plugins/dispatchkit-vllm/upstream/cpu_engine.py $(ARGS)
 
 # The other end of the range than the one that requirements-dev.txt pins.
 OLDEST := .rivals/transformers-4.57.1

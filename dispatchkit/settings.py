@@ -35,7 +35,10 @@ __all__ = ["SETTINGS", "Setting", "Settings", "Sourced", "load_settings"]
 
 PREFIX = "DISPATCHKIT_"
 FILE_VARIABLE = "DISPATCHKIT_CONFIG"
-_NO_SETTINGS = frozenset({FILE_VARIABLE, "DISPATCHKIT_REQUIRE_GPU"})
+# Read by others: the GPU tests, and dispatchkit-vllm inside vLLM.
+_NO_SETTINGS = frozenset(
+    {FILE_VARIABLE, "DISPATCHKIT_REQUIRE_GPU", "DISPATCHKIT_TRACE", "DISPATCHKIT_METRICS"}
+)
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 
 _AXES_ALLOWED = (

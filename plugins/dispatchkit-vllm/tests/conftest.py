@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-for _file in ("helpers", "rivals"):
+for _file in ("helpers", "rivals", "modules"):
     _name = f"vllm_test_{_file}"
     if _name not in sys.modules:
         _path = Path(__file__).with_name(f"{_file}.py")

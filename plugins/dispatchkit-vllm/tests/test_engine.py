@@ -1,130 +1,201 @@
-"""The entry point for vLLM swaps the class that its runner looks up, and only on request."""
+"""Inside vLLM: a policy chooses among the graphs of either model runner, and only on request."""
 
 from __future__ import annotations
 
+import gzip
 import importlib.metadata
+import json
+import logging
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
-from vllm_test_helpers import vllm_config
+from vllm_test_modules import FORMS, config, first_runner, installed, second_runner, worker_module
 
-from dispatchkit.errors import BackendUnavailableError, UnknownNameError
+from dispatchkit import CellUpdate, Decision
+from dispatchkit.errors import BackendUnavailableError, ConfigError, TraceError, UnknownNameError
 from dispatchkit.keys import CUDAGraphMode
+from dispatchkit.observe import read_trace
 
-from dispatchkit_vllm import VllmPolicy, engine
-from dispatchkit_vllm.facade import v0_13, v0_33
+from dispatchkit_vllm import engine
+from dispatchkit_vllm.engine import core, first, second, station, timing
+from dispatchkit_vllm.engine.settings import EngineSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::dispatchkit.keys.CaptureSizeWarning")
 
-
-@pytest.fixture(params=[v0_13, v0_33], ids=["0.13", "0.33"])
-def release(request, monkeypatch) -> ModuleType:
-    """Modules shaped like a release of vLLM, with a runner that was imported already."""
-    defined = ModuleType(engine._MODULE)
-    defined.CUDAGraphMode = CUDAGraphMode
-    defined.BatchDescriptor = request.param.BatchDescriptor
-    defined.CudagraphDispatcher = type(
-        "CudagraphDispatcher", (), {"__module__": engine._MODULE, "__init__": lambda *_: None}
-    )
-    runner = ModuleType("vllm.v1.worker.gpu_model_runner")
-    runner.CudagraphDispatcher = defined.CudagraphDispatcher
-    other = ModuleType("elsewhere.runner")
-    other.CudagraphDispatcher = defined.CudagraphDispatcher
-    for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for module in (defined, runner, other):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delenv(engine.VARIABLE, raising=False)
-    defined.facade = request.param
-    return defined
+BATCHES = [(1, 1, 1), (3, 3, 1), (3, 1, 3), (5, 2, 4), (7, 7, 1), (8, 8, 1), (9, 3, 4)]
 
 
-def runner_class() -> type:
-    return sys.modules["vllm.v1.worker.gpu_model_runner"].CudagraphDispatcher
-
-
-def test_without_the_variable_nothing_changes(release):
-    original = release.CudagraphDispatcher
-    engine.install()
-    assert release.CudagraphDispatcher is original
-    assert runner_class() is original
-
-
-def test_the_runner_finds_a_dispatcher_backed_by_the_policy(release, monkeypatch):
-    original = release.CudagraphDispatcher
-    monkeypatch.setenv(engine.VARIABLE, "vllm@0.33")
-    engine.install()
-    assert runner_class() is release.CudagraphDispatcher is not original
-    assert sys.modules["elsewhere.runner"].CudagraphDispatcher is original
-    dispatcher = runner_class()(vllm_config())
-    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE, 1)
-    assert isinstance(dispatcher._core.policy, VllmPolicy)
-    assert dispatcher._core.policy.name == "vllm@0.33"
-    mode, descriptor = dispatcher.dispatch(3, True, False)
-    assert mode is CUDAGraphMode.FULL
-    assert descriptor in dispatcher.cudagraph_keys[CUDAGraphMode.FULL]
-    assert isinstance(descriptor, release.BatchDescriptor)
-    assert dispatcher.dispatch(9, True, False)[0] is CUDAGraphMode.NONE
-
-
-def test_the_own_rule_is_the_release_s_facade(release, monkeypatch):
-    monkeypatch.setenv(engine.VARIABLE, "vllm")
-    engine.install()
-    assert issubclass(runner_class(), release.facade.CudagraphDispatcher)
-    dispatcher = runner_class()(vllm_config())
-    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE, 1)
-    assert dispatcher._core.policy.dialect is release.facade.CudagraphDispatcher.dialect
-
-
-def test_installing_again_changes_the_policy_and_uninstalling_puts_the_original_back(
-    release, monkeypatch
-):
-    original = release.CudagraphDispatcher
-    for name in ("vllm", "vllm@0.13", "vllm@0.13"):
-        monkeypatch.setenv(engine.VARIABLE, name)
-        engine.install()
-        assert runner_class().policy_name == name
-        assert runner_class().replaces is original
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in ("POLICY", "POLICY_OPTIONS", "STRICT", "TRACE", "METRICS"):
+        monkeypatch.delenv(f"DISPATCHKIT_{name}", raising=False)
+    yield
+    for log in station._logs.values():
+        log.close()
+    station._logs.clear()
+    station.stations.clear()
     engine.uninstall()
-    assert runner_class() is release.CudagraphDispatcher is original
-    engine.uninstall()
-    assert runner_class() is original
 
 
-def test_an_unknown_policy_stops_with_the_nearest_names(release, monkeypatch):
-    original = release.CudagraphDispatcher
-    monkeypatch.setenv(engine.VARIABLE, "vlllm")
-    with pytest.raises(UnknownNameError) as caught:
-        engine.install()
-    assert "vllm" in caught.value.nearest
-    assert runner_class() is original
+@pytest.fixture(params=FORMS)
+def runner_module(request, monkeypatch) -> ModuleType:
+    """The first runner's module, in each form that its dispatcher has had."""
+    installed(monkeypatch, modules := first_runner(request.param), worker_module())
+    return modules["vllm.v1.worker.gpu_model_runner"]
 
 
-def test_an_unknown_release_is_refused(release, monkeypatch):
-    monkeypatch.setenv(engine.VARIABLE, "vllm")
-    release.BatchDescriptor = type("BatchDescriptor", (), {"__annotations__": {"rows": int}})
-    with pytest.raises(BackendUnavailableError, match=r"neither that of 0\.13 nor of 0\.33"):
-        engine.install()
+@pytest.fixture
+def manager_module(monkeypatch) -> ModuleType:
+    installed(monkeypatch, modules := second_runner(), worker_module())
+    return modules["vllm.v1.worker.gpu.model_runner"]
 
 
-def test_a_vllm_without_the_module_is_refused(monkeypatch):
-    monkeypatch.setenv(engine.VARIABLE, "vllm")
-    monkeypatch.setitem(sys.modules, engine._MODULE, None)
-    with pytest.raises(BackendUnavailableError, match="cannot be imported"):
-        engine.install()
-
-
-def test_graphs_that_can_be_broken_need_no_split_model(release, monkeypatch):
-    monkeypatch.setenv(engine.VARIABLE, "vllm")
+def ask(monkeypatch, policy: str, **options: object) -> None:
+    monkeypatch.setenv(engine.VARIABLE, policy)
+    if options:
+        monkeypatch.setenv("DISPATCHKIT_POLICY_OPTIONS", json.dumps(options))
     engine.install()
-    with pytest.raises(AssertionError):
-        runner_class()(vllm_config(piecewise=False))
-    breakable = ModuleType("vllm.compilation.breakable_cudagraph")
-    breakable.is_breakable_cudagraph_enabled = lambda: True
-    monkeypatch.setitem(sys.modules, "vllm.compilation", ModuleType("vllm.compilation"))
-    monkeypatch.setitem(sys.modules, breakable.__name__, breakable)
-    runner_class()(vllm_config(piecewise=False))
+
+
+def first_of(module: ModuleType, mode: str = "FULL_AND_PIECEWISE", **facts: object):
+    runner = module.GPUModelRunner(config(**facts))
+    runner.initialize(mode)
+    return runner
+
+
+def second_of(module: ModuleType, mode: str = "FULL_AND_PIECEWISE", model=None, **facts: object):
+    runner = module.GPUModelRunner(config(**facts), model)
+    runner.initialize(mode)
+    return runner
+
+
+def tried(result) -> tuple[str, int]:
+    """The mode and padded size of an answer of either runner."""
+    if isinstance(result, tuple):
+        return result[0].name, result[1].num_tokens
+    return result.cg_mode.name, result.num_tokens
+
+
+# -- asked for, or not ------------------------------------------------------------------
+
+
+def test_without_a_request_vllm_builds_its_own_classes(runner_module):
+    own = runner_module.CudagraphDispatcher
+    engine.install()
+    runner = first_of(runner_module)
+    assert type(runner.cudagraph_dispatcher) is own
+    assert not hasattr(runner_module.GPUModelRunner, "dispatchkit_watches")
+
+
+def test_the_own_rule_answers_as_vllm_does(runner_module, monkeypatch):
+    plain = first_of(runner_module)
+    expected = [plain.execute_model(*batch) for batch in BATCHES]
+    ask(monkeypatch, "vllm")
+    runner = first_of(runner_module)
+    assert [runner.execute_model(*batch) for batch in BATCHES] == expected
+    found = runner.cudagraph_dispatcher.station
+    assert found.core.policy.name == "vllm"
+    assert not found.core.fallbacks
+
+
+def test_the_second_runner_s_own_rule_answers_as_vllm_does(manager_module, monkeypatch):
+    plain = second_of(manager_module)
+    batches = [(n, reqs, 1 if longest == 1 else None) for n, reqs, longest in BATCHES]
+    expected = [plain.execute_model(*batch) for batch in batches]
+    ask(monkeypatch, "vllm")
+    runner = second_of(manager_module)
+    assert [runner.execute_model(*batch) for batch in batches] == expected
+    assert runner.cudagraph_manager.station.core is not None
+
+
+def test_options_of_the_policy_act_in_both_runners(monkeypatch):
+    installed(monkeypatch, modules := {**first_runner("0.33"), **second_runner()})
+    ask(monkeypatch, "threshold", max_tokens=4)
+    runner = first_of(modules[first.MODULE])
+    assert [tried(runner.execute_model(n, n, 1)) for n in (3, 4, 5)] == [
+        ("FULL", 4),
+        ("FULL", 4),
+        ("NONE", 5),
+    ]
+    other = second_of(modules[second.MODULE])
+    assert [tried(other.execute_model(n, n, 1)) for n in (3, 4, 5)] == [
+        ("FULL", 4),
+        ("FULL", 4),
+        ("NONE", 5),
+    ]
+    assert other.execute_model(5, 2, None).num_reqs == 2
+
+
+def test_additional_config_asks_too_and_wins(runner_module, monkeypatch):
+    ask(monkeypatch, "threshold", max_tokens=4)
+    settings = {"dispatchkit": {"policy_options": {"max_tokens": 2}}}
+    runner = first_of(runner_module, additional_config=settings)
+    assert tried(runner.execute_model(4, 4, 1)) == ("NONE", 4)
+    monkeypatch.delenv(engine.VARIABLE)
+    monkeypatch.delenv("DISPATCHKIT_POLICY_OPTIONS")
+    settings = {"dispatchkit": {"policy": "threshold", "policy_options": {"min_tokens": 2}}}
+    runner = first_of(runner_module, additional_config=settings)
+    assert tried(runner.execute_model(1, 1, 1)) == ("NONE", 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "error", "names"),
+    [
+        ({"POLICY": "vlllm"}, UnknownNameError, "vllm"),
+        ({"POLICY": "threshold", "POLICY_OPTIONS": '{"max_token": 4}'}, ConfigError, "max_token"),
+        (
+            {"POLICY": "threshold", "POLICY_OPTIONS": '{"min_tokens": -1}'},
+            ConfigError,
+            "min_tokens",
+        ),
+        ({"POLICY": "threshold", "POLICY_OPTIONS": "[1]"}, ConfigError, "policy_options"),
+        ({"POLICY": "threshold", "POLICY_OPTIONS": "{"}, ConfigError, "policy_options"),
+        ({"POLICY_OPTIONS": '{"min_tokens": 1}'}, ConfigError, "policy_options"),
+        ({"POLICY": "vllm", "STRICT": "perhaps"}, ConfigError, "strict"),
+    ],
+)
+def test_wrong_settings_stop_the_start_by_name(variables, error, names, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"DISPATCHKIT_{name}", value)
+    with pytest.raises(error, match=names):
+        engine.install()
+
+
+def test_an_unknown_setting_of_additional_config_is_named():
+    with pytest.raises(UnknownNameError, match="policy_option"):
+        EngineSettings.read({}, {"dispatchkit": {"policy_option": {}}})
+
+
+def test_drafters_keep_vllm_s_dispatcher(runner_module, monkeypatch):
+    ask(monkeypatch, "threshold", max_tokens=4)
+    drafter = sys.modules["vllm.v1.spec_decode.eagle"].CudagraphDispatcher
+    assert drafter is sys.modules["vllm.v1.cudagraph_dispatcher"].CudagraphDispatcher
+    assert not hasattr(drafter(config()), "station")
+
+
+def test_uninstalling_puts_the_own_classes_back(runner_module, monkeypatch):
+    own = runner_module.CudagraphDispatcher
+    ask(monkeypatch, "vllm")
+    engine.install()
+    assert runner_module.CudagraphDispatcher.replaces is own
+    engine.uninstall()
+    engine.uninstall()
+    assert runner_module.CudagraphDispatcher is own
+
+
+def test_a_module_that_is_imported_later_is_found(tmp_path, monkeypatch):
+    (tmp_path / "later_module.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = []
+    engine.when_imported("later_module", lambda module: seen.append(module.value))
+    assert not seen
+    import later_module
+
+    assert seen == [1]
+    assert later_module.__loader__ is later_module.__spec__.loader
+    assert later_module.__loader__.get_source("later_module") == "value = 1\n"
+    del sys.modules["later_module"]
 
 
 def test_the_entry_point_names_the_function():
@@ -134,3 +205,436 @@ def test_the_entry_point_names_the_function():
         if each.name == "dispatchkit"
     )
     assert found.load() is engine.install
+
+
+# -- what cannot act says so ------------------------------------------------------------
+
+
+def started(runner, mode: str = "FULL_AND_PIECEWISE") -> None:
+    sys.modules["vllm.v1.worker.worker_base"].WorkerWrapperBase(runner).initialize_from_config(mode)
+
+
+def test_the_start_says_what_decides(runner_module, monkeypatch, caplog):
+    ask(monkeypatch, "threshold", max_tokens=4)
+    with caplog.at_level(logging.INFO, "vllm"):
+        started(runner_module.GPUModelRunner(config()))
+    assert "Policy 'threshold' decides" in caplog.text
+    assert "8 graphs, 2 of them never replayed" in caplog.text
+
+
+def test_a_mode_without_graphs_is_said(runner_module, monkeypatch, caplog):
+    ask(monkeypatch, "threshold")
+    started(runner_module.GPUModelRunner(config(mode="NONE")), "NONE")
+    assert "cannot act: vLLM captures no graphs here (cudagraph mode NONE)" in caplog.text
+    monkeypatch.setenv("DISPATCHKIT_STRICT", "1")
+    with pytest.raises(BackendUnavailableError, match="DISPATCHKIT_STRICT"):
+        started(runner_module.GPUModelRunner(config(mode="NONE")), "NONE")
+
+
+def test_a_dispatcher_of_another_form_is_left_alone_and_said(runner_module, monkeypatch, caplog):
+    class Strange(runner_module.CudagraphDispatcher):
+        def dispatch(self, num_tokens, uniform_decode, has_lora, rows=0, disable_full=False):
+            return None
+
+    runner_module.CudagraphDispatcher = Strange
+    ask(monkeypatch, "threshold")
+    runner = runner_module.GPUModelRunner(config())
+    assert type(runner.cudagraph_dispatcher) is Strange
+    started(runner)
+    assert "vLLM 0.0.test is not served" in caplog.text
+    assert "rows" in caplog.text
+
+
+def test_a_dispatcher_that_takes_ready_descriptors_is_named():
+    class Old:
+        def initialize_cudagraph_keys(self): ...
+
+        def dispatch(self, batch_descriptor): ...
+
+    assert "before 0.12" in first.why_unknown(Old)
+
+
+def test_a_second_runner_of_another_form_is_said(manager_module, monkeypatch, caplog):
+    class Old:
+        def __init__(self, *args): ...
+
+        def capture(self, model): ...
+
+        def get_cudagraph_size(self): ...
+
+    manager_module.ModelCudaGraphManager = Old
+    ask(monkeypatch, "threshold")
+    started(manager_module.GPUModelRunner(config()))
+    assert "second model runner" in caplog.text
+    assert "before 0.20" in caplog.text
+
+
+def test_another_runner_is_said(runner_module, monkeypatch, caplog):
+    ask(monkeypatch, "threshold")
+    other = SimpleNamespace(vllm_config=config(), initialize=lambda mode: None)
+    started(other)
+    assert "has no CUDA graph dispatcher" in caplog.text
+
+
+def test_a_runner_that_decides_in_its_own_way_is_said(runner_module, monkeypatch, caplog):
+    ask(monkeypatch, "threshold")
+
+    class Own(runner_module.GPUModelRunner):
+        def _determine_batch_execution_and_padding(self): ...
+
+    started(Own(config()))
+    assert "Own decides its steps in a way of its own" in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["vllm@0.13", "vllm-drafter", "vllm-lora-count"])
+def test_a_policy_whose_keys_do_not_fit_is_refused(policy, monkeypatch):
+    installed(monkeypatch, modules := first_runner("0.33"))
+    ask(monkeypatch, policy)
+    with pytest.raises(engine.UnfitPolicyError, match="which is not captured there"):
+        first_of(modules[first.MODULE], mode="FULL")
+
+
+@pytest.mark.parametrize("policy", ["vllm@0.33", "threshold", "adaptive", "composite"])
+def test_policies_that_build_on_the_release_s_rule_fit_everywhere(
+    runner_module, policy, monkeypatch
+):
+    options = {"members": "vllm"} if policy == "composite" else {}
+    ask(monkeypatch, policy, **options)
+    for mode in ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE", "FULL_DECODE_ONLY"):
+        runner = first_of(runner_module, mode)
+        assert runner.cudagraph_dispatcher.station.core is not None
+
+
+# -- nothing that a policy answers stops the engine -------------------------------------
+
+
+class Stubborn:
+    """Chooses by a function of the batch."""
+
+    name = "stubborn"
+
+    def __init__(self, choose):
+        self.choose = choose
+
+    def declare(self, config):
+        return self.base.declare(config)
+
+    def decide(self, batch, graphs):
+        return self.choose(batch, graphs)
+
+
+def stubborn(monkeypatch, choose) -> None:
+    """Have a policy of this test made, whatever is asked for."""
+
+    def make(settings, rule):
+        policy = Stubborn(choose)
+        policy.base = rule
+        return policy
+
+    monkeypatch.setattr(station, "make_policy", make)
+    ask(monkeypatch, "vllm")
+
+
+def test_eager_where_it_is_not_allowed_takes_vllm_s_graph_and_is_counted(monkeypatch):
+    installed(monkeypatch, modules := first_runner("0.33"))
+    stubborn(monkeypatch, lambda batch, graphs: Decision.eager("never"))
+    runner = first_of(modules[first.MODULE])
+    dispatcher = runner.cudagraph_dispatcher
+    dispatcher.station.open()
+    mode, _ = dispatcher.dispatch(3, True, valid_modes={CUDAGraphMode.FULL})
+    assert mode is CUDAGraphMode.FULL
+    assert dispatcher.station.core.fallbacks == {core.EAGER_REFUSED: 1}
+
+
+def test_a_policy_that_raises_while_serving_costs_no_step(runner_module, monkeypatch, caplog):
+    calls = []
+
+    def choose(batch, graphs):
+        if batch.num_tokens == 3 and calls:
+            raise RuntimeError("no idea")
+        return Decision.eager("trial")
+
+    stubborn(monkeypatch, choose)
+    plain = runner_module.CudagraphDispatcher.replaces(config())
+    plain.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE, 1)
+    runner = runner_module.GPUModelRunner(config())
+    monkeypatch.setattr(core.PolicyCore, "fill", lambda self: calls.append(1) or 0)
+    runner.initialize("FULL_AND_PIECEWISE")
+    with pytest.warns(RuntimeWarning, match="no idea"):
+        assert tried(runner.execute_model(3, 3, 1)) == ("FULL", 4)
+    assert tried(runner.execute_model(2, 2, 1)) == ("NONE", 2)
+    assert runner.cudagraph_dispatcher.station.core.fallbacks == {"policy_error": 1}
+    assert "vLLM's own dispatcher answers in its place" in caplog.text
+
+
+def test_dummy_runs_and_captures_are_answered_by_vllm(runner_module, monkeypatch):
+    ask(monkeypatch, "threshold", max_tokens=4)
+    runner = first_of(runner_module)
+    assert tried(runner._dummy_run(8, uniform_decode=True)) == ("FULL", 8)
+    assert tried(runner._dummy_run(8)) == ("PIECEWISE", 8)
+    assert tried(runner.execute_model(8, 8, 1)) == ("NONE", 8)
+
+
+def test_dummy_runs_of_the_second_runner_are_answered_by_vllm(manager_module, monkeypatch):
+    ask(monkeypatch, "threshold", max_tokens=4)
+    runner = second_of(manager_module)
+    assert tried(runner._dummy_run(8)) == ("PIECEWISE", 8)
+    assert tried(runner.execute_model(8, 8, None)) == ("NONE", 8)
+
+
+@pytest.mark.parametrize("policy", ["threshold", "vllm"])
+def test_ranks_that_agreed_on_a_size_pad_alike(runner_module, policy, monkeypatch):
+    options = {"prefer_piecewise": True} if policy == "threshold" else {}
+    ask(monkeypatch, policy, **options)
+    runner = first_of(runner_module, replicas=2, world_size=2)
+    runner.agreed = 8
+    assert runner.execute_model(3, 3, 1)[1].num_tokens == 8
+
+
+def test_ranks_of_the_second_runner_pad_alike(manager_module, monkeypatch):
+    ask(monkeypatch, "threshold", max_tokens=4)
+    runner = second_of(manager_module, replicas=2)
+    runner.dp_size = 2
+    assert tried(runner.execute_model(3, 3, 1)) == ("FULL", 8)
+
+
+def test_microbatches_stay_vllm_s(manager_module, monkeypatch):
+    ask(monkeypatch, "threshold")
+    manager = second_of(manager_module).cudagraph_manager
+    manager.station.open()
+    assert manager.dispatch(4, 4, 1, num_ubatches=2).cg_mode.name == "NONE"
+    assert manager.station.is_open
+
+
+def test_nothing_is_decided_before_the_second_runner_captured(manager_module, monkeypatch):
+    ask(monkeypatch, "vllm")
+    runner = manager_module.GPUModelRunner(config())
+    manager = runner.cudagraph_manager = manager_module.ModelCudaGraphManager(
+        runner.vllm_config, "cpu", CUDAGraphMode.FULL, 1
+    )
+    assert manager.station.core is not None
+    manager.station.open()
+    assert manager.dispatch(4, 4, 1).cg_mode.name == "NONE"
+
+
+def test_the_table_is_filled_ahead(runner_module, monkeypatch):
+    ask(monkeypatch, "threshold")
+    runner = first_of(runner_module)
+    dispatcher = runner.cudagraph_dispatcher.station.core.dispatcher
+    before = dispatcher.num_filled_cells
+    for batch in BATCHES:
+        runner.execute_model(*batch)
+    assert dispatcher.num_filled_cells == before >= 2 * 2 * 8
+
+
+# -- outcomes ---------------------------------------------------------------------------
+
+
+class Learner:
+    """Keeps what it was told, and goes eager where it took long."""
+
+    name = "learner"
+
+    def __init__(self, base):
+        self.base = base
+        self.told = []
+
+    def declare(self, config):
+        return self.base.declare(config)
+
+    def decide(self, batch, graphs):
+        return self.base.decide(batch, graphs)
+
+    def observe(self, outcome):
+        self.told.append(outcome)
+        if outcome.elapsed_us > 1e6:
+            return [CellUpdate(outcome.batch, Decision.eager("slow"))]
+        return None
+
+
+class FakeClock:
+    """A clock whose passes take as long as the test says."""
+
+    name = "device"
+
+    def __init__(self):
+        self.us = 10.0
+        self.done = True
+
+    def is_busy(self):
+        return False
+
+    def new_mark(self):
+        return object()
+
+    def set_mark(self, mark):
+        pass
+
+    def is_reached(self, mark):
+        return self.done
+
+    def elapsed_us(self, start, end):
+        return self.us
+
+
+@pytest.fixture
+def clock(monkeypatch) -> FakeClock:
+    made = FakeClock()
+    monkeypatch.setattr(station.Station, "_clock", lambda self, policy: made)
+    monkeypatch.setattr(station, "make_policy", lambda settings, rule: Learner(rule))
+    return made
+
+
+def test_outcomes_reach_a_policy_that_learns(runner_module, clock, monkeypatch):
+    ask(monkeypatch, "vllm")
+    runner = first_of(runner_module)
+    policy = runner.cudagraph_dispatcher.station.core.policy
+    runner._dummy_run(4, uniform_decode=True)
+    assert not policy.told
+    clock.done = False
+    runner.execute_model(3, 3, 1)
+    assert not policy.told  # read later, without waiting
+    clock.done, clock.us = True, 2e6
+    for _ in range(timing.SAMPLE_EVERY):
+        assert tried(runner.execute_model(3, 3, 1)) == ("FULL", 4) or policy.told
+    assert len(policy.told) == 2
+    assert policy.told[0].batch.num_tokens == 3
+    assert policy.told[0].decision.key.num_tokens == 4
+    assert (policy.told[0].step, policy.told[1].step) == (1, 1 + timing.SAMPLE_EVERY)
+    assert tried(runner.execute_model(3, 3, 1)) == ("NONE", 3)
+
+
+def test_a_pass_that_raises_is_not_measured(runner_module, clock, monkeypatch):
+    def fails(self, *args):
+        raise RuntimeError("out of memory")
+
+    runner_module.GPUModelRunner._model_forward = fails
+    ask(monkeypatch, "vllm")
+    runner = first_of(runner_module)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runner.execute_model(3, 3, 1)
+    assert runner.cudagraph_dispatcher.station.timer._running is None
+
+
+def test_outcomes_of_the_second_runner(manager_module, clock, monkeypatch):
+    torch = pytest.importorskip("torch")
+
+    class Model(torch.nn.Module):
+        def forward(self, inputs):
+            return inputs
+
+    ask(monkeypatch, "vllm")
+    monkeypatch.setattr(timing, "SAMPLE_EVERY", 1)
+    runner = second_of(manager_module, model=Model())
+    policy = runner.cudagraph_manager.station.core.policy
+    assert not policy.told  # silent while it captured
+    runner._dummy_run(4)
+    assert not policy.told
+    for batch in ((3, 3, 1), (3, 1, None), (9, 9, None), (9, 9, None)):
+        runner.execute_model(*batch)
+    assert [str(outcome.decision.mode.name) for outcome in policy.told] == ["FULL", "PIECEWISE"]
+    eager = second_of(manager_module, "FULL_DECODE_ONLY", model=Model())
+    told = eager.cudagraph_manager.station.core.policy.told
+    eager.execute_model(3, 1, None)
+    eager.execute_model(5, 5, 1)
+    assert [outcome.decision.mode.name for outcome in told] == ["NONE", "FULL"]
+
+
+def test_a_policy_that_learns_is_refused_on_several_ranks(runner_module, monkeypatch):
+    ask(monkeypatch, "adaptive")
+    with pytest.raises(ConfigError, match="does not learn, with 4 ranks"):
+        first_of(runner_module, world_size=2, replicas=2)
+
+
+# -- traces and counts ------------------------------------------------------------------
+
+
+def test_every_step_is_recorded_and_no_other(runner_module, monkeypatch, tmp_path):
+    path = tmp_path / "steps.csv.gz"
+    monkeypatch.setenv("DISPATCHKIT_TRACE", str(path))
+    engine.install()
+    runner = first_of(runner_module)
+    for batch in BATCHES:
+        runner.execute_model(*batch)
+        runner._dummy_run(4)
+    found = runner.cudagraph_dispatcher.station
+    assert found.core is None
+    found.log.flush()
+    rows = read_trace(path)
+    assert [(row.num_tokens, row.num_reqs, row.uniform_decode) for row in rows] == [
+        (tokens, reqs, longest == 1) for tokens, reqs, longest in BATCHES
+    ]
+
+
+def test_a_trace_of_the_second_runner(manager_module, monkeypatch, tmp_path):
+    path = tmp_path / "steps.csv"
+    monkeypatch.setenv("DISPATCHKIT_TRACE", str(path))
+    engine.install()
+    runner = second_of(manager_module)
+    runner.execute_model(3, 3, 1)
+    runner._dummy_run(4)
+    runner.execute_model(9, 2, None)
+    runner.cudagraph_manager.station.log.flush()
+    assert [(row.num_tokens, row.uniform_decode) for row in read_trace(path)] == [
+        (3, True),
+        (9, False),
+    ]
+
+
+def test_what_was_written_is_whole_rows_at_any_time(tmp_path):
+    log = station.StepLog(tmp_path / "steps.csv.gz")
+    for part in range(3):
+        for step in range(100):
+            log.add(1 + step, 1, False, 0)
+        log.flush()
+        text = gzip.decompress(log.path.read_bytes()).decode()
+        assert text.endswith("\n")
+        assert len(read_trace(log.path)) == 100 * (part + 1)
+    log.close()
+
+
+def test_each_rank_has_a_file_and_an_older_one_is_kept(tmp_path, monkeypatch):
+    installed(monkeypatch, modules := first_runner("0.33"))
+    monkeypatch.setenv("DISPATCHKIT_TRACE", str(tmp_path / "steps.csv.gz"))
+    (tmp_path / "steps-rank1.csv.gz").write_text("older")
+    engine.install()
+    runner = first_of(modules[first.MODULE], world_size=2, rank=1)
+    assert runner.cudagraph_dispatcher.station.log.path.name == "steps-rank1.csv.gz"
+    assert (tmp_path / "steps-rank1.csv.gz~").read_text() == "older"
+
+
+def test_a_path_that_cannot_be_written_stops_the_start(runner_module, monkeypatch, tmp_path):
+    monkeypatch.setenv("DISPATCHKIT_TRACE", str(tmp_path / "missing" / "steps.csv"))
+    engine.install()
+    with pytest.raises(TraceError, match="DISPATCHKIT_TRACE"):
+        first_of(runner_module)
+
+
+def test_recording_that_fails_later_stops_no_step(tmp_path, caplog):
+    log = station.StepLog(tmp_path / "steps.csv")
+    log._file.close()
+    for _ in range(2):
+        log.add(1, 1, True, 0)
+        log.flush()
+    assert caplog.text.count("Recording to") == 1
+    assert not log._rows
+
+
+def test_steps_are_counted_by_mode_and_reason(runner_module, monkeypatch, tmp_path):
+    path = tmp_path / "engine.prom"
+    monkeypatch.setenv("DISPATCHKIT_METRICS", str(path))
+    ask(monkeypatch, "threshold", max_tokens=4)
+    runner = first_of(runner_module)
+    for batch in BATCHES:
+        runner.execute_model(*batch)
+    runner._dummy_run(4)
+    rows = {
+        (row.mode, row.reason): (row.steps, row.real_tokens, row.padded_tokens)
+        for row in runner.cudagraph_dispatcher.station.counts.read()
+    }
+    assert rows == {
+        ("FULL", "hit"): (2, 4, 5),
+        ("PIECEWISE", "hit"): (1, 3, 4),
+        ("NONE", "above_max_tokens"): (3, 20, 20),
+        ("NONE", "vllm"): (1, 9, 9),
+    }

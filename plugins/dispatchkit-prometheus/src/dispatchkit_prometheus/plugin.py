@@ -15,13 +15,25 @@ def make_observer(**options: Any) -> Any:
     return PrometheusObserver(**options)
 
 
+def make_engine_export(**options: Any) -> Any:
+    """Show an engine's counters; see ``export_engine``."""
+    from dispatchkit_prometheus.engine import export_engine
+
+    return export_engine(**options)
+
+
 @hookimpl
 def dispatchkit_register_observers() -> Sequence[ObserverSpec]:
-    """Register the one observer."""
+    """Register the observer of runners, and the way an engine's counters are shown."""
     return [
         ObserverSpec(
             "prometheus",
             make_observer,
             summary="Captures, failures, evictions and policy faults as Prometheus metrics",
-        )
+        ),
+        ObserverSpec(
+            "prometheus-engine",
+            make_engine_export,
+            summary="An engine's modes, padding and reasons, on a port or in a text file",
+        ),
     ]

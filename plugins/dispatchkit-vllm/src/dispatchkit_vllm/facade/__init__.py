@@ -4,12 +4,13 @@ One module per release and variant:
 
 - ``v0_11``, ``v0_11_1``, ``v0_13``, ``v0_33``: ``CudagraphDispatcher``, ``BatchDescriptor``,
   ``CUDAGraphWrapper``, ``CUDAGraphOptions``, ``CUDAGraphEntry``, ``CUDAGraphMode``;
+- ``v0_12``, ``v0_15``, ``v0_16``: the dispatchers of the releases between them;
 - ``v0_33_manager``: ``CudaGraphManager`` of the second model runner;
 - ``drafter``: several uniform query lengths; ``lora_count``: a graph for each adapter count;
 - ``policies``: the names of a third party's dispatcher, over native policies.
 
-The names imported here are those of 0.11.1, whose dispatcher takes a ready descriptor and
-knows cascade attention.
+``dispatcher_for`` finds the facade of a published class. The names imported here are those of
+0.11.1, whose dispatcher takes a ready descriptor and knows cascade attention.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dispatchkit_vllm.facade._lazy import wrapper_names
+from dispatchkit_vllm.facade._release import dispatcher_for
 from dispatchkit_vllm.facade.v0_11_1 import BatchDescriptor, CudagraphDispatcher, CUDAGraphMode
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ __all__ = [
     "CUDAGraphWrapper",
     "CudagraphDispatcher",
     "current_device",
+    "dispatcher_for",
     "use_device",
 ]
 

@@ -36,9 +36,13 @@ def max_num_seqs(vllm_config: Any) -> int:
 def query_len(vllm_config: Any) -> int:
     """Tokens per request of a uniform decode batch: one, and the speculative ones."""
     speculative = getattr(vllm_config, "speculative_config", None)
-    if speculative is None:
-        return 1 + int(getattr(vllm_config, "num_speculative_tokens", 0) or 0)
-    return 1 + int(speculative.num_speculative_tokens)
+    count = getattr(speculative, "num_speculative_tokens", None)
+    if count is None and (
+        speculative is not None or not hasattr(vllm_config, "speculative_config")
+    ):
+        # The newest releases resolve the number in the configuration itself.
+        count = getattr(vllm_config, "num_speculative_tokens", None)
+    return 1 + int(count or 0)
 
 
 def has_lora(vllm_config: Any) -> bool:

@@ -1,0 +1,174 @@
+"""Counters of an engine that serves elsewhere: on a port of its own, or in a text file.
+
+vLLM's workers serve no ``/metrics``, and its front end knows nothing of a worker's steps. So
+each worker shows its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from prometheus_client import start_http_server, write_to_textfile
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from dispatchkit.errors import ConfigError
+
+__all__ = ["EngineCollector", "EngineExport", "export_engine"]
+
+_PERIOD_S = 5.0
+
+
+class EngineCounts(Protocol):
+    """What an engine counts; see ``dispatchkit_vllm.engine.counts.StepCounts``."""
+
+    policy: str
+    runner: str
+
+    def read(self) -> Iterable[Any]:
+        """Return records of a mode, a reason, steps, real tokens and padded tokens."""
+        ...
+
+
+class EngineCollector(Collector):
+    """Reads the counters of engines at each scrape.
+
+    Args:
+        rank: Label of all its metrics.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = str(rank)
+        self._engines: list[EngineCounts] = []
+
+    def add(self, counts: EngineCounts) -> None:
+        """Show the counters of one more engine."""
+        self._engines.append(counts)
+
+    def describe(self) -> Iterable[Metric]:
+        """Return the metrics without values, so that their names are taken."""
+        return self._metrics(())
+
+    def collect(self) -> Iterable[Metric]:
+        """Read the counters and return them as metrics."""
+        return self._metrics(tuple(self._engines))
+
+    def _metrics(self, engines: tuple[EngineCounts, ...]) -> Iterator[Metric]:
+        labels = ["rank", "runner", "mode", "reason"]
+        steps = CounterMetricFamily(
+            "dispatchkit_engine_steps", "Steps, by runtime mode and reason.", labels=labels
+        )
+        tokens = CounterMetricFamily(
+            "dispatchkit_engine_tokens",
+            "Tokens computed: real ones and padding.",
+            labels=[*labels, "kind"],
+        )
+        info = GaugeMetricFamily(
+            "dispatchkit_engine_info",
+            "Always 1; its labels say what decides.",
+            labels=["rank", "runner", "policy"],
+        )
+        totals: dict[tuple[str, ...], list[int]] = {}
+        for engine in engines:
+            for one in engine.read():
+                cell = totals.setdefault((self._rank, engine.runner, one.mode, one.reason), [0] * 3)
+                cell[0] += one.steps
+                cell[1] += one.real_tokens
+                cell[2] += one.padded_tokens - one.real_tokens
+        for names, (count, real, padding) in sorted(totals.items()):
+            steps.add_metric(list(names), count)
+            tokens.add_metric([*names, "real"], real)
+            tokens.add_metric([*names, "padding"], padding)
+        for runner, policy in sorted({(one.runner, one.policy or "none") for one in engines}):
+            info.add_metric([self._rank, runner, policy], 1)
+        yield from (steps, tokens, info)
+
+
+class EngineExport:
+    """Where an engine's metrics are shown.
+
+    Args:
+        where: A port, or the path of a text file (``.prom``) for the node exporter's collector.
+        rank: The process's rank; ports count up with it, files get it in their name.
+        world_size: How many ranks there are.
+        period_s: Seconds between two writes of a file.
+
+    Raises:
+        ConfigError: The port is taken, or the file cannot be written.
+    """
+
+    def __init__(
+        self, where: str, *, rank: int = 0, world_size: int = 1, period_s: float = _PERIOD_S
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.collector = EngineCollector(rank)
+        self.registry.register(self.collector)
+        self._ended = threading.Event()
+        self.port: int | None = None
+        self.path: Path | None = None
+        try:
+            if where.isascii() and where.isdigit():
+                self.port = int(where) + rank if int(where) else 0
+                server, _ = start_http_server(self.port, registry=self.registry)
+                self.port = int(server.server_port)
+                self._server = server
+            else:
+                path = Path(where)
+                stem = path.stem if world_size == 1 else f"{path.stem}-rank{rank}"
+                self.path = path.with_name(stem + path.suffix)
+                self._write()
+                threading.Thread(
+                    target=self._run, args=(period_s,), name="dispatchkit-metrics", daemon=True
+                ).start()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                "metrics", where, "a free port or a path that can be written", f"{error}."
+            ) from error
+
+    def close(self) -> None:
+        """Write a last time and stop."""
+        self._ended.set()
+        if self.path is not None:
+            self._write()
+        else:
+            self._server.shutdown()
+            self._server.server_close()
+
+    def _run(self, period_s: float) -> None:
+        while not self._ended.wait(period_s):
+            try:
+                self._write()
+            except OSError:
+                continue  # the disk may be full for a while; the next write tries again
+
+    def _write(self) -> None:
+        write_to_textfile(str(self.path), self.registry)
+
+
+_exports: dict[tuple[str, int], EngineExport] = {}
+_lock = threading.Lock()
+
+
+def export_engine(
+    counts: EngineCounts, where: str, *, rank: int = 0, world_size: int = 1
+) -> EngineExport:
+    """Show an engine's counters; engines of one process share a port or a file.
+
+    Args:
+        counts: What the engine counts.
+        where: A port, or the path of a text file.
+        rank: The process's rank.
+        world_size: How many ranks there are.
+
+    Raises:
+        ConfigError: The port is taken, or the file cannot be written.
+    """
+    with _lock:
+        export = _exports.get((where, rank))
+        if export is None:
+            export = _exports[where, rank] = EngineExport(where, rank=rank, world_size=world_size)
+    export.collector.add(counts)
+    return export

@@ -1,0 +1,63 @@
+"""dispatchkit inside vLLM: the entry point of the group ``vllm.general_plugins``.
+
+vLLM calls ``install`` in each of its processes. With ``DISPATCHKIT_POLICY`` (or ``policy`` under
+``dispatchkit`` in ``additional_config``) a policy chooses among the graphs of vLLM's model
+runner; with ``DISPATCHKIT_TRACE`` and ``DISPATCHKIT_METRICS`` steps are recorded and counted.
+Without any of them vLLM builds its own classes, and nothing is added to a step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from dispatchkit import load_plugins
+
+from dispatchkit_vllm.engine import first, second, worker
+from dispatchkit_vllm.engine.core import UnfitPolicyError
+from dispatchkit_vllm.engine.imports import forget_imports, when_imported
+from dispatchkit_vllm.engine.settings import EngineSettings
+from dispatchkit_vllm.engine.station import Station, stations
+
+__all__ = [
+    "VARIABLE",
+    "EngineSettings",
+    "Station",
+    "UnfitPolicyError",
+    "install",
+    "stations",
+    "uninstall",
+]
+
+#: The environment variable that names the policy.
+VARIABLE = "DISPATCHKIT_POLICY"
+
+_ACTIONS = {
+    first.MODULE: first.attach,
+    second.MODULE: second.attach,
+    worker.MODULE: worker.attach,
+}
+
+
+def install() -> None:
+    """Act in vLLM's model runners as soon as they are imported.
+
+    Raises:
+        UnknownNameError: No policy goes by the name asked for; it names the nearest ones.
+        ConfigError: A setting or an option of the policy cannot be used.
+    """
+    settings = EngineSettings.read(os.environ)
+    if settings.policy:
+        # Made once to check its options: a worker would find out minutes later.
+        load_plugins().create_policy(settings.policy, **settings.policy_options)
+    for module, act in _ACTIONS.items():
+        when_imported(module, act)
+
+
+def uninstall() -> None:
+    """Put vLLM's own classes back for runners that are built from now on."""
+    forget_imports()
+    for module in (first, second, worker):
+        loaded = sys.modules.get(module.MODULE)
+        if loaded is not None:
+            module.detach(loaded)

@@ -1,0 +1,239 @@
+"""A policy in front of one of vLLM's dispatchers.
+
+vLLM's own class keeps its keys, captures and replays. A policy only chooses among the graphs
+that class has. Where it may not be asked, raises, or chooses what cannot run, the class itself
+answers: nothing that a policy does stops the engine.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from dispatchkit import (
+    Batch,
+    Decision,
+    DispatchConfig,
+    Dispatcher,
+    GraphKey,
+    Policy,
+    Reason,
+    RuntimeMode,
+    load_plugins,
+)
+from dispatchkit.dispatch import policy_name
+from dispatchkit.errors import ConfigError, NoGraphError
+
+from dispatchkit_vllm.engine.counts import StepCounts
+from dispatchkit_vllm.engine.log import log
+from dispatchkit_vllm.engine.settings import EngineSettings
+from dispatchkit_vllm.runner_rule import RunnerRule, use_rule
+
+__all__ = ["Answer", "PolicyCore", "UnfitPolicyError", "make_policy", "refuse_learning"]
+
+#: Reasons of steps in which vLLM's own dispatcher answered in the policy's place.
+EAGER_REFUSED, UNFIT_CHOICE = "eager_not_allowed", "unfit_choice"
+
+
+class UnfitPolicyError(ConfigError):
+    """A policy's keys name graphs that this runner does not capture."""
+
+
+@attrs.frozen(eq=False)
+class Answer:
+    """A cell's decision as the runner takes it.
+
+    Attributes:
+        result: What the runner's ``dispatch`` returns.
+        decision: The bound decision.
+    """
+
+    result: Any
+    decision: Decision
+
+
+def make_policy(settings: EngineSettings, rule: RunnerRule) -> Policy:
+    """Return the policy asked for; the name ``vllm`` in it means the runner's own rule."""
+    with use_rule(rule):
+        return load_plugins().create_policy(settings.policy, **settings.policy_options)
+
+
+class PolicyCore:
+    """Ready answers of a policy for one runner.
+
+    Args:
+        policy: The policy.
+        config: Sizes, limits and modes of the runner.
+        graphs: Every graph that the runner captures, as what its ``dispatch`` returns for it.
+        eager: Returns what the runner's ``dispatch`` returns for an eager batch.
+        runner: What to call the runner in messages.
+        counts: Where steps are counted; None: nowhere.
+
+    Attributes:
+        fallbacks: How often the runner's own dispatcher answered instead, by reason.
+        learns: The policy has ``observe``.
+
+    Raises:
+        UnfitPolicyError: The policy declares a graph that the runner does not capture.
+        PolicyError: The policy is refused.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: DispatchConfig,
+        graphs: Mapping[GraphKey, Any],
+        *,
+        eager: Callable[[Batch], Any],
+        runner: str,
+        counts: StepCounts | None = None,
+    ) -> None:
+        self.policy = policy
+        self.config = config
+        self.runner = runner
+        self.counts = counts
+        self.learns = callable(getattr(policy, "observe", None))
+        self.fallbacks: Counter[str] = Counter()
+        self._graphs = graphs
+        self._eager = eager
+        self._told: set[str] = set()
+        self.dispatcher = Dispatcher(policy, config, lazy=True, bind=self._bind)
+        self._check_fit(self.dispatcher.registry)
+        self._dispatch = self.dispatcher.dispatch
+
+    # -- set-up -------------------------------------------------------------------------
+
+    def _check_fit(self, keys: Iterable[GraphKey]) -> None:
+        """Refuse a policy whose graphs the runner does not capture."""
+        for key in keys:
+            if self._result_of(key) is not None:
+                continue
+            like = [str(one) for one in self._graphs if one.num_tokens == key.num_tokens]
+            raise UnfitPolicyError(
+                "policy",
+                policy_name(self.policy),
+                f"a policy for the graphs of {self.runner}",
+                f"It declares {key}, which is not captured there. Graphs of that size: "
+                f"{'; '.join(like) or 'none'}.",
+            )
+
+    def _result_of(self, key: GraphKey) -> Any:
+        """Return the runner's name of a graph; None where it has no such graph."""
+        found = self._graphs.get(key)
+        if found is None and key.descriptor.num_reqs is not None:
+            # A graph for any number of requests serves what one for a few of them would.
+            general = attrs.evolve(key.descriptor, num_reqs=None)
+            found = self._graphs.get(GraphKey(key.mode, general))
+        return found
+
+    def _bind(self, decision: Decision, batch: Batch) -> Answer | None:
+        """Prepare the answer of a cell; None where the runner's own must be taken."""
+        if decision.reason == Reason.POLICY_ERROR:
+            return None
+        if decision.key is None:
+            return Answer(self._eager(batch), decision)
+        result = self._result_of(decision.key)
+        # A graph captured with adapters is not taken for a batch without any, nor the reverse.
+        if result is None or decision.key.descriptor.num_active_loras != batch.num_active_loras:
+            return None
+        return Answer(result, decision)
+
+    def fill(self) -> int:
+        """Decide every cell that a step can ask for, so that none waits; return how many."""
+        config = self.config
+        cases = sorted({0, *(key.descriptor.num_active_loras for key in self._graphs)})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a fault is logged, and met again by a step
+            for ceiling in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
+                for kind in range(config.num_query_classes):
+                    for case in cases:
+                        for num_tokens in range(1, config.max_num_tokens + 1):
+                            self.ask(num_tokens, 0, kind, case, int(ceiling))
+        self.fallbacks.clear()
+        return self.dispatcher.num_filled_cells
+
+    def never_replayed(self) -> list[GraphKey]:
+        """Return the graphs that the policy does not choose for a batch of their own size."""
+        found = []
+        for key in self._graphs:
+            own = key.descriptor
+            kind = next(
+                (
+                    index
+                    for index in range(self.config.num_query_classes)
+                    if _is_kind(self.config.query_class(index), key)
+                ),
+                0,
+            )
+            batch = self.dispatcher.batch(
+                own.num_tokens, 0, kind, own.num_active_loras, int(key.mode)
+            )
+            decision, fault = self.dispatcher.foresee(batch)
+            chosen = None if decision.key is None else self._result_of(decision.key)
+            if fault is not None or chosen != self._graphs[key]:
+                found.append(key)
+        return found
+
+    # -- the step -----------------------------------------------------------------------
+
+    def ask(
+        self, num_tokens: int, num_reqs: int, kind: int, loras: int, ceiling: int
+    ) -> Answer | None:
+        """Return the policy's answer; None where the runner's own must be taken."""
+        try:
+            decision = self._dispatch(num_tokens, num_reqs, kind, loras, ceiling)
+        except NoGraphError:
+            self._fall_back(
+                EAGER_REFUSED, f"chose eager for {num_tokens} tokens where vLLM may not"
+            )
+            return None
+        except Exception as error:  # noqa: BLE001 - whatever a policy raises, the step goes on
+            self._fall_back(Reason.POLICY_ERROR, f"raised {type(error).__name__}: {error}")
+            return None
+        answer: Answer | None = decision.plan
+        if answer is None and decision.key is None:
+            self._fall_back(Reason.POLICY_ERROR, f"failed for {num_tokens} tokens")
+        elif answer is None:
+            self._fall_back(UNFIT_CHOICE, f"chose {decision.key} for {num_tokens} tokens")
+        return answer
+
+    def _fall_back(self, reason: str, what: str) -> None:
+        self.fallbacks[reason] += 1
+        if reason not in self._told:
+            self._told.add(reason)
+            log.warning(
+                "Policy %r %s. vLLM's own dispatcher answers in its place; later cases are only "
+                "counted, as %r.",
+                policy_name(self.policy),
+                what,
+                reason,
+            )
+
+
+def _is_kind(query_class: tuple[bool, int, int | None], key: GraphKey) -> bool:
+    uniform, query_len, longest = query_class
+    own = key.descriptor
+    if own.uniform:
+        return uniform and query_len == own.query_len
+    if own.max_query_len is not None:
+        return not uniform and longest is not None
+    return not uniform and longest is None
+
+
+def refuse_learning(policy: Policy, world_size: int) -> None:
+    """Refuse a policy that learns where several ranks must decide alike.
+
+    Raises:
+        ConfigError: Each rank would measure other times and answer differently.
+    """
+    if callable(getattr(policy, "observe", None)) and world_size > 1:
+        raise ConfigError(
+            "policy",
+            policy_name(policy),
+            f"a policy that does not learn, with {world_size} ranks",
+            "Each rank would measure its own times, and ranks that decide differently hang.",
+        )

@@ -1,0 +1,60 @@
+"""Counters of an engine's steps: runtime mode, reason, tokens and padding."""
+
+from __future__ import annotations
+
+import threading
+
+import attrs
+
+__all__ = ["StepCount", "StepCounts"]
+
+
+@attrs.frozen
+class StepCount:
+    """The steps that ran in one mode for one reason.
+
+    Attributes:
+        mode: ``FULL``, ``PIECEWISE`` or ``NONE``.
+        reason: Why: ``hit``, or the reason of an eager step.
+        steps: How many.
+        real_tokens: Their tokens before padding.
+        padded_tokens: Their tokens after it.
+    """
+
+    mode: str
+    reason: str
+    steps: int
+    real_tokens: int
+    padded_tokens: int
+
+
+class StepCounts:
+    """Counts steps as they are decided; read from another thread.
+
+    Args:
+        policy: Name of the policy in force; empty: vLLM's own dispatcher.
+        runner: Which model runner it is.
+
+    Thread safety: one thread adds, any reads.
+    """
+
+    def __init__(self, policy: str = "", runner: str = "") -> None:
+        self.policy, self.runner = policy, runner
+        self._cells: dict[tuple[str, str], list[int]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, mode: str, reason: str, num_tokens: int, padded: int) -> None:
+        """Count one step."""
+        cell = self._cells.get((mode, reason))
+        if cell is None:
+            with self._lock:
+                cell = self._cells.setdefault((mode, reason), [0, 0, 0])
+        cell[0] += 1
+        cell[1] += num_tokens
+        cell[2] += padded
+
+    def read(self) -> list[StepCount]:
+        """Return what was counted, by mode and reason."""
+        with self._lock:
+            cells = sorted((key, tuple(cell)) for key, cell in self._cells.items())
+        return [StepCount(*key, *cell) for key, cell in cells]

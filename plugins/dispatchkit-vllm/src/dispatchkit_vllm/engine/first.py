@@ -1,0 +1,307 @@
+"""vLLM's first model runner: a policy in front of its ``CudagraphDispatcher``.
+
+The class stays vLLM's: a subclass asks the policy first and the class itself where the policy
+may not answer. Only the runner's dispatcher is replaced; drafters keep theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from dispatchkit import Batch, BatchDescriptor, GraphKey, RuntimeMode
+from dispatchkit.keys import CUDAGraphMode, allowed_modes_code
+
+from dispatchkit_vllm.engine.station import Station, settings_of
+from dispatchkit_vllm.facade import _config
+
+__all__ = ["DISPATCHER", "MODULE", "attach", "detach", "dispatcher_class", "why_unknown"]
+
+MODULE = "vllm.v1.worker.gpu_model_runner"
+DISPATCHER = "CudagraphDispatcher"
+RUNNER = "vLLM's first model runner"
+
+_PLAIN = {"self", "num_tokens", "uniform_decode", "has_lora", "num_active_loras"}
+#: Arguments by which releases switch FULL graphs off: 0.12, then 0.13 to 0.16.
+_FLAGS = ("use_cascade_attn", "disable_full")
+#: Arguments from 0.17 on.
+_SETS = {"valid_modes", "invalid_modes"}
+_STEP = "_determine_batch_execution_and_padding"
+
+
+def why_unknown(original: Any) -> str:
+    """Return why a dispatcher class cannot be served, in words; empty if it can."""
+    names = ("dispatch", "initialize_cudagraph_keys")
+    missing = [name for name in names if not callable(getattr(original, name, None))]
+    if missing:
+        return f"its {DISPATCHER} has no {' and no '.join(missing)}"
+    takes = set(inspect.signature(original.dispatch).parameters)
+    if "num_tokens" not in takes:
+        return f"its {DISPATCHER}.dispatch takes a ready descriptor, as before 0.12"
+    ways = [flag for flag in _FLAGS if flag in takes] + [*(["sets"] if takes >= _SETS else [])]
+    unknown = takes - _PLAIN - _SETS - set(_FLAGS)
+    if unknown or len(ways) != 1:
+        shown = ", ".join(sorted(takes - {"self"}))
+        return f"its {DISPATCHER}.dispatch takes arguments that are not known here ({shown})"
+    return ""
+
+
+def attach(module: ModuleType) -> None:
+    """Let the runner of a module build dispatchkit's dispatcher where it is asked for."""
+    current = getattr(module, DISPATCHER)
+    original = getattr(current, "replaces", current)
+
+    @functools.wraps(original, updated=())
+    def build(vllm_config: Any, *args: Any, **options: Any) -> Any:
+        settings = settings_of(vllm_config)
+        if settings.is_empty or why_unknown(original):
+            return original(vllm_config, *args, **options)
+        _watch_runner(module)
+        return dispatcher_class(original)(vllm_config, *args, **options)
+
+    build.replaces = original  # type: ignore[attr-defined]
+    setattr(module, DISPATCHER, build)
+
+
+def detach(module: ModuleType) -> None:
+    """Put vLLM's own dispatcher back. A runner that was built already keeps what it has."""
+    current = getattr(module, DISPATCHER)
+    setattr(module, DISPATCHER, getattr(current, "replaces", current))
+
+
+@functools.cache
+def dispatcher_class(original: type[Any]) -> type[Any]:
+    """Return a subclass of vLLM's dispatcher that asks a policy first."""
+    takes = inspect.signature(original.dispatch).parameters
+    base = _set_dispatch if takes.keys() >= _SETS else _flag_dispatch
+    flag = next((flag for flag in _FLAGS if flag in takes), "")
+    counts = "num_active_loras" in takes
+
+    class PolicyDispatcher(original):  # type: ignore[misc]
+        """vLLM's dispatcher, with a policy of dispatchkit in front of it."""
+
+        def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
+            super().__init__(vllm_config, *args, **options)
+            self.station = Station(settings_of(vllm_config), vllm_config, RUNNER)
+
+        def initialize_cudagraph_keys(self, cudagraph_mode: Any, *args: Any, **options: Any) -> Any:
+            """Register vLLM's keys, then put the policy in front of them."""
+            super().initialize_cudagraph_keys(cudagraph_mode, *args, **options)
+            _install(self, original, CUDAGraphMode.parse(cudagraph_mode), flag, counts)
+
+        dispatch = base(original, flag, counts)
+
+    PolicyDispatcher.__name__ = PolicyDispatcher.__qualname__ = "PolicyDispatcher"
+    return PolicyDispatcher
+
+
+# -- dispatch, as the releases call it --------------------------------------------------
+
+
+def _set_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]:
+    """From 0.17 on: sets of modes."""
+
+    def dispatch(
+        self: Any,
+        num_tokens: int,
+        uniform_decode: bool = False,
+        has_lora: bool = False,
+        num_active_loras: int = 0,
+        valid_modes: Any = None,
+        invalid_modes: Any = None,
+    ) -> Any:
+        if self.station.is_open and num_tokens <= self._largest:
+            ceiling = 2
+            if valid_modes or invalid_modes:
+                ceiling = _ceiling(valid_modes, invalid_modes)
+            kind = 1 if uniform_decode and self._separates else 0
+            case = self._case(has_lora, num_active_loras) if has_lora else 0
+            found = None if case is None else self.station.ask(num_tokens, 0, kind, case, ceiling)
+            if found is not None:
+                return found
+        return original.dispatch(
+            self, num_tokens, uniform_decode, has_lora, num_active_loras, valid_modes, invalid_modes
+        )
+
+    return dispatch
+
+
+def _flag_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]:
+    """Until 0.16: a flag that switches FULL graphs off."""
+
+    def dispatch(
+        self: Any,
+        num_tokens: int,
+        uniform_decode: bool = False,
+        has_lora: bool = False,
+        *switch: bool,
+        **options: Any,
+    ) -> Any:
+        loras = options.get("num_active_loras", int(has_lora))
+        if self.station.is_open and num_tokens <= self._largest:
+            is_off = switch[0] if switch else options.get(flag, False)
+            kind = 1 if uniform_decode and self._separates else 0
+            case = self._case(has_lora, loras) if has_lora else 0
+            ceiling = 1 if is_off else 2
+            found = None if case is None else self.station.ask(num_tokens, 0, kind, case, ceiling)
+            if found is not None:
+                return found
+        return original.dispatch(self, num_tokens, uniform_decode, has_lora, *switch, **options)
+
+    return dispatch
+
+
+def _ceiling(valid: Any, invalid: Any) -> int:
+    names = {mode.name for mode in valid} if valid else {"NONE", "PIECEWISE", "FULL"}
+    names -= {mode.name for mode in invalid or ()}
+    return allowed_modes_code(frozenset(RuntimeMode[name] for name in names))
+
+
+# -- set-up -----------------------------------------------------------------------------
+
+
+def _install(
+    dispatcher: Any, original: type[Any], mode: CUDAGraphMode, flag: str, counts: bool
+) -> None:
+    config = dispatcher.vllm_config
+    defined = sys.modules[original.__module__]
+    modes = {each: getattr(defined.CUDAGraphMode, each.name) for each in RuntimeMode}
+    query_len = int(dispatcher.uniform_decode_query_len)
+    graphs: dict[GraphKey, Any] = {}
+    for each in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
+        for descriptor in dispatcher.cudagraph_keys[modes[each]]:
+            graphs[_key(each, descriptor, query_len, counts)] = (modes[each], descriptor)
+    cases = sorted({key.descriptor.num_active_loras for key in graphs} - {0})
+    dispatcher._largest = max((key.num_tokens for key in graphs), default=0)  # noqa: SLF001
+    dispatcher._separates = mode.separate_routine() or bool(flag)  # noqa: SLF001
+    dispatcher._case = lambda has_lora, count: next(  # noqa: SLF001
+        (case for case in cases if has_lora and 0 < count <= case), None
+    )
+    own = original.dispatch
+
+    def ask(batch: Batch) -> GraphKey | None:
+        loras = batch.num_active_loras
+        options: dict[str, Any] = {"num_active_loras": loras} if counts else {}
+        if flag:
+            options[flag] = not batch.allows(RuntimeMode.FULL)
+        else:
+            options["invalid_modes"] = {modes[one] for one in RuntimeMode if not batch.allows(one)}
+        found, descriptor = own(dispatcher, batch.num_tokens, batch.uniform, loras > 0, **options)
+        if found == modes[RuntimeMode.NONE]:
+            return None
+        return _key(RuntimeMode[found.name], descriptor, query_len, counts)
+
+    dispatcher.station.install(
+        mode,
+        graphs,
+        facts=lambda: {
+            "capture_sizes": tuple(sorted({key.num_tokens for key in graphs})),
+            "max_num_tokens": dispatcher._largest,  # noqa: SLF001
+            "max_num_seqs": _config.max_num_seqs(config),
+            "query_lens": (query_len,),
+            "max_loras": max(cases, default=0),
+            "specialize_lora": any(not key.descriptor.num_active_loras for key in graphs),
+            "specialize_active_loras": len(cases) > 1,
+        },
+        ask=ask,
+        eager=lambda batch: (modes[RuntimeMode.NONE], defined.BatchDescriptor(batch.num_tokens)),
+    )
+
+
+def _key(mode: RuntimeMode, descriptor: Any, query_len: int, counts: bool) -> GraphKey:
+    loras = descriptor.num_active_loras if counts else int(descriptor.has_lora)
+    uniform = bool(descriptor.uniform)
+    return GraphKey(
+        mode,
+        BatchDescriptor(
+            descriptor.num_tokens,
+            num_reqs=descriptor.num_reqs,
+            uniform=uniform,
+            num_active_loras=int(loras),
+            query_len=query_len if uniform else 0,
+        ),
+    )
+
+
+# -- the runner's steps -----------------------------------------------------------------
+
+
+def _watch_runner(module: ModuleType) -> None:
+    """Have the runner class open and close steps, and mark its forward passes."""
+    runner = module.GPUModelRunner
+    if hasattr(runner, "dispatchkit_watches"):
+        return
+    runner.dispatchkit_watches = True
+    setattr(runner, _STEP, _in_step(getattr(runner, _STEP)))
+    runner._dummy_run = _as_dummy(runner._dummy_run)  # noqa: SLF001 - what vLLM calls it
+    runner._model_forward = _timed(runner._model_forward)  # noqa: SLF001
+
+
+def _station(runner: Any) -> Station | None:
+    return getattr(getattr(runner, "cudagraph_dispatcher", None), "station", None)
+
+
+def _in_step(own: Any) -> Any:
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def determine(self: Any, *args: Any, **options: Any) -> Any:
+        station = _station(self)
+        if station is None or station.is_dummy:
+            return own(self, *args, **options)
+        station.open()
+        try:
+            found = own(self, *args, **options)
+        finally:
+            station.is_open = False
+        if station.watches:
+            facts = options if not args else signature.bind(self, *args, **options).arguments
+            tokens, reqs = facts["num_tokens"], int(facts["num_reqs"])
+            longest = int(facts["max_num_scheduled_tokens"])
+            uniform = longest == self.uniform_decode_query_len and tokens == reqs * longest
+            active = getattr(self, "input_batch", None)
+            loras = len(getattr(active, "lora_id_to_lora_request", ()))
+            station.close(
+                found[:2], found[0].name, tokens, found[1].num_tokens, reqs, uniform, loras
+            )
+        return found
+
+    return determine
+
+
+def _as_dummy(own: Any) -> Any:
+    @functools.wraps(own)
+    def dummy_run(self: Any, *args: Any, **options: Any) -> Any:
+        station = _station(self)
+        if station is None:
+            return own(self, *args, **options)
+        before, station.is_dummy = station.is_dummy, True
+        try:
+            return own(self, *args, **options)
+        finally:
+            station.is_dummy = before
+
+    return dummy_run
+
+
+def _timed(own: Any) -> Any:
+    @functools.wraps(own)
+    def model_forward(self: Any, *args: Any, **options: Any) -> Any:
+        station = _station(self)
+        timer = None if station is None else station.timer
+        if timer is None or station is None or station.is_dummy:
+            return own(self, *args, **options)
+        timer.begin()
+        try:
+            found = own(self, *args, **options)
+        except BaseException:
+            timer.drop()
+            raise
+        timer.end()
+        return found
+
+    return model_forward

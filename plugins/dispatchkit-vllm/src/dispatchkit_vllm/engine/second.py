@@ -1,0 +1,309 @@
+"""vLLM's second model runner: a policy in front of its ``ModelCudaGraphManager``.
+
+Capture and replay stay vLLM's, and so do microbatches and the graphs of speculators.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
+
+from dispatchkit import Batch, BatchDescriptor, GraphKey, RuntimeMode
+from dispatchkit.keys import CUDAGraphMode
+
+from dispatchkit_vllm.engine.station import Station, settings_of
+from dispatchkit_vllm.facade import _config
+
+__all__ = ["MANAGER", "MODULE", "attach", "detach", "manager_class", "why_unknown"]
+
+MODULE = "vllm.v1.worker.gpu.model_runner"
+MANAGER = "ModelCudaGraphManager"
+RUNNER = "vLLM's second model runner"
+
+_STEP = "dispatch_cg_and_sync_dp"
+_NEEDED = {"num_reqs", "num_tokens", "uniform_token_count"}
+#: Arguments by which the three forms differ: 0.20, 0.24, 0.27 and later.
+_LATER = {"num_active_loras", "max_query_len", "num_ubatches"}
+
+
+def why_unknown(module: ModuleType) -> str:
+    """Return why a module's manager cannot be served, in words; empty if it can."""
+    original = getattr(module, MANAGER, None)
+    original = getattr(original, "replaces", original)
+    if original is None or not callable(getattr(original, "dispatch", None)):
+        return "its graph manager does not decide, as before 0.20"
+    takes = set(inspect.signature(original.dispatch).parameters) - {"self"}
+    if not _NEEDED <= takes or takes - _NEEDED - _LATER:
+        shown = ", ".join(sorted(takes))
+        return f"its {MANAGER}.dispatch takes arguments that are not known here ({shown})"
+    if not hasattr(module, _STEP):
+        return f"its runner does not call {_STEP}"
+    return ""
+
+
+def attach(module: ModuleType) -> None:
+    """Let the runner of a module build dispatchkit's manager where it is asked for."""
+    if why_unknown(module):
+        return
+    current = getattr(module, MANAGER)
+    original = getattr(current, "replaces", current)
+
+    @functools.wraps(original, updated=())
+    def build(vllm_config: Any, *args: Any, **options: Any) -> Any:
+        if settings_of(vllm_config).is_empty:
+            return original(vllm_config, *args, **options)
+        _watch_runner(module)
+        return manager_class(original)(vllm_config, *args, **options)
+
+    build.replaces = original  # type: ignore[attr-defined]
+    setattr(module, MANAGER, build)
+
+
+def detach(module: ModuleType) -> None:
+    """Put vLLM's own manager back. A runner that was built already keeps what it has."""
+    current = getattr(module, MANAGER, None)
+    if current is not None:
+        setattr(module, MANAGER, getattr(current, "replaces", current))
+
+
+@functools.cache
+def manager_class(original: type[Any]) -> type[Any]:
+    """Return a subclass of vLLM's manager that asks a policy first."""
+    takes = inspect.signature(original.dispatch).parameters
+    fields = inspect.signature(_descriptor_type(original)).parameters
+    later = [
+        name for name in ("num_active_loras", "max_query_len", "num_ubatches") if name in takes
+    ]
+
+    class PolicyManager(original):  # type: ignore[misc]
+        """vLLM's graph manager, with a policy of dispatchkit in front of it."""
+
+        def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
+            super().__init__(vllm_config, *args, **options)
+            self.station = Station(settings_of(vllm_config), vllm_config, RUNNER)
+            self._hooks: list[Any] = []
+            _install(self, original, later, "num_active_loras" in fields)
+
+        def capture(self, model: Any, *args: Any, **options: Any) -> Any:
+            """Capture as vLLM does; steps are measured only afterwards."""
+            timer = self.station.timer
+            if timer is None:
+                return super().capture(model, *args, **options)
+            timer.is_paused = True
+            try:
+                found = super().capture(model, *args, **options)
+            finally:
+                timer.is_paused = False
+            if not self._hooks and hasattr(model, "register_forward_hook"):
+                self._hooks = [
+                    model.register_forward_pre_hook(lambda *_: timer.begin()),
+                    model.register_forward_hook(lambda *_: timer.end()),
+                ]
+            return found
+
+        def dispatch(
+            self,
+            num_reqs: int,
+            num_tokens: int,
+            uniform_token_count: int | None,
+            num_active_loras: int = 0,
+            max_query_len: int | None = None,
+            num_ubatches: int = 1,
+        ) -> Any:
+            """Return the descriptor of the policy's graph, or what vLLM's own code answers."""
+            if (
+                self.station.is_open
+                and num_ubatches == 1
+                and self._graphs_captured
+                and 0 < num_tokens <= self._largest
+            ):
+                if self._varies:
+                    bound = self.decode_query_len
+                    kind = self._kinds[None] if max_query_len and max_query_len <= bound else 0
+                else:
+                    kind = self._kinds.get(uniform_token_count, 0)
+                case = self._case(num_active_loras)
+                found = self.station.ask(num_tokens, num_reqs, kind, case, 2)
+                if found is not None:
+                    if found.cg_mode is self._none and found.num_reqs != num_reqs:
+                        return self._eager(num_tokens, num_reqs, case)
+                    return found
+            facts = (num_active_loras, max_query_len, num_ubatches)
+            return original.dispatch(
+                self, num_reqs, num_tokens, uniform_token_count, *facts[: len(later)]
+            )
+
+        def run_fullgraph(self, desc: Any) -> Any:
+            """Replay as vLLM does, measured where the policy learns."""
+            timer = self.station.timer
+            if timer is None or self.station.is_dummy:
+                return super().run_fullgraph(desc)
+            timer.begin()
+            found = super().run_fullgraph(desc)
+            timer.end()
+            return found
+
+        if hasattr(original, "run_pw_graph"):
+
+            def run_pw_graph(self, *args: Any, **options: Any) -> Any:
+                """Run as vLLM does, measured where the policy learns."""
+                timer = self.station.timer
+                if timer is None or self.station.is_dummy:
+                    return super().run_pw_graph(*args, **options)
+                timer.begin()
+                # The model's own hooks fire inside of it; they find nothing to begin.
+                with timer.held():
+                    found = super().run_pw_graph(*args, **options)
+                timer.end()
+                return found
+
+    PolicyManager.__name__ = PolicyManager.__qualname__ = "PolicyManager"
+    return PolicyManager
+
+
+def _descriptor_type(original: type[Any]) -> Any:
+    return sys.modules[original.__module__].BatchExecutionDescriptor
+
+
+def _install(manager: Any, original: type[Any], later: list[str], counts: bool) -> None:
+    config, mode = manager.vllm_config, CUDAGraphMode.parse(manager.cudagraph_mode)
+    make = _descriptor_type(original)
+    modes = sys.modules[original.__module__].CUDAGraphMode
+    graphs = {
+        _key(descriptor): descriptor
+        for descriptors in manager._capture_descs.values()  # noqa: SLF001 - what vLLM calls it
+        for descriptor in descriptors
+        if getattr(descriptor, "num_ubatches", 1) == 1
+    }
+    lens = sorted({key.descriptor.query_len for key in graphs if key.descriptor.uniform})
+    varies = any(key.descriptor.max_query_len is not None for key in graphs)
+    lens = lens or [manager.decode_query_len]
+    sizes = {key.num_tokens for key in graphs}
+    largest = max(sizes, default=0)
+    none, resolve = modes.NONE, getattr(manager, "_resolve_effective_loras", None)
+
+    @functools.lru_cache(maxsize=4096)
+    def eager(num_tokens: int, num_reqs: int, case: int) -> Any:
+        options = {"num_active_loras": case} if counts else {}
+        return make(none, num_tokens, num_reqs, **options)
+
+    manager._largest, manager._none, manager._eager = largest, none, eager  # noqa: SLF001
+    manager._varies = varies  # noqa: SLF001
+    manager._kinds = {count: 1 + at for at, count in enumerate(lens)}  # noqa: SLF001
+    manager._kinds[None] = 1 + len(lens) if varies else 0  # noqa: SLF001
+    manager._case = resolve or (lambda count: count)  # noqa: SLF001
+
+    def ask(batch: Batch) -> GraphKey | None:
+        uniform = batch.query_len if batch.uniform else None
+        facts = (batch.num_active_loras, batch.max_query_len, 1)[: len(later)]
+        captured, manager._graphs_captured = manager._graphs_captured, True  # noqa: SLF001
+        try:
+            found = original.dispatch(
+                manager, batch.num_reqs or 1, batch.num_tokens, uniform, *facts
+            )
+        finally:
+            manager._graphs_captured = captured  # noqa: SLF001
+        key = None if found.cg_mode == none else _key(found)
+        return key if key is None or batch.allows(key.mode) else None
+
+    manager.station.install(
+        mode,
+        graphs,
+        facts=lambda: {
+            "capture_sizes": tuple(sorted(set(_config.capture_sizes(config)))),
+            "max_num_tokens": max(largest, *_config.capture_sizes(config)),
+            "max_num_seqs": _config.max_num_seqs(config),
+            "query_lens": tuple(lens),
+            "varlen_decode": varies,
+            "max_loras": max((key.descriptor.num_active_loras for key in graphs), default=0),
+            "specialize_active_loras": len({k.descriptor.num_active_loras for k in graphs}) > 2,
+        },
+        ask=ask,
+        eager=lambda batch: eager(
+            batch.num_tokens, batch.num_reqs or batch.num_tokens, batch.num_active_loras
+        ),
+    )
+
+
+def _key(descriptor: Any) -> GraphKey:
+    uniform = descriptor.uniform_token_count
+    return GraphKey(
+        RuntimeMode[descriptor.cg_mode.name],
+        BatchDescriptor(
+            descriptor.num_tokens,
+            num_reqs=descriptor.num_reqs,
+            uniform=uniform is not None,
+            num_active_loras=getattr(descriptor, "num_active_loras", 0),
+            query_len=uniform or 0,
+            max_query_len=getattr(descriptor, "max_query_len", None),
+        ),
+    )
+
+
+# -- the runner's steps -----------------------------------------------------------------
+
+
+def _watch_runner(module: ModuleType) -> None:
+    """Have the runner's module open and close steps, and mark dummy runs."""
+    runner = module.GPUModelRunner
+    if hasattr(runner, "dispatchkit_watches"):
+        return
+    runner.dispatchkit_watches = True
+    setattr(module, _STEP, _in_step(getattr(module, _STEP)))
+    runner._dummy_run = _as_dummy(runner._dummy_run)  # noqa: SLF001 - what vLLM calls it
+
+
+def _in_step(own: Any) -> Any:
+    @functools.wraps(own)
+    def dispatch_step(
+        cudagraph_manager: Any,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        station = getattr(cudagraph_manager, "station", None)
+        if station is None or station.is_dummy:
+            return own(
+                cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *args, **options
+            )
+        station.open()
+        try:
+            found = own(
+                cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *args, **options
+            )
+        finally:
+            station.is_open = False
+        if station.watches:
+            chosen = found[0]
+            station.close(
+                chosen,
+                chosen.cg_mode.name,
+                num_tokens,
+                chosen.num_tokens,
+                num_reqs,
+                uniform_token_count == cudagraph_manager.decode_query_len,
+                int(options.get("num_active_loras", 0)),
+            )
+        return found
+
+    return dispatch_step
+
+
+def _as_dummy(own: Any) -> Any:
+    @functools.wraps(own)
+    def dummy_run(self: Any, *args: Any, **options: Any) -> Any:
+        station = getattr(self.cudagraph_manager, "station", None)
+        if station is None:
+            return own(self, *args, **options)
+        before, station.is_dummy = station.is_dummy, True
+        try:
+            return own(self, *args, **options)
+        finally:
+            station.is_dummy = before
+
+    return dummy_run

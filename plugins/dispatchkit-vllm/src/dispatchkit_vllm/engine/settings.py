@@ -1,0 +1,103 @@
+"""What an operator asks of dispatchkit inside vLLM: environment and ``additional_config``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from dispatchkit.errors import ConfigError, UnknownNameError
+
+__all__ = ["OPTIONS", "EngineSettings"]
+
+_PREFIX = "DISPATCHKIT_"
+#: The key of ``additional_config`` that holds these settings.
+OPTIONS = "dispatchkit"
+
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+
+
+def _options(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except ValueError as error:
+            raise ConfigError(
+                "policy_options", value, "a JSON object", f"It is not JSON: {error}."
+            ) from error
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ConfigError("policy_options", value, 'a JSON object, such as {"max_tokens": 64}')
+    return dict(value)
+
+
+def _flag(value: Any) -> bool:
+    word = str(value).strip().lower()
+    if isinstance(value, bool) or word in _TRUE | _FALSE:
+        return bool(value) if isinstance(value, bool) else word in _TRUE
+    raise ConfigError("strict", value, "true or false")
+
+
+def _text(value: Any) -> str:
+    return str(value).strip()
+
+
+@attrs.frozen(kw_only=True)
+class EngineSettings:
+    """What dispatchkit does inside vLLM. Each setting is ``DISPATCHKIT_NAME`` in the
+    environment, or ``NAME`` under ``dispatchkit`` in vLLM's ``additional_config``, which wins.
+
+    Attributes:
+        policy: Name of the policy that decides; empty: vLLM's own dispatcher decides.
+        policy_options: Options for the policy.
+        strict: Stop the start where a policy is asked for and cannot act; otherwise warn.
+        trace: File to which every step is recorded; empty: none.
+        metrics: Port or text file for Prometheus; empty: neither.
+
+    Raises:
+        ConfigError: A setting has a value that cannot be used.
+        UnknownNameError: ``additional_config`` names a setting that does not exist.
+    """
+
+    policy: str = attrs.field(default="", converter=_text)
+    policy_options: dict[str, Any] = attrs.field(factory=dict, converter=_options)
+    strict: bool = attrs.field(default=False, converter=_flag)
+    trace: str = attrs.field(default="", converter=_text)
+    metrics: str = attrs.field(default="", converter=_text)
+
+    def __attrs_post_init__(self) -> None:
+        if self.policy_options and not self.policy:
+            raise ConfigError(
+                "policy_options",
+                self.policy_options,
+                "left out without a policy",
+                "Name the policy with DISPATCHKIT_POLICY.",
+            )
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], additional_config: Any = None) -> EngineSettings:
+        """Return the settings of a process.
+
+        Args:
+            environ: Environment variables.
+            additional_config: vLLM's setting of that name; anything but a mapping is ignored.
+        """
+        names = [field.name for field in attrs.fields(cls)]
+        given: dict[str, Any] = {
+            name: environ[_PREFIX + name.upper()]
+            for name in names
+            if environ.get(_PREFIX + name.upper(), "").strip()
+        }
+        own = additional_config.get(OPTIONS, {}) if isinstance(additional_config, Mapping) else {}
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"additional_config[{OPTIONS!r}]", own, "a mapping of settings")
+        for name in own:
+            if name not in names:
+                raise UnknownNameError(f"setting in additional_config[{OPTIONS!r}]", name, names)
+        return cls(**{**given, **own})
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is asked for, so that vLLM stays as it is."""
+        return not (self.policy or self.trace or self.metrics)

@@ -1,0 +1,266 @@
+"""What both model runners share: one engine's policy, recorder, counters and timer."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from dispatchkit import Batch, DispatchConfig, GraphKey, load_plugins
+from dispatchkit.dispatch import policy_name
+from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.keys import CUDAGraphMode
+
+from dispatchkit_vllm.engine.core import Answer, PolicyCore, make_policy, refuse_learning
+from dispatchkit_vllm.engine.counts import StepCounts
+from dispatchkit_vllm.engine.settings import EngineSettings
+from dispatchkit_vllm.engine.steplog import StepLog, path_of_rank
+from dispatchkit_vllm.engine.timing import Clock, DeviceClock, HostClock, StepTimer
+from dispatchkit_vllm.runner_rule import RunnerRule
+
+__all__ = ["Station", "settings_of", "stations"]
+
+#: Reason of a step that the policy was not asked about: vLLM's own dispatcher answered.
+OWN = "vllm"
+#: Reason of a step whose shape several ranks agreed on, so that vLLM's dispatcher answered last.
+AGREED = "agreed_by_ranks"
+
+#: The stations of this process, oldest first.
+stations: list[Station] = []
+_logs: dict[str, StepLog] = {}
+_logs_lock = threading.Lock()
+
+
+def settings_of(vllm_config: Any) -> EngineSettings:
+    """Return what is asked for in this process, for an engine."""
+    return EngineSettings.read(os.environ, getattr(vllm_config, "additional_config", None))
+
+
+@attrs.frozen
+class Ranks:
+    """Where a process stands among those that run one model."""
+
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Ranks:
+        """Read it from a vLLM configuration; 0 of 1 where it does not say."""
+        parallel = getattr(vllm_config, "parallel_config", None)
+        world = int(getattr(parallel, "world_size", 1) or 1)
+        replicas = int(getattr(parallel, "data_parallel_size", 1) or 1)
+        replica = int(getattr(parallel, "data_parallel_rank", 0) or 0)
+        return cls(replica * world + int(getattr(parallel, "rank", 0) or 0), world * replicas)
+
+
+class Station:
+    """The part of one model runner that decides, records, counts and measures its steps.
+
+    A runner opens a step, asks once, and closes it with what really runs. Outside of a step,
+    in dummy runs, profiling and captures, nothing here acts and vLLM's own class answers.
+
+    Args:
+        settings: What is asked for.
+        vllm_config: vLLM's configuration.
+        runner: What to call the runner in messages.
+
+    Attributes:
+        core: The policy; None while vLLM's own dispatcher decides.
+        timer: Reports device times to a policy that learns; None otherwise.
+        is_dummy: A dummy run is going on.
+        is_open: A step is being decided, and nothing was asked in it yet.
+        summary: What the policy does here, in words; empty while none acts.
+        why_not: Why the policy asked for cannot act, in words; empty if it does.
+    """
+
+    def __init__(self, settings: EngineSettings, vllm_config: Any, runner: str) -> None:
+        self.settings = settings
+        self.runner = runner
+        self.ranks = Ranks.of(vllm_config)
+        self.core: PolicyCore | None = None
+        self.timer: StepTimer | None = None
+        self.is_dummy: bool = False
+        self.summary: str = ""
+        self.why_not: str = "it was given no graphs" if settings.policy else ""
+        self._device = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
+        self._answer: Answer | None = None
+        self._make: Callable[[EngineSettings], PolicyCore] | None = None
+        self._timers: dict[PolicyCore, StepTimer] = {}
+        self.is_open: bool = False
+        self.log: StepLog | None = self._open_log() if settings.trace else None
+        self.counts: StepCounts | None = None
+        if settings.metrics:
+            self.counts = StepCounts(settings.policy, runner)
+            _export(self.counts, settings.metrics, self.ranks)
+        self.watches: bool = self.log is not None or self.counts is not None
+        stations.append(self)
+
+    def _open_log(self) -> StepLog:
+        path = path_of_rank(self.settings.trace, self.ranks.rank, self.ranks.size)
+        with _logs_lock:  # a process may build a dispatcher twice; it has one file
+            known = _logs.get(str(path))
+            if known is None or not known.is_open:
+                known = _logs[str(path)] = StepLog(path)
+            return known
+
+    # -- set-up -------------------------------------------------------------------------
+
+    def install(
+        self,
+        mode: CUDAGraphMode,
+        graphs: Mapping[GraphKey, Any],
+        *,
+        facts: Callable[[], dict[str, Any]],
+        ask: Callable[[Batch], GraphKey | None],
+        eager: Callable[[Batch], Any],
+    ) -> None:
+        """Put the policy asked for in front of a runner's graphs.
+
+        Args:
+            mode: Its cudagraph mode.
+            graphs: Every graph that it captures, as what its ``dispatch`` returns.
+            facts: Returns sizes and limits, as options of ``DispatchConfig``.
+            ask: Returns the key that the runner's own code chooses; None for eager.
+            eager: Returns what its ``dispatch`` returns for an eager batch.
+
+        Raises:
+            ConfigError: An option is wrong, the policy's graphs are not those of the runner,
+                or a policy that learns would run on several ranks.
+            PolicyError: The policy is refused.
+        """
+
+        def make(settings: EngineSettings) -> PolicyCore:
+            policy = make_policy(settings, RunnerRule(graphs, ask))
+            refuse_learning(policy, self.ranks.size)
+            config = DispatchConfig(mode=mode, **facts())
+            return PolicyCore(policy, config, graphs, eager=eager, runner=self.runner)
+
+        self._make = make
+        self.put(None)
+        if not self.settings.policy:
+            return
+        if not graphs:
+            self.why_not = f"vLLM captures no graphs here (cudagraph mode {mode.name})"
+            return
+        core = make(self.settings)
+        cells, idle = core.fill(), core.never_replayed()
+        self.put(core)
+        self.why_not = ""
+        self.summary = (
+            f"Policy {policy_name(core.policy)!r} decides in {self.runner}: {len(graphs)} graphs, "
+            f"{len(idle)} of them never replayed for a batch of their own size; {cells} cells "
+            f"of its table are filled."
+        )
+
+    def make(self, policy: str, **options: Any) -> PolicyCore:
+        """Return another policy for this runner's graphs, its table filled; see ``put``.
+
+        Raises:
+            ConfigError: The runner has no graphs yet, or as in ``install``.
+            PolicyError: The policy is refused.
+        """
+        if self._make is None:
+            raise ConfigError("policy", policy, "made once the runner knows its graphs")
+        core = self._make(attrs.evolve(self.settings, policy=policy, policy_options=options))
+        core.fill()
+        return core
+
+    def put(self, core: PolicyCore | None) -> None:
+        """Let a policy decide from the next step on; None: vLLM's own class.
+
+        A policy keeps what it learnt, and may be put back later. Call it between steps.
+        """
+        self.core, self.timer, self.summary = core, None, ""
+        if core is not None and core.learns:
+            if core not in self._timers:
+                self._timers[core] = StepTimer(core.dispatcher, self._clock(core.policy))
+            self.timer = self._timers[core]
+
+    def _clock(self, policy: Any) -> Clock:
+        if self._device == "cuda":
+            return DeviceClock()
+        if self._device in ("cpu", ""):
+            return HostClock()
+        raise ConfigError(
+            "policy",
+            policy_name(policy),
+            f"a policy that does not learn, on {self._device}",
+            "Device times are taken with CUDA events.",
+        )
+
+    # -- a step -------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin a step: the next ``ask`` is answered by the policy."""
+        self.is_open = True
+        self._answer = None
+
+    def ask(self, num_tokens: int, num_reqs: int, kind: int, loras: int, ceiling: int) -> Any:
+        """Return the policy's answer as the runner takes it; None: its own class answers.
+
+        Only the first call in a step is answered. A second one comes after ranks agreed on a
+        shape, and all of them must pad alike then.
+        """
+        if not self.is_open:
+            return None
+        self.is_open = False
+        core = self.core
+        if core is None:
+            return None
+        answer = core.ask(num_tokens, num_reqs, kind, loras, ceiling)
+        if answer is None:
+            return None
+        self._answer = answer
+        if self.timer is not None:
+            self.timer.expect(answer.decision, (num_tokens, num_reqs, kind, loras, ceiling))
+        return answer.result
+
+    def close(
+        self,
+        result: Any,
+        mode: str,
+        num_tokens: int,
+        padded: int,
+        num_reqs: int,
+        uniform: bool,
+        loras: int,
+    ) -> None:
+        """End a step: record and count what runs.
+
+        Args:
+            result: What ``dispatch`` returned last.
+            mode: Name of the runtime mode.
+            num_tokens: Tokens before padding.
+            padded: Tokens after it.
+            num_reqs: Requests.
+            uniform: Every request has as many tokens as a decode step takes.
+            loras: Active adapters.
+        """
+        self.is_open = False
+        if self.log is not None:
+            self.log.add(num_tokens, num_reqs, uniform, loras)
+        if self.counts is not None:
+            answer = self._answer
+            if answer is None:
+                reason = OWN
+            else:
+                reason = answer.decision.reason if answer.result == result else AGREED
+            self.counts.add(mode, reason, num_tokens, padded)
+
+
+def _export(counts: StepCounts, where: str, ranks: Ranks) -> None:
+    plugins = load_plugins()
+    try:
+        plugins.create_observer(
+            "prometheus-engine", counts=counts, where=where, rank=ranks.rank, world_size=ranks.size
+        )
+    except UnknownNameError as error:
+        raise ConfigError(
+            "metrics",
+            where,
+            "left out without dispatchkit-prometheus",
+            "Install it: pip install dispatchkit-prometheus.",
+        ) from error

@@ -1,0 +1,130 @@
+"""A file of every step that a rank ran, written by a thread of its own.
+
+Each second the thread appends the rows that have come: one gzip member, one write. A process
+that is killed leaves a file that ends with whole rows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gzip
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dispatchkit.errors import TraceError
+
+from dispatchkit_vllm.engine.log import log
+
+__all__ = ["StepLog", "path_of_rank"]
+
+COLUMNS = ("step", "t_s", "num_tokens", "num_reqs", "uniform_decode", "num_active_loras")
+_PERIOD_S = 1.0
+
+Row = tuple[int, int, int, bool, int]
+
+
+def path_of_rank(path: str, rank: int, world_size: int) -> Path:
+    """Return the file of a rank: the path itself, or with several ranks one for each."""
+    whole = Path(path)
+    if world_size == 1:
+        return whole
+    stem, dot, suffixes = whole.name.partition(".")
+    return whole.with_name(f"{stem}-rank{rank}{dot}{suffixes}")
+
+
+class StepLog:
+    """Records steps into a step trace.
+
+    Args:
+        path: The file; ``.gz`` at its end compresses it. A file that is there already is kept
+            under its name with ``~`` behind it.
+        period_s: Seconds between writes.
+
+    Raises:
+        TraceError: The file cannot be written.
+
+    Thread safety: one thread adds.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, period_s: float = _PERIOD_S) -> None:
+        self.path = Path(path)
+        self._packs = self.path.suffix == ".gz"
+        self._rows: list[Row] = []
+        self._num_steps = 0
+        self._start_ns = 0
+        self._period_s = period_s
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._fault = ""
+        try:
+            if self.path.exists():
+                self.path.replace(self.path.with_name(self.path.name + "~"))
+            self._file = self.path.open("xb", buffering=0)
+            self._write(",".join(COLUMNS) + "\n")
+        except OSError as error:
+            raise TraceError(
+                str(self.path),
+                None,
+                f"cannot be written: {error.strerror or error}. Choose another path in "
+                "DISPATCHKIT_TRACE, or unset it.",
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="dispatchkit-trace", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def add(self, num_tokens: int, num_reqs: int, uniform: bool, loras: int) -> None:
+        """Record a step: tokens before padding, requests, uniform decode, active adapters."""
+        self._rows.append((time.perf_counter_ns(), num_tokens, num_reqs, uniform, loras))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rows are still written."""
+        return not self._ended.is_set()
+
+    def flush(self) -> None:
+        """Write the rows that have come."""
+        with self._lock:
+            count = len(self._rows)
+            rows = self._rows[:count]
+            del self._rows[:count]
+            if not rows or self._fault:
+                return
+            try:
+                self._write("".join(self._lines(rows)))
+            except (OSError, ValueError) as error:
+                self._fault = str(error)
+                log.warning(
+                    "Recording to %s has ended after %d steps: %s. Serving goes on.",
+                    self.path,
+                    self._num_steps,
+                    error,
+                )
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        self._ended.set()
+        self.flush()
+        with self._lock:
+            self._file.close()
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._period_s):
+            self.flush()
+
+    def _lines(self, rows: Sequence[Row]) -> Iterator[str]:
+        for at_ns, num_tokens, num_reqs, uniform, loras in rows:
+            self._start_ns = self._start_ns or at_ns
+            seconds = (at_ns - self._start_ns) / 1e9
+            yield f"{self._num_steps},{seconds:.6f},{num_tokens},{num_reqs},{uniform:d},{loras}\n"
+            self._num_steps += 1
+
+    def _write(self, text: str) -> None:
+        data = text.encode()
+        if self._packs:
+            data = gzip.compress(data, compresslevel=6, mtime=0)
+        while data:
+            data = data[self._file.write(data) :]

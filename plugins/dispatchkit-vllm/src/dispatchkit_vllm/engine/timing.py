@@ -1,0 +1,214 @@
+"""Device times of steps: sampled, and read later without waiting."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import attrs
+
+from dispatchkit import Batch, Decision, Dispatcher, Outcome
+
+from dispatchkit_vllm.engine.log import log
+
+__all__ = ["Clock", "DeviceClock", "HostClock", "StepTimer"]
+
+#: One step in so many is measured, beside those that a policy asks for.
+SAMPLE_EVERY = 8
+# Measurements that wait for the device; with more the oldest is dropped.
+_MAX_PENDING = 64
+
+
+class Clock(Protocol):
+    """Marks points on the current stream, and tells the time between two of them."""
+
+    name: str
+
+    def is_busy(self) -> bool:
+        """Return whether earlier work has not finished yet."""
+        ...
+
+    def new_mark(self) -> Any:
+        """Return a mark that can be set again and again."""
+        ...
+
+    def set_mark(self, mark: Any) -> None:
+        """Set a mark behind the work submitted so far."""
+        ...
+
+    def is_reached(self, mark: Any) -> bool:
+        """Return whether the device has come to a mark; never waits."""
+        ...
+
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        """Return the microseconds between two marks that were reached."""
+        ...
+
+
+class DeviceClock:
+    """CUDA events on the current stream."""
+
+    name = "device"
+
+    def __init__(self) -> None:
+        import torch
+
+        self._cuda = torch.cuda
+
+    def is_busy(self) -> bool:
+        """Return whether the current stream has work."""
+        return not self._cuda.current_stream().query()
+
+    def new_mark(self) -> Any:
+        """Return a timing event."""
+        return self._cuda.Event(enable_timing=True)
+
+    def set_mark(self, mark: Any) -> None:
+        """Record an event on the current stream."""
+        mark.record()
+
+    def is_reached(self, mark: Any) -> bool:
+        """Return whether an event has completed."""
+        return bool(mark.query())
+
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        """Return the microseconds between two completed events."""
+        return 1e3 * float(start.elapsed_time(end))
+
+
+class HostClock:
+    """The host's clock, where steps run on the CPU itself."""
+
+    name = "host"
+
+    def is_busy(self) -> bool:
+        """Return False: a CPU step has run when it returns."""
+        return False
+
+    def new_mark(self) -> list[int]:
+        """Return room for a time."""
+        return [0]
+
+    def set_mark(self, mark: list[int]) -> None:
+        """Note the time."""
+        mark[0] = time.perf_counter_ns()
+
+    def is_reached(self, mark: list[int]) -> bool:
+        """Return True."""
+        return True
+
+    def elapsed_us(self, start: list[int], end: list[int]) -> float:
+        """Return the microseconds between two marks."""
+        return (end[0] - start[0]) / 1e3
+
+
+@attrs.define(eq=False)
+class _Measurement:
+    batch: Batch
+    decision: Decision
+    step: int
+    queued: bool
+    start: Any
+    end: Any
+
+
+class StepTimer:
+    """Measures some of the steps that a policy decided, and reports the outcomes to it.
+
+    A runner calls ``expect`` with each decision, then ``begin`` before the model's forward pass
+    and ``end`` behind it. A forward pass without a decision (a dummy run, a capture) is not
+    measured.
+
+    Args:
+        dispatcher: Receives each outcome. Where its policy has a ``pace``, steps are measured
+            that many times as seldom.
+        clock: How time is taken.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, clock: Clock) -> None:
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._expected: tuple[Decision, tuple[int, int, int, int, int]] | None = None
+        self._running: _Measurement | None = None
+        self._pending: deque[_Measurement] = deque()
+        self._spare: list[tuple[Any, Any]] = []
+        self._step = 0
+        self._due = 1
+        self.num_outcomes: int = 0
+        self.is_paused: bool = False
+
+    def expect(self, decision: Decision, asked: tuple[int, int, int, int, int]) -> None:
+        """Note what decides the next forward pass, and what the dispatcher was asked with."""
+        self._expected = decision, asked
+
+    def begin(self) -> None:
+        """Mark the start of a forward pass, if it is to be measured."""
+        expected, self._expected = self._expected, None
+        if expected is None or self.is_paused:
+            return
+        self._step += 1
+        decision, asked = expected
+        if not decision.timed and self._step < self._due:
+            return
+        self._due = self._step + SAMPLE_EVERY * max(
+            1, int(getattr(self._dispatcher.policy, "pace", 1))
+        )
+        clock = self._clock
+        queued = clock.is_busy()
+        start, end = self._spare.pop() if self._spare else (clock.new_mark(), clock.new_mark())
+        clock.set_mark(start)
+        self._running = _Measurement(
+            self._dispatcher.batch(*asked), decision, self._step, queued, start, end
+        )
+
+    def end(self) -> None:
+        """Mark the end of a measured forward pass; report those the device is done with."""
+        measured, self._running = self._running, None
+        if measured is None:
+            return
+        self._clock.set_mark(measured.end)
+        if len(self._pending) == _MAX_PENDING:
+            self._pending.popleft()
+        self._pending.append(measured)
+        self.report()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let ``begin`` and ``end`` inside of a measured part do nothing."""
+        running, self._running = self._running, None
+        try:
+            yield
+        finally:
+            self._running = running
+
+    def drop(self) -> None:
+        """Forget a forward pass that raised; its time means nothing."""
+        self._running = None
+
+    def report(self) -> None:
+        """Report the outcomes of measured steps that are done, oldest first."""
+        while self._pending and self._clock.is_reached(self._pending[0].end):
+            done = self._pending.popleft()
+            elapsed = self._clock.elapsed_us(done.start, done.end)
+            self._spare.append((done.start, done.end))
+            self.num_outcomes += 1
+            outcome = Outcome(
+                done.batch,
+                done.decision,
+                elapsed,
+                self._clock.name,
+                done.queued,
+                step=done.step,
+            )
+            try:
+                with warnings.catch_warnings(record=True) as caught:
+                    self._dispatcher.observe(outcome)
+            except Exception as error:  # noqa: BLE001 - what a policy raises stops no step
+                log.warning("An outcome could not be reported: %s: %s", type(error).__name__, error)
+                continue
+            for warning in caught:
+                log.warning("%s", warning.message)

@@ -1,0 +1,65 @@
+"""Which facade stands for a published dispatcher, by what its class takes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from typing import Any
+
+from dispatchkit.errors import BackendUnavailableError
+
+from dispatchkit_vllm.facade import v0_11, v0_11_1, v0_12, v0_13, v0_15, v0_16, v0_33
+
+#: Facades by the arguments of ``dispatch``, and whether the class lists what to capture.
+_FORMS: dict[tuple[frozenset[str], bool], Any] = {
+    (frozenset({"batch_descriptor"}), False): v0_11,
+    (frozenset({"batch_descriptor", "use_cascade_attn"}), False): v0_11_1,
+}
+_PLAIN = {"num_tokens", "uniform_decode", "has_lora"}
+for _more, _lists, _facade in (
+    ({"use_cascade_attn"}, False, v0_12),
+    ({"disable_full"}, False, v0_13),
+    ({"disable_full"}, True, v0_15),
+    ({"disable_full", "num_active_loras"}, True, v0_16),
+    ({"num_active_loras", "valid_modes", "invalid_modes"}, True, v0_33),
+):
+    _FORMS[frozenset(_PLAIN | _more), _lists] = _facade
+
+
+def dispatcher_for(original: type[Any]) -> type[Any]:
+    """Return the facade of a published ``CudagraphDispatcher``, made of its release's types.
+
+    Args:
+        original: The class, in the module that it came in.
+
+    Raises:
+        BackendUnavailableError: No facade stands for a class that takes these arguments.
+    """
+    takes = frozenset(inspect.signature(original.dispatch).parameters) - {"self"}
+    facade = _FORMS.get((takes, hasattr(original, "get_capture_descs")))
+    if facade is None:
+        raise BackendUnavailableError(
+            f"No facade stands for a dispatcher whose dispatch takes {', '.join(sorted(takes))}. "
+            "There is one for each of vLLM 0.11 to 0.33."
+        )
+    defined = sys.modules[original.__module__]
+    return type(
+        original.__name__,
+        (facade.CudagraphDispatcher,),
+        {
+            "__module__": __name__,
+            "__doc__": original.__doc__,
+            "mode_type": defined.CUDAGraphMode,
+            "descriptor_type": defined.BatchDescriptor,
+            "breaks_graphs": staticmethod(_breaks_graphs),
+        },
+    )
+
+
+def _breaks_graphs() -> bool:
+    try:
+        module = importlib.import_module("vllm.compilation.breakable_cudagraph")
+    except ImportError:
+        return False  # releases before it have no such graphs
+    return bool(module.is_breakable_cudagraph_enabled())

@@ -1,0 +1,45 @@
+"""Names of vLLM 0.15: as 0.13, with a padding table of its own and a list of what to capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dispatchkit.keys import CUDAGraphMode, RuntimeMode
+
+from dispatchkit_vllm.dialects import V0_13
+from dispatchkit_vllm.facade._table import TableDispatcher
+from dispatchkit_vllm.facade.v0_13 import BatchDescriptor
+
+__all__ = ["BatchDescriptor", "CUDAGraphMode", "CudagraphDispatcher"]
+
+
+class CudagraphDispatcher(TableDispatcher):
+    """The dispatcher of vLLM 0.15."""
+
+    dialect = V0_13
+    descriptor_type = BatchDescriptor
+    _counts_loras = False
+
+    def dispatch(
+        self,
+        num_tokens: int,
+        uniform_decode: bool = False,
+        has_lora: bool = False,
+        disable_full: bool = False,
+    ) -> tuple[Any, BatchDescriptor]:
+        """Return the runtime mode and the padded descriptor.
+
+        Args:
+            num_tokens: Unpadded tokens.
+            uniform_decode: Every request has as many tokens as a decode step takes.
+            has_lora: Adapters are active.
+            disable_full: FULL graphs cannot serve this batch.
+
+        Raises:
+            AssertionError: The bucket of a uniform batch is not made of whole requests.
+        """
+        if self._is_off(num_tokens):
+            return self._eager(num_tokens)
+        allowed = RuntimeMode.PIECEWISE if disable_full else RuntimeMode.FULL
+        flag = bool(has_lora)
+        return self._decide(num_tokens, bool(uniform_decode), flag, int(flag), allowed)

@@ -1,0 +1,422 @@
+"""A whole vLLM engine on a GPU, with policies in front of either of its model runners.
+
+    python gpu_engine.py policies --runner 1 [--trace steps.csv.gz] [--rounds 20]
+    python gpu_engine.py sizes --runner 1 [--plan steps.csv.gz]
+    python gpu_engine.py gap --runner 1
+
+One engine in one process, asynchronous scheduling on, a Llama of random weights. JSON lines, with
+the card, the driver and the versions.
+
+- ``policies``: policies take turns, a batch of requests each, every one with the same requests in
+  a round; ``plain`` is vLLM's own class, called as it is. For each: whether its tokens are
+  plain's, modes and padding, the time of a batch, the mean time of a decision over the first
+  1,000 steps beside plain's, and what recording a step costs.
+- ``sizes``: start-up, time and memory of the captures, and the time of a batch; with ``--plan``,
+  under as many sizes as pay for themselves in a recorded trace.
+- ``gap``: a large model whose capture sizes leave a wide gap, so that a graph computes many more
+  rows than the batch has: a traffic on which graphs lose.
+"""
+
+# ruff: noqa: SLF001 - the engine's parts are measured one by one
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dispatchkit.observe import read_trace
+from dispatchkit.plan import plan_sizes
+
+from dispatchkit_vllm.engine.steplog import StepLog
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+#: Decisions that the mean time of one is taken over, from the first.
+FIRST_STEPS = 1000
+#: Policies that take turns, with their options.
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "vllm": ("vllm", {}),
+    "threshold": ("threshold", {}),
+    "threshold max_tokens=64": ("threshold", {"max_tokens": 64}),
+    "threshold prefer_piecewise": ("threshold", {"prefer_piecewise": True}),
+    "composite": ("composite", {"members": "vllm"}),
+    "adaptive": ("adaptive", {}),
+}
+OWN_RULES = {1: "vllm@0.33", 2: "vllm@0.33-manager"}
+
+
+def emit(**facts: Any) -> None:
+    """Print one JSON line at once."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def model_folder(hidden: int, layers: int) -> str:
+    """Write the configuration of a Llama; its weights are random."""
+    folder = Path(tempfile.gettempdir()) / f"llama-{hidden}-{layers}"
+    folder.mkdir(exist_ok=True)
+    facts = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 256,
+        "head_dim": 64,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(facts))
+    return str(folder)
+
+
+class Engine:
+    """An engine, the station of its runner, and what its captures took."""
+
+    def __init__(self, runner: int, *, hidden: int = 1024, layers: int = 8, **options: Any) -> None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(runner - 1)
+        os.environ.setdefault("DISPATCHKIT_POLICY", "vllm")
+        begun = time.perf_counter()
+        from vllm import LLM
+
+        imported = time.perf_counter()
+        self.captures: list[dict[str, float]] = []
+        self._watch_captures(runner)
+        settings: dict[str, Any] = {
+            "model": model_folder(hidden, layers),
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "max_model_len": 2048,
+            "max_num_seqs": 256,
+            "max_num_batched_tokens": 2048,
+            "gpu_memory_utilization": 0.25,
+            "seed": 0,
+            "enable_prefix_caching": False,
+            "async_scheduling": True,
+        }
+        self.llm = LLM(**{**settings, **options})
+        self.start_s = time.perf_counter() - imported
+        self.import_s = imported - begun
+        core: Any = self.llm.llm_engine.engine_core
+        core = getattr(core, "engine_core", core)
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        name = "cudagraph_dispatcher" if runner == 1 else "cudagraph_manager"
+        self.decider = getattr(self.runner, name)
+        self.station = self.decider.station
+
+    def _watch_captures(self, runner: int) -> None:
+        module = (
+            "vllm.v1.worker.gpu_model_runner" if runner == 1 else "vllm.v1.worker.gpu.model_runner"
+        )
+        __import__(module)
+        owner = sys.modules[module].GPUModelRunner
+        own = owner.capture_model
+
+        def capture_model(this: Any, *args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            found = own(this, *args, **kwargs)
+            took = time.perf_counter() - begun
+            self.captures.append({"seconds": round(took, 2), "mib": round((found or 0) / 2**20, 1)})
+            return found
+
+        owner.capture_model = capture_model
+
+    def generate(self, requests: list[tuple[list[int], int]]) -> tuple[float, str, int]:
+        """Run a batch of requests; return its seconds, a hash of its tokens, and their number."""
+        from vllm import SamplingParams
+
+        prompts = [{"prompt_token_ids": tokens} for tokens, _ in requests]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+            for _, count in requests
+        ]
+        begun = time.perf_counter()
+        out = self.llm.generate(prompts, params, use_tqdm=False)
+        took = time.perf_counter() - begun
+        tokens = [list(one.outputs[0].token_ids) for one in out]
+        digest = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
+        return took, digest, sum(map(len, tokens))
+
+    def facts(self) -> dict[str, Any]:
+        """Return the card, the driver and the versions."""
+        import pynvml
+        import torch
+
+        pynvml.nvmlInit()
+        return {
+            "card": torch.cuda.get_device_name(),
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "torch": torch.__version__,
+            "vllm": importlib.metadata.version("vllm"),
+            "runner": type(self.runner).__module__,
+            "async_scheduling": bool(
+                self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+            ),
+        }
+
+
+class Watch:
+    """Times the decisions of a runner, and counts what they are."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.times: dict[str, list[int]] = {}
+        self.modes: dict[str, Counter[str]] = {}
+
+    def put(self, name: str, core: Any) -> None:
+        """Let a policy decide, or with None vLLM's own class as it is."""
+        decider = self._engine.decider
+        self._engine.station.put(core)
+        if core is None:
+            own: Callable[..., Any] = type(decider).__mro__[1].dispatch.__get__(decider)
+        else:
+            own = type(decider).dispatch.__get__(decider)
+        times = self.times.setdefault(name, [])
+        modes = self.modes.setdefault(name, Counter())
+        clock, first = time.perf_counter_ns, self._engine.station
+
+        def dispatch(*args: Any, **options: Any) -> Any:
+            begun = clock()
+            found = own(*args, **options)
+            took = clock() - begun
+            if not first.is_dummy:
+                times.append(took)
+                mode, padded = (
+                    (found[0].name, found[1].num_tokens)
+                    if isinstance(found, tuple)
+                    else (found.cg_mode.name, found.num_tokens)
+                )
+                modes[mode] += 1
+                modes[f"{mode} rows"] += padded
+            return found
+
+        decider.dispatch = dispatch
+
+    def mean_us(self, name: str) -> float:
+        """Return the mean time of a policy's first decisions."""
+        return statistics.fmean(self.times[name][:FIRST_STEPS]) / 1e3
+
+
+def chat(rng: random.Random, count: int) -> list[tuple[list[int], int]]:
+    """Return requests of many lengths."""
+    return [
+        (
+            [rng.randrange(3, 32000) for _ in range(rng.choice((5, 17, 40, 130, 400, 900)))],
+            rng.choice((4, 16, 60, 120)),
+        )
+        for _ in range(count)
+    ]
+
+
+def recording_us(engine: Engine, rounds: int) -> dict[str, float]:
+    """Return what recording adds to a step: opening it, and closing it with a row."""
+    station = engine.station
+    kept, folder = station.log, tempfile.mkdtemp()
+    station.log = StepLog(Path(folder) / "steps.csv.gz")
+    watched, station.watches = station.watches, True
+    times: list[int] = []
+    own_open, own_close = station.open, station.close
+
+    def timed(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> None:
+            begun = time.perf_counter_ns()
+            own(*args)
+            times.append(time.perf_counter_ns() - begun)
+
+        return call
+
+    station.open, station.close = timed(own_open), timed(own_close)
+    for index in range(rounds):
+        engine.generate(chat(random.Random(index), 100))
+    del station.open, station.close
+    station.log.close()
+    rows = station.log.path.stat().st_size
+    station.log, station.watches = kept, watched
+    steps = len(times) // 2
+    return {
+        "steps": steps,
+        "us_per_step": round(sum(times) / 1e3 / steps, 3),
+        "bytes_per_step": round(rows / steps, 2),
+    }
+
+
+def turns(
+    engine: Engine, names: list[str], rounds: int, make: Callable[[random.Random], Any]
+) -> Any:
+    """Let policies take turns; yield name, seconds, whether its tokens are plain's, and tokens."""
+    cores: dict[str, Any] = {"plain": None}
+    for name in names:
+        if name != "plain":
+            policy, options = POLICIES[name]
+            cores[name] = engine.station.make(policy, **options)
+    watch = Watch(engine)
+    results: dict[str, list[float]] = {name: [] for name in names}
+    same: dict[str, bool] = dict.fromkeys(names, True)
+    tokens = 0
+    for index in range(rounds):
+        order = names[index % len(names) :] + names[: index % len(names)]
+        hashes = {}
+        for name in order:
+            watch.put(name, cores[name])
+            took, hashes[name], tokens = engine.generate(make(random.Random(index)))
+            results[name].append(took)
+        for name in names:
+            same[name] &= hashes[name] == hashes["plain"]
+    engine.station.put(None)
+    return results, same, watch, tokens, cores
+
+
+def measure_policies(given: argparse.Namespace) -> None:
+    """Policies in turns, then what recording costs."""
+    if given.trace:
+        os.environ["DISPATCHKIT_TRACE"] = given.trace
+    POLICIES[OWN_RULES[given.runner]] = (OWN_RULES[given.runner], {})
+    engine = Engine(given.runner)
+    facts = engine.facts()
+    emit(what="start", start_s=round(engine.start_s, 1), captures=engine.captures, **facts)
+    emit(what="summary", text=engine.station.summary or engine.station.why_not)
+    engine.generate(chat(random.Random(99), 40))
+    names = ["plain", *POLICIES]
+    results, same, watch, tokens, cores = turns(
+        engine, names, given.few_rounds, lambda rng: chat(rng, 150)
+    )
+    plain_us = watch.mean_us("plain")
+    for name in names:
+        core = cores[name]
+        emit(
+            what="policy",
+            runner=given.runner,
+            policy=name,
+            tokens_equal=same[name],
+            batch_s=round(statistics.median(results[name]), 4),
+            decisions=len(watch.times[name]),
+            decision_us=round(watch.mean_us(name), 2),
+            of_plain=round(watch.mean_us(name) / plain_us, 3),
+            modes=dict(sorted(watch.modes[name].items())),
+            fallbacks=dict(core.fallbacks) if core else {},
+            tokens=tokens,
+        )
+    results, same, _, _, cores = turns(
+        engine, ["plain", "adaptive"], given.rounds, lambda rng: chat(rng, 150)
+    )
+    emit_adaptive("adaptive on chat", engine, results, same, cores, given.runner)
+    emit(what="recording", runner=given.runner, **recording_us(engine, 4))
+
+
+def emit_adaptive(
+    what: str, engine: Engine, results: Any, same: Any, cores: Any, runner: int
+) -> None:
+    """Report adaptive beside plain."""
+    plain, adaptive = results["plain"], results["adaptive"]
+    timer = engine.station._timers[cores["adaptive"]]
+    emit(
+        what=what,
+        runner=runner,
+        batches=len(plain),
+        plain_s=round(statistics.median(plain), 4),
+        adaptive_s=round(statistics.median(adaptive), 4),
+        of_plain=round(statistics.median(adaptive) / statistics.median(plain), 4),
+        last_half=round(
+            statistics.median(adaptive[len(plain) // 2 :])
+            / statistics.median(plain[len(plain) // 2 :]),
+            4,
+        ),
+        outcomes=timer.num_outcomes,
+        tokens_equal=same["adaptive"],
+    )
+
+
+def planned_sizes(trace: str) -> list[int]:
+    """Return the 24 sizes that pad a recorded trace least."""
+    return list(plan_sizes(read_trace(trace), graphs=24, max_size=512).sizes)
+
+
+def measure_sizes(given: argparse.Namespace) -> None:
+    """Start-up, captures and throughput under default or planned sizes."""
+    options: dict[str, Any] = {}
+    if given.plan:
+        sizes = planned_sizes(given.plan)
+        options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    engine = Engine(given.runner, **options)
+    used = engine.runner.compilation_config.cudagraph_capture_sizes
+    engine.generate(chat(random.Random(99), 40))
+    times = [
+        engine.generate(chat(random.Random(index), 150)) for index in range(given.few_rounds * 2)
+    ]
+    emit(
+        what="sizes",
+        runner=given.runner,
+        planned=bool(given.plan),
+        num_sizes=len(used),
+        sizes=list(used),
+        start_s=round(engine.start_s, 1),
+        captures=engine.captures,
+        batch_s=round(statistics.median(took for took, _, _ in times), 4),
+        tokens=times[0][1],
+        **engine.facts(),
+    )
+
+
+def measure_gap(given: argparse.Namespace) -> None:
+    """A traffic on which graphs lose: prompts far smaller than the next size."""
+    sizes = [1, 2, 4, 8, 16, 32, 2048]
+    engine = Engine(
+        given.runner,
+        hidden=4096,
+        layers=4,
+        compilation_config={"cudagraph_capture_sizes": sizes},
+    )
+    emit(
+        what="start of gap", start_s=round(engine.start_s, 1), captures=engine.captures, sizes=sizes
+    )
+
+    def prompts(rng: random.Random) -> list[tuple[list[int], int]]:
+        return [
+            ([rng.randrange(3, 32000) for _ in range(rng.randrange(40, 300))], rng.choice((20, 60)))
+            for _ in range(60)
+        ]
+
+    engine.generate(prompts(random.Random(99)))
+    results, same, _, _, cores = turns(engine, ["plain", "adaptive"], given.rounds, prompts)
+    emit_adaptive("adaptive on a gap", engine, results, same, cores, given.runner)
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("policies", "sizes", "gap"))
+    parser.add_argument("--runner", type=int, choices=(1, 2), required=True)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--few-rounds", type=int, default=5)
+    parser.add_argument("--trace", help="record the steps to this file")
+    parser.add_argument("--plan", help="plan the sizes from this trace")
+    given = parser.parse_args()
+    {"policies": measure_policies, "sizes": measure_sizes, "gap": measure_gap}[given.what](given)
+
+
+if __name__ == "__main__":
+    main()

