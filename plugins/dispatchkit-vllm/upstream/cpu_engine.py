@@ -297,6 +297,7 @@ def inside() -> bool:
     os.environ["DISPATCHKIT_POLICY"] = "vllm"
     os.environ["DISPATCHKIT_TRACE"] = str(Path(tempfile.mkdtemp()) / "steps.csv.gz")
     import vllm
+    import vllm.logger  # configures logging, once
 
     kept: list[str] = []
     handler = logging.Handler()
