@@ -11,7 +11,7 @@ import torch
 from offering_tape import OfferingTape
 
 from dispatchkit.backends.tape import TapeBackend
-from dispatchkit.backends.tape.graph import TapePool
+from dispatchkit.backends.tape.pool import TapePool
 from dispatchkit.backends.tape.streams import TapeEvent
 from dispatchkit.errors import CaptureError, ReplayError
 

@@ -30,9 +30,10 @@ from dispatchkit.backends.capture_guard import (
     exclusive_capture,
     refuse_in_capture,
 )
-from dispatchkit.backends.tape.graph import TapeGraph, TapePool, poison_kept
-from dispatchkit.backends.tape.plan import compile_replay
+from dispatchkit.backends.tape.graph import TapeGraph, poison_kept
+from dispatchkit.backends.tape.pool import TapePool
 from dispatchkit.backends.tape.recorder import Recorder
+from dispatchkit.backends.tape.replay import compile_replay
 from dispatchkit.backends.tape.streams import (
     Scheduler,
     TapeEvent,

@@ -30,9 +30,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dispatchkit.backends.capture_guard import capturing_device
-from dispatchkit.backends.tape.calls import run_parts, written_arguments
-from dispatchkit.backends.tape.plan import LAUNCH_KEYS, flat_tensors
+from dispatchkit.backends.tape.operations import run_parts, written_arguments
 from dispatchkit.backends.tape.poison import poison
+from dispatchkit.backends.tape.steps import LAUNCH_KEYS, flat_tensors
 from dispatchkit.backends.tape.streams import TapeStream
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode
 from dispatchkit.backends.watching.host_sync import SYNC_FUNCTIONS, is_data_dependent

@@ -21,8 +21,13 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dispatchkit.backends.capture_guard import HostSyncError
-from dispatchkit.backends.tape.calls import run_parts, run_step, writing_call, written_arguments
-from dispatchkit.backends.tape.plan import Step, TensorRef, flat_tensors
+from dispatchkit.backends.tape.operations import (
+    run_parts,
+    run_step,
+    writing_call,
+    written_arguments,
+)
+from dispatchkit.backends.tape.steps import Step, TensorRef, flat_tensors
 from dispatchkit.backends.watching.collectives import (
     is_collective,
     refusal,

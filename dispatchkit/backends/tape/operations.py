@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dispatchkit.backends.tape.plan import LAUNCH_KEYS
+from dispatchkit.backends.tape.steps import LAUNCH_KEYS
 from dispatchkit.backends.watching.host_sync import run_composite
 
 _Tensor = torch.Tensor

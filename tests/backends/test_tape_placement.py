@@ -10,7 +10,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from dispatchkit.backends.tape.plan import Step, TensorRef, place
+from dispatchkit.backends.tape.placement import place
+from dispatchkit.backends.tape.steps import Step, TensorRef
 
 
 def ref(storage):

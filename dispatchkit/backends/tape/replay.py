@@ -1,0 +1,114 @@
+"""From recorded steps to a replay: one generated function, a line for each step.
+
+Measured on a 4-layer MLP: a list of closures takes 44 us, the straight line 34 us.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dispatchkit.backends.tape.steps import (
+    LAUNCH_KEYS,
+    Step,
+    TensorRef,
+    flat_tensors,
+    view_of_storage,
+)
+
+
+class Materialiser:
+    """Makes own tensors for refs, one for each, on given storages.
+
+    Args:
+        storages: Storage identity to (storage, offset in bytes of its place in there).
+    """
+
+    def __init__(self, storages: dict[int, tuple[Any, int]]) -> None:
+        self._storages = storages
+        self._made: dict[TensorRef, torch.Tensor] = {}
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor:
+        """Return the tensor of a ref."""
+        made = self._made.get(ref)
+        if made is None:
+            storage, start = self._storages[ref.storage]
+            made = view_of_storage(storage, ref, start)
+            self._made[ref] = made
+        return made
+
+
+class _Source:
+    """Writes the lines of a replay function and the names they use."""
+
+    def __init__(self, tensors: Materialiser) -> None:
+        self._tensors = tensors
+        self._names_by_identity: dict[int, str] = {}
+        self.namespace: dict[str, Any] = {}
+        self.lines: list[str] = []
+
+    def name(self, value: Any) -> str:
+        """Return an expression for a value; simple constants are written out."""
+        if value is None or value is True or value is False or type(value) is int:
+            return repr(value)
+        if isinstance(value, TensorRef):
+            value = self._tensors.tensor(value)
+        elif isinstance(value, (tuple, list)):
+            parts = ", ".join(map(self.name, value))
+            return f"[{parts}]" if isinstance(value, list) else f"({parts},)" if value else "()"
+        known = self._names_by_identity.get(id(value))
+        if known is None:
+            known = f"v{len(self.namespace)}"
+            self.namespace[known] = value  # also keeps the identity from being used again
+            self._names_by_identity[id(value)] = known
+        return known
+
+    def add(self, step: Step) -> None:
+        """Write the line of one step."""
+        arguments = [self.name(value) for value in step.args]
+        for key, value in step.kwargs.items():
+            # Some arguments of torch's are named by a keyword (``random_(from=...)``).
+            form = "**{{{0!r}: {1}}}" if keyword.iskeyword(key) else "{0}={1}"
+            arguments.append(form.format(key, self.name(value)))
+        arguments += [f"{key}={self.name(ref)}" for key, ref in step.out]
+        call = f"{self.name(step.call)}({', '.join(arguments)})"
+        if not step.copies:
+            self.lines.append(call)
+        elif len(step.copies) == 1 and step.copies[0][0] == 0:
+            copy = self.name(self._tensors.tensor(step.copies[0][1]).copy_)
+            self.lines.append(f"{copy}({self.name(_only)}({call}))")
+        else:
+            targets = tuple(ref for _, ref in step.copies)
+            indices = tuple(index for index, _ in step.copies)
+            copy_all = self.name(_copy_results)
+            self.lines.append(f"{copy_all}({call}, {indices!r}, {self.name(targets)})")
+
+
+def _only(result: Any) -> Any:
+    return result if isinstance(result, torch.Tensor) else flat_tensors(result)[0]
+
+
+def _copy_results(result: Any, indices: tuple[int, ...], targets: tuple[Any, ...]) -> None:
+    flat = flat_tensors(result)
+    for index, target in zip(indices, targets, strict=True):
+        target.copy_(flat[index])
+
+
+def compile_replay(steps: list[Step], tensors: Materialiser) -> Callable[[], None]:
+    """Return one function that does all steps in order, with nothing looked up again."""
+    source = _Source(tensors)
+    for step in steps:
+        source.add(step)
+    namespace = source.namespace
+    namespace["_guard"] = torch._C._ExcludeDispatchKeyGuard
+    namespace["_keys"] = LAUNCH_KEYS
+    body = "".join(f"        {line}\n" for line in source.lines) or "        pass\n"
+    text = f"def replay():\n    with _guard(_keys):\n{body}"
+    exec(compile(text, "<tape>", "exec"), namespace)  # noqa: S102 - text made of own names only
+    # Taken out, or function and globals would hold each other, and the memory with them,
+    # until some later garbage collection.
+    replay: Callable[[], None] = namespace.pop("replay")
+    return replay

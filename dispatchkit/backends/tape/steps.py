@@ -1,0 +1,105 @@
+"""What a recording is made of: steps, and the tensors they read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+import torch
+
+_K = torch._C.DispatchKey
+
+
+def _below_python_and_autograd() -> Any:
+    """Return the dispatch keys a replay skips: it is a launch, not a call of torch's API.
+
+    What was recorded is below autograd and autocast, so that a replay inside somebody's
+    autocast must not cast again, and no mode of the caller's may see single steps.
+    """
+    keys = torch._C.DispatchKeySet(_K.AutogradCPU)
+    for key in (_K.AutogradOther, _K.ADInplaceOrView, _K.AutocastCPU, _K.Python):
+        keys = keys.add(key)
+    return keys.add(_K.PythonTLSSnapshot)
+
+
+LAUNCH_KEYS = _below_python_and_autograd()
+
+
+@attrs.frozen
+class TensorRef:
+    """A tensor as the recorder notes it: a view of a storage, holding nothing alive.
+
+    Attributes:
+        storage: Identity of the storage.
+        offset: Storage offset in elements.
+        size: Shape.
+        stride: Strides in elements.
+        dtype: Element type.
+        conj: Lazily conjugated.
+        neg: Lazily negated.
+    """
+
+    storage: int
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conj: bool = False
+    neg: bool = False
+
+
+@attrs.define(eq=False)
+class Step:
+    """One thing a replay does.
+
+    Attributes:
+        call: What is called. With ``out`` set it writes into those keyword arguments.
+        args: Positional arguments, tensors as TensorRef.
+        kwargs: Keyword arguments, likewise.
+        out: (keyword name, ref) pairs of results that ``call`` writes itself.
+        copies: (index among the flattened results, ref) pairs to copy into otherwise.
+    """
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: tuple[tuple[str, TensorRef], ...] = ()
+    copies: tuple[tuple[int, TensorRef], ...] = ()
+
+    def refs(self) -> Iterable[TensorRef]:
+        """Yield every tensor the step reads or writes."""
+        yield from _refs_in((self.args, self.kwargs))
+        for _, ref in (*self.out, *self.copies):
+            yield ref
+
+
+def _refs_in(value: Any) -> Iterable[TensorRef]:
+    if isinstance(value, TensorRef):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _refs_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _refs_in(item)
+
+
+def view_of_storage(storage: Any, ref: TensorRef, start_bytes: int = 0) -> torch.Tensor:
+    """Return a tensor of our own on a storage; it holds no autograd graph and no other object."""
+    offset = ref.offset + start_bytes // ref.dtype.itemsize
+    with torch.inference_mode(False):
+        made = torch.empty(0, dtype=ref.dtype)
+        made = made.set_(storage, offset, ref.size, ref.stride)
+    if ref.conj:
+        made = torch.conj(made)
+    return torch._neg_view(made) if ref.neg else made
+
+
+def flat_tensors(result: Any) -> list[torch.Tensor]:
+    """Return the tensors in the result of an operation, in order."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (tuple, list)):
+        return [tensor for item in result for tensor in flat_tensors(item)]
+    return []
