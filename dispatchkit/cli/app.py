@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import inspect
 import io
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -163,10 +164,17 @@ def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
     complain(f"Warning: {message}")
 
 
+def help_of(command: Callable[..., None]) -> str:
+    """Return a command's docstring as help: paragraphs that are wrapped where they are shown."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
 app: typer.Typer = typer.Typer(
     cls=Commands,
     help="Decide which captured CUDA graph serves a batch, and see why.",
-    epilog="Exit codes: 0 done, 1 done and found wanting, 2 bad input, 130 stopped by Ctrl-C.",
+    epilog="Exit codes: 0 done, 1 done and found wanting, 2 bad input, 130 stopped by Ctrl-C, "
+    "143 terminated.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -216,19 +224,21 @@ def _top(
         raise typer.Exit(BAD_INPUT)
 
 
-app.command("demo")(demo)
-app.command("policies")(policies)
-app.command("plugins")(plugins)
-app.command("explain")(explain_batch)
-app.command("plan")(plan)
-app.command("simulate")(simulate)
-app.command("calibrate")(calibrate)
+app.command("demo", help=help_of(demo))(demo)
+app.command("policies", help=help_of(policies))(policies)
+app.command("plugins", help=help_of(plugins))(plugins)
+app.command("explain", help=help_of(explain_batch))(explain_batch)
+app.command("plan", help=help_of(plan))(plan)
+app.command("simulate", help=help_of(simulate))(simulate)
+app.command("calibrate", help=help_of(calibrate))(calibrate)
 # What comes after the script is the script's own, options too.
-app.command("record", context_settings={"allow_interspersed_args": False})(record)
-app.command("bench")(bench)
-app.command("report")(report)
-app.command("doctor")(doctor)
-app.command("new-policy")(new_policy)
+app.command("record", help=help_of(record), context_settings={"allow_interspersed_args": False})(
+    record
+)
+app.command("bench", help=help_of(bench))(bench)
+app.command("report", help=help_of(report))(report)
+app.command("doctor", help=help_of(doctor))(doctor)
+app.command("new-policy", help=help_of(new_policy))(new_policy)
 app.add_typer(config, name="config", cls=Group)
 
 

@@ -80,7 +80,7 @@ def plan(
         bool, typer.Option("--keyed", metavar="", help="Plan uniform decode and mixed steps apart.")
     ] = False,
     align: Annotated[
-        int, typer.Option("--align", metavar="N", help="Only multiples of so many tokens.")
+        int, typer.Option("--align", metavar="N", help="Only multiples of N tokens.")
     ] = 1,
     cost_model: Annotated[
         str | None,
@@ -168,8 +168,8 @@ def show(made: Plan, out: Console) -> None:
     over = made.num_steps_over / made.num_steps
     out.print(
         Text(
-            f"\nPadding {made.waste_pct:.2f}% of the real tokens; judged on {made.judged_on}, "
-            f"{made.num_steps:,} steps, {over:.1%} of them larger and eager."
+            f"\nPadding {made.waste_pct:.2f}% of the real tokens, judged on {made.judged_on} "
+            f"({made.num_steps:,} steps); {over:.1%} of them are larger and run eager."
         )
     )
     if made.objective != "padding":

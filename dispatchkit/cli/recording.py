@@ -40,7 +40,8 @@ def record(
     output: Annotated[
         Path,
         typer.Argument(
-            metavar="OUTPUT", help="The trace to write; .jsonl and .gz as the name has."
+            metavar="OUTPUT",
+            help="The trace to write: CSV, or JSON lines with .jsonl in the name; .gz packs it.",
         ),
     ],
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or -m MODULE.")],

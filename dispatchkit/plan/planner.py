@@ -35,7 +35,7 @@ MIN_STEPS = 1000
 """Fewer steps than this are called too few to plan from."""
 
 _SAME_STEPS = (
-    "Planned and judged on the same steps: `sizes` fit exactly them. For later traffic use "
+    "Planned and judged on the same steps, so `sizes` fit just these. For later traffic, use "
     "the hedged sizes in `future`."
 )
 _MAX_CANDIDATES = 1024

@@ -84,7 +84,10 @@ def weigh_token_budget(
 
     if not isinstance(objective, TimeObjective):
         return verdict(
-            False, None, "Padding alone cannot say whether it pays; plan with a cost model."
+            False,
+            None,
+            "Only a cost model says whether a graph of it pays. Next: run `dispatchkit "
+            "calibrate`, then plan with `--cost-model costs.json`.",
         )
     model = objective.model
     if not model.covers(size):

@@ -220,6 +220,7 @@ def test_an_input_is_never_written_over(run: Any, folder: Path, name: str) -> No
 
 
 def test_force_replaces_the_output(run: Any, folder: Path) -> None:
+    """It was asked for."""
     (folder / "page.html").write_text("old")
     assert run("report", "in.csv", "-o", "page.html", "--sizes", "8", "--force").code == 0
     assert (folder / "page.html").read_text().startswith("<!doctype html>")
@@ -271,6 +272,7 @@ MORE_LINES = [
     ],
 )
 def test_no_surrounding_ends_in_a_traceback(tmp_path: Path, line: str, code: int) -> None:
+    """Streams, folders and encodings are not as a program wishes them."""
     (tmp_path / "in.csv").write_bytes(TRACE)
     done = shell(line, tmp_path)
     assert "Traceback" not in done.stderr
@@ -353,6 +355,7 @@ MORE_ENDS = [
     ],
 )
 def test_however_a_recorded_script_ends_its_steps_are_there(tmp_path: Path, end: str) -> None:
+    """Whole, where they were asked for; a traceback is the script's alone."""
     from dispatchkit.observe import read_trace
 
     (tmp_path / "s.py").write_text(SERVER.format(end=end))
@@ -405,6 +408,7 @@ def test_a_script_that_cannot_be_run_is_bad_input(
 def test_impossible_numbers_in_simulations_are_named(
     run: Any, tmp_path: Path, change: dict[str, Any]
 ) -> None:
+    """Before anything is drawn."""
     (tmp_path / "in.csv").write_bytes(TRACE)
     found = json.loads(run("simulate", str(tmp_path / "in.csv"), "--sizes", "8", "--json").out)
     source = tmp_path / "s.json"

@@ -85,6 +85,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, OSError(28, "full")])
 def test_what_interrupts_leaves_the_older_file(tmp_path: Path, error: Any) -> None:
+    """And nothing beside it."""
     path = tmp_path / "out"
     path.write_text("old")
     expected = ConfigError if isinstance(error, OSError) else error

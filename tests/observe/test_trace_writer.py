@@ -74,6 +74,7 @@ def test_an_exception_before_the_first_step_leaves_an_older_file(tmp_path: Path)
     ids=["exit", "no with", "chdir", "folder gone", "generator", "fork", "fork _exit"],
 )
 def test_a_program_that_ends_leaves_its_trace(tmp_path: Path, body: str) -> None:
+    """Whole, where it was asked for, and said nothing."""
     done = run_program(tmp_path / "t.csv.gz", body)
     assert done.stderr == ""
     assert tokens(tmp_path / "t.csv.gz") == [3]
