@@ -35,7 +35,7 @@ def _held(fn: Any) -> Iterator[Any]:
         return
     if (owner := getattr(fn, "__self__", None)) is not None:
         yield owner
-    for plain in _functions(fn):
+    for plain in functions_of(fn):
         for cell in plain.__closure__ or ():
             try:
                 yield cell.cell_contents
@@ -46,7 +46,7 @@ def _held(fn: Any) -> Iterator[Any]:
                 yield plain.__globals__[name]
 
 
-def _functions(fn: Any) -> Iterator[types.FunctionType]:
+def functions_of(fn: Any) -> Iterator[types.FunctionType]:
     """Yield the function that a callable runs, and those that decorators put around it."""
     if isinstance(fn, functools.partial):
         fn = fn.func
@@ -61,22 +61,22 @@ def _functions(fn: Any) -> Iterator[types.FunctionType]:
 
 def _names(fn: Any) -> set[str]:
     """Return all names that the code of a callable uses, of attributes too."""
-    codes = [code for plain in _functions(fn) for code in _codes(plain.__code__)]
+    codes = [code for plain in functions_of(fn) for code in codes_of(plain.__code__)]
     return {name for code in codes for name in code.co_names}
 
 
 def _globals_named(code: types.CodeType) -> set[str]:
     """Return the names of globals; ``co_names`` has those of attributes among them."""
-    parts = [one for part in _codes(code) for one in dis.get_instructions(part)]
+    parts = [one for part in codes_of(code) for one in dis.get_instructions(part)]
     return {one.argval for one in parts if one.opname == "LOAD_GLOBAL"}
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield a code and those of the functions and comprehensions inside it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from _codes(const)
+            yield from codes_of(const)
 
 
 def _named(holder: Any, names: set[str]) -> Iterator[Any]:

@@ -1,0 +1,674 @@
+"""Python state that a step reaches: recorded, compared, put back.
+
+A graph replays kernels and no Python. A step that assigns an attribute, counts, appends to a list
+or rebinds a global computes something else when it is replayed, and a warmup that ran it for
+nothing has already moved that state. ``PythonState`` records every container that the step reaches
+before such a run; ``changes`` lists what the run changed, and ``restore`` puts those entries back.
+
+Reached are the modules a step runs through, the object a method is bound to, closure cells, globals
+that the code names, defaults, arguments bound by ``partial``; and from each of them attributes,
+slots, items of builtin containers, attributes of script modules, and what the methods of the
+caller's own classes name. Code of the standard library, of torch and of numpy is not entered. Not
+seen: state inside opaque C++ objects, files, and other processes.
+"""
+
+from __future__ import annotations
+
+import array
+import dis
+import functools
+import pathlib
+import random
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import attrs
+import torch
+
+from dispatchkit.execute.step.modules import codes_of, functions_of
+
+#: Most containers that are recorded. The walk goes breadth first: those near the step come first.
+MAX_CONTAINERS: Final = 50_000
+
+MISSING: Final = object()
+"""Stands for an entry that is not there."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+# Libraries whose globals and class attributes are no state of a step.
+_LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "attr", "attrs"}
+_CONTAINERS = (dict, list, set, deque, bytearray)
+#: What every module keeps of its own, hooks among it, beside its members.
+_BOOKKEEPING = frozenset(vars(torch.nn.Module())) - {"training"}
+_FUNCTIONS = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    functools.partial,
+)
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+_WRITES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME"})
+
+
+@attrs.frozen
+class Entry:
+    """One entry of a container: what it was when it was recorded, and how to reach it.
+
+    Attributes:
+        record: The container.
+        key: Its name, index or dictionary key there.
+    """
+
+    record: Record
+    key: Any
+
+    @property
+    def before(self) -> Any:
+        """What it was; ``MISSING`` if it was not there."""
+        return self.record.saved.get(self.key, MISSING)
+
+    def now(self) -> Any:
+        """Return what it is; ``MISSING`` if it is not there."""
+        if self.record.kind.get is not None:
+            return self.record.kind.get(self.record.target, self.key)
+        return self.record.kind.read(self.record.target).get(self.key, MISSING)
+
+    def reader(self) -> tuple[Callable[[Any, Any], Any], Any, Any]:
+        """Return a function that reads the entry, and its two arguments."""
+        if self.record.kind.get is None:
+            return (lambda target, key: self.now()), self.record.target, self.key
+        return self.record.kind.get, self.record.target, self.key
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether it can be put back."""
+        return self.record.kind.write is not None
+
+    def restore(self) -> None:
+        """Put it back."""
+        if self.record.kind.write is not None:
+            self.record.kind.write(self.record.target, self.key, self.before)
+
+    @property
+    def path(self) -> str:
+        """How the step reaches it, such as ``model.cache['step']``."""
+        return self.record.kind.join(self.record.path, self.key)
+
+    def __str__(self) -> str:
+        where = _line_that_writes(self.record.site, self.key)
+        return f"{self.path} ({self.record.owner}{', ' + where if where else ''})"
+
+
+class PythonState:
+    """The Python values that a step reaches, as they are when this is made.
+
+    Args:
+        roots: Callables and objects to start from, by the name to report them under.
+
+    Attributes:
+        modules: The modules among what is reached.
+    """
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self.modules: list[torch.nn.Module] = []
+        self._roots = tuple(roots.values())
+        self._records: list[Record] = []
+        self._functions: list[types.FunctionType] = []
+        self._classes: set[type] = set()
+        seen: set[int] = set()
+        queue: deque[_Found] = deque(_Found(one, name, "", None) for name, one in roots.items())
+        while queue and len(self._records) < MAX_CONTAINERS:
+            found = queue.popleft()
+            if is_plain(found.value) or id(found.value) in seen:
+                continue
+            seen.add(id(found.value))
+            self._classes.add(type(found.value))
+            if isinstance(found.value, torch.nn.Module):
+                self.modules.append(found.value)
+            elif isinstance(found.value, types.FunctionType):
+                self._functions.append(found.value)
+            for part in _parts(found):
+                if isinstance(part, Record):
+                    self._records.append(part)
+                    queue.extend(part.inside())
+                else:
+                    queue.append(part)
+
+    def changes(self) -> tuple[Entry, ...]:
+        """Return the entries that are different now, those nearest to the step first."""
+        return tuple(entry for record in self._records for entry in record.changes())
+
+    def values_read(self) -> Iterator[Entry]:
+        """Yield the entries that the step's code may read.
+
+        An attribute counts if code on the way of the step names it. Functions are followed by
+        their names, so that a method beside ``forward`` that nothing there names, such as a
+        server's own loop, is left out, and so is what only it reads.
+        """
+        names = self._names_read()
+        for record in self._records:
+            is_named = record.kind in _NAMED
+            for key in record.saved:
+                if not is_named or key in names:
+                    yield Entry(record, key)
+
+    def _names_read(self) -> set[str]:
+        methods: dict[str, set[types.CodeType]] = {}
+        library = [one for base in self._classes for one in _library_methods(base)]
+        for fn in (*self._functions, *library):
+            methods.setdefault(fn.__name__, set()).add(fn.__code__)
+        roots = [fn for one in self._roots for fn in functions_of(one)]
+        for fn in roots:
+            methods.setdefault(fn.__name__, set()).add(fn.__code__)
+        found = {"forward", "__call__", *(fn.__name__ for fn in roots)}
+        waiting = list(found)
+        while waiting:
+            for code in methods.pop(waiting.pop(), ()):
+                names = {name for part in codes_of(code) for name in part.co_names}
+                waiting.extend(names - found)
+                found |= names
+        return found
+
+
+def restore(entries: Iterable[Entry]) -> None:
+    """Put entries back, last first. Whole containers are never replaced: others may hold them."""
+    for entry in reversed(tuple(entries)):
+        entry.restore()
+
+
+def is_same(before: Any, after: Any) -> bool:
+    """Return whether an entry is unchanged: the same object, or an equal plain value."""
+    if before is after:
+        return True
+    if type(before) is not type(after):
+        return False
+    if isinstance(before, float):
+        return before.hex() == after.hex()  # tells zeros apart, and finds nan equal to itself
+    if isinstance(before, (*_PLAIN, _Address, _Contents)):
+        return bool(before == after)
+    if isinstance(before, types.MethodType):
+        return before.__func__ is after.__func__ and before.__self__ is after.__self__
+    if isinstance(before, tuple):
+        return len(before) == len(after) and all(map(is_same, before, after))
+    return False
+
+
+# -- records -------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Found:
+    """An object on the way of the walk.
+
+    Attributes:
+        value: The object.
+        path: How the step reaches it.
+        owner: The class or function that holds it, in words.
+        site: That class or function, to find the line that writes it.
+        is_installed: It was found in the code of an installed package, of whose globals only
+            plain containers are followed: such a package names half of itself somewhere.
+    """
+
+    value: Any
+    path: str
+    owner: str
+    site: Any
+    is_installed: bool = False
+
+
+@attrs.frozen(eq=False)
+class Kind:
+    """How containers of one kind are read and written.
+
+    Attributes:
+        read: Returns the entries of one by key.
+        write: Sets one entry, or removes it for ``MISSING``. None: it cannot be put back.
+        join: Makes the path of an entry from that of the container and its key.
+        is_entered: What the entries hold is recorded too.
+        get: Returns one entry by key, ``MISSING`` if it is not there, where that is quicker than
+            reading all of them.
+    """
+
+    read: Callable[[Any], Mapping[Any, Any]]
+    write: Callable[[Any, Any, Any], None] | None
+    join: Callable[[str, Any], str]
+    is_entered: bool = True
+    get: Callable[[Any, Any], Any] | None = None
+
+
+class Record:
+    """One container as it was.
+
+    Args:
+        kind: How it is read.
+        found: What and where it is.
+
+    Attributes:
+        saved: Its entries by key; the values themselves, no copies.
+    """
+
+    def __init__(self, kind: Kind, found: _Found) -> None:
+        self.kind, self.target = kind, found.value
+        self.path, self.owner, self.site = found.path, found.owner, found.site
+        self._is_installed = found.is_installed
+        self.saved: dict[Any, Any] = dict(kind.read(found.value))
+
+    def inside(self) -> Iterator[_Found]:
+        """Yield what the entries hold."""
+        if not self.kind.is_entered:
+            return
+        for key, value in self.saved.items():
+            if not is_plain(value) and not (self._is_installed and type(value) not in _CONTAINERS):
+                path = self.kind.join(self.path, key)
+                yield _Found(value, path, self.owner, self.site, self._is_installed)
+
+    def changes(self) -> Iterator[Entry]:
+        """Yield the entries that are different now."""
+        now = self.kind.read(self.target)
+        for key, value in self.saved.items():
+            if not is_same(value, now.get(key, MISSING)):
+                yield Entry(self, key)
+        for key in now:
+            if key not in self.saved:
+                yield Entry(self, key)
+
+
+def _dotted(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _indexed(path: str, key: Any) -> str:
+    return f"{path}[{key!r:.40}]"
+
+
+def _itself(path: str, _key: Any) -> str:
+    return path
+
+
+def _by_name(_path: str, key: Any) -> str:
+    return str(key)
+
+
+def _set_item(target: Any, key: Any, value: Any) -> None:
+    if value is MISSING:
+        target.pop(key, None)
+    else:
+        target[key] = value
+
+
+def _set_at(target: Any, index: int, value: Any) -> None:
+    """Set or remove the item of a sequence; entries come last first, so that indices hold."""
+    if value is MISSING:
+        del target[index]
+    elif index < len(target):
+        target[index] = value
+    else:
+        target.extend([None] * (index - len(target)))
+        target.append(value)
+
+
+def _set_attribute(target: Any, name: str, value: Any) -> None:
+    # Past a frozen class's own __setattr__: what is put back was there.
+    if value is MISSING:
+        object.__delattr__(target, name)
+    else:
+        object.__setattr__(target, name, value)
+
+
+def _set_on_class(target: type, name: str, value: Any) -> None:
+    if value is MISSING:
+        delattr(target, name)
+    else:
+        setattr(target, name, value)
+
+
+def _read_slots(target: Any) -> dict[str, Any]:
+    found = {}
+    for base in type(target).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType) and hasattr(target, name):
+                found[name] = getattr(target, name)
+    return found
+
+
+def _read_class(target: type) -> dict[str, Any]:
+    """Return the data of a class: neither methods nor descriptors, nor what Python keeps there."""
+    return {
+        name: value
+        for name, value in vars(target).items()
+        if not name.startswith(("__", "_abc_"))
+        and not isinstance(value, type)
+        and not hasattr(type(value), "__get__")
+    }
+
+
+def _read_cell(target: types.CellType) -> dict[str, Any]:
+    try:
+        return {"": target.cell_contents}
+    except ValueError:  # nothing was put in yet
+        return {}
+
+
+def _write_cell(target: types.CellType, _key: Any, value: Any) -> None:
+    if value is MISSING:
+        del target.cell_contents
+    else:
+        target.cell_contents = value
+
+
+@attrs.frozen
+class _Globals:
+    """The globals that one function names."""
+
+    values: dict[str, Any]
+    names: frozenset[str]
+
+    def read(self) -> dict[str, Any]:
+        return {
+            name: self.values[name]
+            for name in self.names & self.values.keys()
+            if not isinstance(self.values[name], types.ModuleType) or self.values[name] is random
+        }
+
+
+class _Address:
+    """A tensor of a script module, which each read gives as another Python object."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._place = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Address) and self._place == other._place
+
+    def __hash__(self) -> int:
+        return hash(self._place)
+
+
+def _read_script(target: Any) -> dict[str, Any]:
+    read = target._c.getattr
+    values = {name: read(name) for name in target._concrete_type.get_attributes()}
+    return {
+        name: _Address(value) if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    }
+
+
+def _write_script(target: Any, name: str, value: Any) -> None:
+    target._c.setattr(name, value.tensor if isinstance(value, _Address) else value)
+
+
+def _read_module(held: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module: its own, and the hooks that it has."""
+    return {name: one for name, one in held.items() if name not in _BOOKKEEPING or _is_hooks(one)}
+
+
+def _is_hooks(value: Any) -> bool:
+    return isinstance(value, OrderedDict) and bool(value)
+
+
+def _get_item(target: Any, key: Any) -> Any:
+    return dict.get(target, key, MISSING)
+
+
+def _get_at(target: Any, index: int) -> Any:
+    return target[index] if index < len(target) else MISSING
+
+
+def _get_attribute(target: Any, name: str) -> Any:
+    return getattr(target, name, MISSING)
+
+
+_MAPPING = Kind(dict.copy, _set_item, _indexed, get=_get_item)
+_ATTRIBUTES = Kind(lambda one: one, _set_item, _dotted, get=_get_item)
+#: Parameters, buffers or submodules of a module.
+_MEMBER = Kind(lambda one: one, _set_item, _dotted, get=_get_item)
+_MODULE = Kind(_read_module, _set_item, _dotted, get=_get_item)
+_SEQUENCE = Kind(lambda one: dict(enumerate(one)), _set_at, _indexed, get=_get_at)
+_TUPLE = Kind(lambda one: dict(enumerate(one)), None, _indexed)
+_SLOTS = Kind(_read_slots, _set_attribute, _dotted, get=_get_attribute)
+_CLASS = Kind(_read_class, _set_on_class, _dotted, get=_get_attribute)
+_CELL = Kind(_read_cell, _write_cell, _itself)
+_GLOBALS = Kind(_Globals.read, lambda one, key, value: _set_item(one.values, key, value), _by_name)
+_SCRIPT = Kind(_read_script, _write_script, _dotted, is_entered=False)
+#: Kinds whose entries are reached by an attribute's name.
+_NAMED = (_ATTRIBUTES, _MODULE, _SLOTS, _CLASS)
+
+
+class _Contents:
+    """What an object holds as a whole, compared by value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Contents) and bool(self.value == other.value)
+
+    __hash__ = None  # type: ignore[assignment]  # what an object holds may not have one
+
+
+def _whole(read: Callable[[Any], Any], write: Callable[[Any, Any], Any] | None) -> Kind:
+    """Return the kind of an object that is compared, and put back, as a whole."""
+    put = None if write is None else (lambda one, _key, saved: write(one, saved.value))
+    return Kind(lambda one: {"": _Contents(read(one))}, put, _itself, is_entered=False)
+
+
+def _put_set(target: set[Any], value: frozenset[Any]) -> None:
+    target.clear()
+    target.update(value)
+
+
+def _put_bytes(target: Any, value: bytes) -> None:
+    target[:] = value if isinstance(target, bytearray) else array.array(target.typecode, value)
+
+
+def _iterator(one: Any) -> Any:
+    """Return where an iterator stands, without moving it."""
+    if isinstance(one, types.GeneratorType):
+        frame = one.gi_frame
+        if frame is None:
+            return "finished"
+        held = tuple(v if is_plain(v) else id(v) for v in frame.f_locals.values())
+        return repr((frame.f_lasti, held))
+    reduced = one.__reduce__()
+    return repr([part if is_plain(part) else id(part) for part in reduced[1:]]) + (
+        repr(one) if type(one).__module__ == "itertools" else ""
+    )
+
+
+_SET = _whole(frozenset, _put_set)
+_BYTES = _whole(bytes, _put_bytes)
+_ITERATOR = _whole(_iterator, None)
+_RANDOM = _whole(random.Random.getstate, random.Random.setstate)
+_RANDOM_MODULE = _whole(lambda _: random.getstate(), lambda _, value: random.setstate(value))
+_GRADIENT = Kind(
+    lambda one: {"grad": one.grad}, lambda one, _, value: setattr(one, "grad", value), _dotted
+)
+
+
+def _numpy_kind(value: Any) -> Kind | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.Generator):
+        return _whole(lambda one: repr(one.bit_generator.state), None)
+    if isinstance(value, numpy.random.RandomState):
+        return _whole(lambda one: repr(one.get_state()), None)
+    if isinstance(value, numpy.ndarray) and value.dtype != object:
+        return _whole(
+            lambda one: one.tobytes(),
+            lambda one, saved: numpy.copyto(
+                one, numpy.frombuffer(saved, one.dtype).reshape(one.shape)
+            ),
+        )
+    return None
+
+
+_KINDS: tuple[tuple[Any, Kind], ...] = (
+    (dict, _MAPPING),
+    ((list, deque), _SEQUENCE),
+    (set, _SET),
+    ((tuple, frozenset), _TUPLE),
+    ((bytearray, array.array), _BYTES),
+    (random.Random, _RANDOM),
+)
+
+
+# -- what there is of an object ------------------------------------------------------------------
+
+
+def _parts(found: _Found) -> Iterator[Record | _Found]:
+    """Yield the records of one object, and what it refers to besides their entries."""
+    value = found.value
+    own = attrs.evolve(found, owner=found.owner or type(value).__qualname__)
+    if isinstance(value, types.ModuleType):
+        if value is random:
+            yield Record(_RANDOM_MODULE, own)
+        return
+    if isinstance(value, type):
+        yield from _of_class(value)
+        return
+    if isinstance(value, types.CellType):
+        yield Record(_CELL, own)
+        return
+    if isinstance(value, _Globals):
+        yield Record(_GLOBALS, own)
+        return
+    if isinstance(value, _FUNCTIONS):
+        yield from _of_function(value, found)
+    kind = _kind_of(value)
+    if kind is not None:
+        yield Record(kind, own)
+    if not isinstance(value, types.FunctionType):
+        yield from _of_attributes(value, found.path)
+
+
+def _kind_of(value: Any) -> Kind | None:
+    """Return how the items of an object are read; None for one that has attributes alone."""
+    for types_, kind in _KINDS:
+        if isinstance(value, types_):
+            return kind
+    if isinstance(value, torch.Tensor):
+        return _GRADIENT if value.is_leaf and value.requires_grad else None
+    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+        return _ITERATOR
+    return _numpy_kind(value)
+
+
+def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
+    """Yield the attributes of an object, its slots, and its class."""
+    cls = type(value)
+    owner = cls.__qualname__
+    if isinstance(value, torch.jit.ScriptModule) and hasattr(value, "_concrete_type"):
+        for name, module in value.named_modules():
+            inner = _dotted(path, name) if name else path
+            yield Record(_SCRIPT, _Found(module, inner, type(module).__qualname__, None))
+        return
+    held = getattr(value, "__dict__", None)
+    if isinstance(value, torch.nn.Module):
+        yield Record(_MODULE, _Found(held, path, owner, cls))
+        yield from (Record(_MEMBER, _Found(held[name], path, owner, cls)) for name in _MEMBERS)
+    elif isinstance(held, dict):
+        yield Record(_ATTRIBUTES, _Found(held, path, owner, cls))
+    if not _is_library(cls):
+        if _read_slots(value):
+            yield Record(_SLOTS, _Found(value, path, owner, cls))
+        yield _Found(cls, owner, "", cls)
+
+
+def _of_class(cls: type) -> Iterator[Record | _Found]:
+    """Yield the data of a class of the caller's, its bases, and its methods."""
+    if _is_library(cls):
+        return
+    name, installed = cls.__qualname__, _is_installed(cls)
+    yield Record(_CLASS, _Found(cls, name, f"class {name}", cls, installed))
+    for base in cls.__bases__:
+        yield _Found(base, base.__qualname__, "", base)
+    for member in vars(cls).values():
+        for fn in (member, getattr(member, "fget", None), getattr(member, "__func__", None)):
+            if isinstance(fn, types.FunctionType):
+                yield _Found(fn, fn.__qualname__, "", fn)
+
+
+def _of_function(fn: Any, found: _Found) -> Iterator[Record | _Found]:
+    """Yield what a function refers to: bound objects, cells, globals, defaults."""
+    held = [getattr(fn, "__self__", None)]
+    if isinstance(fn, functools.partial):
+        held += [fn.func, *fn.args, *fn.keywords.values()]
+    yield from (_Found(one, found.path, "", None) for one in held)
+    for plain in functions_of(fn):
+        if _is_library(plain):
+            continue
+        owner = f"function {plain.__qualname__}"
+        names = frozenset(name for code in codes_of(plain.__code__) for name in code.co_names)
+        installed = _is_installed(plain)
+        yield _Found(_Globals(plain.__globals__, names), "", owner, plain, installed)
+        for default in (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()):
+            yield _Found(default, f"a default of {plain.__qualname__}", owner, plain)
+        for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
+            yield _Found(cell, name, owner, plain)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value cannot change and holds nothing that can."""
+    return isinstance(value, _PLAIN)
+
+
+@functools.lru_cache(maxsize=4096)
+def _library_methods(cls: type) -> tuple[types.FunctionType, ...]:
+    """Return the methods of a library's class: modules of torch read their own attributes."""
+    return tuple(
+        one
+        for base in cls.__mro__
+        if _is_library(base) and base is not torch.nn.Module
+        for one in vars(base).values()
+        if isinstance(one, types.FunctionType) and one.__name__ != "__init__"
+    )
+
+
+@functools.cache
+def _is_library_module(name: str) -> bool:
+    return name.partition(".")[0] in _LIBRARIES
+
+
+def _is_library(thing: Any) -> bool:
+    """Return whether a class or function is of the standard library, torch or numpy."""
+    return _is_library_module(getattr(thing, "__module__", None) or "")
+
+
+def _is_installed(thing: Any) -> bool:
+    """Return whether a class or function is of an installed package."""
+    return _is_installed_module(thing.__module__ or "")
+
+
+@functools.cache
+def _is_installed_module(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return bool({"site-packages", "dist-packages"} & set(pathlib.Path(file).parts))
+
+
+def _line_that_writes(site: Any, name: Any) -> str:
+    """Return ``file:line`` of the code of a class or function that writes a name, if known."""
+    if isinstance(site, type):
+        members = [
+            one for base in site.__mro__ if not _is_library(base) for one in vars(base).values()
+        ]
+        codes = [one.__code__ for one in members if isinstance(one, types.FunctionType)]
+        codes.sort(key=lambda code: code.co_name == "__init__")  # what a call runs comes first
+    elif isinstance(site, types.FunctionType):
+        codes = list(codes_of(site.__code__))
+    else:
+        return ""
+    for code in codes:
+        for one in dis.get_instructions(code):
+            if one.opname in _WRITES and one.argval == name and one.positions is not None:
+                return f"{code.co_filename}:{one.positions.lineno}"
+    return f"{codes[0].co_filename}:{codes[0].co_firstlineno}" if codes else ""

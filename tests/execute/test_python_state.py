@@ -1,0 +1,350 @@
+"""Python state that a step reaches: what a run changes is found, named and put back."""
+
+from __future__ import annotations
+
+import array
+import functools
+import itertools
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit.execute.step.python_state import PythonState, is_same, restore  # noqa: E402
+
+COUNT = 0
+TABLE: dict[str, Any] = {"kept": 1}
+
+
+@dataclass
+class Plain:
+    """A dataclass of the caller's."""
+
+    n: int = 0
+    seen: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Its attributes are set past it, as caches of frozen classes are."""
+
+    n: int = 0
+
+
+class Slotted:
+    """Without ``__dict__``."""
+
+    __slots__ = ("missing", "n")
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+class Shared:
+    """A counter that is part of the class."""
+
+    total = 0
+
+
+def _bump_global() -> None:
+    global COUNT
+    COUNT += 1
+
+
+def _nonlocal() -> tuple[Callable[[], None], Callable[[], Any]]:
+    n = 0
+
+    def bump() -> None:
+        nonlocal n
+        n += 1
+
+    return bump, lambda: n
+
+
+def _table() -> None:
+    TABLE["new"] = TABLE.get("new", 0) + 1
+
+
+def _default(seen: list[int] = []) -> None:  # noqa: B006 - that is what it is about
+    seen.append(1)
+
+
+class Holder(torch.nn.Module):
+    """Holds a value that each case changes in its own way."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+        self.inner = torch.nn.Linear(2, 2)
+        self.register_buffer("kept", torch.zeros(2))
+
+
+def _set_value(holder: Holder) -> None:
+    holder.value = holder.value + 1
+
+
+# What a run does to a holder, from which value, and how it is named.
+CASES: dict[str, tuple[Any, Callable[[Holder], Any], str]] = {
+    "an attribute": (0, _set_value, "holder.value"),
+    "a new attribute": (0, lambda one: setattr(one, "made", 1), "holder.made"),
+    "a removed attribute": (0, lambda one: delattr(one, "value"), "holder.value"),
+    "a tensor assigned": (torch.zeros(2), _set_value, "holder.value"),
+    "a list": ([1], lambda one: one.value.append(2), "holder.value[1]"),
+    "a list that shrinks": ([1, 2, 3], lambda one: one.value.clear(), "holder.value[0]"),
+    "a list of lists": ([[0]], lambda one: one.value[0].append(1), "holder.value[0][1]"),
+    "a tuple of lists": (([0],), lambda one: one.value[0].append(1), "holder.value[0][1]"),
+    "a dictionary": ({}, lambda one: one.value.update(a=1), "holder.value['a']"),
+    "a key removed": ({"a": 1}, lambda one: one.value.pop("a"), "holder.value['a']"),
+    "a default dictionary": (defaultdict(int), lambda one: one.value["a"], "holder.value['a']"),
+    "an ordered dictionary": (
+        OrderedDict(a=1),
+        lambda one: one.value.update(a=2),
+        "holder.value['a']",
+    ),
+    "a counter": (Counter(), lambda one: one.value.update("ab"), "holder.value['a']"),
+    "a deque": (deque([1, 2], maxlen=2), lambda one: one.value.append(3), "holder.value[0]"),
+    "a set": ({1}, lambda one: one.value.add(2), "holder.value"),
+    "bytes": (bytearray(b"ab"), lambda one: one.value.extend(b"c"), "holder.value"),
+    "an array": (array.array("i", [1]), lambda one: one.value.append(2), "holder.value"),
+    "a dataclass": (Plain(), lambda one: setattr(one.value, "n", 1), "holder.value.n"),
+    "its list": (Plain(), lambda one: one.value.seen.append(1), "holder.value.seen[0]"),
+    "slots": (Slotted(), lambda one: setattr(one.value, "n", 1), "holder.value.n"),
+    "a slot filled": (Slotted(), lambda one: setattr(one.value, "missing", 1), ".missing"),
+    "a frozen dataclass": (
+        Frozen(),
+        lambda one: object.__setattr__(one.value, "n", 1),
+        "holder.value.n",
+    ),
+    "a class": (Shared(), lambda one: setattr(Shared, "total", Shared.total + 1), "Shared.total"),
+    "numpy memory": (
+        pytest.importorskip("numpy").zeros(2),
+        lambda one: one.value.__setitem__(0, 1),
+        "holder.value",
+    ),
+    "random numbers of Python": (random.Random(1), lambda one: one.value.random(), "holder.value"),
+    "a buffer": (0, lambda one: setattr(one, "kept", torch.ones(2)), "holder.kept"),
+    "a buffer past setattr": (
+        0,
+        lambda one: one._buffers.update(kept=torch.ones(2)),
+        "holder.kept",
+    ),
+    "a weight": (
+        0,
+        lambda one: setattr(one.inner, "weight", torch.nn.Parameter(torch.ones(2, 2))),
+        "holder.inner.weight",
+    ),
+    "a submodule": (0, lambda one: setattr(one, "inner", torch.nn.ReLU()), "holder.inner"),
+    "a gradient": (
+        0,
+        lambda one: setattr(one.inner.bias, "grad", torch.ones(2)),
+        "holder.inner.bias.grad",
+    ),
+    "a mode": (0, lambda one: one.inner.eval(), "holder.inner.training"),
+    "a hook": (
+        0,
+        lambda one: one.inner.register_forward_hook(lambda *_: None),
+        "holder.inner._forward_hooks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_run_changes_is_found_and_put_back(case: str) -> None:
+    value, change, path = CASES[case]
+    holder = Holder(value)
+    before = PythonState({"holder": holder})
+    assert before.changes() == ()
+    change(holder)
+    found = before.changes()
+    assert any(entry.path.endswith(path) for entry in found), [str(one) for one in found]
+    assert all(entry.can_restore for entry in found)
+    restore(found)
+    assert before.changes() == ()
+
+
+@pytest.mark.parametrize(
+    ("fn", "path"),
+    [
+        (_bump_global, "COUNT"),
+        (_nonlocal()[0], "n"),
+        (_table, "TABLE['new']"),
+        (_default, "a default of _default[0]"),
+        (functools.partial(_default, []), "step[0]"),
+        (Plain().seen.append, None),
+    ],
+    ids=["global", "nonlocal", "global dictionary", "default", "partial", "builtin"],
+)
+def test_what_a_function_refers_to_is_reached(fn: Any, path: str | None) -> None:
+    before = PythonState({"step": fn})
+    fn(*([1] if path is None else []))
+    found = before.changes()
+    assert [entry.path for entry in found] == [path or "step[0]"]
+    restore(found)
+    assert before.changes() == ()
+
+
+def test_a_method_a_helper_and_a_decorated_function_are_followed() -> None:
+    model = Plain()
+
+    def helper() -> None:
+        model.n += 1
+
+    @functools.wraps(helper)
+    def step() -> None:
+        helper()
+
+    class Engine:
+        def __init__(self) -> None:
+            self.model = model
+
+        def run(self) -> None:
+            step()
+
+    for name, fn in (("step", step), ("run", Engine().run)):
+        before = PythonState({name: fn})
+        fn()
+        assert {entry.path.rpartition(".")[2] for entry in before.changes()} == {"n"}
+        restore(before.changes())
+        assert model.n == 0
+
+
+def test_an_iterator_that_moved_is_named_and_cannot_be_put_back() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(5)
+
+    for iterator in (itertools.count(), iter([1, 2, 3]), numbers(), iter(range(4))):
+        holder = Holder(iterator)
+        before = PythonState({"holder": holder})
+        next(holder.value)
+        (entry,) = before.changes()
+        assert entry.path == "holder.value"
+        assert not entry.can_restore
+
+
+def test_attributes_of_script_modules_are_seen_and_put_back() -> None:
+    class Recurrent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = torch.zeros(2)
+            self.n = 0
+
+        def forward(self, x):  # no annotations: scripting reads no strings
+            self.h = self.h + x
+            self.n += 1
+            return self.h
+
+    with pytest.warns(DeprecationWarning, match="script"):
+        script = torch.jit.script(Recurrent().eval())
+    before = PythonState({"model": script})
+    assert before.changes() == ()
+    script(torch.ones(2))
+    assert {entry.path for entry in before.changes()} == {"model.h", "model.n"}
+    restore(before.changes())
+    assert before.changes() == ()
+    assert script(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_a_change_names_class_file_and_line() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            return x
+
+    model = Model()
+    before = PythonState({"model": model})
+    model(1)
+    (entry,) = before.changes()
+    line = Model.forward.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}" in str(entry)
+    assert "Model" in str(entry)
+    assert "model.calls" in str(entry)
+
+
+def test_equal_plain_values_are_unchanged_and_other_objects_are_not() -> None:
+    assert is_same(1000, int("1000"))
+    assert is_same(float("nan"), float("nan"))
+    assert not is_same(0.0, -0.0)
+    assert not is_same(1, True)
+    assert not is_same(torch.zeros(1), torch.zeros(1))
+    assert not is_same([1], [1])
+
+
+def test_libraries_are_not_entered() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    model = transformers.BertModel(config).eval()
+    state = PythonState({"model": model})
+    assert 20 < sum(1 for _ in state.values_read()) < 2000
+    with torch.no_grad():
+        model(torch.ones(1, 3, dtype=torch.int64))
+    assert state.changes() == ()
+
+
+# -- any mutation of any nest of containers -------------------------------------------------------
+
+_leaves = st.one_of(st.integers(), st.text(max_size=3), st.none(), st.floats())
+_nests = st.recursive(
+    _leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.text(max_size=2), inner, max_size=4),
+        st.lists(inner, max_size=3).map(deque),
+        st.lists(inner, max_size=3).map(tuple),
+    ),
+    max_leaves=20,
+)
+
+
+def _mutate(value: Any, data: st.DataObject) -> None:
+    """Change a nest of containers at a random place, several times over."""
+    if isinstance(value, dict):
+        key = data.draw(st.text(max_size=2))
+        if value and data.draw(st.booleans()):
+            value.pop(next(iter(value)))
+        value[key] = data.draw(_nests)
+    elif isinstance(value, (list, deque)):
+        what = data.draw(st.sampled_from(["append", "clear", "reverse", "pop"]))
+        if what == "append":
+            value.append(data.draw(_nests))
+        elif what != "pop" or value:
+            getattr(value, what)()
+    inner = list(value.values() if isinstance(value, dict) else value)
+    for one in inner:
+        if isinstance(one, (list, dict, deque, tuple)):
+            _mutate(one, data)
+
+
+def _copied(value: Any) -> Any:
+    """Return what a nest holds, floats digit by digit."""
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    if isinstance(value, (list, deque, tuple)):
+        return type(value).__name__, [_copied(one) for one in value]
+    return value.hex() if isinstance(value, float) else value
+
+
+@given(st.lists(_nests, min_size=1, max_size=4), st.data())
+def test_any_mutation_of_nested_containers_is_put_back(
+    nest: list[Any], data: st.DataObject
+) -> None:
+    before = PythonState({"nest": nest})
+    then = _copied(nest)
+    _mutate(nest, data)
+    changed = before.changes()
+    assert changed or _copied(nest) == then
+    restore(changed)
+    assert _copied(nest) == then
+    assert before.changes() == ()

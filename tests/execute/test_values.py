@@ -1,0 +1,162 @@
+"""Values that graphs have built in: what is replaced is found, and how soon."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn.utils import parametrize  # noqa: E402
+
+from dispatchkit.execute.step.python_state import PythonState  # noqa: E402
+from dispatchkit.execute.step.values import ValueWatch  # noqa: E402
+
+
+class Adapter(torch.nn.Module):
+    """A small LoRA: a scale and a switch that Python reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(2, 2)
+        self.register_buffer("mask", torch.ones(2))
+        self.scale, self.enabled, self.config = 0.5, True, {"gain": 2.0}
+        self.num_served = 0
+
+    def forward(self, x: Any) -> Any:
+        y = self.base(x) * self.mask * self.config["gain"]
+        return y * self.scale if self.enabled else y
+
+    def serve(self, x: Any) -> Any:
+        self.num_served += 1
+        return self(x)
+
+
+def _watch(model: torch.nn.Module) -> ValueWatch:
+    return ValueWatch(PythonState({"model": model}))
+
+
+def _assign(model: Adapter) -> None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+AT_ONCE: dict[str, Callable[[Adapter], Any]] = {
+    "load_state_dict(assign=True)": _assign,
+    "a parameter by setattr": lambda one: setattr(
+        one.base, "bias", torch.nn.Parameter(torch.ones(2))
+    ),
+    "a buffer by setattr": lambda one: setattr(one, "mask", torch.zeros(2)),
+    "a submodule": lambda one: setattr(one, "base", torch.nn.Linear(2, 2)),
+    "a parametrization": lambda one: parametrize.register_parametrization(
+        one.base, "weight", torch.nn.Identity()
+    ),
+}
+IN_TURN: dict[str, Callable[[Adapter], Any]] = {
+    ".data": lambda one: setattr(one.base.weight, "data", torch.ones(2, 2)),
+    "_parameters": lambda one: one.base._parameters.update(
+        weight=torch.nn.Parameter(torch.ones(2, 2))
+    ),
+    "swap_tensors": lambda one: torch.utils.swap_tensors(
+        one.base.weight, torch.nn.Parameter(torch.ones(2, 2))
+    ),
+    "a parameter set to None": lambda one: setattr(one.base, "bias", None),
+    "another type": lambda one: one.double(),
+    "a scale": lambda one: setattr(one, "scale", 0.25),
+    "a switch": lambda one: setattr(one, "enabled", False),
+    "an entry of a dictionary": lambda one: one.config.update(gain=3.0),
+}
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_an_assignment_is_found_before_the_next_replay(case: str) -> None:
+    model = Adapter()
+    watch = _watch(model)
+    assert all(watch.is_unchanged() for _ in range(3 * watch.num_values))
+    AT_ONCE[case](model)
+    assert not watch.is_unchanged()
+    assert watch.changes()
+
+
+@pytest.mark.parametrize("case", IN_TURN)
+def test_anything_else_is_found_within_one_turn(case: str) -> None:
+    for begun in range(3):
+        model = Adapter()
+        watch = _watch(model)
+        assert all(watch.is_unchanged() for _ in range(begun))
+        IN_TURN[case](model)
+        found = [watch.is_unchanged() for _ in range(watch.num_values)]
+        assert not all(found)
+        assert watch.changes()
+
+
+def test_only_watches_that_hold_the_module_are_marked() -> None:
+    one, other = Adapter(), Adapter()
+    watches = _watch(one), _watch(other)
+    AT_ONCE["a buffer by setattr"](one)
+    assert not watches[0].is_unchanged()
+    assert all(watches[1].is_unchanged() for _ in range(watches[1].num_values))
+
+
+def test_what_no_code_of_the_step_reads_may_change() -> None:
+    model = Adapter()
+    watch = _watch(model)
+    model.num_served += 1
+    model.unused = 3
+    assert all(watch.is_unchanged() for _ in range(2 * watch.num_values))
+    assert watch.changes() == ()
+
+
+def test_an_equal_number_is_no_change() -> None:
+    model = Adapter()
+    watch = _watch(model)
+    model.scale = float("0.5")
+    assert all(watch.is_unchanged() for _ in range(2 * watch.num_values))
+
+
+def test_what_the_step_changes_itself_is_compared_at_every_replay() -> None:
+    model = Adapter()
+    state = PythonState({"model": model})
+    always = [one for one in state.values_read() if one.path == "model.enabled"]
+    watch = ValueWatch(state, always)
+    for _ in range(3):
+        assert watch.is_unchanged()
+    model.enabled = False
+    assert not watch.is_unchanged()
+    assert [one.path for one in watch.changes()] == ["model.enabled", "model.enabled"]
+
+
+def test_hooks_of_torch_leave_compiled_modules_alone() -> None:
+    model = Adapter()
+    _watch(model)
+
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("h", torch.zeros(2))
+
+        def forward(self, x: Any) -> Any:
+            self.h = self.h + x
+            return self.h
+
+    compiled = torch.compile(Outer(), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert compiled(torch.ones(2)).tolist() == [1, 1]
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_a_watch_keeps_no_module_alive_and_goes_with_its_owner() -> None:
+    import gc
+    import weakref
+
+    gc.disable()
+    try:
+        model = Adapter()
+        watch = _watch(model)
+        gone = weakref.ref(watch)
+        del watch
+        assert gone() is None
+    finally:
+        gc.enable()
