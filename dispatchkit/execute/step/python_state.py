@@ -575,7 +575,8 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
     held = getattr(value, "__dict__", None)
     if isinstance(value, torch.nn.Module):
         yield Record(_MODULE, _Found(held, path, owner, cls))
-        yield from (Record(_MEMBER, _Found(held[name], path, owner, cls)) for name in _MEMBERS)
+        for name in _MEMBERS:
+            yield Record(_MEMBER, _Found(vars(value)[name], path, owner, cls))
     elif isinstance(held, dict):
         yield Record(_ATTRIBUTES, _Found(held, path, owner, cls))
     if not _is_library(cls):
