@@ -186,7 +186,7 @@ def is_same(before: Any, after: Any) -> bool:
     if type(before) is not type(after):
         return False
     if isinstance(before, float):
-        return before.hex() == after.hex()  # tells zeros apart, and finds nan equal to itself
+        return bool(before.hex() == after.hex())  # tells zeros apart, and finds nan equal to itself
     if isinstance(before, (*_PLAIN, _Address, _Contents)):
         return bool(before == after)
     if isinstance(before, types.MethodType):
