@@ -79,11 +79,14 @@ def _default(seen: list[int] = []) -> None:  # noqa: B006 - that is what it is a
 class Holder(torch.nn.Module):
     """Holds a value that each case changes in its own way."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, change: Any = None) -> None:
         super().__init__()
-        self.value = value
+        self.value, self.change = value, change
         self.inner = torch.nn.Linear(2, 2)
         self.register_buffer("kept", torch.zeros(2))
+
+    def forward(self) -> None:
+        self.change(self)
 
 
 def _set_value(holder: Holder) -> None:
@@ -158,10 +161,10 @@ CASES: dict[str, tuple[Any, Callable[[Holder], Any], str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_run_changes_is_found_and_put_back(case: str) -> None:
     value, change, path = CASES[case]
-    holder = Holder(value)
+    holder = Holder(value, change)
     before = PythonState({"holder": holder})
     assert before.changes() == ()
-    change(holder)
+    holder()
     found = before.changes()
     assert any(entry.path.endswith(path) for entry in found), [str(one) for one in found]
     assert all(entry.can_restore for entry in found)
@@ -220,9 +223,9 @@ def test_an_iterator_that_moved_is_named_and_cannot_be_put_back() -> None:
         yield from range(5)
 
     for iterator in (itertools.count(), iter([1, 2, 3]), numbers(), iter(range(4))):
-        holder = Holder(iterator)
+        holder = Holder(iterator, lambda one: next(one.value))
         before = PythonState({"holder": holder})
-        next(holder.value)
+        holder()
         (entry,) = before.changes()
         assert entry.path == "holder.value"
         assert not entry.can_restore
@@ -278,6 +281,42 @@ def test_equal_plain_values_are_unchanged_and_other_objects_are_not() -> None:
     assert not is_same(1, True)
     assert not is_same(torch.zeros(1), torch.zeros(1))
     assert not is_same([1], [1])
+
+
+def test_what_only_another_thread_of_the_owner_changes_is_left_alone() -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.queue: list[int] = []
+            self.weight, self.num_steps = torch.ones(2), 0
+
+        def step(self, x: Any) -> Any:
+            return x * self.weight
+
+        def loop(self) -> None:
+            self.queue.append(1)
+            self.num_steps += 1
+
+    engine = Engine()
+    before = PythonState({"step": engine.step})
+    engine.loop()
+    assert before.changes() == ()
+    engine.weight = torch.zeros(2)
+    assert [one.path for one in before.changes()] == ["step.weight"]
+
+
+def test_attributes_by_made_up_names_are_seen() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h0 = 0
+
+        def forward(self) -> None:
+            setattr(self, f"h{0}", 1)
+
+    model = Model()
+    before = PythonState({"model": model})
+    model()
+    assert [one.path for one in before.changes()] == ["model.h0"]
 
 
 def test_libraries_are_not_entered() -> None:

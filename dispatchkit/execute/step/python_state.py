@@ -39,6 +39,9 @@ MISSING: Final = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # Libraries whose globals and class attributes are no state of a step.
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "attr", "attrs"}
+_OWN_ROOMS = tuple(
+    f"dispatchkit.{room}" for room in ("execute", "dispatch", "registry", "observe", "backends")
+)
 _CONTAINERS = (dict, list, set, deque, bytearray)
 #: What every module keeps of its own, hooks among it, beside its members.
 _BOOKKEEPING = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -114,62 +117,110 @@ class PythonState:
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.modules: list[torch.nn.Module] = []
-        self._roots = tuple(roots.values())
         self._records: list[Record] = []
-        self._functions: list[types.FunctionType] = []
+        self._callables: list[Any] = []
+        self._kept: list[Any] = []
         self._classes: set[type] = set()
-        seen: set[int] = set()
+        self._names: set[str] | None = None
+        self._records_of: dict[int, list[Record]] = {}
+        # Objects that need no attribute to be reached: roots, cells, globals, classes.
+        self._roots: set[int] = set()
         queue: deque[_Found] = deque(_Found(one, name, "", None) for name, one in roots.items())
         while queue and len(self._records) < MAX_CONTAINERS:
             found = queue.popleft()
-            if is_plain(found.value) or id(found.value) in seen:
+            if is_plain(found.value):
                 continue
-            seen.add(id(found.value))
-            self._classes.add(type(found.value))
+            if not found.is_entry:
+                self._roots.add(id(found.value))
+            if id(found.value) in self._records_of:
+                continue
+            records = self._records_of[id(found.value)] = []
+            self._kept.append(found.value)  # so that no identity is used again
+            if not isinstance(found.value, type):
+                self._classes.add(type(found.value))
             if isinstance(found.value, torch.nn.Module):
                 self.modules.append(found.value)
-            elif isinstance(found.value, types.FunctionType):
-                self._functions.append(found.value)
+            elif isinstance(found.value, _FUNCTIONS) and not found.is_method:
+                self._callables.append(found.value)
             for part in _parts(found):
                 if isinstance(part, Record):
+                    part.holder = found.value
+                    records.append(part)
                     self._records.append(part)
                     queue.extend(part.inside())
                 else:
                     queue.append(part)
 
     def changes(self) -> tuple[Entry, ...]:
-        """Return the entries that are different now, those nearest to the step first."""
-        return tuple(entry for record in self._records for entry in record.changes())
+        """Return the entries that are different now, those nearest to the step first.
 
-    def values_read(self) -> Iterator[Entry]:
-        """Yield the entries that the step's code may read.
+        Those that no code on the way of the step names are left out: what else an engine does
+        meanwhile, in another thread say, with objects that the step's owner holds too.
+        """
+        found = tuple(entry for record in self._records for entry in record.changes())
+        return self._read_by_step(found) if found else ()
 
-        An attribute counts if code on the way of the step names it. Functions are followed by
-        their names, so that a method beside ``forward`` that nothing there names, such as a
-        server's own loop, is left out, and so is what only it reads.
+    def values_read(self) -> tuple[Entry, ...]:
+        """Return the entries that the step's code may read."""
+        return self._read_by_step(
+            Entry(record, key) for record in self._records for key in record.saved
+        )
+
+    def is_current(self) -> bool:
+        """Return whether everything is still as it was recorded."""
+        return not any(True for record in self._records for _ in record.changes())
+
+    def _read_by_step(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
+        """Return those of some entries that code on the way of the step names.
+
+        Functions are followed by their names, so that a method beside ``forward`` that nothing
+        there names, such as a server's own loop, is left out, and so is what only it reads.
         """
         names = self._names_read()
-        for record in self._records:
-            is_named = record.kind in _NAMED
-            for key in record.saved:
-                if not is_named or key in names:
-                    yield Entry(record, key)
+        if names & _DYNAMIC:  # attributes by names that are made up at run time
+            return tuple(entries)
+        reached = self._reached()
+        return tuple(
+            entry
+            for entry in entries
+            if id(entry.record.holder) in reached and _is_named(entry.record, entry.key, names)
+        )
+
+    def _reached(self) -> set[int]:
+        """Return the objects that the step reaches by attributes that its code names."""
+        names = self._names_read()
+        reached = set(self._roots)
+        waiting = list(reached)
+        while waiting:
+            for record in self._records_of.get(waiting.pop(), ()):
+                for key, value in record.saved.items():
+                    one = id(value)
+                    if one in self._records_of and one not in reached:
+                        if _is_named(record, key, names):
+                            reached.add(one)
+                            waiting.append(one)
+        return reached
 
     def _names_read(self) -> set[str]:
+        if self._names is None:
+            self._names = self._find_names()
+        return self._names
+
+    def _find_names(self) -> set[str]:
         methods: dict[str, set[types.CodeType]] = {}
-        library = [one for base in self._classes for one in _library_methods(base)]
-        for fn in (*self._functions, *library):
-            methods.setdefault(fn.__name__, set()).add(fn.__code__)
-        roots = [fn for one in self._roots for fn in functions_of(one)]
-        for fn in roots:
-            methods.setdefault(fn.__name__, set()).add(fn.__code__)
-        found = {"forward", "__call__", *(fn.__name__ for fn in roots)}
+        for cls in self._classes:
+            for fn in _methods(cls):
+                methods.setdefault(fn.__name__, set()).add(fn.__code__)
+        # What stands in a closure, a global or an attribute may be called by any name.
+        codes = {fn.__code__ for one in self._callables for fn in functions_of(one)}
+        found = set(_ALWAYS_READ)
         waiting = list(found)
-        while waiting:
-            for code in methods.pop(waiting.pop(), ()):
-                names = {name for part in codes_of(code) for name in part.co_names}
+        while codes or waiting:
+            for code in codes or methods.pop(waiting.pop(), set()):
+                names = _names_in(code)
                 waiting.extend(names - found)
                 found |= names
+            codes = set()
         return found
 
 
@@ -208,15 +259,19 @@ class _Found:
         path: How the step reaches it.
         owner: The class or function that holds it, in words.
         site: That class or function, to find the line that writes it.
+        is_entry: An entry of a container holds it; it is no root, and not named by a function.
         is_installed: It was found in the code of an installed package, of whose globals only
             plain containers are followed: such a package names half of itself somewhere.
+        is_method: It is a function of a class.
     """
 
     value: Any
     path: str
     owner: str
     site: Any
+    is_entry: bool = False
     is_installed: bool = False
+    is_method: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -248,11 +303,13 @@ class Record:
 
     Attributes:
         saved: Its entries by key; the values themselves, no copies.
+        holder: The object it is, or is part of.
     """
 
     def __init__(self, kind: Kind, found: _Found) -> None:
         self.kind, self.target = kind, found.value
         self.path, self.owner, self.site = found.path, found.owner, found.site
+        self.holder: Any = found.value
         self._is_installed = found.is_installed
         self.saved: dict[Any, Any] = dict(kind.read(found.value))
 
@@ -263,7 +320,7 @@ class Record:
         for key, value in self.saved.items():
             if not is_plain(value) and not (self._is_installed and type(value) not in _CONTAINERS):
                 path = self.kind.join(self.path, key)
-                yield _Found(value, path, self.owner, self.site, self._is_installed)
+                yield _Found(value, path, self.owner, self.site, True, self._is_installed)
 
     def changes(self) -> Iterator[Entry]:
         """Yield the entries that are different now."""
@@ -439,6 +496,18 @@ _CLASS = Kind(_read_class, _set_on_class, _dotted, get=_get_attribute)
 _CELL = Kind(_read_cell, _write_cell, _itself)
 _GLOBALS = Kind(_Globals.read, lambda one, key, value: _set_item(one.values, key, value), _by_name)
 _SCRIPT = Kind(_read_script, _write_script, _dotted, is_entered=False)
+
+
+def _is_named(record: Record, key: Any, names: set[str]) -> bool:
+    return record.kind not in _NAMED or key in names
+
+
+#: What a module's call looks up without its class naming it.
+_ALWAYS_READ = frozenset({"forward", "__call__", "training"}) | {
+    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, OrderedDict)
+}
+#: Names in code that reaches attributes by other names than those it has built in.
+_DYNAMIC = frozenset({"setattr", "__setattr__", "__dict__", "vars"})
 #: Kinds whose entries are reached by an attribute's name.
 _NAMED = (_ATTRIBUTES, _MODULE, _SLOTS, _CLASS)
 
@@ -564,9 +633,18 @@ def _kind_of(value: Any) -> Kind | None:
 
 
 def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
-    """Yield the attributes of an object, its slots, and its class."""
+    """Yield the attributes of an object, its slots, and its class.
+
+    Objects of libraries have state of their own, such as a logger's cache: only modules of
+    torch, and what is made to carry attributes, are entered. The runner that a step's owner holds
+    is no state of the step either.
+    """
     cls = type(value)
     owner = cls.__qualname__
+    if cls.__module__.startswith(_OWN_ROOMS) or (
+        _is_library(cls) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace))
+    ):
+        return
     if isinstance(value, torch.jit.ScriptModule) and hasattr(value, "_concrete_type"):
         for name, module in value.named_modules():
             inner = _dotted(path, name) if name else path
@@ -590,13 +668,11 @@ def _of_class(cls: type) -> Iterator[Record | _Found]:
     if _is_library(cls):
         return
     name, installed = cls.__qualname__, _is_installed(cls)
-    yield Record(_CLASS, _Found(cls, name, f"class {name}", cls, installed))
+    yield Record(_CLASS, _Found(cls, name, f"class {name}", cls, is_installed=installed))
     for base in cls.__bases__:
         yield _Found(base, base.__qualname__, "", base)
-    for member in vars(cls).values():
-        for fn in (member, getattr(member, "fget", None), getattr(member, "__func__", None)):
-            if isinstance(fn, types.FunctionType):
-                yield _Found(fn, fn.__qualname__, "", fn)
+    for fn in _own_functions(cls):
+        yield _Found(fn, fn.__qualname__, "", fn, is_method=True)
 
 
 def _of_function(fn: Any, found: _Found) -> Iterator[Record | _Found]:
@@ -604,16 +680,16 @@ def _of_function(fn: Any, found: _Found) -> Iterator[Record | _Found]:
     held = [getattr(fn, "__self__", None)]
     if isinstance(fn, functools.partial):
         held += [fn.func, *fn.args, *fn.keywords.values()]
-    yield from (_Found(one, found.path, "", None) for one in held)
+    yield from (_Found(one, found.path, "", None, found.is_entry) for one in held)
     for plain in functions_of(fn):
         if _is_library(plain):
             continue
-        owner = f"function {plain.__qualname__}"
+        owner = f"function {plain.__code__.co_qualname}"
         names = frozenset(name for code in codes_of(plain.__code__) for name in code.co_names)
         installed = _is_installed(plain)
-        yield _Found(_Globals(plain.__globals__, names), "", owner, plain, installed)
+        yield _Found(_Globals(plain.__globals__, names), "", owner, plain, is_installed=installed)
         for default in (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()):
-            yield _Found(default, f"a default of {plain.__qualname__}", owner, plain)
+            yield _Found(default, f"a default of {plain.__code__.co_qualname}", owner, plain)
         for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
             yield _Found(cell, name, owner, plain)
 
@@ -623,15 +699,32 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the names that a code uses, also as words: ``setattr(self, "calls", 1)``."""
+    found: set[str] = set()
+    for part in codes_of(code):
+        found.update(part.co_names)
+        found.update(one for one in part.co_consts if isinstance(one, str) and one.isidentifier())
+    return found
+
+
+def _own_functions(cls: type) -> Iterator[types.FunctionType]:
+    """Yield the functions of a class, in methods and properties of it, without its bases."""
+    for member in vars(cls).values():
+        for fn in (member, getattr(member, "fget", None), getattr(member, "__func__", None)):
+            if isinstance(fn, types.FunctionType):
+                yield fn
+
+
 @functools.lru_cache(maxsize=4096)
-def _library_methods(cls: type) -> tuple[types.FunctionType, ...]:
-    """Return the methods of a library's class: modules of torch read their own attributes."""
+def _methods(cls: type) -> tuple[types.FunctionType, ...]:
+    """Return the methods of a class and its bases that may be on the way of a step."""
     return tuple(
-        one
+        fn
         for base in cls.__mro__
-        if _is_library(base) and base is not torch.nn.Module
-        for one in vars(base).values()
-        if isinstance(one, types.FunctionType) and one.__name__ != "__init__"
+        if base is not torch.nn.Module
+        for fn in _own_functions(base)
+        if fn.__name__ != "__init__"
     )
 
 
