@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -25,6 +25,7 @@ from dispatchkit.execute.capture.captured import (
     Link,
     PiecewiseStep,
 )
+from dispatchkit.execute.capture.effects import PythonChangedError, write_noise
 from dispatchkit.execute.capture.fingerprint import Facts, facts_of
 from dispatchkit.execute.capture.graph import GraphMaker, Place
 from dispatchkit.execute.capture.warmup import Warmups, family_of
@@ -37,6 +38,8 @@ from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.state import Known, Snapshot, restored
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
+
+_T = TypeVar("_T")
 
 
 class Capturer:
@@ -95,14 +98,9 @@ class Capturer:
             CaptureError: It cannot be captured, for a reason to count.
             OverBudgetError: It would take more memory than it may.
         """
-        with self._set_up(key, lane) as snapshot:
-            outputs, notes = self._warmups.run(key, lane, snapshot)
-            layout = self._warmups.layout(key, lane, outputs, other_sizes)
-            places = self._places(outputs) if layout is not None else []
-            del outputs  # what is alive of the warmup from here on is kept by the step
-            if key.mode is RuntimeMode.FULL:
-                return self._capture_full(key, lane, places, layout, admission, notes)
-            return self._capture_pieces(key, lane, places, layout, admission)
+        return self._contained(
+            key, lane, lambda snapshot: self._capture(key, lane, snapshot, other_sizes, admission)
+        )
 
     def warm(self, key: GraphKey, lane: Lane) -> None:
         """Warm a key up without capturing it; what it changes is put back.
@@ -110,8 +108,7 @@ class Capturer:
         Raises:
             CaptureError: It is larger than the static inputs.
         """
-        with self._set_up(key, lane) as snapshot:
-            self._warmups.run(key, lane, snapshot)
+        self._contained(key, lane, lambda snapshot: self._warmups.run(key, lane, snapshot))
 
     def expect_bytes(self, key: GraphKey, lane: Lane) -> int:
         """Return what a graph of a key in a pool of its own takes, outputs included.
@@ -119,13 +116,70 @@ class Capturer:
         Raises:
             CaptureError: It cannot be warmed up, or captured.
         """
+        return self._contained(key, lane, lambda snapshot: self._expect(key, lane, snapshot))
+
+    def _capture(
+        self,
+        key: GraphKey,
+        lane: Lane,
+        snapshot: Snapshot,
+        other_sizes: Callable[[], Sequence[int]],
+        admission: Admission | None,
+    ) -> CapturedStep:
+        outputs, notes = self._warmups.run(key, lane, snapshot)
+        layout = self._warmups.layout(key, lane, outputs, other_sizes)
+        places = self._places(outputs) if layout is not None else []
+        del outputs  # what is alive of the warmup from here on is kept by the step
+        if key.mode is RuntimeMode.FULL:
+            return self._capture_full(key, lane, places, layout, admission, notes)
+        return self._capture_pieces(key, lane, places, layout, admission)
+
+    def _expect(self, key: GraphKey, lane: Lane, snapshot: Snapshot) -> int:
+        outputs, _ = self._warmups.run(key, lane, snapshot)
+        places = self._places(outputs)
+        del outputs
+        views = self._warmups.views(key, lane, key.num_tokens)
+        known = self._maker.expect_bytes(lambda: self._step(views), lane, places)
+        return known if known is not None else self._warmups.forecast_bytes(key) or 0
+
+    def _contained(self, key: GraphKey, lane: Lane, run: Callable[[Snapshot], _T]) -> _T:
+        """Run what runs the step for nothing; whatever that changes is put back.
+
+        A step that makes a cache in Python meanwhile keeps it, and is run again with it.
+
+        Raises:
+            CaptureError: The step has Python state, or this was its first call.
+        """
+        try:
+            return self._contained_once(key, lane, run)
+        except PythonChangedError as error:
+            changed = error.entries
+        self._warmups.watch_again(key)
+        self._maker.forget()
+        buffers = lane.buffers_of(key)
         with self._set_up(key, lane) as snapshot:
-            outputs, _ = self._warmups.run(key, lane, snapshot)
-            places = self._places(outputs)
-            del outputs
-            views = self._warmups.views(key, lane, key.num_tokens)
-            known = self._maker.expect_bytes(lambda: self._step(views), lane, places)
-            return known if known is not None else self._warmups.forecast_bytes(key) or 0
+
+            def on_other_rows() -> None:
+                write_noise(buffers.tensors)
+                self._warmups.run_plainly(key, lane)
+                buffers.reset()
+
+            def on_rows() -> Any:
+                return self._warmups.run_plainly(key, lane)
+
+            self._warmups.effects.check(changed, snapshot, on_rows, on_other_rows)
+        return self._contained_once(key, lane, run)
+
+    def _contained_once(self, key: GraphKey, lane: Lane, run: Callable[[Snapshot], _T]) -> _T:
+        made = None
+        try:
+            with self._set_up(key, lane) as snapshot, self._warmups.effects.contained():
+                made = run(snapshot)
+        except PythonChangedError:
+            if isinstance(made, CapturedStep):
+                made.release()
+            raise
+        return made
 
     @contextmanager
     def _set_up(self, key: GraphKey, lane: Lane) -> Iterator[Snapshot]:

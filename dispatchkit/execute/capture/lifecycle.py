@@ -217,11 +217,15 @@ class Lifecycle:
 
     def retry_key(self, reason: str, missed: Iterable[GraphKey]) -> GraphKey | None:
         """Return the key whose capture eager steps of a cell may try again, None if none."""
-        if not self.lazy or self.is_frozen:
+        if self.is_frozen:
             return None
         for key in missed:
             entry = self._registry.get(key)
             if entry is None or not self._registry.is_enabled(key):
+                continue
+            if self._retries.waits_for_first_call(entry):
+                return key  # whoever called capture() asked for it already
+            if not self.lazy:
                 continue
             if reason == Reason.STALE and entry.state is KeyState.STALE:
                 return key

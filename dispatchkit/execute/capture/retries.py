@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from dispatchkit.execute.step.reasons import FIRST_CALL
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.registry import GraphEntry, KeyState
 
@@ -33,10 +34,17 @@ class Retries:
         """Return whether a failed key may be tried again some time."""
         return entry.state is KeyState.FAILED and not cls.is_over(entry)
 
+    @classmethod
+    def waits_for_first_call(cls, entry: GraphEntry) -> bool:
+        """Return whether a key is to be captured once the step was called for the first time."""
+        return cls.may_try(entry) and entry.reason.startswith(FIRST_CALL)
+
     def is_due(self, entry: GraphEntry) -> bool:
         """Count a step that would have used a failed key; return whether to try it now."""
         if not self.may_try(entry):
             return False
         self._since_failure[entry.key] += 1
         wait: int = RETRY_AFTER * 4 ** (entry.attempts - 1)
+        if self.waits_for_first_call(entry):
+            wait = 1
         return self._since_failure[entry.key] > wait

@@ -15,6 +15,7 @@ from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.optional import WarmupNotes, features_of
 from dispatchkit.backends.watching.compiled_code import every_size_compiled, force_eager
 from dispatchkit.errors import CaptureError
+from dispatchkit.execute.capture.effects import PythonEffects
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.outputs import (
     OutputLayout,
@@ -26,10 +27,12 @@ from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import (
     CompiledCode,
+    ContentWatch,
     Known,
     Snapshot,
     StepState,
     WriteWatch,
+    is_dense,
 )
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.options import DERIVED
@@ -66,6 +69,7 @@ class Warmups:
     Attributes:
         step: What is run.
         generators: Random generators beside the default ones.
+        effects: What the step changes in Python.
 
     Raises:
         ConfigError: A setting cannot be used.
@@ -101,6 +105,9 @@ class Warmups:
         self._cuts: dict[Family, tuple[AxisCut, ...]] = {}
         self._peaks: dict[Family, tuple[int, int]] = {}
         self._compiled: dict[Family, CompiledCode] = {}
+        self.effects: PythonEffects = PythonEffects(
+            lambda: {piece.name: piece.fn for piece in step.pieces}
+        )
 
     @property
     def device(self) -> torch.device:
@@ -117,9 +124,14 @@ class Warmups:
 
     def forget(self) -> None:
         """Look anew at what compiled functions read: it may be something else from now on."""
+        self.effects.forget()
         for family in self._compiled:
             self._peaks.pop(family, None)
         self._compiled.clear()
+
+    def watch_again(self, key: GraphKey) -> None:
+        """Watch the next warmup of a key's family: its step reaches other tensors now."""
+        self._peaks.pop(family_of(key), None)
 
     def compiled_code(self, key: GraphKey) -> CompiledCode | None:
         """Return what is known of functions of torch.compile that a key's step calls, if any."""
@@ -242,9 +254,11 @@ class Warmups:
                 with watch:
                     return self.step(views)
 
+            contents = ContentWatch(self._reached(own), self._state_limit)
             outputs = self._backend.warmup(watched, stream=lane.stream)
             for tensor in watch.written:
                 self._written.add(tensor)
+            self._note_hidden_writes(contents, snapshot)
             self._peaks[family] = (watch.peak_bytes, key.num_tokens)
             left = self._warmups - 1
             compiled = watch.compiled_code()
@@ -292,6 +306,38 @@ class Warmups:
     def declared(self, outputs: Any, size: int) -> OutputLayout:
         """Return the layout that the user declared, for outputs computed at a size."""
         return declared_layout(outputs, size, self._batch_dims)
+
+    def run_plainly(self, key: GraphKey, lane: Lane) -> Any:
+        """Run the step once at the key's size, on what its static inputs hold."""
+        return self._run(self.views(key, lane, key.num_tokens), lane)
+
+    def _reached(self, inputs: Known) -> Iterator[torch.Tensor]:
+        """Yield the tensors that the step reaches and is not known to write."""
+        for entry in self.effects.state().values_read():
+            value = entry.before
+            if isinstance(value, torch.Tensor) and is_dense(value):
+                known = (inputs, self._state, self._written, self._scratch)
+                if not any(value in one for one in known):
+                    yield value
+
+    def _note_hidden_writes(self, contents: ContentWatch, snapshot: Snapshot) -> None:
+        """Put back what was written past the schemas, and know it from now on.
+
+        Raises:
+            CaptureError: A tensor that is too large to be put back was written.
+        """
+        for tensor, saved in contents.changed():
+            if tensor not in snapshot:
+                snapshot.save_as(tensor.untyped_storage(), saved)
+                self._written.add(tensor)
+        lost = [one for one in contents.changed_beyond_limit() if one not in snapshot]
+        if lost:
+            raise CaptureError(
+                f"The step writes a {lost[0].dtype} tensor of shape {tuple(lost[0].shape)} that is "
+                "not declared, through an operation whose schema does not say so, and it is too "
+                "large to be put back. Declare it: state=[tensor]; or raise state_limit_bytes.",
+                reason="undeclared_state",
+            )
 
     def _run(self, views: dict[str, Any], lane: Lane, iterations: int = 1) -> Any:
         """Run the step as it is, compiled where it is."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dispatchkit.execute.io.inputs import StaticInput
 from dispatchkit.execute.runner import GraphRunner
@@ -92,18 +92,12 @@ class Form:
             options = settings.get("options", RunnerOptions())
             if options.device is None:
                 settings["options"] = attrs.evolve(options, device=self.device)
-        runner = GraphRunner(self._step, self.inputs, **settings)
+        step = _step_of(self._target, self._constants, self._places, self._names, self._spec)
+        runner = GraphRunner(step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
             runner.guard.add(self._target)
         self.top = top  # not before: a runner that could not be made has no such room
         return runner
-
-    def _step(self, **inputs: torch.Tensor) -> Any:
-        leaves = list(self._constants)
-        for at, name in zip(self._places, self._names, strict=True):
-            leaves[at] = inputs[name]
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        return self._target(*args, **kwargs)
 
     def __str__(self) -> str:
         shapes = ", ".join(
@@ -114,3 +108,25 @@ class Form:
         others = [one for one in self._constants if one is not None]
         text = f"({shapes})" + (f" with {', '.join(map(repr, others)):.80}" if others else "")
         return text + (f", n <= {self.top}" if self.top else "")
+
+
+def _step_of(
+    target: Callable[..., Any],
+    constants: Sequence[Any],
+    places: Sequence[int],
+    names: Sequence[str],
+    spec: TreeSpec,
+) -> Callable[..., Any]:
+    """Return a step that calls a target as the calls of a form do.
+
+    A function and no method: what it changes is looked for in what it closes over.
+    """
+
+    def step(**inputs: torch.Tensor) -> Any:
+        leaves = list(constants)
+        for at, name in zip(places, names, strict=True):
+            leaves[at] = inputs[name]
+        args, kwargs = tree_unflatten(leaves, spec)
+        return target(*args, **kwargs)
+
+    return step

@@ -21,6 +21,7 @@ from dispatchkit.execute.replay.plans import (
 )
 from dispatchkit.execute.replay.timing import Timer, Timings
 from dispatchkit.execute.step.guard import Guard
+from dispatchkit.execute.step.reasons import REFUSED
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import StepCounters
@@ -81,9 +82,9 @@ class Planner:
                 key = decision.key
                 return LazyPlan(self._eager, self._lifecycle, self._lane, key, num_tokens)
             return self.replay(decision.key, entry.graph, num_tokens, timer)
-        reason = self.own_reason(decision.reason)
         missed = self._missed(batch) if num_tokens else []
         first = missed[0] if missed else None
+        reason = self.own_reason(decision.reason, first)
         return EagerPlan(
             self._eager,
             self._lifecycle,
@@ -111,12 +112,21 @@ class Planner:
             return plan
         return CheckedPlan(plan, replay, self._checker, is_owned=is_owned)
 
-    def own_reason(self, reason: str) -> str:
-        """Return a reason, or that a mode is only missing because the step cannot be split."""
+    def own_reason(self, reason: str, missed: GraphKey | None = None) -> str:
+        """Return a reason in more detail than the dispatcher knows it.
+
+        Args:
+            reason: Of a decision to run eager.
+            missed: The smallest key that could have served the batch, if any.
+        """
         dispatcher = self._dispatcher()
         is_less = dispatcher is not None and dispatcher.config.mode is not self.asked_mode
         if reason == Reason.MODE_NONE and is_less:
             return str(Reason.PIECEWISE_UNSUPPORTED)
+        entry = None if missed is None else self._registry.get(missed)
+        if reason == Reason.CAPTURE_FAILED and entry is not None:
+            refused = entry.reason.partition(":")[0]
+            return refused if refused in REFUSED else str(reason)
         return str(reason)
 
     def _missed(self, batch: Batch) -> list[GraphKey]:

@@ -93,6 +93,14 @@ def storage_of(tensor: torch.Tensor) -> int:
     return identity
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has one storage of its own, with memory behind it."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if not is_plain or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return tensor.untyped_storage().nbytes() > 0
+
+
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
     """Return all of a storage as elements of a type, without a copy."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
@@ -157,6 +165,14 @@ class Snapshot:
     def saved(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
         """Return what a storage held, as elements of a type."""
         return typed(self._saved[storage._cdata][1], dtype)
+
+    def save_as(self, storage: torch.UntypedStorage, saved: torch.UntypedStorage) -> None:
+        """Keep a copy that was made before, of a storage that is not saved yet."""
+        self._saved.setdefault(storage._cdata, (storage, saved))
+
+    def contents(self) -> list[torch.Tensor]:
+        """Return copies of what the saved storages hold now, as bytes."""
+        return [typed(one.clone(), torch.uint8) for one, _ in self._saved.values()]
 
     def restore(self) -> None:
         """Put everything back, on the current stream."""
@@ -345,3 +361,58 @@ def restored(snapshot: Snapshot) -> Iterator[Snapshot]:
         yield snapshot
     finally:
         snapshot.restore()
+
+
+class ContentWatch:
+    """Finds writes that no schema tells of, by comparing contents before and after a run.
+
+    BatchNorm in training, for one, moves its running statistics through operations whose schemas
+    deny it. Small tensors are copied; of large ones, weights as a rule, a checksum is taken.
+
+    Args:
+        tensors: What the step reaches.
+        limit: Most bytes to copy.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], limit: int) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
+        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        seen: set[int] = set()
+        for tensor in sorted(tensors, key=lambda one: one.untyped_storage().nbytes()):
+            storage = tensor.untyped_storage()
+            if storage._cdata in seen:
+                continue
+            seen.add(storage._cdata)
+            if storage.nbytes() <= limit:
+                limit -= storage.nbytes()
+                self._copies.append((tensor, storage.clone()))
+            else:
+                self._sums.append((tensor, _checksum(storage)))
+
+    def changed(self) -> list[tuple[torch.Tensor, torch.UntypedStorage]]:
+        """Return the tensors that were written, each with a copy of its storage as it was."""
+        return [
+            (tensor, saved)
+            for tensor, saved in self._copies
+            if not torch.equal(_bytes(tensor.untyped_storage()), _bytes(saved))
+        ]
+
+    def changed_beyond_limit(self) -> list[torch.Tensor]:
+        """Return the tensors that were written and cannot be put back."""
+        return [
+            tensor
+            for tensor, before in self._sums
+            if not torch.equal(_checksum(tensor.untyped_storage()), before)
+        ]
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return typed(storage, torch.uint8)
+
+
+def _checksum(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return two sums over a storage; a write that leaves both is as good as impossible."""
+    num_words = storage.nbytes() // 8
+    words = typed(storage, torch.uint8)[: num_words * 8].view(torch.int64)
+    rest = _bytes(storage)[num_words * 8 :]
+    return torch.stack((words.sum(), (words ^ (words >> 7)).sum(), rest.sum()))

@@ -1,0 +1,242 @@
+"""What Python state a step changes, and what that means for its graphs.
+
+Warmups, captures and measurements run a step for nothing, and a replay runs no Python at all. Both
+are right only for a step that leaves Python state as it is. So whatever changes in such a run is
+put back, and the step is then told apart by three runs on dummy rows:
+
+- *a cache*: a second run changes nothing, computes the same, and a rebuild from other rows is
+  bit for bit the same. It is kept, since the graph reads it.
+- *a first call*: a second run changes nothing, but computed something else or from other state.
+  The next call of the caller runs eager, and the key is captured after it.
+- *Python state*: every run changes it. Such a step always runs eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dispatchkit.errors import CaptureError
+from dispatchkit.execute.step.python_state import (
+    MISSING,
+    Entry,
+    PythonState,
+    is_plain,
+    is_same,
+    restore,
+)
+from dispatchkit.execute.step.reasons import FIRST_CALL, PYTHON_STATE
+from dispatchkit.execute.step.state import Snapshot
+
+_MAX_NAMED: Final = 3
+_NOISY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class PythonChangedError(CaptureError):
+    """A run changed Python state, which has been put back.
+
+    Attributes:
+        entries: What it changed.
+    """
+
+    entries: tuple[Entry, ...] = ()
+
+
+class PythonEffects:
+    """Contains the Python effects of the runs of one step.
+
+    Args:
+        roots: Returns where the step's Python state is reached from, by name.
+    """
+
+    def __init__(self, roots: Callable[[], Mapping[str, Any]]) -> None:
+        self._roots = roots
+        self._state: PythonState | None = None
+        #: Entries that the step changed in a first call, by container and key.
+        self._first: dict[tuple[int, Any], Entry] = {}
+
+    def forget(self) -> None:
+        """Look anew at what the step reaches: it may be something else from now on."""
+        self._state = None
+
+    def state(self) -> PythonState:
+        """Return what the step reaches, as it is now."""
+        if self._state is None or not self._state.is_current():
+            self._state = PythonState(self._roots())
+        return self._state
+
+    def changed_once(self) -> tuple[Entry, ...]:
+        """Return the entries that a first call changes, as they are now."""
+        wanted = self._first
+        return tuple(
+            entry
+            for entry in self.state().values_read()
+            if (id(entry.record.target), entry.key) in wanted
+        )
+
+    @contextmanager
+    def contained(self) -> Iterator[None]:
+        """Put back what is changed in between.
+
+        Raises:
+            PythonChangedError: There was something.
+        """
+        before = self.state()
+        try:
+            yield
+        except BaseException:
+            restore(before.changes())
+            raise
+        changed = before.changes()
+        if not changed:
+            return
+        restore(changed)
+        self._state = None
+        error = PythonChangedError(
+            f"The step changed {named(changed)} while it was captured, which a replay would not.",
+            reason=PYTHON_STATE,
+        )
+        error.entries = changed
+        raise error
+
+    def check(
+        self,
+        changed: tuple[Entry, ...],
+        snapshot: Snapshot,
+        run: Callable[[], Any],
+        run_on_other_rows: Callable[[], Any],
+    ) -> None:
+        """Find out what a step's Python effects mean; return if they made a cache, kept now.
+
+        Args:
+            changed: What a run was seen to change.
+            snapshot: Of the tensors that the step is known to write.
+            run: Runs the step on dummy rows.
+            run_on_other_rows: Runs it on others.
+
+        Raises:
+            CaptureError: The step has Python state, or this was its first call.
+        """
+        before = PythonState(self._roots())
+        try:
+            found = self._find(before, snapshot, run, run_on_other_rows)
+        except BaseException:
+            restore(before.changes())
+            raise
+        if not found:  # a cache
+            self._state = None
+            return
+        restore(before.changes())
+        snapshot.restore()
+        self._state = None
+        if found == FIRST_CALL:
+            self._first |= {(id(one.record.target), one.key): one for one in changed}
+            raise CaptureError(
+                f"The first call of the step changes {named(changed)}, and computes something else "
+                "than later ones. The next call runs eager; the key is captured after it.",
+                reason=FIRST_CALL,
+            )
+        raise CaptureError(
+            f"Each call of the step changes {named(changed)}, which a replay would not. Keep such "
+            "state in a tensor that the step writes in place (self.h.copy_(...), a buffer), or "
+            "change it outside of the step; until then every step runs eager.",
+            reason=PYTHON_STATE,
+        )
+
+    def _find(
+        self,
+        before: PythonState,
+        snapshot: Snapshot,
+        run: Callable[[], Any],
+        run_on_other_rows: Callable[[], Any],
+    ) -> str:
+        """Return the reason that a step's Python effects are; empty for a cache."""
+        snapshot.restore()
+        first = _copies(tree_leaves(run()))
+        made = before.changes()
+        values = [_content(entry.now()) for entry in made]
+        written = snapshot.contents()
+        snapshot.restore()
+        after = PythonState(self._roots())
+        second = _copies(tree_leaves(run()))
+        if after.changes():
+            return PYTHON_STATE
+        is_same_result = (
+            _equal(first, second)
+            and _equal(written, snapshot.contents())
+            and _equal(values, [_content(entry.now()) for entry in made])
+        )
+        if not is_same_result:
+            return FIRST_CALL
+        snapshot.restore()
+        restore(made)
+        run_on_other_rows()
+        if not _equal(values, [_content(entry.now()) for entry in made]):
+            return FIRST_CALL
+        snapshot.restore()
+        return ""
+
+
+def named(entries: Sequence[Entry]) -> str:
+    """Return some entries in words, with class, file and line."""
+    more = f" and {len(entries) - _MAX_NAMED} more" if len(entries) > _MAX_NAMED else ""
+    return ", ".join(str(entry) for entry in entries[:_MAX_NAMED]) + more
+
+
+class _Unknown:
+    """What cannot be compared; equal to nothing."""
+
+
+def _content(value: Any) -> Any:
+    """Return a copy of a value to compare later, deep through builtin containers."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if is_plain(value) or value is MISSING:
+        return value
+    if isinstance(value, dict):
+        return {key: _content(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_content(one) for one in value]
+    return _Unknown()
+
+
+def _copies(leaves: Sequence[Any]) -> list[Any]:
+    return [_content(leaf) for leaf in leaves]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two copies are the same, tensors bit for bit."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return bits_equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return is_same(one, other)
+
+
+def write_noise(tensors: Iterable[torch.Tensor], *, seed: int = 0) -> None:
+    """Fill floating-point tensors with noise that draws from no generator of anybody else.
+
+    Others keep what they hold: a random index would reach memory that it must not.
+    """
+    for number, tensor in enumerate(tensors):
+        if tensor.dtype in _NOISY:
+            generator = torch.Generator(tensor.device).manual_seed(seed + number)
+            tensor.normal_(generator=generator)
+
+
+def bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same bits: nan is equal to itself, zeros have signs."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.layout is not torch.strided or one.is_complex():
+        return torch.equal(one, other)
+    one, other = one.contiguous(), other.contiguous()
+    if one.dim() == 0:
+        one, other = one.reshape(1), other.reshape(1)
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
