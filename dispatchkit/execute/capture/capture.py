@@ -6,7 +6,7 @@ promise). Whatever happens, the step has not been run for the caller when this r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from dispatchkit.execute.io.outputs import OutputLayout
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Guard
+from dispatchkit.execute.step.python_state import Entry
 from dispatchkit.execute.step.state import Known, Snapshot, restored
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
@@ -74,6 +75,10 @@ class Capturer:
         """Look anew at what the step reads: it may be something else from now on."""
         self._maker.forget()
         self._warmups.forget()
+
+    def note_replaced(self, entries: Iterable[Entry]) -> None:
+        """Count what was found to be replaced since it was captured."""
+        self._warmups.effects.note_replaced(entries)
 
     def forecast_bytes(self, key: GraphKey) -> int | None:
         """Return the memory that a graph of a key is expected to need; None if not known."""
@@ -131,8 +136,11 @@ class Capturer:
         places = self._places(outputs) if layout is not None else []
         del outputs  # what is alive of the warmup from here on is kept by the step
         if key.mode is RuntimeMode.FULL:
-            return self._capture_full(key, lane, places, layout, admission, notes)
-        return self._capture_pieces(key, lane, places, layout, admission)
+            step = self._capture_full(key, lane, places, layout, admission, notes)
+        else:
+            step = self._capture_pieces(key, lane, places, layout, admission)
+        step.values = self._warmups.effects.watch()
+        return step
 
     def _expect(self, key: GraphKey, lane: Lane, snapshot: Snapshot) -> int:
         outputs, _ = self._warmups.run(key, lane, snapshot)

@@ -17,6 +17,7 @@ from dispatchkit.execute.io.outputs import OutputLayout
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Fingerprint
 from dispatchkit.execute.step.pieces import Piece
+from dispatchkit.execute.step.values import ValueWatch
 from dispatchkit.keys.batch import GraphKey
 
 
@@ -53,6 +54,7 @@ class CapturedStep:
         facts: Addresses and numbers it has built in; None outside check mode.
         has_effect: A replay changes more than its outputs: state, or random generators.
         axis_cuts: Dimensions of its outputs that follow an axis (see ``execute.axes``).
+        values: What its graphs have built in of Python, compared while it replays.
         own_bytes: Memory of the pool that no other graph can use while this one lives.
         released: It may not be launched any more.
         last_used: The lane's tick at its last launch.
@@ -71,6 +73,7 @@ class CapturedStep:
     facts: Facts | None = None
     has_effect: bool = False
     axis_cuts: tuple[tuple[int, int, int], ...] = ()
+    values: ValueWatch = attrs.field(factory=ValueWatch)
     own_bytes: int = 0
     released: bool = False
     last_used: int = 0

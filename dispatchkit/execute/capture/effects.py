@@ -13,6 +13,7 @@ put back, and the step is then told apart by three runs on dummy rows:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -31,7 +32,10 @@ from dispatchkit.execute.step.python_state import (
 )
 from dispatchkit.execute.step.reasons import FIRST_CALL, PYTHON_STATE
 from dispatchkit.execute.step.state import Snapshot
+from dispatchkit.execute.step.values import ValueWatch
 
+#: How often a value may be replaced before its step is not captured any more.
+MAX_REPLACED: Final = 8
 _MAX_NAMED: Final = 3
 _NOISY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -57,11 +61,14 @@ class PythonEffects:
         self._roots = roots
         self._state: PythonState | None = None
         #: Entries that the step changed in a first call, by container and key.
+        self._watch: ValueWatch | None = None
+        self._watched: PythonState | None = None
+        self._replaced: Counter[str] = Counter()
         self._first: dict[tuple[int, Any], Entry] = {}
 
     def forget(self) -> None:
         """Look anew at what the step reaches: it may be something else from now on."""
-        self._state = None
+        self._state = self._watch = self._watched = None
 
     def state(self) -> PythonState:
         """Return what the step reaches, as it is now."""
@@ -69,7 +76,19 @@ class PythonEffects:
             self._state = PythonState(self._roots())
         return self._state
 
-    def changed_once(self) -> tuple[Entry, ...]:
+    def watch(self) -> ValueWatch:
+        """Return what watches the values that a graph made now has built in."""
+        state = self.state()
+        if self._watch is None or self._watched is not state:
+            self._watch, self._watched = ValueWatch(state, self._changed_once()), state
+        return self._watch
+
+    def note_replaced(self, entries: Iterable[Entry]) -> None:
+        """Count entries that were found to be replaced after a capture."""
+        self._replaced.update(str(entry) for entry in entries)
+        self.forget()
+
+    def _changed_once(self) -> tuple[Entry, ...]:
         """Return the entries that a first call changes, as they are now."""
         wanted = self._first
         return tuple(
@@ -85,6 +104,13 @@ class PythonEffects:
         Raises:
             PythonChangedError: There was something.
         """
+        if often := [path for path, count in self._replaced.items() if count > MAX_REPLACED]:
+            raise CaptureError(
+                f"{often[0]} was replaced more than {MAX_REPLACED} times since it was captured "
+                "first: no graph lasts. Write it in place (tensor.copy_(...)), or give it as an "
+                "input.",
+                reason=PYTHON_STATE,
+            )
         before = self.state()
         try:
             yield

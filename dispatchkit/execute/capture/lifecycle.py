@@ -13,23 +13,28 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
+
 from dispatchkit.backends.capture_errors import clear_traceback
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, RegistryError
 from dispatchkit.execute.capture.budget import OverBudgetError, Room
 from dispatchkit.execute.capture.capture import Capturer
 from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.capture.effects import named
 from dispatchkit.execute.capture.report import CaptureReport, as_capture_error, largest_first
 from dispatchkit.execute.capture.retries import Retries
 from dispatchkit.execute.capture.warmup import family_of
 from dispatchkit.execute.lane import Lane
-from dispatchkit.execute.step.reasons import CAPTURE_PENDING
+from dispatchkit.execute.step.reasons import CAPTURE_PENDING, VALUE_CHANGED, WEIGHTS_REPLACED
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import StepCounters
 from dispatchkit.observe.events import CaptureEvent, CaptureFailedEvent, EvictEvent
 from dispatchkit.options import MemoryOptions
 from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
+
+_WEIGHTS = (torch.Tensor, torch.nn.Module)
 
 
 class Lifecycle:
@@ -284,6 +289,20 @@ class Lifecycle:
         self._room.drop_pool()
         self._capturer.forget()
         return len(live)
+
+    def replaced(self, step: CapturedStep) -> str:
+        """Give up the graphs if something that they have built in was replaced.
+
+        Returns:
+            The reason to count; empty if nothing was.
+        """
+        changed = step.values.changes()
+        if not changed:
+            return ""
+        self._capturer.note_replaced(changed)
+        self.invalidate(f"replaced: {named(changed)}")
+        is_weights = any(isinstance(one.before, _WEIGHTS) for one in changed)
+        return WEIGHTS_REPLACED if is_weights else VALUE_CHANGED
 
     def adopt(self, key: GraphKey, step: CapturedStep) -> None:
         """Take a graph captured elsewhere for a key, within the budget."""

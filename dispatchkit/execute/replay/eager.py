@@ -173,6 +173,14 @@ class EagerRunner:
                 "for several ranks, so that it does not run another way on one of them."
             )
 
+    def replaced(self, step: CapturedStep) -> str:
+        """Put all graphs out of use if something that they have built in was replaced.
+
+        Returns:
+            The reason to run eager; empty if nothing was.
+        """
+        return self._lifecycle.replaced(step)
+
     def replay_failed(
         self, step: CapturedStep, error: LaunchError, tensors: Sequence[Any] | None, num_tokens: int
     ) -> Any:

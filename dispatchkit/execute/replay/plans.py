@@ -210,6 +210,10 @@ class GraphPlan:
             reason = self.guard_reason()
             if reason:
                 return self.eager.run_for(reason, tensors, self.num_tokens, step.key)
+        if not step.values.is_unchanged():
+            reason = self.eager.replaced(step)
+            if reason:
+                return self.eager.run_for(reason, tensors, self.num_tokens, step.key)
         if stream != lane.handle:
             lane.switch(stream)
         transport = self.transport or self.prepare()

@@ -31,7 +31,7 @@ class ValueWatch:
     """Watches the values that the graphs of one runner have built in.
 
     Args:
-        state: What the step reaches, recorded when the graphs are made.
+        state: What the step reaches, recorded when the graphs are made; None to watch nothing.
         always: Entries to compare at every replay: those that the step is known to change.
 
     Attributes:
@@ -42,12 +42,12 @@ class ValueWatch:
 
     is_unchanged: Callable[[], bool]
 
-    def __init__(self, state: PythonState, always: Iterable[Entry] = ()) -> None:
-        self._checks = [_Check(entry) for entry in state.values_read()]
+    def __init__(self, state: PythonState | None = None, always: Iterable[Entry] = ()) -> None:
+        self._checks = [] if state is None else [_Check(one) for one in state.values_read()]
         self._always = [_Check(entry) for entry in always]
         self.num_values: int = len(self._checks)
         self._rewind()
-        for module in state.modules:
+        for module in () if state is None else state.modules:
             _WATCHES.setdefault(module, weakref.WeakSet()).add(self)
         _listen()
 
