@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -41,15 +43,15 @@ def test_a_decision_is_obeyed(make_runner, keys):
 
 
 def test_a_failed_launch_does_not_run_eager_instead(make_runner, backend, keys):
-    ran = []
-    runner = make_runner(lambda tokens: (ran.append(1), tokens + 1)[1])
+    ran = Mock()
+    runner = make_runner(lambda tokens: (ran(), tokens + 1)[1])
     runner.capture()
     decision = runner.dispatcher.dispatch(3)
-    ran.clear()
+    ran.reset_mock()
     backend.replay_fault = "before"
     with pytest.raises(ReplayError, match="decided for several ranks"):
         runner.run_decision(decision, {"tokens": torch.arange(3)})
-    assert not ran
+    ran.assert_not_called()
     assert runner.registry.get(keys.full(4)).state.name == "FAILED"
     assert runner.stats().failed_steps == 1
     # A plain call still gets its result.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -65,11 +67,11 @@ def test_buffers_hold_the_largest_bucket_and_give_no_shorter_slice(make_runner):
 
 def test_each_input_has_its_own_fill_everywhere(make_runner, backend):
     """The same fill in warmup, in the capture and at each replay."""
-    seen = set()
+    seen = Mock()
 
     def step(tokens, scale):
         if not backend.is_capturing():  # reading a value there would be refused
-            seen.add((frozenset(tokens.tolist()), frozenset(scale.tolist())))
+            seen(frozenset(tokens.tolist()), frozenset(scale.tolist()))
         return tokens, (tokens == 7).sum(), (scale == 0.5).sum()
 
     inputs = {
@@ -78,7 +80,7 @@ def test_each_input_has_its_own_fill_everywhere(make_runner, backend):
     }
     runner = make_runner(step, inputs)
     assert runner.capture().failed == {}
-    assert seen == {(frozenset({7}), frozenset({0.5}))}
+    assert {one.args for one in seen.call_args_list} == {(frozenset({7}), frozenset({0.5}))}
     runner(torch.zeros(8, dtype=torch.int64), torch.zeros(8))
     _, sevens, halves = runner(torch.zeros(5, dtype=torch.int64), torch.zeros(5))
     assert (int(sevens), int(halves)) == (3, 3)
@@ -439,8 +441,7 @@ def test_training_mode_of_a_module_is_part_of_what_a_graph_was_made_for(make_run
     assert runner.stats().eager_by_reason == {"training_mode": 1}
 
 
-def test_python_effects_happen_at_capture_not_at_replay(make_runner):
-    """Documented: appends, attribute writes and prints of the step."""
+def test_a_step_with_python_effects_runs_eager_and_says_which(make_runner):
     log = []
 
     def step(tokens):
@@ -448,11 +449,16 @@ def test_python_effects_happen_at_capture_not_at_replay(make_runner):
         return tokens
 
     runner = make_runner(step)
-    runner.capture()
-    assert log
-    log.clear()
-    runner(torch.arange(3))
+    failed = runner.capture().failed
+    assert all(reason.startswith("python_state: Each call") for reason in failed.values())
     assert log == []
+    with pytest.warns(EagerStepWarning, match="python_state"):
+        runner(torch.arange(3))
+    assert log == [3]
+    assert runner.stats().eager_by_reason == {"python_state": 1}
+    reason = next(iter(failed.values()))
+    assert "log[0] (function " in reason
+    assert f"{__file__}:" in reason
 
 
 # -- declarations -----------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class Capturer:
         try:
             return self._contained_once(key, lane, run)
         except PythonChangedError as error:
-            changed = error.entries
+            changed = error
         self._warmups.watch_again(key)
         self._maker.forget()
         buffers = lane.buffers_of(key)
@@ -169,6 +169,7 @@ class Capturer:
 
             def on_other_rows() -> None:
                 write_noise(buffers.tensors)
+                buffers.clean_from = buffers.clean_to = 0  # of no row is it known to hold fill
                 self._warmups.run_plainly(key, lane)
                 buffers.reset()
 
@@ -181,7 +182,9 @@ class Capturer:
     def _contained_once(self, key: GraphKey, lane: Lane, run: Callable[[Snapshot], _T]) -> _T:
         made = None
         try:
-            with self._set_up(key, lane) as snapshot, self._warmups.effects.contained():
+            in_pieces = key.mode is RuntimeMode.PIECEWISE
+            contained = self._warmups.effects.contained(graphs_alone=in_pieces)
+            with self._set_up(key, lane) as snapshot, contained:
                 made = run(snapshot)
         except PythonChangedError:
             if isinstance(made, CapturedStep):

@@ -14,7 +14,7 @@ put back, and the step is then told apart by three runs on dummy rows:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit.errors import CaptureError
+from dispatchkit.execute.step.pieces import Piece
 from dispatchkit.execute.step.python_state import (
     MISSING,
     Entry,
@@ -37,28 +38,41 @@ from dispatchkit.execute.step.values import ValueWatch
 #: How often a value may be replaced before its step is not captured any more.
 MAX_REPLACED: Final = 8
 _MAX_NAMED: Final = 3
+_CACHE: Final = "cache"
+_NOT_OURS: Final = "not the step's"
 _NOISY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 class PythonChangedError(CaptureError):
     """A run changed Python state, which has been put back.
 
-    Attributes:
-        entries: What it changed.
+    Args:
+        entries: What it changed, before that is put back.
     """
 
-    entries: tuple[Entry, ...] = ()
+    def __init__(self, entries: tuple[Entry, ...]) -> None:
+        self.entries = entries
+        self._then = [entry.now() for entry in entries]
+        super().__init__(
+            f"The step changed {named(entries)} while it was captured, which a replay would not.",
+            reason=PYTHON_STATE,
+        )
+
+    def redo(self) -> None:
+        """Set the entries to what they were changed to."""
+        for entry, value in zip(self.entries, self._then, strict=True):
+            entry.set(value)
 
 
 class PythonEffects:
     """Contains the Python effects of the runs of one step.
 
     Args:
-        roots: Returns where the step's Python state is reached from, by name.
+        pieces: Those of the step: their functions are where its Python state is reached from.
     """
 
-    def __init__(self, roots: Callable[[], Mapping[str, Any]]) -> None:
-        self._roots = roots
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = tuple(pieces)
         self._state: PythonState | None = None
         #: Entries that the step changed in a first call, by container and key.
         self._watch: ValueWatch | None = None
@@ -69,6 +83,11 @@ class PythonEffects:
     def forget(self) -> None:
         """Look anew at what the step reaches: it may be something else from now on."""
         self._state = self._watch = self._watched = None
+
+    def _roots(self, *, graphs_alone: bool = False) -> dict[str, Any]:
+        return {
+            piece.name: piece.fn for piece in self._pieces if piece.is_graph or not graphs_alone
+        }
 
     def state(self) -> PythonState:
         """Return what the step reaches, as it is now."""
@@ -98,8 +117,11 @@ class PythonEffects:
         )
 
     @contextmanager
-    def contained(self) -> Iterator[None]:
+    def contained(self, *, graphs_alone: bool = False) -> Iterator[None]:
         """Put back what is changed in between.
+
+        Args:
+            graphs_alone: Eager pieces may change Python state: they run at each replay.
 
         Raises:
             PythonChangedError: There was something.
@@ -120,26 +142,29 @@ class PythonEffects:
         changed = before.changes()
         if not changed:
             return
+        error = PythonChangedError(changed)
         restore(changed)
         self._state = None
-        error = PythonChangedError(
-            f"The step changed {named(changed)} while it was captured, which a replay would not.",
-            reason=PYTHON_STATE,
-        )
-        error.entries = changed
+        if graphs_alone:
+            reached = PythonState(self._roots(graphs_alone=True)).containers()
+            if not any(id(entry.record.target) in reached for entry in changed):
+                return
         raise error
 
     def check(
         self,
-        changed: tuple[Entry, ...],
+        error: PythonChangedError,
         snapshot: Snapshot,
         run: Callable[[], Any],
         run_on_other_rows: Callable[[], Any],
     ) -> None:
-        """Find out what a step's Python effects mean; return if they made a cache, kept now.
+        """Find out what a step's Python effects mean; return if the step can be captured.
+
+        That is where they made a cache, which is kept now, and where another thread made the
+        change, which is then made again.
 
         Args:
-            changed: What a run was seen to change.
+            error: What a run was seen to change.
             snapshot: Of the tensors that the step is known to write.
             run: Runs the step on dummy rows.
             run_on_other_rows: Runs it on others.
@@ -153,12 +178,14 @@ class PythonEffects:
         except BaseException:
             restore(before.changes())
             raise
-        if not found:  # a cache
+        if found in (_CACHE, _NOT_OURS):
             self._state = None
+            if found == _NOT_OURS:
+                error.redo()
             return
         restore(before.changes())
         snapshot.restore()
-        self._state = None
+        self._state, changed = None, error.entries
         if found == FIRST_CALL:
             self._first |= {(id(one.record.target), one.key): one for one in changed}
             raise CaptureError(
@@ -180,10 +207,12 @@ class PythonEffects:
         run: Callable[[], Any],
         run_on_other_rows: Callable[[], Any],
     ) -> str:
-        """Return the reason that a step's Python effects are; empty for a cache."""
+        """Return the reason that a step's Python effects are; or what else they are."""
         snapshot.restore()
         first = _copies(tree_leaves(run()))
         made = before.changes()
+        if not made:
+            return _NOT_OURS
         values = [_content(entry.now()) for entry in made]
         written = snapshot.contents()
         snapshot.restore()
@@ -204,7 +233,7 @@ class PythonEffects:
         if not _equal(values, [_content(entry.now()) for entry in made]):
             return FIRST_CALL
         snapshot.restore()
-        return ""
+        return _CACHE
 
 
 def named(entries: Sequence[Entry]) -> str:

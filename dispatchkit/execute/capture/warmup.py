@@ -105,9 +105,7 @@ class Warmups:
         self._cuts: dict[Family, tuple[AxisCut, ...]] = {}
         self._peaks: dict[Family, tuple[int, int]] = {}
         self._compiled: dict[Family, CompiledCode] = {}
-        self.effects: PythonEffects = PythonEffects(
-            lambda: {piece.name: piece.fn for piece in step.pieces}
-        )
+        self.effects: PythonEffects = PythonEffects(step.pieces)
 
     @property
     def device(self) -> torch.device:

@@ -92,8 +92,12 @@ class Entry:
 
     def restore(self) -> None:
         """Put it back."""
+        self.set(self.before)
+
+    def set(self, value: Any) -> None:
+        """Set it, or remove it for ``MISSING``; without effect where it cannot be put back."""
         if self.record.kind.write is not None:
-            self.record.kind.write(self.record.target, self.key, self.before)
+            self.record.kind.write(self.record.target, self.key, value)
 
     @property
     def path(self) -> str:
@@ -165,6 +169,11 @@ class PythonState:
         return self._read_by_step(
             Entry(record, key) for record in self._records for key in record.saved
         )
+
+    def containers(self) -> set[int]:
+        """Return the identities of the containers that the step's code reaches."""
+        reached = self._reached()
+        return {id(one.target) for one in self._records if id(one.holder) in reached}
 
     def is_current(self) -> bool:
         """Return whether everything is still as it was recorded."""
@@ -641,7 +650,7 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
     """
     cls = type(value)
     owner = cls.__qualname__
-    if cls.__module__.startswith(_OWN_ROOMS) or (
+    if any(base.__module__.startswith(_OWN_ROOMS) for base in cls.__mro__) or (
         _is_library(cls) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace))
     ):
         return
