@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -46,12 +48,17 @@ class RefusingTape(TapeBackend):
         return Refusing(super().capture(run, stream=stream, pool=pool, generators=generators), self)
 
 
+def given(ran):
+    """Return what a mock was called with, one value each time."""
+    return [call.args[0] for call in ran.call_args_list]
+
+
 def make_runner(ranks):
     """Return a captured runner of this rank, its backend and what it ran plainly."""
-    ran, backend = [], RefusingTape()
+    ran, backend = Mock(), RefusingTape()
 
     def step(x):
-        ran.append(len(x))
+        ran(len(x))
         return x * 2
 
     runner = GraphRunner(
@@ -63,7 +70,7 @@ def make_runner(ranks):
     )
     ranked = RankedRunner(runner, ranks, INPUTS)
     ranked.capture()
-    ran.clear()
+    ran.reset_mock()
     return ranked, backend, ran
 
 
@@ -77,7 +84,7 @@ def test_a_replay_that_fails_on_one_rank_runs_no_other_way_there():
             backend.refuses = True
             with pytest.raises(ReplayError, match="replay_failed"):
                 ranked(x=torch.ones(3))
-            return ran
+            return given(ran)
         ranked(x=torch.ones(3))
         with pytest.raises(RankError) as caught:
             ranked(x=torch.ones(3))
@@ -132,7 +139,7 @@ def test_a_rank_under_another_autocast_has_all_run_eager():
         with torch.autocast("cpu", enabled=ranks.rank == 1):
             assert ranked(x=torch.ones(3)).tolist() == [2.0] * 3
         assert ranked(x=torch.ones(3)).tolist() == [2.0] * 3
-        return ran, ranked.runner.stats().steps_by_mode["FULL"]
+        return given(ran), ranked.runner.stats().steps_by_mode["FULL"]
 
     assert all_good(run_ranks(2, run)) == [([3], 1)] * 2
 
@@ -145,7 +152,7 @@ def test_a_rank_under_another_autocast_runs_eager_where_eager_is_among_what_it_a
         neither_or_full = allowed_modes_code(invalid=["PIECEWISE"])
         with torch.autocast("cpu", enabled=ranks.rank == 1):
             ranked(x=torch.ones(3), ceiling=neither_or_full)
-        return ran
+        return given(ran)
 
     assert all_good(run_ranks(2, run)) == [[3]] * 2
 
@@ -187,10 +194,10 @@ AXES_INPUTS = {
 
 def axes_runner(ranks, captures=True, step=None):
     """Return a ranked runner with a length that is a dimension, and a kind that steers."""
-    ran = []
+    ran = Mock()
 
     def plain_step(x, scale, kind):
-        ran.append((tuple(x.shape), kind))
+        ran((tuple(x.shape), kind))
         return {"long": x * scale[:, None] * kind, "last": x.prod(1)}
 
     runner = GraphRunner(
@@ -206,7 +213,7 @@ def axes_runner(ranks, captures=True, step=None):
     ranked = RankedRunner(runner, ranks, AXES_INPUTS)
     if captures:
         assert ranked.capture() == {}
-    ran.clear()
+    ran.reset_mock()
     return ranked, ran
 
 
@@ -236,7 +243,7 @@ def test_ranks_with_other_lengths_run_one_graph_and_get_their_own_cut():
             assert got["long"].shape == (rows, length)
             torch.testing.assert_close(got["long"], x * scale[:, None] * kind)
             torch.testing.assert_close(got["last"], x.prod(1))
-        return ran, ranked.runner.stats().eager_by_reason
+        return given(ran), ranked.runner.stats().eager_by_reason
 
     first, second = all_good(run_ranks(2, run))
     assert first == ([((4, 9), 1), ((2, 5), 1), ((3, 3), 2)], {"outside_axis": 3})
@@ -290,7 +297,7 @@ def test_lengths_that_differ_are_refused_where_no_capture_tells_how_to_cut(captu
         other = same | {"x": torch.ones(2, length), "length": length}
         match = "length=3 to 7.*Call capture"
         stops_both(ranks, lambda: ranked(**other), RankError, match, 0)
-        return len(ran)
+        return ran.call_count
 
     assert all_good(run_ranks(2, run)) == [1, 2]
 
