@@ -286,13 +286,18 @@ def refuse_moved(arguments: Mapping[str, Any]) -> None:
     value = arguments[moved[0]]
     if not isinstance(value, str | int | Mapping | DispatchConfig | None):
         value = type(value).__name__  # printing a tensor waits for the device
-    text = f"Write: {_replacement({name: arguments[name] for name in moved}, arguments)}"
+    written, called = _replacement({name: arguments[name] for name in moved}, arguments)
+    hints = [f"Call: {called}" if called else "", f"Write: {written}" if written else ""]
+    text = "\n".join(filter(None, hints))
     raise ConfigError(", ".join(moved), value, "given in another place", text)
 
 
-def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> str:
-    """Return the arguments to write; objects go by the names of the keywords they were given as."""
-    written, after = [], ""
+def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the arguments to write, and what to call afterwards.
+
+    Objects go by the names of the keywords that they were given as.
+    """
+    written, called = [], ""
     if moved.pop("plugins", None) is not None:
         policy = arguments.get("policy")
         shown = "" if policy is None else repr(policy) if isinstance(policy, str) else "policy"
@@ -307,13 +312,13 @@ def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> str:
         written.append(f"lanes=Lanes({arguments.get('lanes', 1)}, lane_policy)")
     if callable(moved.get("eviction")):
         del moved["eviction"]
-        after = "runner.set_eviction(eviction)"
+        called = "runner.set_eviction(eviction)"
     options = arguments.get("options")
     settings = {_RENAMED.get(name, name): value for name, value in moved.items()}
     if settings:
         base = options if isinstance(options, RunnerOptions) else RunnerOptions()
         written.append(f"options={with_settings(base, settings)!r}")
-    return ", then call ".join(filter(None, (", ".join(written), after)))
+    return ", ".join(written), called
 
 
 def refuses_moved(function: Callable[_P, _T]) -> Callable[_P, _T]:

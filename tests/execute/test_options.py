@@ -1,0 +1,192 @@
+"""Arguments of a runner that moved to its options, and what copies, lanes and swaps keep."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import dispatchkit  # noqa: E402
+from dispatchkit import (  # noqa: E402
+    DispatchConfig,
+    GraphRunner,
+    LaneOptions,
+    Lanes,
+    MemoryOptions,
+    RunnerOptions,
+    StaticInput,
+    StepState,
+    graphed,
+    load_plugins,
+)
+from dispatchkit.errors import ConfigError  # noqa: E402
+
+INPUTS = {"x": StaticInput((None, 2), "float32")}
+NAMES = {name: getattr(dispatchkit, name) for name in dispatchkit.__all__}
+
+
+class Last:
+    """Always the last lane."""
+
+    name = "last"
+
+    def choose(self, step, lanes):
+        return len(lanes) - 1
+
+
+def double(x):
+    return x * 2
+
+
+def make(**arguments):
+    return GraphRunner(double, INPUTS, **{"sizes": (2, 4), "mode": "FULL", **arguments})
+
+
+def written_for(arguments):
+    with pytest.raises(ConfigError) as caught:
+        make(**arguments)
+    lines = str(caught.value).splitlines()
+    return [
+        next((line.partition(before)[2] for line in lines if before in line), "")
+        for before in ("Write: ", "Call: ")
+    ]
+
+
+def made_from(arguments):
+    """Paste what the error says into the call, beside what did not move, and use it."""
+    text, after = written_for(arguments)
+    stays = inspect.signature(GraphRunner).parameters
+    kept = {name: value for name, value in arguments.items() if name in stays}
+    new = eval(f"dict({text})", {**NAMES, **arguments})  # noqa: S307 - the text is our own
+    runner = make(**kept | new)
+    if after:
+        eval(after, {"runner": runner, **arguments})  # noqa: S307
+    assert runner.capture().failed == {}
+    assert runner(torch.ones(3, 2)).tolist() == [[2.0, 2.0]] * 3
+    return runner
+
+
+def test_a_runner_has_fourteen_arguments():
+    assert (
+        list(inspect.signature(GraphRunner).parameters)
+        == (
+            "step inputs example sizes max_num_tokens mode axes policy backend outputs state lazy "
+            "lanes options"
+        ).split()
+    )
+
+
+def test_a_setting_that_moved_is_written_with_the_options_that_were_given():
+    given = RunnerOptions(memory=MemoryOptions(max_graphs=7))
+    runner = made_from({"max_bytes": 2**30, "strict": True, "query_len": 2, "options": given})
+    assert runner.spec.options.memory == MemoryOptions(max_graphs=7, max_bytes=2**30)
+    assert runner.strict if hasattr(runner, "strict") else runner.eager.strict
+    assert runner.config.query_lens == (2,)
+
+
+def test_tensors_and_generators_that_moved_keep_their_names():
+    """Neither is printed: that would wait for the device."""
+    cache, other = torch.zeros(3), torch.full((2,), 123.0)
+    generator = torch.Generator()
+    arguments = {"state": [cache], "scratch": [other], "generators": [generator]}
+    assert "123" not in "".join(written_for(arguments))
+    state = made_from(arguments).spec.state
+    assert state.tensors[0] is cache
+    assert state.scratch[0] is other
+    assert state.generators == (generator,)
+
+
+def test_plugins_come_with_the_policy():
+    plugins = load_plugins(allow=["vllm"], environ={})
+    for policy in ("vllm", None):
+        arguments = {"plugins": plugins} | ({} if policy is None else {"policy": policy})
+        runner = made_from(arguments)
+        assert runner.spec.plugins is plugins
+        assert runner.dispatcher.policy_name == "vllm"
+
+
+def test_objects_that_choose_have_places_of_their_own():
+    policy = Last()
+    assert made_from({"lanes": 2, "lane_policy": policy}).spec.lanes == Lanes(2, policy)
+    made_from({"eviction": lambda step: step.hits})
+    options = made_from({"lanes": 2, "lane_policy": "least-loaded"}).spec.options
+    assert options.lanes == LaneOptions(lane_policy="least-loaded")
+
+
+def test_graphed_refuses_them_before_the_first_call():
+    with pytest.raises(ConfigError, match=r"options=RunnerOptions\(strict=True\)"):
+        graphed(double, strict=True)
+    with pytest.raises(ConfigError, match="options must be RunnerOptions"):
+        graphed(double, options={"strict": True})
+
+
+def test_other_keywords_are_unknown():
+    with pytest.raises(TypeError, match="polcy"):
+        make(polcy="vllm")
+
+
+# -- what is kept -----------------------------------------------------------------------------
+
+
+def asked(runner):
+    """Return what is derived in a runner's configuration and was not given."""
+    return repr(runner.spec.options.config)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])  # noqa: S301
+def test_copies_keep_what_was_asked_for(how):
+    runner = make(sizes=None, max_num_tokens=8, options=RunnerOptions(strict=True))
+    twin = how(runner)
+    assert twin.spec.options == runner.spec.options
+    assert asked(twin) == asked(runner) == "DispatchConfig(mode='FULL', max_num_tokens=8)"
+
+
+def test_lanes_keep_what_was_asked_for_and_do_not_warn_again():
+    """Each has the whole budget and options, and no lanes of its own."""
+    options = RunnerOptions(
+        config=DispatchConfig(max_num_seqs=8), memory=MemoryOptions(max_graphs=3), strict=True
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        runner = make(max_num_tokens=16, lanes=3, options=options)
+    assert len([one for one in told if "5 to 16" in str(one.message)]) == 1
+    members = list(runner.lanes)
+    assert len({asked(member) for member in members}) == 1
+    for member in members[1:]:
+        assert member.spec.num_lanes == 1
+        assert member.spec.options.memory == options.memory
+        assert member.spec.options.strict
+        assert member.lifecycle.budget.max_graphs == 3
+
+
+def test_swaps_keep_what_was_asked_for():
+    """A limit that follows from the sizes grows with them, and serves all that it served."""
+    options = RunnerOptions(config=DispatchConfig(max_num_seqs=2))
+    runner = make(sizes=None, max_num_tokens=8, options=options)
+    runner.swap(mode="FULL_DECODE_ONLY", max_graphs=5)
+    assert asked(runner) == (
+        "DispatchConfig(mode='FULL_DECODE_ONLY', max_num_tokens=8, max_num_seqs=2)"
+    )
+    assert copy.copy(runner).lifecycle.budget.max_graphs == 5
+    sized = make(sizes=(2, 4, 8))
+    sized.swap(sizes=(4, 8))
+    assert asked(sized) == "DispatchConfig(mode='FULL', capture_sizes=(4, 8))"
+    with pytest.warns(UserWarning, match="5 to 8 tokens run eager"):
+        sized.swap(sizes=(4,))
+    assert sized.config.max_num_tokens == 8
+
+
+def test_state_is_declared_once_and_not_printed():
+    state = StepState([torch.zeros(2)], scratch=[torch.ones(1)])
+    assert StepState.of(state) is state
+    assert repr(state) == "<StepState of 1 tensors, 1 scratch tensors, 0 generators>"
+    assert make(state=state).spec.state is state
+    with pytest.raises(ConfigError, match=r"scratch must be a list of tensors.*scratch=\[cache\]"):
+        StepState(scratch=torch.zeros(3))
+    with pytest.raises(ConfigError, match="state must be a list of tensors"):
+        StepState([3])
