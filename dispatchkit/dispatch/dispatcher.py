@@ -85,6 +85,11 @@ class Dispatcher:
         PolicyError: The policy raises, declares what are not keys, or answers a probe
             with a decision that breaks a hard constraint.
 
+    Attributes:
+        registry: The keys and their graphs.
+        config: The configuration in force.
+        graphs: What the policy in force sees of the registry.
+
     Thread safety: ``dispatch`` may be called from any thread.
     """
 
@@ -110,7 +115,7 @@ class Dispatcher:
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
         self._faults = PolicyFaults(strict=strict, on_fault=on_fault)
-        self._epochs = Epochs(self.registry, self._modes, self._readiness, self._revisions)
+        self._epochs = Epochs(self.registry, self._modes, self._readiness.allows, self._revisions)
         self._serve(self._epochs.install(self.propose(policy, config, origin), 0))
         self._unsubscribe = self.registry.subscribe(_weakly(self._on_registry_event))
         if on_swap is not None:
@@ -378,16 +383,6 @@ class Dispatcher:
         return self._epoch.proposal.origin
 
     @property
-    def config(self) -> DispatchConfig:
-        """The configuration in force."""
-        return self._epoch.proposal.config
-
-    @property
-    def graphs(self) -> GraphView:
-        """What the policy in force sees of the registry."""
-        return self._epoch.graphs
-
-    @property
     def pace(self) -> int:
         """How many times fewer steps than usual the policy wants measured, 1 or more.
 
@@ -480,7 +475,9 @@ class Dispatcher:
     def _serve(self, epoch: Epoch) -> None:
         """Let steps read the table of an epoch."""
         self._epoch: Epoch = epoch
-        # Kept beside the epoch: a step reads them without a further attribute.
+        # Kept beside the epoch: steps and refills read them without a further attribute.
+        self.config: DispatchConfig = epoch.proposal.config
+        self.graphs: GraphView = epoch.graphs
         self._by_reqs = epoch.table.by_reqs
         self._rows = epoch.table.rows  # last, and at once: readers see the old epoch or the new
 
@@ -516,12 +513,13 @@ class Dispatcher:
     def _ask(self, batch: Batch) -> Decision:
         """Return the policy's answer if it may stand; raise the PolicyError if not."""
         try:
-            if self._epoch.proposal.adds_axes:
+            proposal = self._epoch.proposal
+            if proposal.adds_axes:
                 view = PlainView(self.graphs, batch.axes)
-                answer = self.policy.decide(without_axes(batch), view)
+                answer = proposal.parts.policy.decide(without_axes(batch), view)
                 answer = None if answer is None else answer_with_axes(answer, batch.axes)
             else:
-                answer = self.policy.decide(batch, self.graphs)
+                answer = proposal.parts.policy.decide(batch, self.graphs)
         except Exception as error:
             raise self._fault("decide", raised(error, batch)) from error
         if answer is None:
@@ -556,7 +554,7 @@ class Dispatcher:
             max_num_reqs=min(
                 bound, decision.max_num_reqs, batch.num_tokens, self.config.max_num_seqs
             ),
-            policy=decision.policy or self.policy_name,
+            policy=decision.policy or self._epoch.proposal.parts.name,
             revision=revision,
         )
 

@@ -35,7 +35,7 @@ class Readiness:
     def __init__(self, *, lazy: bool) -> None:
         self.lazy = lazy
 
-    def __call__(self, entry: GraphEntry) -> bool:
+    def allows(self, entry: GraphEntry) -> bool:
         """Return whether a key may be dispatched now."""
         return entry.state is KeyState.CAPTURED or (
             self.lazy and entry.state in (KeyState.DECLARED, KeyState.EVICTED)

@@ -16,10 +16,12 @@ import attrs
 
 from dispatchkit.dispatch import (
     TRAITS,
+    CalibrationRun,
     CellUpdate,
     Dispatcher,
     Outcome,
     Policy,
+    PolicyParts,
     Reason,
     policy_traits,
 )
@@ -38,6 +40,7 @@ from dispatchkit.testing.samples import (
 
 _OF_ONE_KEY = ("captured", "failed", "evicted", "stale", "disabled", "enabled")
 _MODES = "config.mode.decode_mode() and mixed_mode() name what may be declared"
+_MAX_CALIBRATION_ROUNDS = 50
 _ONE_MODE = {RuntimeMode.PIECEWISE: 1, RuntimeMode.FULL: 6}  # that mode or eager
 
 
@@ -430,6 +433,30 @@ class PolicyTests(CaseRunner):
             if mine != theirs:
                 case.fail(f"the same outcome gave {mine} and {theirs}", outcome.batch)
 
+    @for_all_cases(share=0.2, learning=True)
+    def test_calibration_ends_and_keeps_the_constraints(self, case: Case) -> None:
+        """``calibration_runs`` asks for steps that can run, and at some time for none.
+
+        A runner asks after each capture until it gets none, and times nothing else meanwhile.
+        """
+        ask = PolicyParts.of(case.policy).calibration_runs
+        if ask is None:
+            return
+        for _ in range(_MAX_CALIBRATION_ROUNDS):
+            runs = list(ask(case.graphs))
+            for run in runs:
+                if not isinstance(run, CalibrationRun):
+                    case.fail(f"calibration_runs returned {run!r}; CalibrationRuns are allowed")
+                problem = broken_constraint(run.decision, run.batch, case.graphs)
+                if problem is not None:
+                    case.fail(f"calibration_runs asked for a step that {problem}", run.batch)
+                decision = attrs.evolve(run.decision, num_tokens=run.batch.num_tokens)
+                for _ in range(run.runs):
+                    self._observe(case, case.policy, Outcome(run.batch, decision, 100.0))
+            if not runs:
+                return
+        case.fail(f"calibration_runs asked for more after {_MAX_CALIBRATION_ROUNDS} rounds")
+
     def _outcomes(
         self, case: Case, policy: Policy, batches: list[Batch], *, failures: bool
     ) -> Iterator[Outcome]:
@@ -454,7 +481,14 @@ class PolicyTests(CaseRunner):
         except Exception as error:  # noqa: BLE001 - whatever a policy raises is a finding
             case.fail(f"observe raised {type(error).__name__}: {error}", outcome.batch, cause=error)
 
-    # -- traits ---------------------------------------------------------------------------
+    # -- optional parts and traits --------------------------------------------------------
+
+    def test_optional_parts_can_be_used(self) -> None:
+        """What a policy has beside ``declare`` and ``decide`` is of the form that is read.
+
+        A dispatcher refuses the policy otherwise: a ``pace`` below 1, say.
+        """
+        PolicyParts.of(self.make_policy())
 
     def test_traits_are_known(self) -> None:
         """What is claimed is a trait that there is.

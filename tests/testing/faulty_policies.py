@@ -9,8 +9,8 @@ from typing import ClassVar
 import attrs
 from sample_policies import FULL, PIECEWISE, CountingPolicy, LargestPolicy
 
-from dispatchkit.dispatch import CellUpdate, Decision, Reason
-from dispatchkit.keys import BatchDescriptor, GraphKey, RuntimeMode
+from dispatchkit.dispatch import CalibrationRun, CellUpdate, Decision, Reason
+from dispatchkit.keys import Batch, BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.testing import SmallestPolicy
 
 #: (faulty policy, property that finds it, what the message says)
@@ -351,6 +351,32 @@ class SharedMemoryPolicy(CountingPolicy):
         if self.counts[self._cell(outcome.batch)] % 2 and outcome.batch.allows(RuntimeMode.NONE):
             return [CellUpdate(outcome.batch, Decision.eager("probe"), one_shot=True)]
         return None
+
+
+@planted("calibration ends and keeps the constraints", r"asked for more after \d+ rounds")
+class NeverCalibratedPolicy(CountingPolicy):
+    """Never knows enough."""
+
+    def calibration_runs(self, graphs):
+        return [CalibrationRun(Batch(1), Decision.eager("calibration", timed=True), runs=1)]
+
+
+@planted("calibration ends and keeps the constraints", r"asked for a step that chose")
+class BeyondCalibrationPolicy(CountingPolicy):
+    """Asks for a graph that is too small."""
+
+    def calibration_runs(self, graphs):
+        small = min(graphs, key=lambda key: key.num_tokens, default=None)
+        if small is None or small.num_tokens >= graphs.config.max_num_tokens:
+            return []
+        return [CalibrationRun(Batch(small.num_tokens + 1), Decision.replay(small), runs=1)]
+
+
+@planted("optional parts can be used", r"pace: is 0")
+class StandstillPolicy(SmallestPolicy):
+    """Wants steps measured infinitely often."""
+
+    pace = 0
 
 
 @planted("trait smallest_bucket", r"is smaller and ready")
