@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from dispatchkit.errors import PolicyError
+from dispatchkit.once import Once
 
 _CONSEQUENCES = {
     "observe": "The table keeps what it had learnt before.",
@@ -31,7 +32,7 @@ class PolicyFaults:
     ) -> None:
         self.count: int = 0
         self._strict, self._on_fault = strict, on_fault
-        self._warned: set[tuple[str, str]] = set()
+        self._once = Once()
         self._unreported: deque[tuple[PolicyError, int | None, int]] = deque()
 
     def add(self, error: PolicyError, num_tokens: int | None, epoch: int) -> None:
@@ -41,8 +42,7 @@ class PolicyFaults:
             self._unreported.append((error, num_tokens, epoch))
         if self._strict:
             raise error
-        if (error.policy, error.hook) not in self._warned:
-            self._warned.add((error.policy, error.hook))
+        if self._once.first((error.policy, error.hook)):
             after = "Steps concerned run eager with reason policy_error."
             message = f"{error} {_CONSEQUENCES.get(error.hook, after)}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)

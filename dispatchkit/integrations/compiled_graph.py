@@ -34,6 +34,7 @@ from dispatchkit.integrations.compiled_stats import CompiledStats
 from dispatchkit.integrations.graph_arguments import PlainReason, read_arguments
 from dispatchkit.integrations.piece_compilers import piece_compiler
 from dispatchkit.keys.modes import CUDAGraphMode
+from dispatchkit.once import Once
 from dispatchkit.options import DERIVED
 
 __all__ = ["CompiledGraph"]
@@ -85,7 +86,7 @@ class CompiledGraph:
         self.plain: tuple[str, str] | None = self._arguments.plain or self._fill_is_missing()
         self._held: list[torch.Tensor] = []
         self._plain_steps: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._once = Once()
         self._lock = threading.RLock()
         self._inputs: InputSet | None = None
         self._needs_grad = False
@@ -141,14 +142,13 @@ class CompiledGraph:
 
     def _run_plainly(self, reason: str, args: Sequence[Any], why: str = "") -> Any:
         """Run Dynamo's graph itself, counted; warn once for each reason."""
-        if self.options.options.strict or reason not in self._told:
+        if self.options.options.strict or self._once.first(reason):
             what_to_do = _WHAT_TO_DO.get(reason, "")
             text = f"{self.name} runs without captured graphs, reason {reason}"
             text = f"{text}{f': {why}' if why else ''}. {what_to_do}".strip()
             if self.options.options.strict:
                 raise NoGraphError(text, reason=reason)
-            self._told.add(reason)
-            warnings.warn(f"{text} Told once.", EagerStepWarning, stacklevel=3)
+            warnings.warn(f"{text} Warned once.", EagerStepWarning, stacklevel=3)
         self._plain_steps[reason] += 1
         return self._graph(*args)
 

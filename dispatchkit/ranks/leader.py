@@ -18,6 +18,7 @@ from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, GraphView, Ou
 from dispatchkit.dispatch.policy import policy_name, policy_traits
 from dispatchkit.errors import ConfigError, DescriptorError, PolicyError
 from dispatchkit.keys import Batch, DispatchConfig, GraphKey, RuntimeMode
+from dispatchkit.once import Once
 
 _BATCH = tuple(field.name for field in attrs.fields(Batch))
 
@@ -57,6 +58,7 @@ class LeaderPolicy:
         self.base, self.learner = base, learner
         self.name: str = f"leader({policy_name(base)})"
         self.num_learner_errors: int = 0
+        self._once = Once()
         self.is_listening = False
         self._known: dict[Batch, Decision] = {}
         self._steady: dict[Batch, Decision | None] = {}
@@ -142,7 +144,7 @@ class LeaderPolicy:
 
     def _blame(self, method: str, error: Exception) -> None:
         self.num_learner_errors += 1
-        if self.num_learner_errors == 1:
+        if self._once.first():
             warnings.warn(
                 f"Policy {policy_name(self.learner)!r}, {method}: raised "
                 f"{type(error).__name__}: {error}. The ranks go on with what it had made "

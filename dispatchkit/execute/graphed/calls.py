@@ -21,6 +21,7 @@ from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.step.reasons import EagerStepWarning
 from dispatchkit.keys.records import given_in
 from dispatchkit.observe.counters import RunnerStats
+from dispatchkit.once import Once
 
 #: What ``batch_dims`` is where nothing is declared (None means that nothing is batched).
 DERIVED = "derived"
@@ -106,7 +107,7 @@ class GraphedCalls:
         self._lock = threading.RLock()
         self._plain: Counter[str] = Counter()
         self._calls = 0
-        self._told: set[str] = set()
+        self._once = Once()
         self._mark = self._weights_mark()
         try:
             self._signature: inspect.Signature | None = inspect.signature(
@@ -309,10 +310,9 @@ class GraphedCalls:
 
     def _run_plainly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._plain[reason] += 1
-        if reason not in self._told and reason not in _SILENT:
-            self._told.add(reason)
+        if reason not in _SILENT and self._once.first(reason):
             warnings.warn(
-                f"Calls run without graphs, reason {reason}. Told once; stats() counts them.",
+                f"Calls run without graphs, reason {reason}. Warned once; stats() counts them.",
                 EagerStepWarning,
                 stacklevel=4,
             )

@@ -27,6 +27,7 @@ from dispatchkit.execute.wrapper.context import forward_context_is_available, ge
 from dispatchkit.execute.wrapper.device import BackendDevice, WrapperDevice
 from dispatchkit.keys import RuntimeMode
 from dispatchkit.keys.modes import CUDAGraphMode, ModeError
+from dispatchkit.once import Once
 
 if TYPE_CHECKING:
     from dispatchkit.execute.step.guard import Guard, Watched
@@ -184,7 +185,7 @@ class GraphWrapper:
     _all: ClassVar[weakref.WeakSet[GraphWrapper]] = weakref.WeakSet()
     _own: ClassVar[frozenset[str]] = frozenset(
         {"runnable", "runtime_mode", "device", "options", "rules", "entries"}
-        | {"_pool", "_debugging", "_guard", "_has_warned"}
+        | {"_pool", "_debugging", "_guard", "_once"}
     )
 
     def __init__(
@@ -210,7 +211,7 @@ class GraphWrapper:
         self.entries: dict[Any, WrappedEntry] = {}
         self._pool = self.device.global_pool()
         self._guard = self._make_guard()
-        self._has_warned = False
+        self._once = Once()
         self._debugging = os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG"
         GraphWrapper._all.add(self)
 
@@ -260,8 +261,7 @@ class GraphWrapper:
         """Let go of what a module was captured as that has changed since."""
         descriptor = entry.batch_descriptor
         self._validate(descriptor)  # refused, nothing is lost: it may be switched back
-        if not self._has_warned:
-            self._has_warned = True
+        if self._once.first():
             from dispatchkit.execute.capture.budget import (
                 ChurnWarning,  # it needs torch, as modules do
             )
@@ -269,7 +269,7 @@ class GraphWrapper:
             warnings.warn(
                 f"The module in {self!r} was moved, or switched between training and evaluation, "
                 f"since {descriptor} was captured: it is captured anew, as is every key at each "
-                f"such change. This is said once.",
+                f"such change. Warned once.",
                 ChurnWarning,
                 stacklevel=3,
             )
@@ -392,7 +392,7 @@ class GraphWrapper:
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs belong to this process and to these buffers: a copy starts without.
-        return {**self.__dict__, "entries": {}, "_pool": None, "_guard": None, "_has_warned": False}
+        return {**self.__dict__, "entries": {}, "_pool": None, "_guard": None, "_once": Once()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
