@@ -52,7 +52,7 @@ __all__ = [
     "read_trace",
 ]
 
-MAX_STEPS = 10_000_000
+MAX_STEPS = 5_000_000
 """Most steps of one trace; a packed file may unpack to far more than memory holds."""
 
 
@@ -191,7 +191,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYT
 
     Raises:
         TraceError: The file cannot be read, has no ``num_tokens``, has no steps or more than
-            10 million, or a value is not possible; the message names the line.
+            5 million, or a value is not possible; the message names the line.
     """
     return parse_trace(trace_name(path), iter_line_blocks(path, max_bytes=max_bytes))
 

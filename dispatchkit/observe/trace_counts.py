@@ -98,7 +98,7 @@ class SizeHistogram:
         Which order they ran in is not known; ``has_order`` of the trace says so.
 
         Raises:
-            TraceError: There are none, or more than 10 million.
+            TraceError: There are none, or more than 5 million.
         """
         if self.num_steps > MAX_STEPS:
             raise TraceError(

@@ -24,7 +24,7 @@ from dispatchkit.keys.checks import check_count
 __all__ = ["DEFAULT_MAX_BYTES", "Blocks", "iter_line_blocks", "trace_name", "whole_text"]
 
 DEFAULT_MAX_BYTES = 512 * 1024 * 1024
-"""Most bytes of text read from one trace, after unpacking: some 15 million steps."""
+"""Most bytes of text read from one trace, after unpacking."""
 
 _BLOCK = 1 << 16  # small enough that a block and its cells stay in the cache
 _MAX_LINE = 1 << 16  # our longest line is under 200 bytes; a log line may be long

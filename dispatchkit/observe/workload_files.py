@@ -83,7 +83,7 @@ def read_steps(
     Where the file has counts only, the steps are spread evenly, and ``has_order`` is False.
 
     Raises:
-        TraceError: As for ``read_workload``, or the file counts more than 10 million steps.
+        TraceError: As for ``read_workload``, or the file counts more than 5 million steps.
     """
     found = read_workload(path, name=name, max_bytes=max_bytes)
     return found if isinstance(found, StepTrace) else found.steps()
