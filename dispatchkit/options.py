@@ -17,6 +17,7 @@ import attrs
 from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.keys.checks import check_count, check_flag
 from dispatchkit.keys.config import DispatchConfig
+from dispatchkit.keys.reading import read_flag, read_options, read_word
 from dispatchkit.keys.records import About, or_none, repr_of_given, setting
 
 __all__ = [
@@ -127,7 +128,7 @@ class MemoryOptions:
         None, or_none(_count(0)), About("Most bytes of graph memory.", "no limit")
     )
     eviction: str = setting(
-        "lru", _eviction, About("Which graph is evicted first: lru or benefit.")
+        "lru", _eviction, About("Which graph is evicted first: lru or benefit.", read=read_word)
     )
 
     __repr__ = repr_of_given
@@ -202,10 +203,13 @@ class RunnerOptions:
 
     config: DispatchConfig = setting(attrs.Factory(DispatchConfig), _one(DispatchConfig))
     policy_options: Mapping[str, Any] = setting(
-        attrs.Factory(dict), _options, About("Options of the policy."), hash=False
+        attrs.Factory(dict),
+        _options,
+        About("Options of the policy.", read=read_options),
+        hash=False,
     )
     device: str | None = attrs.field(default=None, converter=_device)
-    strict: bool = setting(False, check_flag, About("A downgrade to eager raises."))
+    strict: bool = setting(False, check_flag, About("A downgrade to eager raises.", read=read_flag))
     check: int | str | None = setting(
         None,
         or_none(_check),
@@ -245,6 +249,15 @@ _GROUP_OF: Final[Mapping[str, str]] = {
     **{name: group for group, kind in GROUPS.items() for name in names_of(kind)},
     **dict.fromkeys(names_of(RunnerOptions), ""),
 }
+
+
+def settings_of(options: RunnerOptions) -> dict[str, Any]:
+    """Return every setting of all groups by name, as it holds."""
+    return {
+        name: getattr(getattr(options, group) if group else options, name)
+        for name, group in _GROUP_OF.items()
+        if name not in GROUPS
+    }
 
 
 def with_settings(options: RunnerOptions, settings: Mapping[str, Any]) -> RunnerOptions:

@@ -14,12 +14,11 @@ checked, also one that another overrides, and remembers where it came from.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import tomllib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,17 @@ import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.keys import Axis, CUDAGraphMode, DispatchConfig
-from dispatchkit.keys.capture_sizes import CaptureSizeWarning, check_capture_sizes
-from dispatchkit.keys.checks import check_count, read_flag
-from dispatchkit.options import RunnerOptions, with_settings
+from dispatchkit.keys.capture_sizes import CaptureSizeWarning
+from dispatchkit.keys.checks import check_flag
+from dispatchkit.keys.reading import read_flag, read_word
+from dispatchkit.keys.records import ABOUT, About, check_setting, default_of, or_none, setting
+from dispatchkit.options import (
+    CaptureOptions,
+    MemoryOptions,
+    RunnerOptions,
+    names_of,
+    with_settings,
+)
 
 __all__ = ["SETTINGS", "Setting", "Settings", "Sourced", "load_settings"]
 
@@ -41,67 +48,8 @@ _NO_SETTINGS = frozenset(
 )
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 
-_AXES_ALLOWED = (
-    "a table of buckets by name, with {buckets = [...], exact = true} for an exact axis; as text "
-    "`length=16,64; kind=1,3 exact`"
-)
 
-# Settings of a runner that are arguments of its own.
-_ARGUMENTS = ("policy", "backend", "outputs", "lazy")
-
-Check = Callable[[Any, str], Any]
-
-
-# -- reading and checking one value -------------------------------------------------------
-
-
-def _plain(value: Any) -> Any:
-    """Return text of a number as the number, so that all places give equal values."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip()
-    for read in (int, float):
-        try:
-            number = read(text)
-        except ValueError:
-            continue
-        if isinstance(number, int):  # of any size: isfinite would make a float of it
-            return number
-        return number if math.isfinite(number) else text
-    return text
-
-
-def _parts(value: Any) -> Any:
-    if isinstance(value, str):
-        return [_plain(part) for part in value.split(",") if part.strip()]
-    if isinstance(value, Iterable) and not isinstance(value, Mapping):
-        return [_plain(part) for part in value]
-    return value
-
-
-def _count(minimum: int = 1) -> Check:
-    def check(value: Any, name: str) -> int:
-        return check_count(_plain(value), name, minimum=minimum)
-
-    return check
-
-
-def _sizes(value: Any, name: str) -> tuple[int, ...]:
-    return check_capture_sizes(_parts(value), setting=name)
-
-
-def _lengths(value: Any, name: str) -> tuple[int, ...]:
-    value = _plain(value)
-    return DispatchConfig(
-        query_lens=[value] if isinstance(value, int) else _parts(value)
-    ).query_lens
-
-
-def _flag(value: Any, name: str) -> bool:
-    try:
-        return read_flag(value, name)
-    except ConfigError as error:
-        raise ConfigError(name, _plain(value), error.allowed) from None
+# -- settings that are part of no other record --------------------------------------------
 
 
 def _text(value: Any, name: str) -> str:
@@ -110,18 +58,10 @@ def _text(value: Any, name: str) -> str:
     return value.strip()
 
 
-def _choice(*words: str) -> Check:
-    def check(value: Any, name: str) -> str:
-        text = str(value).strip().lower()
-        if text not in words:
-            raise UnknownNameError(name, str(value), words)
-        return text
-
-    return check
-
-
-def _mode(value: Any, name: str) -> CUDAGraphMode:
-    return CUDAGraphMode.parse(value)
+def _outputs(value: Any, name: str) -> str:
+    if value not in ("owned", "view"):
+        raise UnknownNameError(name, str(value), ("owned", "view"))
+    return str(value)
 
 
 def _names(value: Any, name: str) -> tuple[str, ...]:
@@ -131,53 +71,58 @@ def _names(value: Any, name: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in parts if part.strip())
 
 
-def _options(value: Any, name: str) -> dict[str, Any]:
-    allowed = "a table of options, as text a JSON object"
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise ConfigError(name, value, allowed) from None
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(name, value, allowed)
-    return dict(value)
+def _as_given(value: Any, name: str) -> Any:
+    return value
 
 
-def _axes(value: Any, name: str) -> tuple[Axis, ...]:
-    if isinstance(value, str):
-        value = _axes_of_text(value, name)
-    if isinstance(value, Axis):
-        value = (value,)
-    if isinstance(value, Mapping):
-        value = tuple(_axis(one, given, name) for one, given in value.items())
-    return DispatchConfig(capture_sizes=(1,), axes=value).axes
+@attrs.frozen(kw_only=True)
+class RunnerArguments:
+    """Settings that are arguments of ``GraphRunner`` itself."""
+
+    policy: str | None = setting(
+        None,
+        or_none(_text),
+        About("The policy that decides.", "a plugin's choice, else vllm", _as_given),
+    )
+    backend: str = setting(
+        "auto",
+        _text,
+        About(
+            "Where graphs are captured: auto, cuda, cuda:1, tape, or a plugin's.", read=_as_given
+        ),
+    )
+    outputs: str = setting(
+        "owned",
+        _outputs,
+        About("owned: results are fresh; view: valid until the next call.", read=read_word),
+    )
+    lazy: bool = setting(
+        False, check_flag, About("Capture a key when a call asks for it.", read=read_flag)
+    )
 
 
-def _axes_of_text(text: str, name: str) -> dict[str, Any]:
-    """Return what ``length=16,64; kind=1,3 exact`` says."""
-    found: dict[str, Any] = {}
-    for part in filter(None, map(str.strip, text.split(";"))):
-        axis, equals, buckets = map(str.strip, part.partition("="))
-        if not equals or axis in found:
-            raise ConfigError(name, text, _AXES_ALLOWED)
-        bare = buckets.removesuffix(" exact")
-        found[axis] = {"buckets": bare, "exact": bare != buckets}
-    return found
+@attrs.frozen(kw_only=True)
+class CostSettings:
+    """Which model of costs commands plan and simulate with."""
+
+    cost_model: str = setting(
+        "lm-decode-h100",
+        _text,
+        About("What a step costs: a built-in model's name, or a file.", read=_as_given),
+    )
 
 
-def _axis(name: Any, given: Any, setting: str) -> Axis:
-    table = given if isinstance(given, Mapping) else {"buckets": given}
-    if not {"buckets"} <= set(table) <= {"buckets", "exact"}:
-        raise ConfigError(setting, {name: given}, _AXES_ALLOWED)
-    try:
-        buckets = _plain(table["buckets"])
-        exact = _flag(table.get("exact", False), "exact")
-        return Axis(name, buckets if isinstance(buckets, int) else _parts(buckets), exact)
-    except ConfigError as error:
-        raise ConfigError(setting, {name: given}, _AXES_ALLOWED, str(error)) from None
+@attrs.frozen(kw_only=True)
+class PluginSettings:
+    """Which plugins are loaded."""
+
+    plugins: tuple[str, ...] | None = setting(
+        None, or_none(_names), About("Load only these plugins.", "all", _as_given)
+    )
+    disable: tuple[str, ...] = setting((), _names, About("Plugins to skip.", read=_as_given))
 
 
-# -- the schema ---------------------------------------------------------------------------
+# -- all settings -------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -186,122 +131,68 @@ class Setting:
 
     Attributes:
         name: Its name in Python and ``pyproject.toml``.
-        help: What it is, in a sentence.
-        check: Reads a value, native or text, or raises ConfigError.
-        default: What holds where nobody gives it; None where it is derived.
-        derived: In words, how it is derived.
         group: Who takes it: ``dispatch`` (DispatchConfig), ``runner`` (GraphRunner),
             ``plugins`` or ``costs``.
+        field: The field of the record that it is part of.
     """
 
     name: str
-    help: str
-    check: Check
-    default: Any = None
-    derived: str = ""
-    group: str = "dispatch"
+    group: str
+    field: attrs.Attribute[Any]
+
+    @property
+    def about(self) -> About:
+        """What is said of it."""
+        about: About = self.field.metadata[ABOUT]
+        return about
+
+    @property
+    def help(self) -> str:
+        """What it is, in a sentence."""
+        return self.about.help
+
+    @property
+    def derived(self) -> str:
+        """In words, how it is derived where nobody gives it."""
+        return self.about.derived
+
+    @property
+    def default(self) -> Any:
+        """What holds where nobody gives it; None where it is derived."""
+        return default_of(self.field)
 
     @property
     def variable(self) -> str:
         """The environment variable that holds it."""
         return PREFIX + self.name.upper()
 
+    def check(self, value: Any) -> Any:
+        """Return what a value means, native or text.
 
-def _schema(*settings: Setting) -> Mapping[str, Setting]:
-    return {setting.name: setting for setting in settings}
+        Raises:
+            ConfigError: It cannot be used.
+        """
+        return check_setting(self.field, self.about.read(value, self.name))
 
 
-SETTINGS: Mapping[str, Setting] = _schema(
-    Setting(
-        "policy",
-        "The policy that decides.",
-        _text,
-        derived="a plugin's choice, else vllm",
-        group="runner",
-    ),
-    Setting("policy_options", "Options of the policy.", _options, {}, group="runner"),
-    Setting(
-        "mode",
-        "Which runtime modes decode and mixed batches use.",
-        _mode,
-        CUDAGraphMode.FULL_AND_PIECEWISE,
-    ),
-    Setting("capture_sizes", "Numbers of tokens to capture.", _sizes, derived="by max_num_tokens"),
-    Setting("max_num_tokens", "Largest batch in tokens.", _count(), derived="largest capture size"),
-    Setting("max_num_seqs", "Most requests of a batch.", _count(), derived="max_num_tokens"),
-    Setting("query_lens", "Tokens per request of uniform decode batches.", _lengths, (1,)),
-    Setting(
-        "varlen_decode", "Decode graphs accept requests of varying length.", _flag, default=False
-    ),
-    Setting(
-        "uniform_capture_sizes",
-        "Sizes for uniform batches, where they differ.",
-        _sizes,
-        derived="capture_sizes",
-    ),
-    Setting("max_loras", "Most adapters active at once.", _count(0), 0),
-    Setting("specialize_lora", "Capture graphs without adapters too.", _flag, default=True),
-    Setting(
-        "specialize_active_loras",
-        "Capture graphs for several counts of adapters.",
-        _flag,
-        default=False,
-    ),
-    Setting("axes", "Further facts that graphs are made for, with their buckets.", _axes, ()),
-    Setting(
-        "backend",
-        "Where graphs are captured: auto, cuda, cuda:1, tape, or a plugin's.",
-        _text,
-        "auto",
-        group="runner",
-    ),
-    Setting(
-        "outputs",
-        "owned: results are fresh; view: valid until the next call.",
-        _choice("owned", "view"),
-        "owned",
-        group="runner",
-    ),
-    Setting("warmups", "Eager runs before each capture.", _count(0), 1, group="runner"),
-    Setting("lazy", "Capture a key when a call asks for it.", _flag, default=False, group="runner"),
-    Setting("capture_after", "Calls before a key is captured lazily.", _count(), 1, group="runner"),
-    Setting("max_graphs", "Most live graphs.", _count(0), derived="no limit", group="runner"),
-    Setting(
-        "max_bytes", "Most bytes of graph memory.", _count(0), derived="no limit", group="runner"
-    ),
-    Setting(
-        "eviction",
-        "Which graph is given up for room: lru or benefit.",
-        _choice("lru", "benefit"),
-        "lru",
-        group="runner",
-    ),
-    Setting("strict", "A downgrade to eager raises.", _flag, default=False, group="runner"),
-    Setting(
-        "check",
-        "Compare one replay in this many with eager; 0: off.",
-        _count(0),
-        derived="off",
-        group="runner",
-    ),
-    Setting(
-        "sample_every",
-        "Of the steps a policy wants timed, measure one in so many.",
-        _count(),
-        16,
-        group="runner",
-    ),
-    Setting(
-        "cost_model",
-        "What a step costs: a built-in model's name, or a file.",
-        _text,
-        "lm-decode-h100",
-        group="costs",
-    ),
-    Setting("plugins", "Load only these plugins.", _names, derived="all", group="plugins"),
-    Setting("disable", "Load these plugins not.", _names, (), group="plugins"),
-)
+def _settings_of(record: type[Any], group: str) -> dict[str, Setting]:
+    fields = [field for field in attrs.fields(record) if ABOUT in field.metadata]
+    return {field.alias: Setting(field.alias, group, field) for field in fields}
+
+
+SETTINGS: Mapping[str, Setting] = {
+    **_settings_of(RunnerArguments, "runner"),
+    **_settings_of(DispatchConfig, "dispatch"),
+    **_settings_of(RunnerOptions, "runner"),
+    **_settings_of(CaptureOptions, "runner"),
+    **_settings_of(MemoryOptions, "runner"),
+    **_settings_of(CostSettings, "costs"),
+    **_settings_of(PluginSettings, "plugins"),
+}
 """All settings, by name."""
+
+# Settings of a runner that are arguments of its own.
+_ARGUMENTS = names_of(RunnerArguments)
 
 
 # -- the result ---------------------------------------------------------------------------
@@ -348,9 +239,9 @@ class Settings:
         Raises:
             UnknownNameError: There is no such setting.
         """
-        setting = _known(name)
+        known = _known(name)
         found = self.given.get(name)
-        return found[0] if found else Sourced(setting.default, "default", "default")
+        return found[0] if found else Sourced(known.default, "default", "default")
 
     def chosen(self, group: str) -> dict[str, Any]:
         """Return the settings of a group that somebody gave."""
@@ -437,20 +328,20 @@ class Settings:
     def rows(self) -> list[dict[str, Any]]:
         """Return every setting with value, source and what it overrides, as plain values."""
         rows = []
-        for name, setting in SETTINGS.items():
+        for name, one in SETTINGS.items():
             now = self.sourced(name)
             rows.append(
                 {
                     "setting": name,
                     "value": plain(now.value),
                     "source": now.source,
-                    "derived": setting.derived if now.value is None else "",
+                    "derived": one.derived if now.value is None else "",
                     "overrides": [
-                        {"value": plain(one.value), "source": one.source}
-                        for one in self.given.get(name, ())[1:]
+                        {"value": plain(other.value), "source": other.source}
+                        for other in self.given.get(name, ())[1:]
                     ],
-                    "variable": setting.variable,
-                    "help": setting.help,
+                    "variable": one.variable,
+                    "help": one.help,
                 }
             )
         return rows
@@ -552,7 +443,7 @@ def _sourced(name: str, value: Any, source: str, place: str) -> Sourced:
         with warnings.catch_warnings():
             # The whole configuration warns once, when it is made.
             warnings.simplefilter("ignore", CaptureSizeWarning)
-            return Sourced(setting.check(value, name), source, place)
+            return Sourced(setting.check(value), source, place)
     except ConfigError as error:
         error.add_note(f"It is from {source}.")
         raise

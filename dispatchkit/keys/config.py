@@ -13,6 +13,7 @@ from dispatchkit.keys.axes import Axis, Variants
 from dispatchkit.keys.capture_sizes import check_capture_sizes, default_capture_sizes
 from dispatchkit.keys.checks import check_count, check_flag
 from dispatchkit.keys.modes import CUDAGraphMode
+from dispatchkit.keys.reading import read_axes, read_flag, read_number_or_numbers, read_numbers
 from dispatchkit.keys.records import About, described, or_none, repr_of_given, setting
 
 _DEFAULT_CEILING = 512
@@ -91,7 +92,7 @@ class DispatchConfig:
     _capture_sizes: Iterable[int] | None = setting(
         None,
         or_none(_sizes),
-        About("Numbers of tokens to capture.", "by max_num_tokens"),
+        About("Numbers of tokens to capture.", "by max_num_tokens", read_numbers),
         alias="capture_sizes",
         eq=False,
     )
@@ -112,29 +113,35 @@ class DispatchConfig:
     query_lens: tuple[int, ...] = attrs.field(
         default=(1,),
         converter=_query_lens,
-        metadata=described(About("Tokens per request of uniform decode batches.")),
+        metadata=described(
+            About("Tokens per request of uniform decode batches.", read=read_number_or_numbers)
+        ),
     )
     varlen_decode: bool = setting(
-        False, check_flag, About("Decode graphs accept requests of varying length.")
+        False, check_flag, About("Decode graphs accept requests of varying length.", read=read_flag)
     )
     uniform_capture_sizes: tuple[int, ...] | None = setting(
         None,
         or_none(_sizes),
-        About("Sizes for uniform batches, where they differ.", "capture_sizes"),
+        About("Sizes for uniform batches, where they differ.", "capture_sizes", read_numbers),
     )
     max_loras: int = setting(
         0,
         lambda value, name: check_count(value, name, minimum=0, maximum=_MAX_LORAS),
         About("Most adapters active at once."),
     )
-    specialize_lora: bool = setting(True, check_flag, About("Capture graphs without adapters too."))
+    specialize_lora: bool = setting(
+        True, check_flag, About("Capture graphs without adapters too.", read=read_flag)
+    )
     specialize_active_loras: bool = setting(
-        False, check_flag, About("Capture graphs for several counts of adapters.")
+        False, check_flag, About("Capture graphs for several counts of adapters.", read=read_flag)
     )
     axes: tuple[Axis, ...] = attrs.field(
         default=(),
         converter=_axes,
-        metadata=described(About("Further facts that graphs are made for, with their buckets.")),
+        metadata=described(
+            About("Further facts that graphs are made for, with their buckets.", read=read_axes)
+        ),
     )
     capture_sizes: tuple[int, ...] = attrs.field(init=False)
     max_num_tokens: int = attrs.field(init=False)

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import attrs
 
+from dispatchkit.keys.reading import read_number
+
 #: Where the metadata of a field holds its ``About``.
 ABOUT: Final = "dispatchkit"
 
@@ -18,12 +20,13 @@ class About:
     Attributes:
         help: What it is, in a sentence.
         derived: In words, what holds where nobody gives it and its default is None.
-        read: Reads the setting from text.
+        read: Takes a value as a file, the environment or the command line has it, and the name
+            of the setting; returns what the check takes.
     """
 
     help: str
     derived: str = ""
-    read: Callable[[str], Any] = str.strip
+    read: Callable[[Any, str], Any] = read_number
 
 
 def setting(
@@ -65,15 +68,30 @@ def or_none(check: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     return lambda value, name: None if value is None else check(value, name)
 
 
+def default_of(field: attrs.Attribute[Any]) -> Any:
+    """Return what a setting is where nobody gives it."""
+    default: Any = field.default
+    return default.factory() if hasattr(default, "factory") else default
+
+
+def check_setting(field: attrs.Attribute[Any], value: Any) -> Any:
+    """Return what a record would keep for one of its settings, alone.
+
+    Raises:
+        ConfigError: The value cannot be used.
+    """
+    converter: Any = field.converter
+    wrapped = getattr(converter, "converter", None)  # where it is made by ``setting``
+    return converter(value) if wrapped is None else wrapped(value, None, field)
+
+
 def given_in(record: Any) -> dict[str, Any]:
     """Return the settings of a record that differ from their defaults, by name."""
     found = {}
     for field in attrs.fields(type(record)):
         if field.init and field.repr:
-            value, default = getattr(record, field.name), field.default
-            if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
-                default = default.factory()
-            if value != default:
+            value = getattr(record, field.name)
+            if value != default_of(field):
                 found[str(field.alias)] = value
     return found
 

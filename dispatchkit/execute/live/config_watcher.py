@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from dispatchkit.errors import ConfigError, DispatchkitError
 from dispatchkit.execute.live.swap import SwapReport
 from dispatchkit.execute.live.swap_requests import serving_config
+from dispatchkit.options import MemoryOptions, names_of
 from dispatchkit.settings import SETTINGS, load_settings
 
 if TYPE_CHECKING:
     from dispatchkit.execute.runner import GraphRunner
 
-_LIMITS = ("max_graphs", "max_bytes", "eviction")
-_POLICY = ("policy", "policy_options")
+# What a swap changes, beside the configuration.
+_SWAPPED = (*names_of(MemoryOptions), "policy", "policy_options")
 
 
 class SwapWarning(RuntimeWarning):
@@ -103,7 +104,7 @@ class ConfigWatcher:
             if settings.is_given(name) and name in in_force and settings[name] != in_force[name]
         }
         config = {name: changed.pop(name) for name in tuple(changed) if _is_dispatch(name)}
-        _refuse_fixed({name: changed[name] for name in changed if name not in (*_LIMITS, *_POLICY)})
+        _refuse_fixed({name: changed[name] for name in changed if name not in _SWAPPED})
         if config:
             changed["config"] = serving_config(self._runner.asked_config, config)
         if "policy" in changed and settings.is_given("policy_options"):

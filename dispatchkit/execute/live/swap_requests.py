@@ -23,7 +23,7 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.observe.recorder import StepRecorder
-from dispatchkit.options import MemoryOptions, names_of
+from dispatchkit.options import MemoryOptions, settings_of
 from dispatchkit.registry import GraphRegistry
 
 if TYPE_CHECKING:
@@ -115,21 +115,19 @@ class SwapRequests:
 
         Those of plugins and costs are not its own. An object goes by its own name.
         """
-        spec, options = self.spec, self.spec.options
-        config = {name: getattr(self.asked_config, name) for name in names_of(DispatchConfig)}
+        spec = self.spec
+        options = attrs.evolve(
+            spec.options,
+            memory=self.lifecycle.budget,
+            strict=self.eager.strict,
+            check=spec.options.check or 0,
+        )
         return {
-            **config,
-            **attrs.asdict(self.lifecycle.budget),
-            "outputs": spec.outputs,
-            "warmups": options.capture.warmups,
-            "capture_after": options.capture.capture_after,
-            "check": options.check or 0,
-            "sample_every": options.sample_every,
-            "backend": spec.backend if isinstance(spec.backend, str) else self.backend.name,
-            "lazy": self.lifecycle.lazy,
-            "strict": self.eager.strict,
+            **settings_of(options),
             "policy": self._policy_name(),
-            "policy_options": options.policy_options,
+            "backend": spec.backend if isinstance(spec.backend, str) else self.backend.name,
+            "outputs": spec.outputs,
+            "lazy": self.lifecycle.lazy,
         }
 
     # -- what is asked for --------------------------------------------------------------
