@@ -14,6 +14,7 @@ from dispatchkit import (  # noqa: E402
     BufferOptions,
     Decision,
     GraphRunner,
+    MemoryOptions,
     RunnerOptions,
     StaticInput,
     eager_piece,
@@ -75,6 +76,9 @@ def batch(rows, seed):
         "tokens": torch.randint(0, VOCABULARY, (rows,), generator=generator).to(DEVICE),
         "slots": torch.randperm(SINK, generator=generator)[:rows].to(DEVICE),
     }
+
+
+ALONG_ROWS = RunnerOptions(buffers=BufferOptions(output_batch_dims=0))
 
 
 def runner_of(step, inputs=INPUTS, **settings):
@@ -222,7 +226,7 @@ def test_twenty_failing_captures_leave_memory_flat():
                 y.cpu()
         return y
 
-    settings = {"mode": "FULL", "state": [counter], "sizes": (8,), "output_batch_dims": 0}
+    settings = {"mode": "FULL", "state": [counter], "sizes": (8,), "options": ALONG_ROWS}
     inputs = {"x": StaticInput((None, 32), "float32")}
     reserved = []
     with warnings.catch_warnings():
@@ -259,7 +263,8 @@ def test_budget_holds_under_many_calls(limit):
 
     inputs = {"x": StaticInput((None, 256), "float32")}
     budget = {"max_graphs": 3} if limit == "graphs" else {"max_bytes": 64 << 20}
-    runner = runner_of(step, inputs, mode="FULL", lazy=True, **budget)
+    options = RunnerOptions(memory=MemoryOptions(**budget))
+    runner = runner_of(step, inputs, mode="FULL", lazy=True, options=options)
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(1, 33, (300,), generator=generator).tolist()
     with warnings.catch_warnings():
