@@ -86,16 +86,23 @@ def fetch(release: str, sources: Path) -> Path:
     return target
 
 
-def name_platform(source: Path, release: str) -> None:
-    """Let sources pass for a CPU build, by the version that vLLM looks its platform up in."""
-    info = source / f"vllm-{release}+cpu.dist-info"
-    info.mkdir(exist_ok=True)
+def cpu_version(source: Path, release: str) -> Path:
+    """Return a folder that lets sources pass for a CPU build, for tests that need a platform.
+
+    vLLM looks its platform up in the version of the distribution that it came in.
+    """
+    folder = source / "cpu-version"
+    info = folder / f"vllm-{release}+cpu.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n")
+    return folder
 
 
 def run(python: str, release: str, source: Path, test: str, swap: str) -> bool:
     """Run one file of tests in one way; return whether all that ran passed."""
     paths = [str(source), str(Path(__file__).parent)]
+    if test == MANAGER:
+        paths.append(str(cpu_version(source, release)))
     done = subprocess.run(
         [
             python,
@@ -140,7 +147,6 @@ def main() -> int:
     passed = True
     for release in given.releases:
         source = fetch(release, given.sources)
-        name_platform(source, release)
         for swap in ("facade", "engine"):
             if swap == "engine" and release.startswith("0.11."):
                 continue  # before the interface that policies are served in
