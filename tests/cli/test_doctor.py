@@ -109,6 +109,25 @@ def test_a_backend_that_cannot_run_is_a_problem_in_its_own_words() -> None:
 
 
 @pytest.mark.parametrize(
+    ("environ", "about", "level"),
+    [
+        ({"VLLM_PLUGINS": "mine", "DISPATCHKIT_POLICY": "vllm"}, "VLLM_PLUGINS", Level.PROBLEM),
+        ({"VLLM_PLUGINS": "", "DISPATCHKIT_TRACE": "a.csv"}, "VLLM_PLUGINS", Level.PROBLEM),
+        ({"VLLM_PLUGINS": "mine"}, "VLLM_PLUGINS", Level.NOTE),
+        ({"VLLM_PLUGINS": "mine,dispatchkit", "DISPATCHKIT_POLICY": "vllm"}, "vLLM", Level.OK),
+        ({}, "vLLM", Level.OK),
+    ],
+)
+def test_a_vllm_that_leaves_dispatchkit_out_is_named(
+    environ: dict[str, str], about: str, level: Level, no_torch: None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(facts, "version_of", lambda *names: "0.32.0")
+    assert found(load_plugins(), environ)[about].level is level
+    monkeypatch.setattr(facts, "version_of", lambda *names: None)
+    assert "vLLM" not in found(load_plugins(), environ)
+
+
+@pytest.mark.parametrize(
     ("variable", "level"),
     [
         ("CUDA_LAUNCH_BLOCKING", Level.SLOW),

@@ -140,10 +140,10 @@ class CpuEngine:
         return Engine.generate(self, requests)  # type: ignore[arg-type]
 
 
-def talk(rng: random.Random, count: int = 12) -> list[tuple[list[int], int]]:
+def talk(rng: random.Random, count: int = 10) -> list[tuple[list[int], int]]:
     """Return short requests."""
     return [
-        ([rng.randrange(3, 32000) for _ in range(rng.randrange(1, 30))], rng.randrange(1, 16))
+        ([rng.randrange(3, 32000) for _ in range(rng.randrange(1, 30))], rng.randrange(1, 10))
         for _ in range(count)
     ]
 
@@ -154,7 +154,7 @@ def first_runner(engine: CpuEngine) -> bool:
 
     gpu_engine.POLICIES = {name: (name, dict(options)) for name, options in FIVE.items()}
     names = ["plain", *FIVE]
-    _, same, watch, _, cores = gpu_engine.turns(engine, names, 3, talk)
+    _, same, watch, _, cores = gpu_engine.turns(engine, names, 2, talk)
     ok = True
     for name in names:
         asked = sum(watch.modes[name][mode] for mode in ("FULL", "PIECEWISE", "NONE"))
@@ -194,16 +194,19 @@ def learning_moves(engine: CpuEngine) -> bool:
             time.sleep(0.03)
         return inner(this, *args, **options)
 
+    from dispatchkit_vllm.engine import timing
     from dispatchkit_vllm.engine.first import _timed
 
     owner = next(one for one in kind.__mro__ if "_model_forward" in vars(one))
     owner._model_forward = _timed(slow)  # noqa: SLF001
+    sampled, timing.SAMPLE_EVERY = timing.SAMPLE_EVERY, 1
     decider.dispatch = dispatch
     try:
-        for _ in range(12):
-            engine.generate([([5, 6, 7], 40)] * 8)
+        for _ in range(6):
+            engine.generate([([5, 6, 7], 30)] * 8)
     finally:
         owner._model_forward = timed  # noqa: SLF001
+        timing.SAMPLE_EVERY = sampled
         del decider.dispatch
         station.put(None)
     late = Counter(seen[-60:])

@@ -1,0 +1,57 @@
+"""Steps in a server's log: the lines that vLLM prints with ``--enable-logging-iteration-details``.
+
+They say more than its cudagraph statistics: the order of the steps, and how many requests each
+had. So a log that has both is read by them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from dispatchkit.observe.trace import StepTrace
+from dispatchkit.observe.trace_files import Blocks
+
+__all__ = ["IterationLog"]
+
+# Source: vLLM 0.14 to 0.33; an engine's name may come before it, facts about memory behind it.
+_LINE = re.compile(
+    r"Iteration\(\d+\): (\d{1,9}) context requests, (\d{1,9}) context tokens, "
+    r"(\d{1,9}) generation requests, (\d{1,9}) generation tokens, "
+    r"iteration elapsed time: (\d{1,9}(?:\.\d{1,9})?) ms( \(dummy\))?"
+)
+
+
+class IterationLog:
+    """Collects the steps of a log while somebody else reads it.
+
+    A step is uniform decode where it has no prompts and one token for each request. Dummy
+    iterations and those without tokens are left out; time is that spent in steps.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[float]] = {
+            name: [] for name in ("step", "t_s", "num_tokens", "num_reqs", "uniform_decode")
+        }
+
+    def reading(self, blocks: Blocks) -> Iterator[tuple[int, list[str]]]:
+        """Hand the blocks of a log through, and collect the steps in them."""
+        seconds = 0.0
+        for first, lines in blocks:
+            for text in lines:
+                found = _LINE.search(text) if "Iteration(" in text else None
+                if found is None or found[6]:
+                    continue
+                prompts, prompt_tokens, decodes, decode_tokens = map(int, found.groups()[:4])
+                tokens, reqs = prompt_tokens + decode_tokens, prompts + decodes
+                if tokens:
+                    uniform = not prompts and decode_tokens == decodes
+                    row = (len(self._columns["step"]), seconds, tokens, min(reqs, tokens), uniform)
+                    for column, value in zip(self._columns.values(), row, strict=True):
+                        column.append(value)
+                seconds += float(found[5]) / 1e3
+            yield first, lines
+
+    def trace(self, name: str) -> StepTrace | None:
+        """Return the steps, None where the log has none."""
+        return StepTrace(self._columns, source=name) if self._columns["step"] else None
