@@ -18,7 +18,9 @@ PACKAGE = Path(dispatchkit.__file__).resolve().parent
 RUN_HERE = re.compile(r"^([A-Z_]+=\S+ )*(dispatchkit |python -m dispatchkit)")
 # Set-up and test runs are what runs this test; their targets and requirements are checked in
 # tests/packaging. Servers are started by hand.
-ELSEWHERE = set("make python3 python pip git export cd pytest torchrun apt-get printf vllm curl".split())
+ELSEWHERE = set(
+    "make python3 python pip git export cd pytest torchrun apt-get printf vllm curl".split()
+)
 # What a reader has: traces of the own service, one of them with an axis, and a module with the own
 # model.
 LENGTHS = """

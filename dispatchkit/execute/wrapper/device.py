@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from dispatchkit.backends import GraphBackend, resolve_backend
+from dispatchkit.errors import ReplayError
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 
 __all__ = ["BackendDevice", "WrapperDevice"]
@@ -70,10 +71,29 @@ class WrapperDevice(Protocol):
 
 
 class _Slot:
-    """A graph of a backend, made empty and filled by the capture."""
+    """A graph of a backend, made empty and filled by the capture.
+
+    It has the methods of ``torch.cuda.CUDAGraph`` that callers of a wrapper use.
+    """
 
     def __init__(self) -> None:
         self.captured: Any = None
+
+    def replay(self) -> None:
+        """Queue the graph on the current stream.
+
+        Raises:
+            ReplayError: Nothing was captured into it, or it was released.
+        """
+        if self.captured is None:
+            raise ReplayError("This graph holds no capture: it was not made yet, or released.")
+        self.captured.replay()
+
+    def reset(self) -> None:
+        """Release the graph."""
+        captured, self.captured = self.captured, None
+        if captured is not None:
+            captured.release()
 
 
 class BackendDevice:
@@ -126,19 +146,19 @@ class BackendDevice:
     def capture(self, graph: _Slot, run: Callable[[], Any], *, pool: Any, stream: Any) -> Any:
         """Capture what a callable does into a graph; return what it returned."""
         graph.captured = self.backend.capture(
-            run, stream=stream or self.current_stream(), pool=pool or self._pool
+            run,
+            stream=stream or self.current_stream(),
+            pool=self.new_pool() if pool is None else pool,
         )
         return graph.captured.outputs
 
     def replay(self, graph: _Slot) -> None:
         """Queue a captured graph on the current stream."""
-        graph.captured.replay()
+        graph.replay()
 
     def release(self, graph: _Slot) -> None:
         """Let go of a captured graph."""
-        if graph.captured is not None:
-            graph.captured.release()
-            graph.captured = None
+        graph.reset()
 
     def weak_ref(self, output: Any) -> Any:
         """Return aliases that do not hold memory of a device; on a CPU the output itself."""

@@ -352,8 +352,9 @@ class GraphWrapper:
 
     def clear_graphs(self) -> None:
         """Let go of all graphs; the next call of each key captures anew."""
-        entries, self.entries = self.entries, {}
-        for entry in entries.values():
+        entries = list(self.entries.values())
+        self.entries.clear()  # in place: callers may hold the dict
+        for entry in entries:
             if entry.cudagraph is not None:
                 self.device.release(entry.cudagraph)
 
@@ -362,7 +363,7 @@ class GraphWrapper:
         """Let go of the graphs of every wrapper of this class in the process."""
         for wrapper in tuple(GraphWrapper._all):
             if isinstance(wrapper, cls):
-                wrapper.clear_graphs()
+                GraphWrapper.clear_graphs(wrapper)
 
     # -- acting as the callable ---------------------------------------------------------
 

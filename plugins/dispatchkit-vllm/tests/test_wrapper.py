@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from vllm_test_helpers import initialized, vllm_config  # noqa: E402
 
+from dispatchkit.errors import ReplayError  # noqa: E402
 from dispatchkit.execute import BackendDevice, set_forward_context  # noqa: E402
 
 from dispatchkit_vllm import facade  # noqa: E402
@@ -122,3 +126,76 @@ def test_cleared_graphs_of_all_wrappers(device):
 def test_the_device_is_chosen_by_name(device):
     facade.use_device("tape")
     assert facade.current_device().backend.name == "tape"
+
+
+def test_entries_hold_graphs_that_replay_and_dicts_that_stay(device):
+    wrapper = v0_33.CUDAGraphWrapper(lambda x: x + 1, None, "FULL")
+    x = torch.ones(2, device=device)
+    with set_forward_context("FULL", "key"):
+        wrapper(x)
+    held = wrapper.concrete_cudagraph_entries
+    entry = held["key"]
+    x.fill_(5)
+    entry.cudagraph.replay()
+    assert entry.output.tolist() == [6, 6]
+    wrapper.clear_graphs()
+    assert held == {}
+    assert wrapper.concrete_cudagraph_entries is held
+    with pytest.raises(ReplayError, match="holds no capture"):
+        entry.cudagraph.replay()
+    with set_forward_context("FULL", "key"):
+        wrapper(x)
+        assert wrapper(x).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("module", RELEASES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_wrapper_of_a_combined_mode_runs_its_callable(module, device):
+    combined = module.CUDAGraphMode.FULL_AND_PIECEWISE
+    wrapper = module.CUDAGraphWrapper(lambda x: x + 1, None, combined)
+    assert wrapper.runtime_mode is combined
+    for mode in ("FULL", "PIECEWISE", "NONE"):
+        with set_forward_context(mode, "key"):
+            assert wrapper(torch.ones(1, device=device)).tolist() == [2]
+    assert wrapper.concrete_cudagraph_entries == {}
+
+
+@pytest.mark.parametrize("module", RELEASES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_wrapper_whose_pool_was_taken_captures_into_one_of_its_own(module, device):
+    wrapper = module.CUDAGraphWrapper(lambda x: x * 3, None, "FULL")
+    other = module.CUDAGraphWrapper(lambda x: x * 5, None, "FULL")
+    assert wrapper.graph_pool is other.graph_pool is not None
+    wrapper.graph_pool = None
+    x = torch.ones(2, device=device)
+    with set_forward_context("FULL", "key"):
+        for _ in range(2):
+            wrapper(x)
+            other(x)
+        x.fill_(2)
+        assert wrapper(x).tolist() == [6, 6]
+        assert other(x).tolist() == [10, 10]
+
+
+def test_old_wrappers_clear_nothing_and_new_ones_do(device):
+    class Model:
+        def __call__(self):
+            return 1
+
+        def clear_graphs(self):
+            return "the model's own"
+
+    assert v0_13.CUDAGraphWrapper(Model(), None, "FULL").clear_graphs() == "the model's own"
+    assert not hasattr(v0_11.CUDAGraphWrapper(lambda: 1, None, "FULL"), "clear_graphs")
+    assert not hasattr(v0_13.CUDAGraphWrapper, "clear_all_graphs")
+    assert v0_33.CUDAGraphWrapper(Model(), None, "FULL").clear_graphs() is None
+
+
+def test_under_vllm_s_own_context_a_wrapper_says_whose_it_reads(device, monkeypatch, caplog):
+    context = ModuleType("vllm.forward_context")
+    context.is_forward_context_available = lambda: True
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", context)
+    monkeypatch.setattr(_wrapper._told, "is_done", False)
+    wrapper = v0_33.CUDAGraphWrapper(lambda: 1, None, "FULL")
+    assert wrapper() == wrapper() == 1
+    assert caplog.text.count("vLLM's own forward context is set") == 1
+    with pytest.raises(AssertionError, match=r"dispatchkit\.execute\.set_forward_context"):
+        v0_13.CUDAGraphWrapper(lambda: 1, None, "FULL")()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from dispatchkit.execute import (
     BackendDevice,
     GraphWrapper,
+    NoForwardContextError,
     WrappedEntry,
     WrapperOptions,
     WrapperRules,
@@ -27,6 +30,7 @@ OLD_RULES = WrapperRules(
 )
 NEW_RULES = WrapperRules(replays_after_capture=False, guards_module=False)
 
+_log = logging.getLogger(__name__)
 _device: list[Any] = []
 
 
@@ -80,6 +84,8 @@ class CUDAGraphWrapper(GraphWrapper):
         super().__init__(
             runnable, runtime_mode, current_device(), options=options, rules=self.release_rules
         )
+        if hasattr(runtime_mode, "name"):
+            self.runtime_mode = runtime_mode  # a member of vLLM's own enum, as it was given
         self.vllm_config = vllm_config
         self.compilation_config = getattr(vllm_config, "compilation_config", None)
         self.cudagraph_options = options
@@ -90,16 +96,74 @@ class CUDAGraphWrapper(GraphWrapper):
         return self.entries
 
     @property
+    def graph_pool(self) -> Any:
+        """The pool that captures go to; None: each takes one of its own."""
+        return self._pool
+
+    @graph_pool.setter
+    def graph_pool(self, pool: Any) -> None:
+        self._pool = pool
+
+    def _context_is_available(self) -> bool:
+        found = super()._context_is_available()
+        if not found and _vllm_has_context():
+            _told.warn(_WHOSE_CONTEXT)
+        return found
+
+    def _get_context(self) -> Any:
+        if not super()._context_is_available() and _vllm_has_context():
+            raise NoForwardContextError(_WHOSE_CONTEXT)
+        return super()._get_context()
+
+    @property
     def cudagraph_wrapper(self) -> CUDAGraphWrapper:
         """This wrapper, for code that looks for it through attributes."""
         return self
 
 
+class _Absent:
+    """A name that a release does not have: looking it up reaches through to the callable."""
+
+    def __get__(self, instance: object, owner: type[Any]) -> Any:
+        raise AttributeError(f"{owner.__name__} has no such name in this release of vLLM")
+
+
 class OldCUDAGraphWrapper(CUDAGraphWrapper):
     """The wrapper of the 0.11 line and of 0.13.
 
-    It asks for the forward context without looking whether there is one, and takes None
-    for a key.
+    It asks for the forward context without looking whether there is one, takes None for a
+    key, and clears nothing.
     """
 
     release_rules = OLD_RULES
+    clear_graphs: Any = _Absent()
+    clear_all_graphs: Any = _Absent()
+
+
+_WHOSE_CONTEXT = (
+    "vLLM's own forward context is set, which this wrapper does not read: it captures and replays "
+    "inside dispatchkit.execute.set_forward_context, and runs its callable directly elsewhere."
+)
+
+
+class _Told:
+    """Warns once in a process."""
+
+    def __init__(self) -> None:
+        self.is_done: bool = False
+
+    def warn(self, text: str) -> None:
+        if not self.is_done:
+            self.is_done = True
+            _log.warning("%s", text)
+
+
+_told = _Told()
+
+
+def _vllm_has_context() -> bool:
+    module = sys.modules.get("vllm.forward_context")
+    if module is None:
+        return False
+    ask = getattr(module, "is_forward_context_available", None)
+    return bool(ask()) if ask else getattr(module, "_forward_context", None) is not None
