@@ -50,9 +50,10 @@ from dispatchkit.dispatch.decision import (
 from dispatchkit.dispatch.epochs import Epoch, Epochs
 from dispatchkit.dispatch.faults import PolicyFaults
 from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, Readiness, pace_fault
-from dispatchkit.dispatch.table import EMPTY, Table
+from dispatchkit.dispatch.table import EMPTY, MAX_COLD_CELLS, Table
 from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 from dispatchkit.registry import GraphRegistry, RegistryEvent
@@ -190,8 +191,10 @@ class Dispatcher:
         try:
             with self._lock:
                 # Under the lock, so that limits and table are of one epoch.
-                cell = cell_of_call(self.config, num_tokens, num_reqs, uniform, loras, ceiling)
                 table = self._epoch.table
+                if self._is_beyond(num_tokens):
+                    return self._decide_beyond(num_tokens, num_reqs, uniform, loras, ceiling)
+                cell = cell_of_call(self.config, num_tokens, num_reqs, uniform, loras, ceiling)
                 decision = table.take_one_shot(cell, num_reqs)
                 if decision is None:
                     decision = table.get(cell)
@@ -204,6 +207,41 @@ class Dispatcher:
                 return decision
         finally:
             self._faults.report()
+
+    def _is_beyond(self, num_tokens: Any) -> bool:
+        """Return whether a batch is above the table, where no limit forbids that."""
+        tokens = None if self.config.has_token_limit else whole_number(num_tokens)
+        return tokens is not None and tokens > self.config.max_num_tokens
+
+    def _decide_beyond(
+        self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
+    ) -> Decision:
+        """Return an eager decision for a batch above every size, which no policy is asked about.
+
+        Raises:
+            DescriptorError: Another fact is wrong.
+            NoGraphError: Eager is not allowed.
+        """
+        facts = (num_tokens, num_reqs, uniform, loras, ceiling)
+        found = self._beyond.get(facts)
+        if found is None:
+            most = self.config.max_num_tokens
+            reqs = whole_number(num_reqs)
+            if reqs is not None and most < reqs <= num_tokens:
+                num_reqs = reqs if self.config.has_request_limit else most
+            cell = cell_of_call(self.config, most, num_reqs, uniform, loras, ceiling)
+            batch = attrs.evolve(
+                batch_of_cell(self.config, cell, 0),
+                num_tokens=int(num_tokens),
+                num_reqs=reqs or None,
+            )
+            if not batch.allows(RuntimeMode.NONE):
+                raise self._no_graph(cell, 0, Reason.ABOVE_LARGEST)
+            found = self._bound(Decision.eager(Reason.ABOVE_LARGEST), batch)
+            if len(self._beyond) >= MAX_COLD_CELLS:
+                self._beyond.clear()
+            self._beyond[facts] = found
+        return found
 
     # -- learning -----------------------------------------------------------------------
 
@@ -475,6 +513,7 @@ class Dispatcher:
     def _serve(self, epoch: Epoch) -> None:
         """Let steps read the table of an epoch."""
         self._epoch: Epoch = epoch
+        self._beyond: dict[Any, Decision] = {}
         # Kept beside the epoch: steps and refills read them without a further attribute.
         self.config: DispatchConfig = epoch.proposal.config
         self.graphs: GraphView = epoch.graphs

@@ -61,8 +61,9 @@ class DispatchConfig:
         capture_sizes: Ascending numbers of tokens to capture. Derived from
             ``max_num_tokens``, ``max_num_seqs`` and ``query_lens`` when not given, and then
             at most 512.
-        max_num_tokens: Largest batch in tokens; a larger one is a caller's error.
-            Defaults to the largest capture size.
+        max_num_tokens: Largest batch in tokens; a larger one is a caller's error. Where it is not
+            given nothing is: batches above the largest capture size run eager, and this is that
+            size.
         max_num_seqs: Most requests of a batch. Defaults to ``max_num_tokens``.
         query_lens: Tokens per request of uniform decode batches; one number, or several
             where a drafter runs with other lengths. ``uniform`` indexes it from 1.
@@ -194,6 +195,16 @@ class DispatchConfig:
     def query_len(self) -> int:
         """Tokens per request of a uniform batch (the first, usually only, length)."""
         return self.query_lens[0]
+
+    @property
+    def has_token_limit(self) -> bool:
+        """Whether a batch of more than ``max_num_tokens`` is an error."""
+        return self._max_num_tokens is not None
+
+    @property
+    def has_request_limit(self) -> bool:
+        """Whether a batch of more than ``max_num_seqs`` requests is an error by itself."""
+        return self._max_num_seqs is not None
 
     @property
     def num_query_classes(self) -> int:

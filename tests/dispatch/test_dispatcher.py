@@ -62,7 +62,7 @@ def make(policy=None, *, captured=True, registry=None, **options):
         if name in options
     }
     config = options.pop("config", None) or DispatchConfig(
-        **{"capture_sizes": (8, 16, 32), **config_options}
+        **{"capture_sizes": (8, 16, 32), "max_num_tokens": 32, **config_options}
     )
     dispatcher = Dispatcher(policy or AskedPolicy(), config, registry=registry, **options)
     if captured:
@@ -1002,13 +1002,40 @@ def test_swap_to_another_policy_takes_name_and_origin():
 
 def test_swap_of_the_configuration_takes_its_limits():
     dispatcher = make()
-    dispatcher.swap(config=DispatchConfig(capture_sizes=(64,)))
+    dispatcher.swap(config=DispatchConfig(capture_sizes=(64,), max_num_tokens=64))
     assert dispatcher.dispatch(64).reason == "not_captured"
     dispatcher.registry.captured(mixed(64), object())
     assert dispatcher.dispatch(64).key == mixed(64)
-    dispatcher.swap(config=DispatchConfig(capture_sizes=(4,)))
+    dispatcher.swap(config=DispatchConfig(capture_sizes=(4,), max_num_tokens=4))
     with pytest.raises(DescriptorError, match="from 0 to 4"):
         dispatcher.dispatch(5)
+    dispatcher.swap(config=DispatchConfig(capture_sizes=(4,)))
+    assert dispatcher.dispatch(5).reason == "above_largest_size"
+
+
+@pytest.mark.parametrize("number", [int, "int64"])
+def test_where_no_limit_is_stated_a_larger_batch_runs_eager(number):
+    number = number if number is int else getattr(pytest.importorskip("numpy"), number)
+    bound = []
+    dispatcher = make(
+        config=DispatchConfig(capture_sizes=(8, 16), max_loras=1),
+        bind=lambda decision, batch: bound.append((decision, batch)) or len(bound),
+    )
+    del bound[:]
+    decision = dispatcher.dispatch(number(17), number(17), 0, 1)
+    assert (decision.key, decision.reason) == (None, "above_largest_size")
+    assert decision is dispatcher.dispatch(17, 17, 0, 1)
+    ((_, batch),) = bound
+    assert (batch.num_tokens, batch.num_reqs, batch.num_active_loras) == (17, 17, 1)
+    assert dispatcher.dispatch(10**6).reason == "above_largest_size"
+    for facts in ((17, 18), (17, -1), (17, 0, 2), (17, 0, 0, 2), (17, 0, 0, 0, 9), (17, 1.0)):
+        with pytest.raises(DescriptorError):
+            dispatcher.dispatch(*facts)
+    with pytest.raises(NoGraphError):
+        dispatcher.dispatch(17, ceiling=allowed_modes_code({RuntimeMode.FULL}))
+    limited = make(config=DispatchConfig(capture_sizes=(8,), max_num_seqs=4))
+    with pytest.raises(DescriptorError, match="max_num_seqs"):
+        limited.dispatch(9, 9)
 
 
 def test_swap_keeps_graphs_that_both_policies_know():

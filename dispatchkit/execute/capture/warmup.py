@@ -105,6 +105,7 @@ class Warmups:
         self._cuts: dict[Family, tuple[AxisCut, ...]] = {}
         self._peaks: dict[Family, tuple[int, int]] = {}
         self._compiled: dict[Family, CompiledCode] = {}
+        self._draws: dict[Family, bool] = {}
         self.effects: PythonEffects = PythonEffects(step.pieces)
 
     @property
@@ -253,7 +254,10 @@ class Warmups:
                     return self.step(views)
 
             contents = ContentWatch(self._reached(own), self._state_limit)
-            outputs = self._backend.warmup(watched, stream=lane.stream)
+            try:
+                outputs = self._backend.warmup(watched, stream=lane.stream)
+            finally:
+                snapshot.draws = self._draws[family] = watch.draws
             for tensor in watch.written:
                 self._written.add(tensor)
             self._note_hidden_writes(contents, snapshot)
@@ -266,6 +270,7 @@ class Warmups:
                     # Compilation and its kernels' tuning happen here, and never in a capture.
                     left = max(left, 1)
         else:
+            snapshot.draws = self._draws.get(family, True)
             left = self._warmups
         if left:
             outputs = self._run(views, lane, left)

@@ -145,7 +145,12 @@ class Snapshot:
     Args:
         device: Whose default generator to save, beside the CPU's.
         generators: Further generators.
+
+    Attributes:
+        draws: The step may draw random numbers; without that, generators are left alone.
     """
+
+    draws: bool
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -153,6 +158,7 @@ class Snapshot:
         if device.type == "cuda":
             found.append(torch.cuda.default_generators[device.index])
         self._generators = [(one, one.get_state()) for one in found]
+        self.draws = True
 
     def save(self, storage: torch.UntypedStorage) -> None:
         """Copy a storage, unless it is saved already."""
@@ -178,6 +184,8 @@ class Snapshot:
         """Put everything back, on the current stream."""
         for storage, saved in self._saved.values():
             storage.copy_(saved)
+        if not self.draws:
+            return  # another thread may have drawn meanwhile: those numbers must not come again
         for generator, state in self._generators:
             generator.set_state(state)
 
