@@ -19,6 +19,7 @@ from dispatchkit.keys import (
     DispatchConfig,
     GraphKey,
     RuntimeMode,
+    allowed_modes_code,
 )
 from dispatchkit.registry import GraphRegistry
 from dispatchkit.testing import SmallestPolicy
