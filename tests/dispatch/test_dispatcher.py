@@ -62,9 +62,9 @@ def make(policy=None, *, captured=True, registry=None, **options):
         for name in ("capture_sizes", "max_num_tokens", "max_num_seqs", "query_lens", "max_loras")
         if name in options
     }
-    config = options.pop("config", None) or DispatchConfig(
-        **{"capture_sizes": (8, 16, 32), "max_num_tokens": 32, **config_options}
-    )
+    sizes = config_options.setdefault("capture_sizes", (8, 16, 32))
+    config_options.setdefault("max_num_tokens", sizes[-1] if sizes else None)
+    config = options.pop("config", None) or DispatchConfig(**config_options)
     dispatcher = Dispatcher(policy or AskedPolicy(), config, registry=registry, **options)
     if captured:
         for key in dispatcher.registry:

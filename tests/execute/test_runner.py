@@ -102,7 +102,7 @@ def test_empty_batch_runs_eager_and_is_counted(make_runner, model):
 
 
 def test_batch_above_the_limit_is_refused(make_runner, model):
-    runner = make_runner(model, TWO)
+    runner = make_runner(model, TWO, max_num_tokens=8)
     runner.capture()
     with pytest.raises(DescriptorError) as caught:
         runner(**batch(9))
@@ -142,7 +142,7 @@ def test_each_downgrade_says_the_next_step(make_runner, model):
 
 def test_batch_above_the_limit_says_how_to_raise_it(make_runner, model):
     with pytest.raises(DescriptorError, match="For larger batches set a larger max_num_tokens"):
-        make_runner(model, TWO)(**batch(9))
+        make_runner(model, TWO, max_num_tokens=8)(**batch(9))
 
 
 def test_report_of_a_capture_reads_well(make_runner):
