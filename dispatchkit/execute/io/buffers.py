@@ -170,10 +170,6 @@ class InputBuffers:
                     place.fill_(value)
         self.mark_unknown()
 
-    def needs_fill(self, num_rows: int, bucket: int) -> bool:
-        """Return whether rows from ``num_rows`` to ``bucket`` may hold anything but fill."""
-        return num_rows < bucket and (num_rows < self.clean_from or self.clean_to < bucket)
-
     def mark_written(self, num_rows: int) -> None:
         """Note that the first rows are about to be overwritten."""
         self.clean_from = max(self.clean_from, num_rows)

@@ -117,19 +117,21 @@ class CopyTransport:
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
         """Copy a batch, and fill behind it."""
-        buffers, num_rows = self.buffers, self.num_rows
+        buffers, num_rows, bucket = self.buffers, self.num_rows, self.bucket
         if self._leaves_pinned:
             buffers.mark_unknown()
-        is_clean = buffers.clean_from <= num_rows and self.bucket <= buffers.clean_to
-        if buffers.clean_from < num_rows:  # before the copy, which may fail half-way
-            buffers.clean_from = num_rows
-        if is_clean and self._all is not None:
-            _copy(self._all, values)
+        elif buffers.clean_from <= num_rows and bucket <= buffers.clean_to:
+            buffers.clean_from = num_rows  # before the copy, which may fail half-way
+            if self._all is not None:
+                _copy(self._all, values)
+            else:
+                self.copy(values, fill=False)
             return
-        needs_fill = not is_clean and num_rows < self.bucket
+        buffers.mark_written(num_rows)
+        needs_fill = num_rows < bucket
         self.copy(values, fill=needs_fill)
         if needs_fill and not self._leaves_pinned:
-            buffers.mark_filled(num_rows, self.bucket)
+            buffers.mark_filled(num_rows, bucket)
 
     def load_in_place(self) -> None:
         """Fill behind rows that are there already; bring them here if they are elsewhere."""
@@ -214,19 +216,25 @@ class StagedTransport:
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
         """Write and copy a batch, and fill behind it."""
-        buffers, num_rows = self.buffers, self.num_rows
-        needs_fill = buffers.needs_fill(num_rows, self.bucket)
+        buffers, num_rows, bucket = self.buffers, self.num_rows, self.bucket
+        if buffers.clean_from <= num_rows and bucket <= buffers.clean_to:
+            buffers.clean_from = num_rows
+            self.copy(values, fill=False)
+            return
         buffers.mark_written(num_rows)
+        needs_fill = num_rows < bucket
         self.copy(values, fill=needs_fill)
         if needs_fill:
-            buffers.mark_filled(num_rows, self.bucket)
+            buffers.mark_filled(num_rows, bucket)
 
     def load_in_place(self) -> None:
         """Fill behind rows that are there already."""
         buffers, num_rows = self.buffers, self.num_rows
-        needs_fill = buffers.needs_fill(num_rows, self.bucket)
+        if buffers.clean_from <= num_rows and self.bucket <= buffers.clean_to:
+            buffers.clean_from = num_rows
+            return
         buffers.mark_written(num_rows)
-        if needs_fill:
+        if num_rows < self.bucket:
             self.fill()
             buffers.mark_filled(num_rows, self.bucket)
 
@@ -311,11 +319,10 @@ class NodeTransport:
         if self._beside is not None:
             buffers.mark_unknown()  # rows are clean or not for all inputs together
             self._beside.copy(values, fill=self.num_rows < self.bucket)
-        for index, rows in self._host_rows:
-            rows[...] = values[index]
-        if self._takes_all:
-            picked = values
-        else:
+        picked: Sequence[Any] = values
+        if not self._takes_all:
+            for index, rows in self._host_rows:
+                rows[...] = values[index]
             picked = () if self._pick is None else self._pick(values)
         if not readable and picked and not self._fits(*picked):
             picked = self._made_readable(picked)
