@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         run_lane_policy_conformance,
         run_policy_conformance,
     )
+    from dispatchkit.testing.input_transport_tests import InputTransportTests
     from dispatchkit.testing.lane_policy_tests import LanePolicyTests, SampleLane
     from dispatchkit.testing.machine import DispatcherMachine
     from dispatchkit.testing.policy_tests import PolicyTests
@@ -54,6 +55,7 @@ _HOME = {
     "DispatcherMachine": "machine",
     "Finding": "conformance",
     "LanePolicyTests": "lane_policy_tests",
+    "InputTransportTests": "input_transport_tests",
     "OneBucketPolicy": "smallest",
     "PolicyTests": "policy_tests",
     "RunnerTests": "runner_tests",
@@ -79,6 +81,7 @@ __all__ = [
     "Change",
     "DispatcherMachine",
     "Finding",
+    "InputTransportTests",
     "LanePolicyTests",
     "OneBucketPolicy",
     "PolicyTests",

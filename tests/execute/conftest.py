@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 from dispatchkit import (  # noqa: E402
     BatchDescriptor,

@@ -8,12 +8,7 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
 from dispatchkit import (  # noqa: E402
-    BatchDescriptor,
-    GraphKey,
-    RunnerOptions,
-    RuntimeMode,
     StaticInput,
-    eager_piece,
     graph_piece,
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
@@ -159,75 +154,6 @@ def test_rows_behind_a_call_are_fill(make_runner, monkeypatch, is_whole):
         want = expected(tokens, scale, BUCKETS[rows])
         same(got[:3], want[:3])
         torch.testing.assert_close(got[3], want[3])
-
-
-def test_host_and_device_inputs_mix(make_runner):
-    inputs = {
-        "tokens": HOST["tokens"],
-        "hidden": StaticInput((None, 2), "float32"),
-        "wide": StaticInput((2, None), "int32", fill=3, host=True),
-        "fixed": StaticInput((4,), "int64", host=True),
-    }
-
-    def mixed(tokens, hidden, wide, fixed):
-        return hidden * tokens[:, None], wide.sum(0) + fixed.sum(), wide.sum()
-
-    runner = make_runner(mixed, inputs)
-    assert runner.capture().failed == {}
-    for rows in (8, 3, 5, 2):
-        tokens, hidden = call(rows, rows)
-        wide = np.arange(2 * rows, dtype=np.int32).reshape(2, rows)
-        fixed = np.arange(4) + rows
-        got = runner(tokens, torch.from_numpy(hidden), wide, fixed)
-        same(got[0], torch.from_numpy(hidden) * torch.from_numpy(tokens)[:, None])
-        same(got[1], torch.from_numpy(wide).sum(0) + int(fixed.sum()))
-        same(got[2], torch.tensor(int(wide.sum()) + 6 * (BUCKETS[rows] - rows)))
-
-
-def test_pieces_get_host_inputs(make_runner):
-    runner = make_runner(
-        [
-            eager_piece(lambda tokens: tokens + 1),
-            graph_piece(lambda x, scale: (x * 2, scale.sum(-1))),
-        ],
-        HOST,
-    )
-    assert runner.capture().failed == {}
-    for rows in (8, 3, 5):
-        tokens, scale = call(rows, rows)
-        same(
-            runner(tokens, scale, ceiling=1),
-            ((torch.tensor(tokens) + 1) * 2, torch.tensor(scale).sum(-1)),
-        )
-    assert runner.stats().steps_by_mode["PIECEWISE"] == 3
-
-
-def test_a_registered_graph_gets_host_inputs(make_runner):
-    static = torch.zeros(4, dtype=torch.int64)
-    out = torch.zeros(4, dtype=torch.int64)
-
-    class Graph:
-        def replay(self):
-            out.copy_(static + 1)
-
-    runner = make_runner(lambda tokens: tokens + 1, {"tokens": HOST["tokens"]})
-    key = GraphKey(RuntimeMode.FULL, BatchDescriptor(4))
-    runner.register(key, Graph(), inputs={"tokens": static}, outputs=out)
-    same(runner(np.array([1, 2, 3])), torch.tensor([2, 3, 4]))
-    assert static.tolist() == [1, 2, 3, 7]
-    runner.buffers["tokens"][:3] = 5
-    same(runner.step(3), torch.tensor([6, 6, 6]))
-    assert static.tolist() == [5, 5, 5, 7]
-
-
-def test_check_mode_compares_host_inputs(make_runner):
-    runner = make_runner(
-        lambda tokens: tokens + 1, {"tokens": HOST["tokens"]}, options=RunnerOptions(check=1)
-    )
-    runner.capture()
-    for rows in (3, 5, 8):
-        same(runner(np.arange(rows)), torch.arange(rows) + 1)
-    assert runner.stats().steps_by_mode["FULL"] == 3
 
 
 # -- in place ---------------------------------------------------------------------------------

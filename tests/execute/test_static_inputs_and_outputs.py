@@ -29,15 +29,6 @@ def same(actual, expected):
 # -- rows without a token ---------------------------------------------------------------------
 
 
-def test_stale_tail_of_a_larger_batch_is_gone(make_runner):
-    """After a large batch a smaller one, in this or another bucket, shows nothing of it."""
-    runner = make_runner(lambda tokens: (tokens, tokens.sum()))
-    runner.capture()
-    for rows in (8, 5, 3, 8, 3, 1, 7, 2):
-        given = torch.randint(1, 100, (rows,))
-        same(runner(given), (given, given.sum()))
-
-
 def test_only_stale_rows_are_reset(make_runner):
     """Rows that hold fill already are not written again, nor those that no graph reads now."""
     runner = make_runner(lambda tokens: tokens)
@@ -360,13 +351,6 @@ def test_batched_inputs_of_different_rows_are_refused(make_runner):
     runner.capture()
     with pytest.raises(InputError, match="'b' has 1 rows, but 'a' has 3"):
         runner(torch.arange(3), torch.arange(1))
-
-
-def test_keyword_tensors_are_copied_on_every_replay(linear):
-    """They are treated as those given by position, on each call."""
-    for value in (1.0, 2.0, 3.0):
-        given = {"x": torch.full((3, 2), value), "bias": torch.full((2,), value)}
-        same(linear(**given), torch.full((3, 2), 2 * value))
 
 
 def test_gradient_inputs_are_fine_where_gradients_are_off(linear):

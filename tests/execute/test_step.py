@@ -8,8 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
 
 from dispatchkit import (  # noqa: E402
     DispatchConfig,
@@ -49,47 +47,6 @@ def rows_of(inputs, rows, seed):
 
 # -- inputs -----------------------------------------------------------------------------------
 
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["call", "call", "call", "in place", "reset", "poison"]),
-        st.integers(1, 16),
-    ),
-    min_size=1,
-    max_size=12,
-)
-
-
-@given(STEPS, st.integers(0, 3))
-def test_a_graph_sees_the_rows_of_its_call_and_fill_behind(steps, seed):
-    """Whatever went before: calls of other buckets, steps in place, resets, poison."""
-    inputs = InputSet(TWO_TYPES, torch.device("cpu"))
-    buffers = InputBuffers(inputs, 16)
-    loaders = {}
-    for number, (what, rows) in enumerate(steps):
-        if what == "reset":
-            buffers.reset()
-            continue
-        if what == "poison":
-            buffers.poison()
-            continue
-        bucket = next(size for size in (1, 2, 4, 8, 16) if size >= rows)
-        loader = loaders.setdefault((rows, bucket), CopyTransport(buffers, rows, bucket))
-        call = rows_of(TWO_TYPES, rows, seed * 100 + number)
-        if what == "call":
-            loader.load(list(call.values()), False)
-        else:
-            for view, value in zip(buffers.views(rows), call.values(), strict=True):
-                view.copy_(value)
-            loader.load_in_place()
-        for name, seen in zip(inputs.names, buffers.views(bucket), strict=True):
-            spec = inputs.specs[name]
-            if spec.batch_dim is None:
-                same(seen, call[name])
-                continue
-            same(seen.narrow(spec.batch_dim, 0, rows), call[name])
-            tail = seen.narrow(spec.batch_dim, rows, bucket - rows)
-            same(tail, torch.full_like(tail, spec.fill))
-
 
 def test_inputs_of_one_type_and_their_tails_go_in_one_copy(monkeypatch):
     made = []
@@ -123,18 +80,6 @@ def test_a_copy_that_fails_leaves_nothing_marked_clean(monkeypatch):
     CopyTransport(buffers, 3, 16).load(list(rows_of(TWO_TYPES, 3, 2).values()), False)
     tail = buffers.tensors[0][3:]
     same(tail, torch.full_like(tail, -1))
-
-
-def test_inputs_that_are_not_contiguous_are_copied_right(make_runner):
-    runner = make_runner(
-        lambda x, y: (x * 2, y + 1),
-        {"x": StaticInput((None, 3), "float32"), "y": StaticInput((None,), "float32")},
-    )
-    runner.capture()
-    wide, long = torch.randn(3, 10), torch.randn(20)
-    for rows in (5, 3, 8):
-        x, y = wide.t()[:rows], long[::2][:rows]
-        same(runner(x, y), (x * 2, y + 1))
 
 
 # -- results ----------------------------------------------------------------------------------
@@ -203,31 +148,6 @@ def test_a_step_in_place_is_a_call_on_what_the_buffers_hold(make_runner, quiet, 
     assert sum(runner.stats().steps_by_mode.values()) == 7
 
 
-def test_rows_behind_a_step_in_place_are_fill(make_runner):
-    runner = make_runner(lambda tokens: (tokens, tokens.sum()))
-    runner.capture()
-    for rows in (8, 3, 5, 3):
-        given = torch.randint(1, 100, (rows,))
-        runner.buffers["tokens"][:rows] = given
-        same(runner.step(rows), (given, given.sum()))
-
-
-@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
-def test_a_step_in_place_that_has_its_graph_captured_loses_no_rows(make_runner, quiet, host):
-    """A capture sets the buffers to fill: at first, and again when the graph is stale."""
-    spec = StaticInput((None,), "int64", fill=1, host=host)
-    runner = make_runner(lambda tokens: (tokens * 2, tokens.sum()), {"tokens": spec}, lazy=True)
-    runner(torch.arange(8))
-    for number, rows in enumerate((3, 7, 2, 3, 1)):
-        given = torch.arange(rows) + 5
-        if number > 2:
-            runner.invalidate("for a test")
-        runner.buffers["tokens"][:rows] = given
-        missing = {1: 1, 2: 2, 3: 4, 7: 8}[rows] - rows
-        same(runner.step(rows), (given * 2, given.sum() + missing))
-    assert runner.stats().eager_by_reason == {}
-
-
 def test_eager_in_place_gives_results_of_their_own(make_runner, quiet):
     runner = make_runner(lambda tokens: tokens)
     runner.buffers["tokens"][:3] = torch.arange(3)
@@ -253,18 +173,6 @@ def test_buffers_are_found_by_name(make_runner):
     runner.buffers.wait()  # no host inputs: nothing to wait for
     with pytest.raises(UnknownNameError, match="'tokens'"):
         runner.buffers["token"]
-
-
-def test_calls_and_steps_in_place_mix(make_runner):
-    runner = make_runner(lambda tokens: (tokens, tokens.sum()))
-    runner.capture()
-    buffers = runner.buffers["tokens"]
-    for rows, in_place in ((8, False), (3, True), (7, True), (2, False), (4, True), (1, False)):
-        given = torch.randint(1, 100, (rows,))
-        if in_place:
-            buffers[:rows] = given
-        got = runner.step(rows) if in_place else runner(given)
-        same(got, (given, given.sum()))
 
 
 # -- recording --------------------------------------------------------------------------------

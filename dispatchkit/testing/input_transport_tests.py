@@ -1,0 +1,495 @@
+"""Every way that inputs come into a graph, with everything that may come between, as tests.
+
+    class TestMyBackendsInputs(InputTransportTests):
+        def make_backend(self):
+            return MyBackend()
+
+Each test runs once for each of ``WAYS``. The step returns all that its graph reads, whole: the
+rows of the call and, up to the bucket, each input's fill.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from dispatchkit.backends.base import GraphBackend
+from dispatchkit.backends.optional import features_of
+from dispatchkit.execute import EagerStepWarning, GraphRunner, StaticInput
+from dispatchkit.execute.step.pieces import eager_piece, graph_piece
+from dispatchkit.keys import BatchDescriptor, GraphKey, RuntimeMode
+from dispatchkit.testing.smallest import OneBucketPolicy
+
+SIZES = (1, 2, 4, 8)
+DEVICE = {
+    "x": StaticInput((None, 3), "float32", fill=-1),
+    "y": StaticInput((None,), "int64", fill=7),
+    "flag": StaticInput((None,), "bool", fill=True),
+    "half": StaticInput((None, 3), "bfloat16", fill=1),
+    "complex": StaticInput((None,), "complex64", fill=2),
+    "table": StaticInput((2,), "float32"),
+}
+#: What no node copies: batched along another dimension, wide elements, large at 8 rows.
+BESIDE = {
+    "wide": StaticInput((3, None), "int32", fill=4),
+    "pairs": StaticInput((None,), "complex128", fill=2),
+    "large": StaticInput((None, 40_000), "uint8", fill=3),
+}
+HOST = {
+    "tokens": StaticInput((None,), "int64", fill=9, host=True),
+    "rows": StaticInput((None, 3), "bfloat16", fill=1, host=True),
+    "mask": StaticInput((None,), "bool", fill=True, host=True),
+    "short": StaticInput((None, 5), "int16", fill=6, host=True),
+    "fixed": StaticInput((2,), "float64", host=True),
+}
+#: No node has this in its data.
+ACROSS = {"across": StaticInput((2, None), "float16", fill=5, host=True)}
+
+#: Host inputs of 4 rows fit into this many bytes, those of 8 rows do not.
+MOST_DATA = 150
+
+
+@attrs.frozen
+class Way:
+    """One way that inputs come in.
+
+    Attributes:
+        inputs: The declared inputs.
+        path: What ``runner.input_path`` begins with, at one size or another.
+        node: ``used``, ``none``, ``short``: it has no room for host inputs of the largest
+            size, or ``lost``: it is not found in the graph that was captured.
+        kind: ``full``, ``pieces``, or ``registered``: a graph that was captured elsewhere.
+    """
+
+    inputs: dict[str, StaticInput]
+    path: str | tuple[str, ...]
+    node: str = "none"
+    kind: str = "full"
+
+    @property
+    def has_host(self) -> bool:
+        """Whether there are host inputs."""
+        return any(spec.host for spec in self.inputs.values())
+
+    @property
+    def key_mode(self) -> RuntimeMode:
+        """The mode of its graphs."""
+        return RuntimeMode.PIECEWISE if self.kind == "pieces" else RuntimeMode.FULL
+
+
+WAYS = {
+    "copied": Way(DEVICE | BESIDE, "copy: "),
+    "copied, of one type": Way({"y": DEVICE["y"]}, "copy: "),
+    "staged": Way(HOST | ACROSS, "staging: "),
+    "staged, with device inputs": Way(DEVICE | HOST, "copy: "),
+    "staged, into pieces": Way(DEVICE | HOST, "copy: made of pieces; host", kind="pieces"),
+    "by a node": Way(DEVICE, "node", "used"),
+    "by a node, with others": Way(DEVICE | BESIDE, "node", "used"),
+    "by a node, host inputs": Way(HOST, "node", "used"),
+    "by a node, all": Way(DEVICE | HOST, "node", "used"),
+    "by a node, all, with others": Way(BESIDE | HOST | DEVICE, "node", "used"),
+    "by a node, staged": Way(DEVICE | HOST | ACROSS, "node; host inputs: staging: ", "used"),
+    "by a node or staged": Way(HOST, ("node", "staging: too many"), "short"),
+    "by a node or staged, with device inputs": Way(DEVICE | HOST, "node", "short"),
+    "moved by torch": Way(DEVICE | HOST, "copy: lost", "lost"),
+    "copied from elsewhere": Way(DEVICE | BESIDE, "copy: captured elsewhere", kind="registered"),
+    "moved from elsewhere": Way(HOST | DEVICE, "copy: captured elsewhere", kind="registered"),
+}
+
+
+class InputTransportTests:
+    """What the graphs of a runner read; subclass and override what is yours."""
+
+    def make_backend(self) -> GraphBackend:
+        """Return a new backend."""
+        from dispatchkit.backends.tape import TapeBackend
+
+        return TapeBackend()
+
+    def lag(self, backend: GraphBackend) -> None:
+        """Let the device fall behind the host, where it can."""
+        if backend.torch_device != "cpu":
+            torch.cuda._sleep(100_000)  # noqa: SLF001 - nothing public waits there
+
+    @pytest.fixture(params=list(WAYS))
+    def way(self, request: pytest.FixtureRequest) -> Way:
+        """One way after the other."""
+        found: Way = WAYS[request.param]
+        return found
+
+    @pytest.fixture
+    def bench(self, way: Way) -> Iterator[Bench]:
+        """What makes runners of that way, and calls for them."""
+        backend = self.make_backend()
+        if way.node != "none" and features_of(backend).copy_nodes is None:
+            pytest.skip(f"Backend {backend.name!r} offers no copy nodes.")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EagerStepWarning)
+            yield Bench(way, NodeSwitch(backend, way.node), lambda: self.lag(backend))
+            backend.synchronize()
+
+    # -- what a graph reads ---------------------------------------------------------------
+
+    def test_the_path_is_the_one_under_test(self, bench: Bench) -> None:
+        """Otherwise the other tests would look at something else."""
+        runner = bench.runner()
+        for size in SIZES:
+            path = runner.input_path(bench.key(size))
+            assert path.startswith(bench.way.path), f"Inputs of size {size} come by {path!r}."
+
+    def test_a_graph_reads_the_rows_of_its_call_and_fill_behind(self, bench: Bench) -> None:
+        """Whatever came before: each kind of step after each other one, with fewer rows."""
+        kinds = ["call", "strided", "negated", "in place", "eager"]
+        if bench.way.node in ("used", "short"):
+            kinds += ["refused", "refused in place"]
+        runner, number = bench.runner(), 0
+        for first, second in product(kinds, kinds):
+            for kind, rows in ((first, 7), (second, 3), ("call", 2), ("in place", 1)):
+                number += 1
+                bench.run_and_compare(runner, rows, number, kind)
+        reasons = runner.stats().eager_by_reason
+        assert set(reasons) <= {"ceiling"}, f"Steps ran eager: {reasons}."
+
+    def test_larger_graphs_fill_further(self, bench: Bench) -> None:
+        """The same rows in larger and larger buckets, and back."""
+        runner = bench.runner()
+        runner_keys = [bench.key(size) for size in SIZES]
+        for number, smallest in enumerate((0, 3, 1, 2, 0, 3)):
+            for index, key in enumerate(runner_keys):
+                runner.set_enabled(index >= smallest, key=key)
+            for kind in ("call", "in place"):
+                bench.run_and_compare(runner, 1, 10 * number, kind, bucket=SIZES[smallest])
+
+    def test_host_values_are_taken_and_tensors_are_read_in_order(self, bench: Bench) -> None:
+        """The caller overwrites the ones at once, and drops the others, on a device that lags."""
+        runner, kept = bench.runner(), []
+        for number in range(40):
+            rows = number * 5 % 8 + 1
+            values = bench.values(rows, number)
+            wanted = bench.wanted(values, rows)
+            bench.lag()
+            kept.append((runner(**bench.given(values), ceiling=bench.ceiling), wanted))
+            for name, value in values.items():
+                if bench.way.inputs[name].host:
+                    value.zero_()
+            del values
+        bench.backend.synchronize()
+        for result, wanted in kept:
+            bench.compare(result, wanted)
+
+    def test_nothing_of_a_call_is_kept_alive(self, bench: Bench) -> None:
+        """Once its step was launched, nothing holds what a call gave."""
+        runner = bench.runner()
+        for rows, ceiling in ((3, 2), (3, 2), (8, 2), (8, 0), (3, 2)):
+            values = bench.values(rows, rows)
+            held = [weakref.ref(value) for value in values.values()]
+            runner(**values, ceiling=min(ceiling, bench.ceiling))
+            bench.backend.synchronize()
+            del values
+            alive = [ref() for ref in held if ref() is not None]
+            assert not alive, f"Something holds {len(alive)} inputs of a call."
+
+    # -- with what steps may do -----------------------------------------------------------
+
+    def test_threads(self, bench: Bench) -> None:
+        """Callers on several threads and streams each get the rows of their own call."""
+        runner, failures = bench.runner(), []
+        start = threading.Barrier(3)
+
+        def work(first: int) -> None:
+            try:
+                start.wait()
+                with bench.backend.use_stream(bench.backend.new_stream()):
+                    for number in range(first, first + 25):
+                        bench.run_and_compare(runner, number * 5 % 8 + 1, number, "call")
+            except BaseException as error:  # noqa: BLE001 - the main thread reports it
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(100 * index,)) for index in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, f"On a thread of its own a step failed: {failures[0]!r}"
+
+    def test_lanes(self, bench: Bench) -> None:
+        """Each lane has memory of its own, and takes host values when it is given them."""
+        if bench.way.kind == "registered":
+            pytest.skip("Graphs that were captured elsewhere run on the first lane.")
+        runner, handles = bench.runner(lanes=2), []
+        for number in range(24):
+            rows = number * 5 % 8 + 1
+            values = bench.values(rows, number)
+            wanted = bench.wanted(values, rows)
+            bench.lag()
+            handles.append((runner.submit(**bench.given(values), ceiling=bench.ceiling), wanted))
+            for name, value in values.items():
+                if bench.way.inputs[name].host:
+                    value.zero_()
+        for handle, wanted in handles:
+            bench.compare(handle.result(), wanted)
+
+    def test_check_mode(self, bench: Bench) -> None:
+        """Replay and eager give the same, in a runner that raises otherwise."""
+        runner = bench.runner(check=1, strict=True, by_rows=True)
+        for number in range(12):
+            rows = number * 5 % 8 + 1
+            values = bench.values(rows, number)
+            result = runner(**bench.given(values), ceiling=bench.ceiling)
+            bench.compare(result, bench.wanted(values, rows, rows))
+        assert runner.stats().eager_by_reason == {}
+
+    def test_random_numbers(self, bench: Bench) -> None:
+        """A step that draws gets its inputs the same way, and the numbers that eager draws."""
+        if bench.way.kind != "full":
+            pytest.skip("What a graph draws is not part of this way.")
+        runner = bench.runner(draws=True)
+        assert runner.input_path(bench.key(4)).startswith(bench.way.path)
+        device = bench.backend.torch_device
+        for number in range(6):
+            rows = number * 5 % 8 + 1
+            values = bench.values(rows, number)
+            torch.manual_seed(number)
+            result = dict(runner(**bench.given(values)))
+            torch.manual_seed(number)
+            assert torch.equal(result.pop("drawn"), torch.rand(4, device=device))
+            bench.compare(result, bench.wanted(values, rows))
+
+    def test_a_capture_on_the_way_loses_no_rows(self, bench: Bench) -> None:
+        """Graphs are captured by a step in place, and again once they are stale."""
+        if bench.way.kind == "registered":
+            pytest.skip("Nothing is captured.")
+        runner = bench.runner(lazy=True)
+        for number, (rows, kind) in enumerate(
+            [(3, "in place"), (7, "call"), (2, "in place"), (3, "in place"), (5, "call")]
+        ):
+            if number > 2:
+                runner.invalidate("a test")
+            bench.run_and_compare(runner, rows, number, kind)
+        assert runner.stats().eager_by_reason == {}
+
+    def test_a_node_that_cannot_be_set_is_made_up_for(self, bench: Bench) -> None:
+        """Torch copies then, the launch does not copy again, and the path says so."""
+        if bench.way.node not in ("used", "short"):
+            pytest.skip("There is no node.")
+        runner = bench.runner()
+        for number in range(30):
+            kind = "in place" if number % 3 == 1 else "call"
+            refused = "refused " if number % 4 == 2 else ""
+            bench.run_and_compare(runner, number * 5 % 8 + 1, number, f"{refused}{kind}")
+        path = runner.input_path(bench.key(4))
+        assert path.startswith("copy: the node failed"), path
+        assert runner.stats().eager_by_reason == {}
+
+
+class Bench:
+    """Makes runners of one way and calls for them, and compares what graphs read."""
+
+    def __init__(self, way: Way, backend: NodeSwitch, lag: Callable[[], None]) -> None:
+        self.way, self.backend, self.lag = way, backend, lag
+        self.device = torch.device(backend.torch_device)
+        self.ceiling = 1 if way.kind == "pieces" else 2
+
+    def key(self, size: int) -> GraphKey:
+        """Return the key of a size."""
+        return GraphKey(self.way.key_mode, BatchDescriptor(size))
+
+    def runner(
+        self, *, draws: bool = False, by_rows: bool = False, lazy: bool = False, **settings: Any
+    ) -> Any:
+        """Return a runner with all graphs, whose results are whole buckets.
+
+        Args:
+            draws: The step returns four random numbers, too.
+            by_rows: Results are the rows of a call.
+            lazy: Nothing is captured ahead.
+            settings: Further settings.
+        """
+        step = _returning(self.way.inputs, draws=draws)
+        if not by_rows:
+            settings["output_batch_dims"] = None
+        runner = GraphRunner(
+            [graph_piece(step), eager_piece(dict)] if self.way.kind == "pieces" else step,
+            self.way.inputs,
+            sizes=SIZES,
+            policy=_CoveringPolicy(),
+            mode="PIECEWISE" if self.way.kind == "pieces" else "FULL",
+            backend=self.backend,
+            lazy=lazy,
+            **settings,
+        )
+        if self.way.kind == "registered":
+            self._register(runner, step, by_rows=by_rows)
+        elif not lazy:
+            failed = runner.capture().failed
+            assert not failed, f"Captures failed: {failed}"
+        return runner
+
+    def _register(self, runner: Any, step: Callable[..., Any], *, by_rows: bool) -> None:
+        backend = self.backend
+        stream, pool = backend.new_stream(), backend.new_pool()
+        for size in SIZES:
+            static = {name: spec.full(size, self.device) for name, spec in self.way.inputs.items()}
+            backend.warmup(lambda static=static: step(**static), stream=stream)
+            graph = backend.capture(lambda static=static: step(**static), stream=stream, pool=pool)
+            dims = {name: spec.batch_dim for name, spec in self.way.inputs.items()}
+            runner.register(
+                self.key(size),
+                graph,
+                inputs=static,
+                outputs=graph.outputs,
+                output_batch_dims=dims if by_rows else None,
+                has_effect=False,
+            )
+
+    # -- calls ----------------------------------------------------------------------------
+
+    def values(self, rows: int, number: int) -> dict[str, torch.Tensor]:
+        """Return the values of one call; another number gives others."""
+        made = {}
+        for index, (name, spec) in enumerate(self.way.inputs.items()):
+            shape = spec.sized(rows)
+            whole = torch.arange(shape.numel()).add(10 * number + index)
+            value = whole.remainder(2 if spec.dtype is torch.bool else 97).view(shape)
+            made[name] = value.to(spec.dtype).to("cpu" if spec.host else self.device)
+        return made
+
+    def given(self, values: Mapping[str, torch.Tensor], kind: str = "call") -> dict[str, Any]:
+        """Return values as a call gives them."""
+        made: dict[str, Any] = {}
+        for index, (name, value) in enumerate(values.items()):
+            given: Any = value
+            if kind == "strided":
+                given = torch.stack([value, value], -1)[..., 0]
+            elif kind == "negated" and value.dtype is torch.float32:
+                given = torch._neg_view(-value)  # noqa: SLF001 - nothing public makes one
+            elif kind == "negated" and value.is_complex():
+                given = value.conj().resolve_conj().conj()
+            elif kind == "negated" and self.way.inputs[name].host and index % 2:
+                given = value.tolist() if value.dtype is torch.int64 else value
+            made[name] = given
+        return made
+
+    def wanted(
+        self, values: Mapping[str, torch.Tensor], rows: int, bucket: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return what a graph reads: the values, and fill up to its bucket."""
+        if bucket is None:
+            bucket = next(size for size in SIZES if size >= rows)
+        made = {}
+        for name, spec in self.way.inputs.items():
+            full = spec.full(bucket, torch.device("cpu"))
+            dim = spec.batch_dim
+            (full if dim is None else full.narrow(dim, 0, rows)).copy_(values[name])
+            made[name] = full
+        return made
+
+    def compare(self, result: Mapping[str, torch.Tensor], wanted: Mapping[str, Any]) -> None:
+        """Fail unless a result is as wanted, bit by bit."""
+        assert list(result) == list(wanted)
+        for name, value in wanted.items():
+            got = result[name].cpu()
+            assert torch.equal(got, value), f"The graph read {name!r} as {got}, not as {value}."
+
+    def run_and_compare(
+        self, runner: Any, rows: int, number: int, kind: str, bucket: int | None = None
+    ) -> None:
+        """Run one step and compare its result."""
+        values = self.values(rows, number)
+        ceiling = 0 if kind == "eager" else self.ceiling
+        self.backend.refuses = kind.startswith("refused")
+        if "in place" in kind:
+            self._write(runner, values, rows)
+            result = runner.step(rows, ceiling=ceiling)
+        else:
+            result = runner(**self.given(values, kind), ceiling=ceiling)
+        self.compare(result, self.wanted(values, rows, rows if kind == "eager" else bucket))
+        self.backend.refuses = False
+
+    def _write(self, runner: Any, values: Mapping[str, torch.Tensor], rows: int) -> None:
+        runner.buffers.wait()
+        for name, spec in self.way.inputs.items():
+            place, dim = runner.buffers[name], spec.batch_dim
+            (place if dim is None else place.narrow(dim, 0, rows)).copy_(values[name])
+
+
+class _CoveringPolicy(OneBucketPolicy):
+    """One key for each size; a larger one stands in for one that is switched off."""
+
+    traits = frozenset({"smallest_bucket", "monotone", "order", "stateless"})
+
+    def candidates(self, batch: Any, mode: RuntimeMode, graphs: Any) -> Any:
+        return graphs.covering(batch, mode)
+
+
+def _returning(inputs: Mapping[str, StaticInput], *, draws: bool) -> Callable[..., Any]:
+    """Return a step that returns all of its inputs."""
+
+    def step(**given: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = {name: value.clone() for name, value in given.items()}
+        if draws:
+            found["drawn"] = torch.rand(4, device=next(iter(given.values())).device)
+        return found
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(name, kind) for name in inputs]
+    step.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return step
+
+
+class NodeSwitch:
+    """A backend whose copy nodes are as a way wants them; all else is the real one's.
+
+    Attributes:
+        refuses: Nodes cannot be set.
+    """
+
+    def __init__(self, real: GraphBackend, node: str) -> None:
+        self._real, self._node = real, node
+        self.refuses = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def copy_node(self, num_regions: int, num_bytes: int, data_bytes: int = 0) -> Any:
+        """Return a node of the real backend that can be lost, and can refuse."""
+        if self._node == "none":
+            return "switched off for this test"
+        if self._node == "short" and data_bytes > MOST_DATA:
+            return "too many bytes for this test"
+        real: Any = self._real
+        made = real.copy_node(num_regions, num_bytes, data_bytes=data_bytes)
+        return made if isinstance(made, str) else _SwitchedNode(made, self, self._node == "lost")
+
+
+class _SwitchedNode:
+    """A copy node that may be lost, and may refuse to be set."""
+
+    def __init__(self, real: Any, switch: NodeSwitch, is_lost: bool) -> None:
+        self._real, self._switch, self._is_lost = real, switch, is_lost
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def attach(self, graph: Any) -> str:
+        """Find the node, unless it is to be lost."""
+        problem: str = "lost for this test" if self._is_lost else self._real.attach(graph)
+        return problem
+
+    def setter(self, regions: Any, offsets: Any = ()) -> Callable[[Any], int]:
+        """Return what sets the node, unless it is to refuse."""
+        set_node, switch = self._real.setter(regions, offsets), self._switch
+
+        def set_or_refuse(tensors: Any) -> int:
+            return 1 if switch.refuses else set_node(tensors)
+
+        return set_or_refuse
