@@ -27,6 +27,7 @@ from dispatchkit.backends.optional import features_of
 from dispatchkit.execute import EagerStepWarning, GraphRunner, StaticInput
 from dispatchkit.execute.step.pieces import eager_piece, graph_piece
 from dispatchkit.keys import BatchDescriptor, GraphKey, RuntimeMode
+from dispatchkit.options import BufferOptions, RunnerOptions
 from dispatchkit.testing.smallest import OneBucketPolicy
 
 SIZES = (1, 2, 4, 8)
@@ -240,7 +241,7 @@ class InputTransportTests:
 
     def test_check_mode(self, bench: Bench) -> None:
         """Replay and eager give the same, in a runner that raises otherwise."""
-        runner = bench.runner(check=1, strict=True, by_rows=True)
+        runner = bench.runner(by_rows=True, options=RunnerOptions(check=1, strict=True))
         for number in range(12):
             rows = number * 5 % 8 + 1
             values = bench.values(rows, number)
@@ -304,7 +305,13 @@ class Bench:
         return GraphKey(self.way.key_mode, BatchDescriptor(size))
 
     def runner(
-        self, *, draws: bool = False, by_rows: bool = False, lazy: bool = False, **settings: Any
+        self,
+        *,
+        draws: bool = False,
+        by_rows: bool = False,
+        lazy: bool = False,
+        lanes: int = 1,
+        options: RunnerOptions = RunnerOptions(),  # noqa: B008 - it is frozen
     ) -> Any:
         """Return a runner with all graphs, whose results are whole buckets.
 
@@ -312,11 +319,12 @@ class Bench:
             draws: The step returns four random numbers, too.
             by_rows: Results are the rows of a call.
             lazy: Nothing is captured ahead.
-            settings: Further settings.
+            lanes: The number of lanes.
+            options: Further settings.
         """
         step = _returning(self.way.inputs, draws=draws)
         if not by_rows:
-            settings["output_batch_dims"] = None
+            options = attrs.evolve(options, buffers=BufferOptions(output_batch_dims=None))
         runner = GraphRunner(
             [graph_piece(step), eager_piece(dict)] if self.way.kind == "pieces" else step,
             self.way.inputs,
@@ -325,7 +333,8 @@ class Bench:
             mode="PIECEWISE" if self.way.kind == "pieces" else "FULL",
             backend=self.backend,
             lazy=lazy,
-            **settings,
+            lanes=lanes,
+            options=options,
         )
         if self.way.kind == "registered":
             self._register(runner, step, by_rows=by_rows)

@@ -17,7 +17,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from played_tape import PlayedTape  # noqa: E402
 
-from dispatchkit import StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import RunnerOptions, StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.backends.cuda.copy import CAPACITIES, CopyKernel  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ReplayError  # noqa: E402
@@ -317,7 +317,7 @@ def test_a_failed_launch_leaves_nothing_behind(made, quiet):
 
 
 def test_a_node_that_is_gone_wrong_is_found_by_check_mode(made):
-    runner, backend = made(check=1)
+    runner, backend = made(options=RunnerOptions(check=1))
     backend.play = lambda number: None
     call = rows_of(3, 4)
     with pytest.warns(CheckWarning):

@@ -13,7 +13,6 @@ from device_steps import SIZES, in_threads, key_of, runner_of  # noqa: E402
 
 from dispatchkit import (  # noqa: E402
     BufferOptions,
-    GraphRunner,
     RunnerOptions,
     StaticInput,
     eager_piece,
@@ -21,7 +20,6 @@ from dispatchkit import (  # noqa: E402
 )
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
 from dispatchkit.execute.io.staging import Staging  # noqa: E402
-from dispatchkit.testing import OneBucketPolicy  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -302,34 +300,6 @@ def test_the_copy_node_for_every_number_and_type_of_inputs(count):
     assert runner.input_path(key_of(39)) == "node"
 
 
-def test_the_copy_node_beside_inputs_that_it_is_not_for():
-    specs = {
-        "x0": StaticInput((None,), "int64", fill=1),
-        "x1": StaticInput((3, None), "int32", fill=2),
-        "x2": StaticInput((5,), "float32"),
-        "x3": StaticInput((None, 1 << 13), "float32", fill=1),
-        "x4": StaticInput((None,), "int64", fill=3, host=True),
-        "x5": StaticInput((None, 2), "float32", fill=0.5),
-    }
-    runner = runner_of(
-        named(6), specs, options=RunnerOptions(buffers=BufferOptions(output_batch_dims=None))
-    )
-    assert runner.input_path(key_of(32)) == "node"
-    path = runner.lifecycle.live()[key_of(32)].input_path
-    assert (path.device_inputs, path.host_offsets) == ((0, 2, 5), {4: 0})
-    for number, rows in enumerate([32, 3, 17, 5, 8, 1, 32]):
-        values = [small(rows, spec, number) for spec in specs.values()]
-        values[4] = values[4].cpu()
-        if number % 2:
-            values[5] = values[5].t().contiguous().t()
-        bucket = next(size for size in SIZES if size >= rows)
-        got = runner(*values)
-        for one, value, spec in zip(got, values, specs.values(), strict=True):
-            missing = 0 if spec.batch_dim is None else bucket - rows
-            fill = missing * (value.numel() // rows) * spec.fill
-            torch.testing.assert_close(one.cpu(), value.float().sum().cpu() + fill)
-
-
 def test_the_copy_node_on_several_streams_and_threads():
     """Each step reads its own tensors, also such as are let go of before the device reads them."""
     inputs = {
@@ -362,77 +332,3 @@ def test_the_copy_node_on_several_streams_and_threads():
         wanted = 2.0 * number + torch.arange(rows) + number
         same(got.cpu(), wanted[:, None].expand(rows, 3).float().contiguous())
     assert runner.input_path(key_of(32)) == "node"
-
-
-def test_the_copy_node_of_several_lanes():
-    runner = runner_of(lambda x: x * 2 + 1, {"x": StaticInput((None,), "int64")}, lanes=3)
-    handles = []
-    for number in range(60):
-        rows = number * 7 % 32 + 1
-        handles.append((number, rows, runner.submit(torch.full((rows,), number, device=DEVICE))))
-    for number, rows, handle in handles:
-        same(handle.result().cpu(), torch.full((rows,), number * 2 + 1))
-
-
-def test_the_copy_node_of_graphs_that_draw():
-    runner = runner_of(
-        lambda x: x + torch.rand_like(x), {"x": StaticInput((None,), "float32", fill=3)}
-    )
-    assert runner.input_path(key_of(32)) == "node"
-    for number in range(5):
-        x = torch.full((32,), 10.0 * number, device=DEVICE)
-        torch.cuda.manual_seed(number)
-        got = runner(x)
-        torch.cuda.manual_seed(number)
-        same(got, x + torch.rand_like(x))
-
-
-def test_the_copy_node_and_steps_in_place_take_turns():
-    inputs = {"x": StaticInput((None,), "int64", fill=2), "y": StaticInput((4,), "float32")}
-    runner = runner_of(
-        lambda x, y: (x.sum(), y + 1),
-        inputs,
-        options=RunnerOptions(buffers=BufferOptions(output_batch_dims=None)),
-    )
-    for number in range(30):
-        rows = number * 7 % 32 + 1
-        bucket = next(size for size in SIZES if size >= rows)
-        x = torch.full((rows,), number, device=DEVICE)
-        y = torch.full((4,), float(number), device=DEVICE)
-        if number % 3:
-            got = runner(x, y)
-        else:
-            runner.buffers["x"][:rows], runner.buffers["y"][:] = x, y
-            got = runner.step(rows)
-        same(got[0].cpu(), torch.tensor(number * rows + 2 * (bucket - rows)))
-        same(got[1], y + 1)
-
-
-def test_a_graph_captured_anew_has_a_copy_node_of_its_own():
-    runner = runner_of(lambda x: x + 1, {"x": StaticInput((None,), "int64")})
-    x = torch.arange(5, device=DEVICE)
-    same(runner(x), x + 1)
-    runner.invalidate("for a test")
-    runner.capture()
-    same(runner(x * 2), x * 2 + 1)
-    assert runner.input_path(key_of(8)) == "node"
-
-
-def test_check_mode_and_the_switch_off():
-    inputs = {"x": StaticInput((None,), "int64", fill=1)}
-    for on in (True, False):
-        runner = GraphRunner(
-            lambda x: x * 2,
-            inputs,
-            sizes=SIZES,
-            policy=OneBucketPolicy(),
-            mode="FULL",
-            backend=CudaBackend(0, copy_node=on),
-            options=RunnerOptions(check=1, strict=True),
-        )
-        assert runner.capture().failed == {}
-        path = runner.input_path(key_of(32))
-        assert path == ("node" if on else "copy: switched off")
-        for rows in (5, 32, 3):
-            x = torch.arange(rows, device=DEVICE)
-            same(runner(x), x * 2)
