@@ -458,7 +458,7 @@ class Model:
                 runner.dispatcher.dispatch(size)
         fill_s = time.perf_counter() - start
         told: list[Decision] = []
-        adaptive.on_decision(told.append)
+        adaptive.taps.on_decision(told.append)
         learning = Learning(adaptive.dispatcher.policy)
         cases: dict[str, Callable[[int], Any]] = {
             "vllm": lambda size: vllm(rows[:size]),
@@ -472,7 +472,7 @@ class Model:
             ceilings = {size: 2 if chosen[bucket_of(size, sizes)] else 0 for size in set(steps)}
             cases[name] = lambda size, by=ceilings: vllm(rows[:size], ceiling=by[size])
         totals, early = self.take_turns(cases, steps)
-        adaptive.on_decision(None)
+        adaptive.taps.on_decision(None)
         learning.end()
         name = min(best, key=totals.__getitem__)
         for case, total in totals.items():

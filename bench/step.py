@@ -361,7 +361,9 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
     case.capture()
     view, owned = case.runner("view"), case.runner("owned")
     by_torch = case.runner("view", CudaBackend(copy_node=False))
-    paths = {what: one.input_path(FULL_KEY) for what, one in (("with", view), ("out", by_torch))}
+    paths = {
+        what: one.controls.input_path(FULL_KEY) for what, one in (("with", view), ("out", by_torch))
+    }
     cases: dict[str, Run] = {
         "eager": case.eager(),
         "by hand": case.by_hand(case.device),
@@ -418,11 +420,11 @@ def pieces(runner: GraphRunner, case: Case, rounds: int) -> None:
     """What a step of the runner is made of, one by one."""
     given = dict(zip(names(3), case.device[FIXED], strict=True))
     values = tuple(given.values())
-    plan, stream = runner._decide(FIXED).plan, runner._current_stream_handle()
+    plan, stream = runner.lanes[0].decide(FIXED).plan, runner._current_stream_handle()
     plan.run(values, stream)
-    runner._check_inputs(values)  # notes what the inputs look like, for the quick check below
-    _, readable = runner._check_inputs(values)
-    transport, lane = plan.transport, runner._lane
+    runner._check(values)  # notes what the inputs look like, for the quick check below
+    _, readable = runner._check(values)
+    transport, lane = plan.transport, runner.lanes[0].lane
 
     def locked(_: int) -> None:
         runner._acquire()
@@ -434,11 +436,11 @@ def pieces(runner: GraphRunner, case: Case, rounds: int) -> None:
     parts: dict[str, Run] = {
         "nothing": lambda _: None,
         "pass by name": lambda _: with_names(**given),
-        "bind": lambda _: runner._bind_inputs((), given),
-        "check": lambda _: runner._check_inputs(values),
+        "bind": lambda _: runner._bind((), given),
+        "check": lambda _: runner._check(values),
         "is capturing": lambda _: runner._is_capturing(),
         "lock": locked,
-        "decide": lambda _: runner._decide(FIXED, 0, 0, 0, 2),
+        "decide": lambda _: runner.lanes[0].decide(FIXED, 0, 0, 0, 2),
         "current stream": lambda _: runner._current_stream_handle(),
         "copy": lambda _: transport.load(values, readable),
         "launch": lambda _: plan._launch(plan._graph, lane.stream_argument),
@@ -491,7 +493,9 @@ def host_group(sizes: list[int], rounds: int) -> None:
     case = Case(sizes, [INT64] * 3, 50, host=True)
     case.capture()
     view, staged = case.runner("view"), case.runner("view", CudaBackend(copy_node=False))
-    paths = {what: one.input_path(FULL_KEY) for what, one in (("with", view), ("out", staged))}
+    paths = {
+        what: one.controls.input_path(FULL_KEY) for what, one in (("with", view), ("out", staged))
+    }
 
     def in_place(runner: GraphRunner) -> Run:
         buffers = runner.buffers
@@ -501,7 +505,7 @@ def host_group(sizes: list[int], rounds: int) -> None:
             buffers.wait()
             for target, array in zip(targets, case.arrays[rows], strict=True):
                 target[:rows] = array
-            return runner.step(rows)
+            return runner.run_in_place(rows)
 
         return step
 

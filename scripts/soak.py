@@ -172,7 +172,7 @@ class Soak:
         key = self.rng.choice(list(self.runner.registry))
         if self.rng.random() < 0.5:
             self.runner.capture([key])
-        elif key in self.runner.lifecycle.live():
+        elif key in self.runner.lanes[0].lifecycle.live():
             self.runner.evict(key)
 
     def on_memory(self) -> None:
@@ -240,7 +240,7 @@ class Soak:
 
     def on_evict(self) -> None:
         """A graph is given up."""
-        live = list(self.runner.lifecycle.live())
+        live = list(self.runner.lanes[0].lifecycle.live())
         if live:
             self.runner.evict(self.rng.choice(live))
 
@@ -248,7 +248,7 @@ class Soak:
         """Fewer graphs, or less memory, than there are now."""
         if self.rng.random() < 0.5:
             fewer = [*range(2, MAX_GRAPHS)]
-            if (now := self.runner.lifecycle.budget.max_graphs) in fewer:
+            if (now := self.runner.lanes[0].lifecycle.budget.max_graphs) in fewer:
                 fewer.remove(now)  # what is so already is no swap
             self.runner.swap(max_graphs=self.rng.choice(fewer))
             self.swaps += 1
@@ -310,7 +310,7 @@ class Soak:
             runner.set_enabled(True, mode=mode)
         for key in runner.registry:
             runner.set_enabled(True, key=key)
-        budget = runner.lifecycle.budget
+        budget = runner.lanes[0].lifecycle.budget
         if (budget.max_graphs, budget.max_bytes) != (MAX_GRAPHS, None):
             runner.swap(max_graphs=MAX_GRAPHS, max_bytes=None)
             self.swaps += 1
@@ -333,7 +333,7 @@ class Soak:
     def told(self) -> dict[str, Any]:
         """Return where it stands, to understand a failure by."""
         runner = self.runner
-        lane = runner._lane  # noqa: SLF001 - what it holds by kind is told nowhere else
+        lane = runner.lanes[0].lane
         return {
             "seed": self.seed,
             "steps": self.steps,
@@ -342,7 +342,7 @@ class Soak:
             "recent": list(self.recent),
             "policy": runner.dispatcher.policy_name,
             "sizes": runner.config.capture_sizes,
-            "budget": str(runner.lifecycle.budget),
+            "budget": str(runner.lanes[0].lifecycle.budget),
             "bytes": {
                 "pool": lane.backend.pool_bytes(lane.pool),
                 "outputs": lane.outputs.num_bytes,
@@ -366,7 +366,7 @@ class Soak:
             raise SoakError(f"{self.steps} steps gave a result, {stats.steps} were counted.")
         if sum(stats.hits.values()) + sum(eager.values()) != self.steps or "" in eager:
             raise SoakError(f"Not every step is a replay or eager with a reason: {stats}")
-        live, budget = runner.lifecycle.live(), runner.lifecycle.budget
+        live, budget = runner.lanes[0].lifecycle.live(), runner.lanes[0].lifecycle.budget
         if budget.max_graphs is not None and len(live) > budget.max_graphs:
             raise SoakError(f"{len(live)} graphs are alive; the budget is {budget.max_graphs}.")
         if budget.max_bytes is not None and runner.num_bytes > budget.max_bytes:

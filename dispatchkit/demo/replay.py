@@ -176,7 +176,7 @@ def _run(
         num_tokens=traffic.num_tokens,
         padding=sum(row.padding for row in pair.times()),
         capture={
-            "num_graphs": runner.lifecycle.num_graphs(),
+            "num_graphs": runner.lanes[0].lifecycle.num_graphs(),
             "seconds": captured.seconds,
             "num_bytes": runner.num_bytes,
             "failed": {

@@ -6,6 +6,7 @@ from dispatchkit.dispatch.dispatcher import Dispatcher
 from dispatchkit.dispatch.explain import Explanation, MeasuredTime, StepCost, explain
 from dispatchkit.dispatch.lanes import (
     LANE_TRAITS,
+    KeyHomes,
     LanePolicy,
     Lanes,
     LaneStep,
@@ -41,6 +42,7 @@ __all__ = [
     "ExplainingPolicy",
     "Explanation",
     "GraphView",
+    "KeyHomes",
     "LanePolicy",
     "LaneStep",
     "LaneView",

@@ -13,7 +13,10 @@ from dispatchkit.keys.modes import RuntimeMode
 
 
 class Reason(enum.StrEnum):
-    """Why a step replays, or runs eager. Policies may give reasons of their own."""
+    """Why a step replays, or runs eager. Policies may give reasons of their own.
+
+    The first are the dispatcher's and its policy's, the others the executor's.
+    """
 
     HIT = "hit"
     EMPTY_BATCH = "empty_batch"
@@ -31,6 +34,40 @@ class Reason(enum.StrEnum):
     PIECEWISE_UNSUPPORTED = "piecewise_unsupported"
     NOT_MINE = "no_policy_answered"
     POLICY_ERROR = "policy_error"
+    #: The key has not been asked for often enough to be captured yet.
+    CAPTURE_PENDING = "capture_pending"
+    #: The step runs inside a capture that somebody else began, and is recorded there.
+    INSIDE_CAPTURE = "inside_capture"
+    #: The replay failed before it had any effect.
+    REPLAY_FAILED = "replay_failed"
+    #: The replay gave something else than eager, whose result was taken.
+    CHECK_FAILED = "check_failed"
+    #: The graph was captured under another autocast.
+    AUTOCAST = "autocast"
+    #: A module of the step was switched to training, or back, since the capture.
+    TRAINING_MODE = "training_mode"
+    #: A module of the step was moved, or has another type, since the capture.
+    MOVED_MODULE = "moved_module"
+    #: Every call of the step changes Python state, which no replay would.
+    PYTHON_STATE = "python_state"
+    #: The one call that runs eager because a first call computes something else.
+    FIRST_CALL = "first_call"
+    #: Real rows of a padded step were seen to depend on padding.
+    ROWS_DEPEND = "rows_depend"
+    #: A weight, buffer or submodule was found to be replaced.
+    WEIGHTS_REPLACED = "weights_replaced"
+    #: A value that Python reads was found to be another.
+    VALUE_CHANGED = "value_changed"
+    #: Of a graphed call: no tensor has a batch dimension,
+    NO_BATCH = "no_batch"
+    #: gradients are asked for,
+    GRADIENTS = "gradients"
+    #: its tensors are on several devices,
+    SEVERAL_DEVICES = "several_devices"
+    #: a value cannot be part of a graph's name,
+    UNHASHABLE_VALUE = "unhashable_value"
+    #: or as many other forms of calls as there may be have graphs.
+    TOO_MANY_FORMS = "too_many_forms"
 
 
 def _word(reason: Any) -> str:

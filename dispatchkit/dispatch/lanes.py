@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
+from dispatchkit.dispatch.policy import policy_name
 from dispatchkit.errors import PolicyError
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.checks import whole_number
@@ -129,6 +130,51 @@ def lane_homes(
             raise PolicyError(name, "homes", problem, origin=origin, value=homes)
         found[key] = tuple(sorted(set(homes)))
     return found
+
+
+class KeyHomes:
+    """Tell on which lanes each key is captured.
+
+    Args:
+        policy: The lane policy; one without ``homes`` has every key on every lane.
+        keys: The declared keys, as they are when asked.
+        num_lanes: How many lanes there are.
+        origin: Where the lane policy comes from, for error messages.
+
+    Attributes:
+        are_chosen: The lane policy chooses; otherwise each lane has all keys.
+    """
+
+    def __init__(
+        self, policy: object, keys: Iterable[GraphKey], num_lanes: int, *, origin: str = ""
+    ) -> None:
+        self._policy, self._keys, self._num_lanes = policy, keys, num_lanes
+        self._origin = origin
+        self.are_chosen: bool = getattr(policy, "homes", None) is not None
+
+    def by_key(self) -> dict[GraphKey, tuple[int, ...]]:
+        """Return the lanes of each key.
+
+        Raises:
+            PolicyError: The policy raised, named a lane that is none, or no lane for a key.
+        """
+        name = policy_name(self._policy)
+        return lane_homes(self._policy, self._keys, self._num_lanes, name=name, origin=self._origin)
+
+    def by_lane(self, keys: Sequence[GraphKey] | None = None) -> list[Sequence[GraphKey] | None]:
+        """Return which of some keys each lane is to capture; None stands for all.
+
+        Raises:
+            PolicyError: As ``by_key``.
+        """
+        if not self.are_chosen:
+            return [keys] * self._num_lanes
+        homes = self.by_key()
+        wanted = tuple(self._keys) if keys is None else keys
+        return [
+            [key for key in wanted if lane in homes.get(key, (lane,))]
+            for lane in range(self._num_lanes)
+        ]
 
 
 def lane_priorities(

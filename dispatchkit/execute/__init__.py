@@ -15,13 +15,13 @@ except ImportError as _error:
     ) from _error
 
 from dispatchkit.execute.capture.budget import ChurnWarning
-from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.graph import PlainCodeWarning
 from dispatchkit.execute.capture.report import CaptureReport
+from dispatchkit.execute.config_watcher import ConfigWatcher, SwapWarning
 from dispatchkit.execute.io.inputs import StaticInput
-from dispatchkit.execute.lanes.submit import LaneCost, LanePolicyWarning, LaneStats, StepHandle
-from dispatchkit.execute.live.config_watcher import ConfigWatcher, SwapWarning
-from dispatchkit.execute.live.shadowing import RunnerShadow
+from dispatchkit.execute.lanes.lane_set import LaneCost, LanePolicyWarning, LaneStats, StepHandle
+from dispatchkit.execute.live.shadow import RunnerShadow
 from dispatchkit.execute.live.swap import SwapReport
 from dispatchkit.execute.replay.check import CheckWarning
 from dispatchkit.execute.runner import GraphRunner
@@ -54,7 +54,7 @@ from dispatchkit.observe.counters import RunnerStats
 __all__ = [
     "BackendDevice",
     "CaptureReport",
-    "CapturedStep",
+    "CapturedKey",
     "CheckWarning",
     "ChurnWarning",
     "ConfigWatcher",

@@ -10,6 +10,7 @@ The lane's own stream serves warmup, capture and ``submit``.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,7 +92,6 @@ class Lane:
 
     Attributes:
         index: Number of the lane.
-        peers: The other lanes of the same runner.
         chain: Keeps steps apart that must not overlap; None where there is one lane.
         tick: Counts runs of the step, eager ones too; says which graph was used last.
         handle: Raw handle of the stream of the last step, None before the first.
@@ -110,7 +110,7 @@ class Lane:
     ) -> None:
         self.backend = backend
         self.index: int = 0
-        self.peers: tuple[Lane, ...] = ()
+        self._peers: tuple[weakref.ref[Lane], ...] = ()
         self.chain: Chain | None = None
         self.stream: Stream = backend.new_stream()
         self.pool: Any = backend.new_pool()
@@ -129,7 +129,7 @@ class Lane:
         self.handle: int | None = None
         self.stream_argument: ctypes.c_void_p = ctypes.c_void_p()
         self.last_stream: Stream | None = None
-        self._ready: deque[Any] = deque()
+        self._ready: deque[weakref.ref[Any]] = deque()
 
     def buffers_of(self, key: GraphKey) -> InputBuffers:
         """Return the buffers that the graph of a key reads; axes may make them others."""
@@ -188,7 +188,9 @@ class Lane:
 
     def join(self, index: int, priority: int, peers: tuple[Lane, ...], chain: Chain) -> None:
         """Become one of several lanes of a runner; before anything is captured."""
-        self.index, self.peers, self.chain = index, peers, chain
+        self.index, self.chain = index, chain
+        # Weakly, as plans below: a lane's memory must go with its runner, at once.
+        self._peers = tuple(weakref.ref(peer) for peer in peers)
         if priority:
             del self.stream  # first, so that there are never more streams than lanes
             self.stream = new_stream(self.backend, priority)
@@ -199,13 +201,15 @@ class Lane:
 
         For whoever saves and restores state: what steps in flight change would be lost.
         """
-        for peer in self.peers:
-            peer.settle()
+        for reference in self._peers:
+            peer = reference()
+            if peer is not None:
+                peer.settle()
         self.order()
         try:
             yield
         finally:
-            if self.peers:
+            if self._peers:
                 self.backend.current_stream().synchronize()
                 self.settle()
 
@@ -217,14 +221,19 @@ class Lane:
 
     def keep_ready(self, plan: Any) -> None:
         """Note that a plan holds views; the oldest beyond a bound gives them up."""
-        self._ready.append(plan)
+        self._ready.append(weakref.ref(plan))
         if len(self._ready) > MAX_READY_PLANS:
-            self._ready.popleft().forget()
+            self._forget_oldest()
 
     def forget_plans(self) -> None:
         """Let go of all kept views."""
         while self._ready:
-            self._ready.popleft().forget()
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        plan = self._ready.popleft()()
+        if plan is not None:
+            plan.forget()
 
     def num_bytes(self) -> int:
         """Return the bytes of its graphs: the pool, and the outputs they share."""

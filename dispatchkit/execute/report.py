@@ -4,52 +4,54 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from dispatchkit.execute.executor import Executor
 from dispatchkit.keys.batch import GraphKey
-
-if TYPE_CHECKING:
-    from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.observe.counters import RunnerStats
 
 _BAR_WIDTH = 30
 
 Show = Callable[[int, int, "GraphKey | None"], None]
 
 
-def ladder(runner: GraphRunner) -> str:
+def ladder(executors: Sequence[Executor]) -> str:
     """Return the keys with state, hits and misses by reason, as text."""
-    stats = runner.stats()
-    resolved = "" if runner.config.mode is runner.asked_mode else f" (asked: {runner.asked_mode})"
-    pieces = "FULL and PIECEWISE" if runner.can_split else "FULL alone: the step is not split"
-    policy = runner.dispatcher.policy_name
+    first = executors[0]
+    stats = RunnerStats.total(one.counters.read() for one in executors)
+    num_bytes = sum(one.lane.num_bytes() for one in executors)
+    mode, asked = first.dispatcher.config.mode, first.asked_mode
+    resolved = "" if mode is asked else f" (asked: {asked})"
+    can_split = first.work.step.can_split
+    pieces = "FULL and PIECEWISE" if can_split else "FULL alone: the step is not split"
+    policy = first.dispatcher.policy_name
     modes = ", ".join(f"{count} {mode}" for mode, count in stats.steps_by_mode.items())
     lines = [
-        f"GraphRunner: policy {policy}, mode {runner.config.mode}{resolved}",
-        f"backend {runner.backend.name}; can run {pieces}",
-        f"{stats.steps} steps: {modes}; padding {stats.padding:.1%}; {runner.num_bytes} bytes",
+        f"GraphRunner: policy {policy}, mode {mode}{resolved}",
+        f"backend {first.work.backend.name}; can run {pieces}",
+        f"{stats.steps} steps: {modes}; padding {stats.padding:.1%}; {num_bytes} bytes",
     ]
-    if len(runner.lanes) > 1:
-        lines.append(f"{len(runner.lanes)} lanes")
-    lines += [f"mode {reason}" for reason in runner.mode_reasons]
+    if len(executors) > 1:
+        lines.append(f"{len(executors)} lanes")
+    lines += [f"mode {reason}" for reason in first.mode_reasons]
     rows = []
-    for key in sorted(runner.registry, key=lambda one: (-int(one.mode), one.num_tokens)):
-        entry = runner.registry.get(key)
+    for key in sorted(first.registry, key=lambda one: (-int(one.mode), one.num_tokens)):
+        entry = first.registry.get(key)
         if entry is None:  # a swap has just taken it away
             continue
-        state = _state(runner, key) + ("" if runner.registry.is_enabled(key) else ", disabled")
-        misses = _misses(runner, key)
+        state = _state(executors, key) + ("" if first.registry.is_enabled(key) else ", disabled")
+        misses = _misses(executors, key)
         rows.append(
             (
                 str(key),
                 state,
-                str(sum(member.counters.of_key(key).steps for member in runner.lanes)),
+                str(sum(member.counters.of_key(key).steps for member in executors)),
                 ", ".join(f"{reason} {count}" for reason, count in misses.items()),
                 entry.reason,
             )
         )
-    other = _misses(runner, None)
+    other = _misses(executors, None)
     if other:
         text = ", ".join(f"{reason} {count}" for reason, count in other.items())
         rows.append(("(no key)", "", "", text, ""))
@@ -64,10 +66,10 @@ def ladder(runner: GraphRunner) -> str:
     return "\n".join(lines)
 
 
-def _state(runner: GraphRunner, key: GraphKey) -> str:
+def _state(executors: Sequence[Executor], key: GraphKey) -> str:
     """Return the state of a key, and on which lanes where it is not the same on all."""
     lanes: dict[str, list[str]] = {}
-    for index, member in enumerate(runner.lanes):
+    for index, member in enumerate(executors):
         entry = member.registry.get(key)
         # A graph that was registered by hand is known on the first lane alone.
         state = "unknown" if entry is None else str(entry.state)
@@ -77,8 +79,8 @@ def _state(runner: GraphRunner, key: GraphKey) -> str:
     return ", ".join(f"{state} on {' '.join(where)}" for state, where in lanes.items())
 
 
-def _misses(runner: GraphRunner, key: GraphKey | None) -> Counter[str]:
-    return sum((Counter(member.counters.misses(key)) for member in runner.lanes), Counter())
+def _misses(executors: Sequence[Executor], key: GraphKey | None) -> Counter[str]:
+    return sum((Counter(member.counters.misses(key)) for member in executors), Counter())
 
 
 @contextmanager

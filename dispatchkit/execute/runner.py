@@ -10,43 +10,35 @@ import attrs
 import torch
 
 from dispatchkit.backends.base import GraphBackend
-from dispatchkit.dispatch import Decision, Dispatcher, Lanes, Policy
+from dispatchkit.dispatch import Dispatcher, Explanation, Lanes, Policy
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.capture.capture import Capturer
-from dispatchkit.execute.capture.lifecycle import Lifecycle
-from dispatchkit.execute.capture.warmup import Warmups
+from dispatchkit.execute.capture.captured import CapturedKey
+from dispatchkit.execute.capture.report import CaptureReport
 from dispatchkit.execute.controls import Controls
-from dispatchkit.execute.io.axes import AxisCut, AxisInputs
+from dispatchkit.execute.executor import make_workload, run_again
 from dispatchkit.execute.io.buffers import StaticBuffers
-from dispatchkit.execute.io.inputs import InputSet, StaticInput, inputs_from_example
-from dispatchkit.execute.lane import Lane
-from dispatchkit.execute.lanes.build import add_lanes, check_lanes
-from dispatchkit.execute.lanes.submit import Submitting
-from dispatchkit.execute.live.decided import Decided
-from dispatchkit.execute.live.notices import Notices
-from dispatchkit.execute.live.recording import Recording
-from dispatchkit.execute.live.shadowing import Shadowing
-from dispatchkit.execute.replay.check import Checker
-from dispatchkit.execute.replay.eager import EagerRunner
-from dispatchkit.execute.replay.planner import Planner
+from dispatchkit.execute.io.calls import CallReader
+from dispatchkit.execute.io.inputs import StaticInput
+from dispatchkit.execute.lanes.build import check_lanes, join_lanes, make_executors
+from dispatchkit.execute.lanes.lane_set import LaneSet, StepHandle
+from dispatchkit.execute.live.decisions import DecisionRunner
+from dispatchkit.execute.live.shadow import RunnerShadow, start_shadow
+from dispatchkit.execute.live.swap import Swapper, SwapReport
+from dispatchkit.execute.live.swap_requests import UNCHANGED
+from dispatchkit.execute.live.taps import StepTaps, StepWatcher
 from dispatchkit.execute.replay.plans import AGAIN
-from dispatchkit.execute.replay.timing import Timings
 from dispatchkit.execute.report import ladder
-from dispatchkit.execute.setup import (
-    RunnerSpec,
-    honoured,
-    make_backend,
-    make_policy,
-    merge_config,
-)
-from dispatchkit.execute.step.guard import Guard
-from dispatchkit.execute.step.pieces import Step
+from dispatchkit.execute.setup import RunnerSpec, merge_config
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.keys.axes import Axis
+from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
-from dispatchkit.observe.counters import StepCounters
+from dispatchkit.observe.counters import RunnerStats
+from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
+from dispatchkit.observe.shadow import StepTimes
 from dispatchkit.options import RunnerOptions, refuses_moved
+from dispatchkit.plan.costs import CostModel
 from dispatchkit.plugins import PolicyWithPlugins
 from dispatchkit.registry import GraphRegistry
 
@@ -55,7 +47,7 @@ def _remake(spec: RunnerSpec) -> GraphRunner:
     return GraphRunner(**spec.arguments())
 
 
-class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
+class GraphRunner:
     """Run a step through captured graphs, padded to the nearest size, or eager.
 
     A call gives what the step itself gives on the same inputs. Graphs carry no gradients:
@@ -85,17 +77,14 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
         options: All other settings.
 
     Attributes:
-        dispatcher: Decides.
-        registry: The keys and their graphs.
-        config: Sizes, limits and modes in force; without PIECEWISE where the step is whole.
-        mode_reasons: Why the mode in force is less than what was asked for, where a piece or
-            the backend says that it supports less.
         backend: The device.
-        spec: What it was asked to be.
-        known_axis_cuts: Says for values of the axes, and a key, which dimensions of outputs
-            follow an axis: indices of output, dimension and axis. None if not measured yet.
         buffers: The static inputs by name, for callers that write them themselves; see
-            ``step``.
+            ``run_in_place``.
+        controls: Capture, freeze, evict, and how graphs are launched.
+        lanes: The lanes, each an executor with a dispatcher, graphs and counters of its own.
+        taps: What follows the decisions of steps.
+        decisions: Steps that are decided first and run later, as ranks do.
+        swapper: Changes what decides, while steps run.
 
     Raises:
         ConfigError: A setting cannot be used, or two contradict each other.
@@ -146,7 +135,7 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
             axes=axes,
         )
         # What was asked for: copies, lanes and swaps are made from it.
-        self.spec: RunnerSpec = RunnerSpec(
+        spec = RunnerSpec(
             step=step,
             inputs=inputs,
             example=example,
@@ -158,130 +147,26 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
             lanes=lanes,
             options=attrs.evolve(options, config=config),
         )
-        spec, buffers, check = self.spec, options.buffers, options.check
         check_lanes(spec)
-        self.owned_outputs: bool = outputs == "owned"
-        self.backend: GraphBackend = make_backend(backend, options.device, spec.plugins)
-        specs = inputs if inputs is not None else inputs_from_example(example or {})
-        device = torch.device(self.backend.torch_device)
-        self._axes = AxisInputs(specs, config, device) if config.axes else None
-        self._inputs = InputSet(specs, device) if self._axes is None else self._axes.smallest
-        row_count = buffers.row_count
-        self._step = Step(step, self._inputs.names, row_count, [axis.name for axis in config.axes])
-        self._row_count = row_count
-        self.mode_reasons: tuple[str, ...]
-        self.config: DispatchConfig
-        self.config, self.mode_reasons = honoured(config, self._step, self.backend)
-        self.guard: Guard = Guard(self._inputs.device.type, self._step.modules)
-        self.counters: StepCounters = StepCounters()
-        self._lock = threading.RLock()
-        self._swap_lock = threading.Lock()
-
-        chosen, origin, plugins = make_policy(
-            spec.named_policy, options.policy_options, self.config, spec.plugins
-        )
-        self._plugins, self._notices = plugins, Notices(plugins)
-        modes = frozenset({RuntimeMode.FULL, *([RuntimeMode.PIECEWISE] * self._step.can_split)})
-        self.dispatcher: Dispatcher = Dispatcher(
-            chosen,
-            self.config,
-            modes=modes,
-            lazy=lazy,
-            strict=options.strict,
-            origin=origin,
-            on_swap=self._notices.policy_swapped,
-            on_fault=self._notices.policy_at_fault,
-        )
-        self.registry: GraphRegistry = self.dispatcher.registry
-        # Room for the largest bucket, which is what is cut, whatever batches may come; also for
-        # one of a size that only a later policy declares.
-        largest = max((key.num_tokens for key in self.registry), default=1)
-        num_rows = max(largest, self.config.max_capture_size, buffers.buffer_rows or 0)
-        sizing = self._axes is not None and self._axes.has_dimensions
-        self._lane = Lane(
-            self.backend,
-            self._inputs,
-            num_rows,
-            row_count=row_count is not None,
-            inputs_at=self._axes.at if self._axes is not None and sizing else None,
-        )
-        self.buffers: StaticBuffers = StaticBuffers(self._lane.buffers)
+        work = make_workload(spec)
+        lock = threading.RLock()
+        executors = make_executors(work, lock)
+        chooser, homes = join_lanes(executors)
+        self._executor = executors[0]
+        self.backend: GraphBackend = work.backend
+        self.buffers: StaticBuffers = StaticBuffers(self._executor.lane.buffers)
+        reader = CallReader(work.inputs, work.axes)
+        self.controls: Controls = Controls(executors, homes, lock)
+        self.lanes: LaneSet = LaneSet(executors, chooser, homes, reader, lock)
+        self.taps: StepTaps = StepTaps(executors, lock)
+        self.decisions: DecisionRunner = DecisionRunner(self._executor, reader, self.taps, lock)
+        self.swapper: Swapper = Swapper(self._executor, self.taps, len(executors), lock)
         # Found once, since a step asks for each of them.
-        incoming: Any = self._inputs if self._axes is None else self._axes
-        self._bind_inputs, self._check_inputs = incoming.bind, incoming.check
-        self._to_arrays = incoming.to_arrays
-        self._has_host_inputs = bool(self._inputs.host)
-        self._is_special = self._has_host_inputs or self._axes is not None
+        self._axes, self._is_special = work.axes, reader.is_special
+        self._bind, self._to_arrays, self._check = reader.bind, reader.to_arrays, reader.check
         self._is_capturing = self.backend.is_capturing
         self._current_stream_handle = self.backend.current_stream_handle
-        self._acquire, self._release = self._lock.acquire, self._lock.release
-        self._decide: Callable[..., Decision] = self.dispatcher.dispatch
-        self.timings: Timings = Timings(
-            self.backend, self.dispatcher, self._lane, options.sample_every
-        )
-        warm = Warmups(
-            self._step,
-            self._inputs,
-            self.backend,
-            row_count=row_count,
-            axes=self._axes,
-            state=spec.state,
-            state_limit_bytes=options.capture.state_limit_bytes,
-            output_batch_dims=buffers.output_batch_dims,
-            warmups=options.capture.warmups,
-        )
-        self._snapshot = warm.snapshot
-        registry = self.registry
-        self.known_axis_cuts: Callable[..., tuple[AxisCut, ...] | None] = warm.known_axis_cuts
-        capturer = Capturer(
-            warm,
-            self.backend,
-            self.guard,
-            # An only graph has nobody to share with, and needs no copy.
-            share_outputs=lambda: buffers.share_outputs and len(registry) > 1,
-            notes_facts=bool(check),
-        )
-        self.checker: Checker | None = (
-            Checker(check, warm.snapshot, warm.state, capturer.facts_now) if check else None
-        )
-        self.lifecycle: Lifecycle = Lifecycle(
-            capturer,
-            self._lane,
-            self.registry,
-            modes,
-            self.counters,
-            self._notices.tell,
-            budget=options.memory,
-            lazy=lazy,
-            capture_after=options.capture.capture_after,
-        )
-        self.eager: EagerRunner = EagerRunner(
-            warm,
-            self._inputs,
-            self._axes,
-            row_count,
-            self._lane,
-            self.lifecycle,
-            self.counters,
-            self.checker,
-            strict=options.strict,
-        )
-        self._planner = Planner(
-            self.dispatcher,
-            self.lifecycle,
-            self._lane,
-            self.eager,
-            self.guard,
-            self.counters,
-            self.timings,
-            self.checker,
-            axes=tuple(axis.name for axis in config.axes),
-            asked_mode=config.mode,
-            is_owned=self.owned_outputs,
-        )
-        self.dispatcher.bind = self._planner.plan
-        if spec.num_lanes > 1:
-            add_lanes(self, plugins)
+        self._lock, self._acquire, self._release = lock, lock.acquire, lock.release
 
     # -- the step -----------------------------------------------------------------------
 
@@ -313,31 +198,33 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
             NoGraphError: Eager is not allowed, or a downgrade in a strict runner.
             ReplayError: A replay failed after the step may have changed something.
         """
-        tensors = self._bind_inputs(args, inputs)
+        tensors = self._bind(args, inputs)
         if self._is_special:
             tensors = self._to_arrays(tensors)
             if self._axes is not None:
                 loras = self._axes.variant(tensors, loras)
-        num_tokens, readable = self._check_inputs(tensors)
-        stream = self._current_stream_handle()
+        num_tokens, readable = self._check(tensors)
+        executor, stream = self._executor, self._current_stream_handle()
         # The default stream, handle 0, is never captured.
         if stream and self._is_capturing():
-            return self.eager.run_inside_capture(tensors, num_tokens)
+            return executor.eager.run_inside_capture(tensors, num_tokens)
         self._acquire()  # half the price of a with statement
         try:
-            plan = self._decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
+            plan = executor.decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
             result = plan.run(tensors, stream, readable)
-            while result is AGAIN:
-                plan = self.dispatcher.dispatch(num_tokens, num_reqs, uniform, loras, ceiling).plan
-                result = plan.run(tensors, stream, readable)
+            if result is AGAIN:
+                batch = (num_tokens, num_reqs, uniform, loras, ceiling)
+                return run_again(
+                    executor.dispatcher, executor.eager, tensors, stream, readable, *batch
+                )
             return result
         except Exception:
-            self.counters.failed_steps += 1
+            executor.counters.failed_steps += 1
             raise
         finally:
             self._release()
 
-    def step(
+    def run_in_place(
         self,
         num_tokens: int,
         num_reqs: int = 0,
@@ -353,32 +240,394 @@ class GraphRunner(Controls, Submitting, Recording, Decided, Shadowing):
         Raises:
             InputError: No graph serves the batch, and it is larger than the buffers.
         """
-        stream = self._current_stream_handle()
+        executor, stream = self._executor, self._current_stream_handle()
         if stream and self._is_capturing():
-            return self.eager.run_inside_capture(None, num_tokens)
+            return executor.eager.run_inside_capture(None, num_tokens)
         self._acquire()
         try:
-            plan = self._decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
+            plan = executor.decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
             result = plan.run(None, stream)
-            while result is AGAIN:
-                plan = self.dispatcher.dispatch(num_tokens, num_reqs, uniform, loras, ceiling).plan
-                result = plan.run(None, stream)
+            if result is AGAIN:
+                batch = (num_tokens, num_reqs, uniform, loras, ceiling)
+                return run_again(executor.dispatcher, executor.eager, None, stream, False, *batch)
             return result
         except Exception:
-            self.counters.failed_steps += 1
+            executor.counters.failed_steps += 1
             raise
         finally:
             self._release()
 
+    # -- several lanes ------------------------------------------------------------------
+
+    def submit(
+        self,
+        *args: Any,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+        priority: int = 0,
+        **inputs: Any,
+    ) -> StepHandle:
+        """Queue one step on a lane and return at once; it runs exactly once.
+
+        The step waits for what the current stream holds now. Inputs on the device must not be
+        written before the step is done: let the writing stream ``wait`` for the handle. Host
+        inputs are copied before this returns.
+
+        Args:
+            args: Inputs in declared order, or
+            inputs: Inputs by name.
+            num_reqs: As in a call, like the next three.
+            uniform: Kind of batch.
+            loras: Active adapters.
+            ceiling: Highest runtime mode allowed.
+            priority: How urgent the step is, for lane policies that care.
+
+        Raises:
+            InputError: As in a call.
+            ReplayError: As in a call; or this stream is being captured.
+            PolicyError: The lane policy is at fault, and the runner is strict.
+        """
+        return self.lanes.submit(
+            *args,
+            num_reqs=num_reqs,
+            uniform=uniform,
+            loras=loras,
+            ceiling=ceiling,
+            priority=priority,
+            **inputs,
+        )
+
+    # -- graphs -------------------------------------------------------------------------
+
+    def capture(
+        self,
+        keys: Iterable[GraphKey] | None = None,
+        *,
+        progress: bool | Callable[[int, int, GraphKey | None], None] = False,
+        again: bool = False,
+    ) -> CaptureReport:
+        """Capture the keys that have no graph yet, largest first; failures are contained.
+
+        A policy that learns is then given the timed runs it asks for, see ``CalibrationRuns``.
+
+        Args:
+            keys: Which; all declared ones by default. Each lane captures those that have a
+                home on it by its lane policy.
+            progress: Show a progress bar on stderr, or call this with (done, total, key).
+            again: Also those that failed so often that they are left alone: for when the
+                cause has been mended.
+        """
+        return self.controls.capture(keys, progress=progress, again=again)
+
+    def warm_up(self) -> dict[GraphKey, str]:
+        """Warm all keys up before the first is captured; returns those whose warmup raised.
+
+        For libraries whose scratch memory grows with the size: all of it is there before a
+        graph reads its address.
+        """
+        return self.controls.warm_up()
+
+    def capture_next(self) -> GraphKey | None:
+        """Capture the key that was most asked for in vain; to be called in idle moments."""
+        return self.controls.capture_next()
+
+    def freeze(self, *, strict: bool | None = None) -> None:
+        """Capture nothing from now on; a key without a graph runs eager, or raises if strict."""
+        return self.controls.freeze(strict=strict)
+
+    def unfreeze(self) -> None:
+        """Allow captures again, lazy ones where the runner is lazy: to wake up after a sleep."""
+        return self.controls.unfreeze()
+
+    def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
+        """Choose by a function which graph is evicted first, on every lane.
+
+        Args:
+            score: Of a captured key; the lowest goes first. None: as
+                ``MemoryOptions.eviction`` names it.
+        """
+        return self.controls.set_eviction(score)
+
+    def register(
+        self,
+        key: GraphKey,
+        graph: Any,
+        *,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: Any,
+        output_batch_dims: Any = 0,
+        has_effect: bool = True,
+    ) -> None:
+        """Use a graph that was captured elsewhere for a key, on the first lane.
+
+        Args:
+            key: Its name; declared if it is not.
+            graph: Anything with ``replay()``, launched on the current stream.
+            inputs: The tensors it reads, of the key's size, by input name.
+            outputs: What it writes, padded.
+            output_batch_dims: Their batch dimension, as for the runner.
+            has_effect: A replay changes more than its outputs.
+
+        Raises:
+            InputError: The tensors do not fit the declared inputs at the key's size.
+        """
+        return self.controls.register(
+            key,
+            graph,
+            inputs=inputs,
+            outputs=outputs,
+            output_batch_dims=output_batch_dims,
+            has_effect=has_effect,
+        )
+
+    def has(self, key: GraphKey) -> bool:
+        """Return whether a key has a graph now, on any lane."""
+        return self.controls.has(key)
+
+    def get(self, key: GraphKey) -> CapturedKey | None:
+        """Return the captured step of a key on the first lane, None if it has none there."""
+        return self.controls.get(key)
+
+    def evict(self, key: GraphKey) -> None:
+        """Give up the graphs of a key.
+
+        Raises:
+            RegistryError: It has none.
+        """
+        return self.controls.evict(key)
+
+    def clear(self) -> None:
+        """Give up all graphs."""
+        return self.controls.clear()
+
+    def invalidate(self, reason: str = "weights") -> int:
+        """Give up all graphs because what they read was replaced; capture them again after.
+
+        Weights that are copied in place need none of this.
+
+        Returns:
+            How many graphs there were.
+        """
+        return self.controls.invalidate(reason)
+
+    def set_enabled(
+        self, enabled: bool, *, mode: RuntimeMode | str | None = None, key: GraphKey | None = None
+    ) -> None:
+        """Switch a runtime mode, or one key, on or off while serving."""
+        return self.controls.set_enabled(enabled, mode=mode, key=key)
+
+    def drain(self, *, wait: bool = False) -> int:
+        """Give the outcomes of measured steps that are done to the policy; how many."""
+        return self.controls.drain(wait=wait)
+
+    # -- reading ------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the graphs take: their pool, and the outputs they share."""
+        return self.controls.num_bytes
+
+    def stats(self) -> RunnerStats:
+        """Return what has been done so far, on all lanes together."""
+        return self.controls.stats()
+
+    def explain(
+        self,
+        num_tokens: int,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+        *,
+        cost_model: CostModel | str | None = None,
+        **axes: int,
+    ) -> Explanation:
+        """Say what would happen to a batch and why, without running or counting anything.
+
+        It says what such steps took, where the policy had some timed and they were read
+        (``drain`` does that too).
+
+        Args:
+            num_tokens: Tokens of the batch.
+            num_reqs: Requests in it; 0 where they are not known.
+            uniform: False for a mixed batch, True for a uniform decode batch.
+            loras: Active adapters.
+            ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
+            cost_model: Say what the step costs by this model too: one that ``calibrate`` made
+                of this runner, or the name of a built-in one or a file.
+            axes: The value of each axis, by its name.
+
+        Raises:
+            DescriptorError: The batch is impossible.
+            UnknownNameError: There is no such cost model.
+        """
+        return self.controls.explain(
+            num_tokens, num_reqs, uniform, loras, ceiling, cost_model=cost_model, **axes
+        )
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Decides; on the first lane."""
+        return self._executor.dispatcher
+
+    @property
+    def registry(self) -> GraphRegistry:
+        """The keys and their graphs; on the first lane."""
+        return self._executor.registry
+
+    @property
+    def config(self) -> DispatchConfig:
+        """Sizes, limits and modes in force; without PIECEWISE where the step is whole."""
+        return self._executor.dispatcher.config
+
+    @property
+    def spec(self) -> RunnerSpec:
+        """What it is asked to be: copies are made from it."""
+        return self._executor.spec
+
+    # -- while serving ------------------------------------------------------------------
+
+    def swap(
+        self,
+        *,
+        policy: str | Policy | None = None,
+        policy_options: dict[str, Any] | None = None,
+        config: DispatchConfig | None = None,
+        sizes: Sequence[int] | None = None,
+        max_num_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        mode: CUDAGraphMode | str | None = None,
+        max_graphs: int | None = UNCHANGED,
+        max_bytes: int | None = UNCHANGED,
+        eviction: str | None = None,
+        ahead: bool | None = None,
+    ) -> SwapReport:
+        """Change what decides, or its limits, while other threads run steps.
+
+        Every step runs exactly once: those that have begun under what was in force, those that
+        begin later under the new. Graphs that both use stay. While new graphs are captured,
+        old and new together are held to the larger of the old and the new limits.
+
+        Args:
+            policy: Name of the policy, or an object that is in force nowhere; by default a copy
+                of the one in force, with what it has learnt.
+            policy_options: Options for a policy by name; alone, for the one in force.
+            config: A whole configuration, in place of the next four.
+            sizes: Capture sizes.
+            max_num_tokens: Largest batch in tokens; sizes stay as they are.
+            max_num_seqs: Most requests of a batch.
+            mode: Which runtime modes decode and mixed batches use.
+            max_graphs: Most live graphs; None for no limit.
+            max_bytes: Most bytes of graph memory; None for no limit.
+            eviction: ``lru`` or ``benefit``.
+            ahead: Capture new graphs before they can be chosen; by default unless the runner
+                is lazy. False: their steps run eager until ``capture()``, or capture them
+                where the runner is lazy.
+
+        Returns:
+            What changed.
+
+        Raises:
+            SwapError: A new graph could not be captured, or finds no room. As with all other
+                errors here, what was in force stays so.
+            ConfigError: A setting cannot be used, nothing is asked for, or a size is larger
+                than the static inputs have room for.
+            UnknownNameError: No policy goes by that name.
+            PolicyError: The policy is refused.
+            RegistryError: The runner is frozen, and new graphs would be needed.
+        """
+        return self.swapper.swap(
+            policy=policy,
+            policy_options=policy_options,
+            config=config,
+            sizes=sizes,
+            max_num_tokens=max_num_tokens,
+            max_num_seqs=max_num_seqs,
+            mode=mode,
+            max_graphs=max_graphs,
+            max_bytes=max_bytes,
+            eviction=eviction,
+            ahead=ahead,
+        )
+
+    def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
+        """Record what each step is dispatched with, in place of an earlier recording.
+
+        Args:
+            capacity: Steps to keep; the oldest are overwritten, and counted.
+
+        Returns:
+            What is filled from now on: ``recorder.save(path)`` writes a step trace.
+
+        Raises:
+            ConfigError: ``capacity`` is not a whole number of at least 1.
+        """
+        return self.taps.start_recording(capacity)
+
+    def stop_recording(self) -> None:
+        """Record no more steps."""
+        return self.taps.stop_recording()
+
+    def watch_steps(self, watcher: StepWatcher | None) -> None:
+        """Have each step watched from now on; None: no more.
+
+        Args:
+            watcher: ``dispatchkit.observe.Timeline``, ``NvtxRanges``, or anything else with
+                their ``enter`` and ``leave``. It runs in the step, under the runner's lock: it
+                must be quick, and what it raises is raised by the step.
+
+        Raises:
+            ConfigError: It lacks one of the two.
+        """
+        return self.taps.watch_steps(watcher)
+
+    def start_shadow(
+        self,
+        *,
+        times: StepTimes | None = None,
+        sample_every: int = 32,
+        capacity: int = DEFAULT_CAPACITY,
+        **change: Any,
+    ) -> RunnerShadow:
+        """Let a candidate decide beside what is in force, without effect.
+
+        Steps are recorded from now on, and one in so many is timed. What the candidate would do
+        with them is found when the shadow is polled.
+
+        Args:
+            times: A cost model of this step on this device, as ``dispatchkit calibrate`` writes
+                it, for what the candidate would run and nobody measures.
+            sample_every: One step in so many is timed.
+            capacity: Steps kept between two polls.
+            change: What the candidate is, as for ``swap``: policy, options, sizes, mode, config.
+
+        Raises:
+            ConfigError: It cannot be used, or another shadow follows already.
+            UnknownNameError: No policy goes by that name.
+            PolicyError: The candidate is refused.
+        """
+        return start_shadow(
+            self._executor,
+            self.taps,
+            self.swapper,
+            self._lock,
+            times=times,
+            sample_every=sample_every,
+            capacity=capacity,
+            **change,
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy, or send to another process: the same settings, own buffers and no graphs."""
-        return _remake, (self.spec,)
+        return _remake, (self._executor.spec,)
 
     def __str__(self) -> str:
-        return ladder(self)
+        return ladder(self.lanes)
 
     def __repr__(self) -> str:
         return (
             f"<GraphRunner {self.dispatcher.policy_name} on {self.backend.name}, "
-            f"{self.lifecycle.num_graphs()} of {len(self.registry)} keys captured>"
+            f"{self._executor.lifecycle.num_graphs()} of {len(self.registry)} keys captured>"
         )

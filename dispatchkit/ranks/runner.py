@@ -56,7 +56,8 @@ class RankedRunner:
         self._inputs = dict(inputs)
         self._fill: dict[str, torch.Tensor] = {}
         self._names: tuple[str, ...] = tuple(axis.name for axis in runner.config.axes)
-        self._made_under = runner.guard.now()
+        self._guard = runner.lanes[0].work.guard
+        self._made_under = self._guard.now()
         self.ranked: RankedDispatcher = RankedDispatcher(runner.dispatcher, ranks, **options)
 
     def capture(self, keys: Iterable[GraphKey] | None = None) -> dict[GraphKey, dict[int, str]]:
@@ -65,7 +66,7 @@ class RankedRunner:
         Returns:
             The keys that are not used: the ranks (by index) that cannot run them, and why.
         """
-        self._made_under = self.runner.guard.now()
+        self._made_under = self._guard.now()
         return self.ranked.capture(self._capture_one, keys)
 
     def renew(self) -> None:
@@ -123,7 +124,7 @@ class RankedRunner:
         for name, given in tensors.items():
             if not isinstance(given, torch.Tensor):
                 raise InputError(name, f"Input {name!r} must be a tensor to be padded.")
-        self.runner.check_inputs(tensors)
+        self.runner.decisions.check_inputs(tensors)
         agreed = self.ranked.agree(own, num_reqs, uniform, loras, ceiling, switches)
         rows = agreed.num_tokens
         if rows == own:
@@ -155,7 +156,7 @@ class RankedRunner:
 
     def _ceiling(self, ceiling: int) -> int:
         """Return the modes that this rank allows: eager alone under another autocast, say."""
-        if self.runner.guard.now() == self._made_under:
+        if self._guard.now() == self._made_under:
             return ceiling
         # Where that is excluded, or is no code at all, the agreement says so.
         has_eager = 0 <= ceiling < len(ALLOWED_MODES) and RuntimeMode.NONE in ALLOWED_MODES[ceiling]
@@ -175,8 +176,8 @@ class RankedRunner:
             cut: Makes of the result what is returned.
         """
         try:
-            decision = self.runner.decide(*agreed[:5])
-            result = self.runner.run_decision(decision, inputs(decision.key))
+            decision = self.runner.decisions.decide(*agreed[:5])
+            result = self.runner.decisions.run(decision, inputs(decision.key))
             return result if cut is None else cut(result)
         except NoGraphError:
             raise  # every rank raises it
@@ -234,7 +235,7 @@ class RankedRunner:
                 raise InputError(
                     name, f"Input {name!r} must be a tensor of {tuple(shape)} here, got {found}."
                 )
-        self.runner.check_inputs(given | values)
+        self.runner.decisions.check_inputs(given | values)
         agreed = self.ranked.agree(own, num_reqs, uniform, variant, *rest)
         # An exact axis of which ranks have different values: eager, each with its own.
         wanted = {
@@ -292,7 +293,7 @@ class RankedRunner:
         Raises:
             RankError: No capture has measured it.
         """
-        cuts = self.runner.known_axis_cuts(tuple(wanted.values()), key)
+        cuts = self.runner.decisions.known_axis_cuts(tuple(wanted.values()), key)
         if cuts is not None:
             return cuts
         differ = ", ".join(

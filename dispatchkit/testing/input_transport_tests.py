@@ -144,7 +144,7 @@ class InputTransportTests:
         """Otherwise the other tests would look at something else."""
         runner = bench.runner()
         for size in SIZES:
-            path = runner.input_path(bench.key(size))
+            path = runner.controls.input_path(bench.key(size))
             assert path.startswith(bench.way.path), f"Inputs of size {size} come by {path!r}."
 
     def test_a_graph_reads_the_rows_of_its_call_and_fill_behind(self, bench: Bench) -> None:
@@ -254,7 +254,7 @@ class InputTransportTests:
         if bench.way.kind != "full":
             pytest.skip("What a graph draws is not part of this way.")
         runner = bench.runner(draws=True)
-        assert runner.input_path(bench.key(4)).startswith(bench.way.path)
+        assert runner.controls.input_path(bench.key(4)).startswith(bench.way.path)
         device = bench.backend.torch_device
         for number in range(6):
             rows = number * 5 % 8 + 1
@@ -287,7 +287,7 @@ class InputTransportTests:
             kind = "in place" if number % 3 == 1 else "call"
             refused = "refused " if number % 4 == 2 else ""
             bench.run_and_compare(runner, number * 5 % 8 + 1, number, f"{refused}{kind}")
-        path = runner.input_path(bench.key(4))
+        path = runner.controls.input_path(bench.key(4))
         assert path.startswith("copy: the node failed"), path
         assert runner.stats().eager_by_reason == {}
 
@@ -418,7 +418,7 @@ class Bench:
         self.backend.refuses = kind.startswith("refused")
         if "in place" in kind:
             self._write(runner, values, rows)
-            result = runner.step(rows, ceiling=ceiling)
+            result = runner.run_in_place(rows, ceiling=ceiling)
         else:
             result = runner(**self.given(values, kind), ceiling=ceiling)
         self.compare(result, self.wanted(values, rows, rows if kind == "eager" else bucket))

@@ -241,7 +241,7 @@ def test_steps_in_place_are_refused_where_there_are_axes(make_runner, quiet):
     runner.capture()
     for variant in (0, runner.config.variant(length=4)):
         with pytest.raises(InputError, match="in place"):
-            runner.step(3, loras=variant)
+            runner.run_in_place(3, loras=variant)
 
 
 def test_keys_of_one_bucket_come_and_go_alone(make_runner, quiet):
@@ -305,17 +305,17 @@ def test_axes_that_are_no_dimension_take_no_memory_of_their_own(make_runner):
             x = torch.randn(3, length)
             assert torch.equal(runner(x, length=length, kind=kind), x * (kind + 1))
     assert runner.stats().steps_by_mode["NONE"] == 0
-    (lane,) = runner.lane_stats()
+    (lane,) = runner.lanes.stats()
     assert lane.num_bytes - runner.num_bytes == 8 * (4 + 16) * 4
 
 
 def test_costs_of_lanes_count_static_inputs_at_every_bucket(make_runner):
     """As they are after the capture, when each bucket has buffers of its own."""
     runner = make_runner(encode, INPUTS, axes=[LENGTHS], lanes=2)
-    (every,) = runner.lane_costs()
+    (every,) = runner.lanes.costs()
     runner.capture()
-    assert every.static_bytes == sum(lane._lane.static_bytes for lane in runner.lanes)
-    assert every.static_bytes > 2 * runner._lane.buffers.num_bytes
+    assert every.static_bytes == sum(lane.lane.static_bytes for lane in runner.lanes)
+    assert every.static_bytes > 2 * runner.lanes[0].lane.buffers.num_bytes
 
 
 def test_lanes_serve_axes(make_runner):

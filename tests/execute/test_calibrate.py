@@ -149,12 +149,12 @@ def test_a_runner_keeps_its_graphs_counters_and_state():
     runner = GraphRunner(step, INPUTS, sizes=[1, 2, 4], mode="FULL", backend="tape", state=[cache])
     runner.capture()
     runner(torch.zeros(2, 4))
-    before, graphs = runner.stats(), runner.lifecycle.live()
+    before, graphs = runner.stats(), runner.lanes[0].lifecycle.live()
     assert cache[0] == 1
     calibrate(runner, samples=1)
     forecast_graph_memory(runner)
     assert runner.stats() == before
-    assert runner.lifecycle.live() == graphs
+    assert runner.lanes[0].lifecycle.live() == graphs
     assert cache.tolist() == [1.0] * 4
     assert runner(torch.zeros(1, 4))[0, 0] == 2
 

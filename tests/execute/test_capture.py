@@ -259,7 +259,7 @@ def test_twenty_failing_captures_leave_nothing_behind(make_runner, backend, quie
     wrong = [True]
     runner = make_runner(step, state=[counter], sizes=tuple(range(1, 21)), max_num_tokens=20)
     assert len(runner.capture().failed) == 20
-    assert runner.num_bytes == runner._lane.outputs.num_bytes
+    assert runner.num_bytes == runner.lanes[0].lane.outputs.num_bytes
     assert backend.live == 0
     assert counter.item() == 0
     wrong[0] = False
@@ -541,7 +541,7 @@ def test_steps_in_place_reach_what_a_graph_captured_elsewhere_reads(make_runner,
     same(runner(torch.arange(7)), torch.arange(7) * 2)
     for rows in (6, 5, 8):
         runner.buffers["tokens"][:rows] = rows
-        same(runner.step(rows), torch.full((rows,), 2 * rows))
+        same(runner.run_in_place(rows), torch.full((rows,), 2 * rows))
         assert static.tolist() == [rows] * rows + [0] * (8 - rows)
     assert runner.get(keys.full(8)).hits == 4
 

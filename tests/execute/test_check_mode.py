@@ -69,7 +69,7 @@ class Counting(Planted):
 
 
 def live(runner):
-    return runner.lifecycle.live().values()
+    return runner.lanes[0].lifecycle.live().values()
 
 
 def replaced_weight(step, runner):
@@ -251,7 +251,7 @@ def test_stale_tail_is_found(make_runner):
     runner = make_runner(lambda x: x.sum(0), INPUT, options=RunnerOptions(check=1))
     runner.capture()
     runner(torch.ones(8, 4))
-    for captured in runner.lifecycle.live().values():
+    for captured in runner.lanes[0].lifecycle.live().values():
         captured.input_path.buffers.clean_from = 0  # a lie: eight rows hold ones
     with pytest.warns(CheckWarning):
         same(runner(torch.ones(5, 4)), torch.full((4,), 5.0))

@@ -44,7 +44,7 @@ def test_what_the_file_says_is_swapped_in_once(runner, write):
     report = watcher.poll()
     assert [key.num_tokens for key in report.added] == [3]
     assert runner.config.capture_sizes == (3, 8)
-    assert runner.lifecycle.budget.max_graphs == 5
+    assert runner.lanes[0].lifecycle.budget.max_graphs == 5
     assert watcher.poll() is None
     assert runner.dispatcher.epoch == 1
 
@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_followed_is_told_of_once(runner, write, text, why
     write("max_graphs = 8")
     watcher.poll()
     assert watcher.error is None
-    assert runner.lifecycle.budget.max_graphs == 8
+    assert runner.lanes[0].lifecycle.budget.max_graphs == 8
 
 
 def test_a_file_that_is_missing_is_told_of(runner, tmp_path):

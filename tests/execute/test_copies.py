@@ -62,10 +62,10 @@ def runner():
 def test_copies_start_without_graphs_and_with_own_buffers(runner, how):
     """However the copy is made; both then run."""
     twin = how(runner)
-    assert twin.lifecycle.num_graphs() == 0
-    assert runner.lifecycle.num_graphs() == 2
-    own = {tensor.data_ptr() for tensor in runner._lane.buffers.tensors}
-    assert own.isdisjoint(tensor.data_ptr() for tensor in twin._lane.buffers.tensors)
+    assert twin.lanes[0].lifecycle.num_graphs() == 0
+    assert runner.lanes[0].lifecycle.num_graphs() == 2
+    own = {tensor.data_ptr() for tensor in runner.lanes[0].lane.buffers.tensors}
+    assert own.isdisjoint(tensor.data_ptr() for tensor in twin.lanes[0].lane.buffers.tensors)
     assert twin.capture().num_graphs == 2
     x = torch.ones(3, 4)
     torch.testing.assert_close(twin(x), x * 2)
@@ -77,8 +77,8 @@ def test_deep_copy_has_state_of_its_own(runner):
     twin = copy.deepcopy(runner)
     twin.capture()
     twin(torch.ones(3, 4))
-    assert twin._step.modules[0].calls == 1
-    assert runner._step.modules[0].calls == 0
+    assert twin.lanes[0].work.step.modules[0].calls == 1
+    assert runner.lanes[0].work.step.modules[0].calls == 0
 
 
 def test_attributes_that_are_missing_fail_fast(runner):
@@ -92,7 +92,7 @@ def test_attributes_that_are_missing_fail_fast(runner):
 
 def result_elsewhere(runner):
     runner.capture()
-    return runner(torch.ones(3, 4)).tolist(), runner.lifecycle.num_graphs()
+    return runner(torch.ones(3, 4)).tolist(), runner.lanes[0].lifecycle.num_graphs()
 
 
 def graphed_elsewhere(fast):

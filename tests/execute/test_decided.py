@@ -36,7 +36,7 @@ def test_a_decision_is_obeyed(make_runner, keys):
     tokens = torch.arange(3)
     for ceiling in (2, 0):
         decision = runner.dispatcher.dispatch(3, ceiling=ceiling)
-        assert runner.run_decision(decision, {"tokens": tokens}).tolist() == [1, 2, 3]
+        assert runner.decisions.run(decision, {"tokens": tokens}).tolist() == [1, 2, 3]
     stats = runner.stats()
     assert stats.steps_by_mode == {"NONE": 1, "PIECEWISE": 0, "FULL": 1}
     assert stats.hits == {str(keys.full(4)): 1}
@@ -50,7 +50,7 @@ def test_a_failed_launch_does_not_run_eager_instead(make_runner, backend, keys):
     ran.reset_mock()
     backend.replay_fault = "before"
     with pytest.raises(ReplayError, match="decided for several ranks"):
-        runner.run_decision(decision, {"tokens": torch.arange(3)})
+        runner.decisions.run(decision, {"tokens": torch.arange(3)})
     ran.assert_not_called()
     assert runner.registry.get(keys.full(4)).state.name == "FAILED"
     assert runner.stats().failed_steps == 1
@@ -66,7 +66,7 @@ def test_a_graph_that_was_given_up_is_not_replaced(make_runner, keys):
     decision = runner.dispatcher.dispatch(3)
     runner.evict(keys.full(4))
     with pytest.raises(ReplayError, match="given up"):
-        runner.run_decision(decision, {"tokens": torch.arange(3)})
+        runner.decisions.run(decision, {"tokens": torch.arange(3)})
 
 
 def test_inside_somebody_elses_capture_it_is_refused(make_runner, backend):
@@ -76,11 +76,11 @@ def test_inside_somebody_elses_capture_it_is_refused(make_runner, backend):
     decision, tokens = runner.dispatcher.dispatch(3), torch.arange(3)
     with pytest.raises(CaptureError, match="not the runner's own"):
         backend.capture(
-            lambda: runner.run_decision(decision, {"tokens": tokens}),
+            lambda: runner.decisions.run(decision, {"tokens": tokens}),
             stream=backend.new_stream(),
             pool=backend.new_pool(),
         )
-    assert runner.run_decision(decision, {"tokens": tokens}).tolist() == [1, 2, 3]
+    assert runner.decisions.run(decision, {"tokens": tokens}).tolist() == [1, 2, 3]
 
 
 def test_another_autocast_is_refused(make_runner):
@@ -88,7 +88,7 @@ def test_another_autocast_is_refused(make_runner):
     runner.capture()
     decision = runner.dispatcher.dispatch(3)
     with torch.autocast("cpu"), pytest.raises(ReplayError, match="autocast"):
-        runner.run_decision(decision, {"x": torch.ones(3)})
+        runner.decisions.run(decision, {"x": torch.ones(3)})
 
 
 def test_nothing_is_captured_for_a_decision(make_runner, keys):
@@ -96,7 +96,7 @@ def test_nothing_is_captured_for_a_decision(make_runner, keys):
     decision = runner.dispatcher.dispatch(3)
     assert decision.key == keys.full(4)
     with pytest.raises(ReplayError, match="no graph yet"):
-        runner.run_decision(decision, {"tokens": torch.arange(3)})
+        runner.decisions.run(decision, {"tokens": torch.arange(3)})
     assert runner.stats().captures == 0
 
 
@@ -105,11 +105,11 @@ def test_decisions_of_others_and_other_rows_are_refused(make_runner, keys):
     tokens = {"tokens": torch.arange(3)}
     for decision in (Decision.replay(keys.full(4)), other.dispatcher.dispatch(3)):
         with pytest.raises(ConfigError, match="this runner's dispatcher"):
-            runner.run_decision(decision, tokens)
+            runner.decisions.run(decision, tokens)
     with pytest.raises(InputError, match="3 rows; the decision is for 2"):
-        runner.run_decision(runner.dispatcher.dispatch(2), tokens)
+        runner.decisions.run(runner.dispatcher.dispatch(2), tokens)
     with pytest.raises(InputError):
-        runner.run_decision(runner.dispatcher.dispatch(3), {})
+        runner.decisions.run(runner.dispatcher.dispatch(3), {})
 
 
 def test_a_decision_of_other_buckets_is_refused(make_runner, policy, keys, quiet):
@@ -122,13 +122,13 @@ def test_a_decision_of_other_buckets_is_refused(make_runner, policy, keys, quiet
     assert not asking.heard
     decision = runner.dispatcher.dispatch(3, loras=runner.config.variant(length=20))
     given = {"tokens": torch.arange(3), "length": 20}
-    assert runner.run_decision(decision, given).tolist() == [32, 33, 34]
+    assert runner.decisions.run(decision, given).tolist() == [32, 33, 34]
     with pytest.raises(InputError, match=r"buckets \(16,\); the decision is for \(32,\)"):
-        runner.run_decision(decision, given | {"length": 16})
+        runner.decisions.run(decision, given | {"length": 16})
     with pytest.raises(InputError, match="no value"):
-        runner.run_decision(decision, {"tokens": torch.arange(3)})
+        runner.decisions.run(decision, {"tokens": torch.arange(3)})
     eager = runner.dispatcher.dispatch(3, loras=runner.config.variant(length=40))
-    assert runner.run_decision(eager, given | {"length": 40}).tolist() == [40, 41, 42]
+    assert runner.decisions.run(eager, given | {"length": 40}).tolist() == [40, 41, 42]
 
 
 # -- the runs that a policy asks for ----------------------------------------------------------
@@ -258,7 +258,7 @@ def test_a_policy_that_raises_when_asked_for_runs_is_named_and_its_graphs_stay(m
 def test_inputs_can_be_checked_without_running(make_runner):
     ran = []
     runner = make_runner(lambda tokens: (ran.append(1), tokens + 1)[1])
-    assert runner.check_inputs({"tokens": torch.arange(3)}) == 3
+    assert runner.decisions.check_inputs({"tokens": torch.arange(3)}) == 3
     with pytest.raises(InputError):
-        runner.check_inputs({"tokens": torch.ones(3)})
+        runner.decisions.check_inputs({"tokens": torch.ones(3)})
     assert not ran

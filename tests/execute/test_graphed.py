@@ -88,7 +88,7 @@ def test_as_a_decorator_with_and_without_options():
     assert double.__name__ == "double"
     (runner,) = triple.graphed.runners
     assert runner.config.capture_sizes == (4,)
-    assert not runner.owned_outputs
+    assert runner.spec.outputs == "view"
 
 
 def test_keywords_nested_inputs_and_nested_outputs():

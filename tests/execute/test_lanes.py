@@ -115,15 +115,15 @@ def test_submitted_steps_give_the_serial_results(make_lanes, step):
         assert not runner.capture().failed
         assert right(runner, given, want), f"seed {seed}"
         assert runner.stats().steps_by_mode["NONE"] == 0
-        assert [lane.num_steps for lane in runner.lane_stats()] == [3, 3, 3]
+        assert [lane.num_steps for lane in runner.lanes.stats()] == [3, 3, 3]
 
 
 def planted(runner, fault, monkeypatch):
     """Make one mistake of those that lanes are for avoiding."""
-    first, *others = (member._lane for member in runner.lanes)
+    first, *others = (member.lane for member in runner.lanes)
     if fault == "the lane does not wait for the caller":
-        for traffic in runner._ready_traffic():
-            monkeypatch.setattr(traffic.arrived, "record", lambda stream: None)
+        for queue in runner.lanes._ready_queues():
+            monkeypatch.setattr(queue.arrived, "record", lambda stream: None)
     elif fault == "the caller does not wait for the lane":
         monkeypatch.setattr(StepHandle, "wait", lambda self, stream=None: None)
     elif fault == "shared buffers":
@@ -354,8 +354,8 @@ def test_inputs_are_let_go_of_when_a_lane_has_run(make_lanes):
         for x in batches(6):
             runner.submit(x)
     runner.backend.synchronize()
-    assert [lane.num_unfinished for lane in runner.lane_stats()] == [0, 0]
-    assert not any(traffic._flights for traffic in runner._traffic)
+    assert [lane.num_unfinished for lane in runner.lanes.stats()] == [0, 0]
+    assert not any(queue._in_flight for queue in runner.lanes._queues)
 
 
 def test_a_kept_handle_keeps_the_result_and_not_the_inputs(make_lanes):
@@ -364,7 +364,7 @@ def test_a_kept_handle_keeps_the_result_and_not_the_inputs(make_lanes):
     x = torch.ones(3, 8)
     gone, handle = weakref.ref(x), runner.submit(x)
     del x
-    runner.lane_stats()  # lands what is done
+    runner.lanes.stats()  # lands what is done
     assert gone() is None
     assert same(handle.result(), network(torch.ones(3, 8)))
 
@@ -463,7 +463,7 @@ def test_faulty_lane_policy_loses_no_step(make_lanes, answer):
         handle = runner.submit(torch.ones(2, 8))
     assert same(handle.result(), network(torch.ones(2, 8)))
     runner.submit(torch.ones(2, 8))
-    assert runner.lane_faults == 2
+    assert runner.lanes.num_faults == 2
 
 
 def test_faulty_lane_policy_raises_in_a_strict_runner(make_lanes):
@@ -507,14 +507,14 @@ def test_lanes_have_streams_pools_buffers_and_graphs_of_their_own(make_lanes):
     """Graphs that may run at the same time share no working memory."""
     runner = make_lanes(lanes=4)
     report = runner.capture()
-    lanes = [member._lane for member in runner.lanes]
+    lanes = [member.lane for member in runner.lanes]
     assert report.num_graphs == 16
     assert report.num_bytes == runner.num_bytes == sum(lane.num_bytes() for lane in lanes)
     for own in (
         {lane.stream.handle for lane in lanes},
         {id(lane.pool) for lane in lanes},
         {lane.buffers.tensors[0].data_ptr() for lane in lanes},
-        {leaf.data_ptr() for member in runner.lanes for leaf in member.get(KEY(8)).leaves[:1]},
+        {member.lifecycle.live()[KEY(8)].leaves[0].data_ptr() for member in runner.lanes},
     ):
         assert len(own) == 4
 
@@ -540,12 +540,12 @@ class AtHome(InTurn):
 
 def test_keys_are_captured_where_they_have_their_home(make_lanes):
     runner = make_lanes(lanes=2, lane_policy=AtHome())
-    every, homes = runner.lane_costs()
+    every, homes = runner.lanes.costs()
     assert (every.way, every.num_graphs) == ("every lane", 8)
     assert (homes.way, homes.num_graphs) == ("homes", 4)
     assert homes.graph_bytes < every.graph_bytes
     runner.capture()
-    assert [lane.num_graphs for lane in runner.lane_stats()] == [2, 2]
+    assert [lane.num_graphs for lane in runner.lanes.stats()] == [2, 2]
     assert runner.num_bytes == homes.graph_bytes
     for x in batches(16):
         torch.testing.assert_close(runner.submit(x).result(), network(x))
@@ -555,7 +555,7 @@ def test_keys_are_captured_where_they_have_their_home(make_lanes):
 
 def test_costs_are_those_of_the_capture(make_lanes):
     runner = make_lanes(lanes=3)
-    (every,) = runner.lane_costs()
+    (every,) = runner.lanes.costs()
     runner.capture()
     assert every.graph_bytes == runner.num_bytes
     assert every.static_bytes == 3 * 8 * 8 * 4
@@ -565,12 +565,12 @@ def test_what_is_done_to_a_runner_is_done_to_all_lanes(make_lanes, keys):
     runner = make_lanes(lanes=3)
     runner.capture()
     runner.evict(keys.full(8))
-    assert [lane.num_graphs for lane in runner.lane_stats()] == [3, 3, 3]
+    assert [lane.num_graphs for lane in runner.lanes.stats()] == [3, 3, 3]
     assert not runner.has(keys.full(8))
     assert runner.invalidate() == 9
     runner.capture()
     runner.clear()
-    assert [lane.num_graphs for lane in runner.lane_stats()] == [0, 0, 0]
+    assert [lane.num_graphs for lane in runner.lanes.stats()] == [0, 0, 0]
     runner.freeze()
     assert all(member.lifecycle.is_frozen for member in runner.lanes)
 
@@ -580,12 +580,12 @@ def test_recording_hears_every_lane(make_lanes):
     runner.capture()
     recorder = runner.start_recording()
     told = []
-    runner.on_decision(lambda decision: told.append(decision.key))
+    runner.taps.on_decision(lambda decision: told.append(decision.key))
     for x in batches(6):
         runner.submit(x)
     runner.stop_recording()
     assert recorder.num_steps == len(told) == 6
-    runner.on_decision(None)
+    runner.taps.on_decision(None)
     runner.submit(torch.ones(1, 8))
     assert len(told) == 6
 
@@ -597,7 +597,7 @@ def test_copies_have_lanes_of_their_own(make_lanes):
     twin = copy.copy(runner)
     twin.capture()
     assert len(twin.lanes) == 2
-    assert runner.lane_stats()[0].num_graphs == 0
+    assert runner.lanes.stats()[0].num_graphs == 0
 
 
 def test_lazy_capture_waits_for_the_other_lanes(make_lanes):

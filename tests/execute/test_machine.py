@@ -149,7 +149,7 @@ def machine(watched_tape, smallest_policy):
         def burst(self, data):
             calls = data.draw(CALLS)
             if data.draw(strategies.booleans()):
-                self.runner._lane.buffers.poison()
+                self.runner.lanes[0].lane.buffers.poison()
             for rows, seed, ceiling, twist in calls:
                 more = self.axis_facts(rows, twist)
                 generator = torch.Generator().manual_seed(seed)
@@ -292,7 +292,7 @@ def machine(watched_tape, smallest_policy):
             stats = self.runner.stats()
             assert stats.steps == self.steps
             assert sum(stats.hits.values()) + sum(stats.eager_by_reason.values()) == self.steps
-            live = self.runner.lifecycle.live()
+            live = self.runner.lanes[0].lifecycle.live()
             if self.max_graphs is not None:
                 assert len(live) <= self.max_graphs
             if self.max_bytes is not None:

@@ -58,7 +58,7 @@ def test_largest_first_takes_about_the_memory_of_the_largest(make_runner, wide):
     runner.capture([key for key in runner.registry if key.num_tokens == 8])
     largest = runner.num_bytes
     runner.capture()
-    assert runner.lifecycle.num_graphs() == 4
+    assert runner.lanes[0].lifecycle.num_graphs() == 4
     assert runner.num_bytes <= 1.05 * largest
 
 
@@ -102,7 +102,7 @@ def test_number_of_graphs_never_passes_the_limit(make_runner, backend, limit, ev
         same(runner(torch.arange(rows)), torch.arange(rows) * 2)
         assert backend.live <= limit
     assert backend.most_live == limit
-    assert backend.live == runner.lifecycle.num_graphs() == limit
+    assert backend.live == runner.lanes[0].lifecycle.num_graphs() == limit
     stats = runner.stats()
     assert stats.steps == stats.steps_by_mode["FULL"] == 60
 
@@ -122,7 +122,7 @@ def test_no_graphs_at_all(make_runner, wide, quiet):
     )
     x = rows_of(3)
     same(runner(x), wide(x))
-    assert runner.lifecycle.num_graphs() == 0
+    assert runner.lanes[0].lifecycle.num_graphs() == 0
     assert runner.stats().eager_by_reason == {"capture_failed": 1}
 
 
@@ -132,7 +132,7 @@ def test_least_recently_used_goes_first(make_runner, keys):
     )
     for rows in (8, 4, 8, 2):
         runner(torch.arange(rows))
-    assert set(runner.lifecycle.live()) == {keys.full(8), keys.full(2)}
+    assert set(runner.lanes[0].lifecycle.live()) == {keys.full(8), keys.full(2)}
     assert runner.registry.get(keys.full(4)).state is KeyState.EVICTED
 
 
@@ -144,7 +144,7 @@ def test_least_useful_for_its_size_goes_first(make_runner, keys):
     )
     for rows in (2, 2, 2, 8, 8, 4):  # 8 is used last, and serves least for what it holds
         runner(torch.arange(rows))
-    assert set(runner.lifecycle.live()) == {keys.full(2), keys.full(4)}
+    assert set(runner.lanes[0].lifecycle.live()) == {keys.full(2), keys.full(4)}
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ def test_pool_goes_as_a_group_and_what_is_still_wanted_is_captured_anew(
         x = rows_of(rows, rows)
         same(runner(x), wide(x))
         assert runner.num_bytes <= limit
-    assert set(runner.lifecycle.live()) == {keys.full(size) for size in (1, 2, 4, 8)}
+    assert set(runner.lanes[0].lifecycle.live()) == {keys.full(size) for size in (1, 2, 4, 8)}
     assert runner.stats().eager_by_reason == {}
 
 
@@ -255,7 +255,7 @@ def test_idle_capture_brings_back_what_gave_way(make_runner, wide, keys, quiet):
     runner(rows_of(8))
     assert runner.capture_next() == keys.full(8)
     assert runner.stats().evictions == 3
-    assert runner.lifecycle.num_graphs() == 4
+    assert runner.lanes[0].lifecycle.num_graphs() == 4
     assert runner.num_bytes <= limit
 
 
@@ -292,7 +292,7 @@ def test_graph_with_outputs_of_its_own_goes_alone(make_runner, wide, keys):
         x = rows_of(rows)
         same(runner(x), wide(x))
     assert runner.stats().evictions == 1
-    assert set(runner.lifecycle.live()) == {keys.full(size) for size in (4, 2, 1)}
+    assert set(runner.lanes[0].lifecycle.live()) == {keys.full(size) for size in (4, 2, 1)}
 
 
 def test_budget_of_bytes_of_pieces(make_runner, metered, quiet):
@@ -429,7 +429,7 @@ def test_device_without_rehearsals_goes_by_the_first_warmup(make_runner, wide, b
         backend=Unrehearsed(backend),
         options=RunnerOptions(memory=MemoryOptions(max_bytes=limit)),
     )
-    runner.lifecycle._room._forecast = lambda key: 0  # a wrong one
+    runner.lanes[0].lifecycle._budget._forecast = lambda key: 0  # a wrong one
     drive(runner, wide, 60, random.Random(1), limit)
     assert runner.stats().steps_by_mode["FULL"] > 0
 
@@ -474,7 +474,7 @@ def test_an_only_graph_copies_its_outputs_nowhere(make_runner, wide):
     """It has nobody to share their memory with."""
     runner = make_runner(wide, INPUT, sizes=(8,), mode="FULL")
     runner.capture()
-    assert runner._lane.outputs.num_bytes == 0
+    assert runner.lanes[0].lane.outputs.num_bytes == 0
     results = [(x, runner(x)) for x in map(rows_of, (3, 8))]
     for x, result in results:
         same(result, wide(x))
@@ -485,9 +485,9 @@ def test_memory_that_outgrown_graphs_still_use_is_counted(make_runner, wide):
     runner = make_runner(wide, INPUT, lazy=True)
     runner(rows_of(2))
     runner(rows_of(8))
-    assert runner._lane.outputs.num_bytes == (2 + 8) * WIDTH * 4
-    runner.evict(next(key for key in runner.lifecycle.live() if key.num_tokens == 2))
-    assert runner._lane.outputs.num_bytes == 8 * WIDTH * 4
+    assert runner.lanes[0].lane.outputs.num_bytes == (2 + 8) * WIDTH * 4
+    runner.evict(next(key for key in runner.lanes[0].lifecycle.live() if key.num_tokens == 2))
+    assert runner.lanes[0].lane.outputs.num_bytes == 8 * WIDTH * 4
 
 
 def test_recapture_of_everything_does_not_hold_old_and_new_together(make_runner, wide, backend):
@@ -528,7 +528,7 @@ def test_eviction_frees_what_only_that_graph_held(make_runner, wide, keys):
     runner = make_runner(wide, INPUT)
     runner.capture()
     runner.clear()
-    assert runner.lifecycle.num_graphs() == 0
+    assert runner.lanes[0].lifecycle.num_graphs() == 0
     x = rows_of(8)
     with pytest.warns(EagerStepWarning, match="evicted"):
         same(runner(x), wide(x))

@@ -130,7 +130,7 @@ def test_limit_counts_results_that_somebody_still_has(make_runner, quiet):
     assert runner.num_bytes == held
     runner(torch.ones(2, WIDTH))
     assert runner.num_bytes == held
-    assert runner.lifecycle.num_graphs() == 0
+    assert runner.lanes[0].lifecycle.num_graphs() == 0
     assert bool((kept == 2).all())
 
 

@@ -85,7 +85,7 @@ def test_a_setting_that_moved_is_written_with_the_options_that_were_given():
     given = RunnerOptions(memory=MemoryOptions(max_graphs=7))
     runner = made_from({"max_bytes": 2**30, "strict": True, "query_len": 2, "options": given})
     assert runner.spec.options.memory == MemoryOptions(max_graphs=7, max_bytes=2**30)
-    assert runner.strict if hasattr(runner, "strict") else runner.eager.strict
+    assert runner.lanes[0].eager.strict
     assert runner.config.query_lens == (2,)
 
 
@@ -147,7 +147,7 @@ def test_copies_keep_what_was_asked_for(how):
 
 
 def test_lanes_keep_what_was_asked_for_and_do_not_warn_again():
-    """Each has the whole budget and options, and no lanes of its own."""
+    """Each has the whole budget and options."""
     options = RunnerOptions(
         config=DispatchConfig(max_num_seqs=8), memory=MemoryOptions(max_graphs=3), strict=True
     )
@@ -158,7 +158,7 @@ def test_lanes_keep_what_was_asked_for_and_do_not_warn_again():
     members = list(runner.lanes)
     assert len({asked(member) for member in members}) == 1
     for member in members[1:]:
-        assert member.spec.num_lanes == 1
+        assert member.spec is runner.spec
         assert member.spec.options.memory == options.memory
         assert member.spec.options.strict
         assert member.lifecycle.budget.max_graphs == 3
@@ -172,7 +172,7 @@ def test_swaps_keep_what_was_asked_for():
     assert asked(runner) == (
         "DispatchConfig(mode='FULL_DECODE_ONLY', max_num_tokens=8, max_num_seqs=2)"
     )
-    assert copy.copy(runner).lifecycle.budget.max_graphs == 5
+    assert copy.copy(runner).lanes[0].lifecycle.budget.max_graphs == 5
     sized = make(sizes=(2, 4, 8))
     sized.swap(sizes=(4, 8))
     assert asked(sized) == "DispatchConfig(mode='FULL', capture_sizes=(4, 8))"

@@ -147,7 +147,7 @@ class TestOrder:
             one.runner.capture()
             for _ in range(4):
                 one.runner.submit(GRAPH)
-            assert one.runner.run_calibration() == 2
+            assert one.runner.lanes[0].calibration.run() == 2
             assert one.counted() == 4 * 8, f"seed {seed}"
 
     def test_call_inside_a_capture_leaves_the_order_of_the_lanes(self, make_runner):

@@ -165,7 +165,7 @@ def test_strict_runner_raises_before_the_step_runs(make_runner):
     runner = make_runner(step, options=RunnerOptions(strict=True))
     runner.capture([key for key in runner.registry if key.num_tokens == 8])
     runner(torch.arange(8))
-    runner.lifecycle.evict(next(iter(runner.lifecycle.live())))
+    runner.lanes[0].lifecycle.evict(next(iter(runner.lanes[0].lifecycle.live())))
     runner.capture([key for key in runner.registry if key.num_tokens == 4])
     ran.reset_mock()
     with pytest.raises(NoGraphError, match="FULL tokens=4") as caught:
@@ -186,9 +186,9 @@ def test_eager_only_by_request_is_no_downgrade(make_runner, model):
 def test_step_that_is_not_split_has_no_piecewise(make_runner, model):
     """The mode is resolved without piecewise, and such steps say why they are eager."""
     runner = make_runner(model, TWO, mode="PIECEWISE")
-    assert not runner.can_split
+    assert not runner.lanes[0].work.step.can_split
     assert str(runner.config.mode) == "NONE"
-    assert str(runner.asked_mode) == "PIECEWISE"
+    assert str(runner.lanes[0].asked_mode) == "PIECEWISE"
     assert runner.capture().num_graphs == 0
     given = batch(3)
     with pytest.warns(EagerStepWarning, match="piecewise_unsupported"):
@@ -386,7 +386,7 @@ class TestPieces:
     def test_all_modes_give_what_eager_gives(self, make_runner, parts):
         pieces, whole = parts
         runner = make_runner(pieces, TWO)
-        assert runner.can_split
+        assert runner.lanes[0].work.step.can_split
         assert runner.capture().num_graphs == 8
         for ceiling in (2, 1, 0):
             for seed, rows in enumerate((8, 3, 5, 1, 2, 8)):
@@ -443,13 +443,13 @@ class TestPieces:
         for rows in (8, 3, 5):
             given = torch.arange(rows)
             assert_same(runner(given, ceiling=1), (given + 1) * 2 - 1)
-        assert runner._lane.between.num_bytes == 0
+        assert runner.lanes[0].lane.between.num_bytes == 0
 
     def test_fresh_memory_is_copied_to_where_the_graph_reads(self, make_runner, parts):
         pieces, _ = parts
         runner = make_runner(pieces, TWO)
         runner.capture()
-        assert runner._lane.between.num_bytes == 8 * 8 * 4  # one buffer for all sizes
+        assert runner.lanes[0].lane.between.num_bytes == 8 * 8 * 4  # one buffer for all sizes
 
     def test_eager_piece_at_both_ends(self, make_runner):
         pieces = [

@@ -33,7 +33,7 @@ def test_a_shadow_changes_no_step_and_tells_where_it_would(runner):
     assert runner.stats().steps_by_mode == {"NONE": 0, "PIECEWISE": 0, "FULL": 3}
     assert runner.dispatcher.epoch == 0
     shadow.discard()
-    assert not runner.is_shadowed
+    assert not runner.taps.is_shadowed
 
 
 def test_some_steps_are_timed_and_priced(runner):
@@ -54,7 +54,7 @@ def test_a_promoted_candidate_is_in_force(runner):
     report = shadow.promote(max_graphs=9)
     assert [key.num_tokens for key in report.captured] == [3]
     assert runner.config.capture_sizes == (3, 8)
-    assert runner.lifecycle.budget.max_graphs == 9
+    assert runner.lanes[0].lifecycle.budget.max_graphs == 9
     assert shadow.report().steps == 3
     serve(runner)
     with pytest.raises(RegistryError, match="follows no more"):
@@ -84,7 +84,7 @@ def test_a_candidate_with_other_query_lengths_is_promoted(runner, backend):
     assert shadow.poll() == 6
     shadow.promote()
     assert runner.config.query_lens == (2,)
-    assert not runner.is_shadowed
+    assert not runner.taps.is_shadowed
     serve(runner)
 
 
@@ -112,7 +112,7 @@ def test_a_recording_and_a_shadow_follow_the_same_steps(runner):
     shadow = runner.start_shadow(sizes=(3, 8), sample_every=2)
     recorder = runner.start_recording()
     told = []
-    runner.on_decision(told.append)
+    runner.taps.on_decision(told.append)
     serve(runner)
     assert (recorder.num_steps, shadow.poll(), len(told)) == (3, 3, 3)
     runner.stop_recording()
@@ -131,7 +131,7 @@ def test_no_change_and_no_such_policy_are_refused(runner):
         runner.start_shadow(policy="nobody")
     with pytest.raises(ConfigError, match="sample_every"):
         runner.start_shadow(sizes=(3, 8), sample_every=0)
-    assert not runner.is_shadowed
+    assert not runner.taps.is_shadowed
 
 
 def test_how_often_a_step_is_timed_may_be_text(runner):

@@ -214,8 +214,8 @@ def test_tracing_runs_nothing_and_leaves_the_example_as_it_was():
 
 
 def _copies(runner, mode=RuntimeMode.PIECEWISE):
-    (step,) = [step for key, step in runner.lifecycle.live().items() if key.mode is mode]
-    links = [part.link for part in step.parts if isinstance(part, GraphPart) and part.link]
+    (step,) = [step for key, step in runner.lanes[0].lifecycle.live().items() if key.mode is mode]
+    links = [part.link for part in step.pieces.parts if isinstance(part, GraphPart) and part.link]
     return sum(len(link.copies) for link in links)
 
 

@@ -81,7 +81,7 @@ def test_host_inputs_inside_somebody_elses_capture_are_refused(make_runner, back
     runner = make_runner(step, HOST)
     runner.capture()
     runner(*call(3))
-    for run in (lambda: runner(*call(3)), lambda: runner.step(3)):
+    for run in (lambda: runner(*call(3)), lambda: runner.run_in_place(3)):
         with pytest.raises(CaptureError, match="'tokens' was given inside a capture") as caught:
             backend.capture(run, stream=backend.new_stream(), pool=backend.new_pool())
         assert isinstance(caught.value.__cause__, InputError)
@@ -148,7 +148,7 @@ def test_rows_behind_a_call_are_fill(make_runner, monkeypatch, is_whole):
     runner.capture()
     for number, rows in enumerate((8, 3, 5, 1, 7, 2, 4, 8, 3)):
         if number == 6:
-            runner._lane.buffers.poison()
+            runner.lanes[0].lane.buffers.poison()
         tokens, scale = call(rows, number)
         got = runner(tokens, scale)
         want = expected(tokens, scale, BUCKETS[rows])
@@ -168,7 +168,7 @@ def test_pinned_memory_can_be_written_in_place(make_runner, quiet, ceiling):
         runner.buffers.wait()
         runner.buffers["tokens"].numpy()[:rows] = tokens
         runner.buffers["scale"][:rows] = torch.from_numpy(scale)
-        got = runner.step(rows, ceiling=ceiling)
+        got = runner.run_in_place(rows, ceiling=ceiling)
         want = expected(tokens, scale, BUCKETS[rows] if ceiling else rows)
         same(got[:3], want[:3])
         torch.testing.assert_close(got[3], want[3])
@@ -196,7 +196,7 @@ def results_on_a_late_device(make_runner, seed, mode, step_in_place):
             if step_in_place:
                 runner.buffers.wait()
                 runner.buffers["tokens"].numpy()[:4] = tokens
-                kept.append(runner.step(4))
+                kept.append(runner.run_in_place(4))
             else:
                 kept.append(runner(tokens))
             wanted.append(torch.from_numpy(tokens) + 1)

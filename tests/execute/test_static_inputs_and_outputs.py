@@ -33,7 +33,7 @@ def test_only_stale_rows_are_reset(make_runner):
     """Rows that hold fill already are not written again, nor those that no graph reads now."""
     runner = make_runner(lambda tokens: tokens)
     runner.capture()
-    buffers = runner._lane.buffers
+    buffers = runner.lanes[0].lane.buffers
     assert (buffers.clean_from, buffers.clean_to) == (0, 8)
     runner(torch.ones(5, dtype=torch.int64))
     assert (buffers.clean_from, buffers.clean_to) == (5, 8)
@@ -48,7 +48,7 @@ def test_only_stale_rows_are_reset(make_runner):
 
 def test_buffers_hold_the_largest_bucket_and_give_no_shorter_slice(make_runner):
     """What is checked is what is cut: too many rows are an error, never fewer rows."""
-    buffers = make_runner(lambda tokens: tokens + 1, sizes=(2, 8))._lane.buffers
+    buffers = make_runner(lambda tokens: tokens + 1, sizes=(2, 8)).lanes[0].lane.buffers
     assert buffers.num_rows == 8
     assert [len(buffers.views(rows)[0]) for rows in (0, 3, 8)] == [0, 3, 8]
     for rows in (9, -1):
@@ -85,7 +85,7 @@ def test_poisoned_buffers_do_not_show(make_runner):
     )
     runner.capture()
     for rows in (3, 8, 5):
-        runner._lane.buffers.poison()
+        runner.lanes[0].lane.buffers.poison()
         x = torch.randn(rows, 4)
         same(runner(x), torch.softmax(x @ weight, -1))
 
@@ -105,7 +105,7 @@ def test_function_across_rows_sees_fill_and_the_true_row_count(make_runner):
     )
     runner.capture()
     for rows in (8, 3, 5, 1, 3):
-        runner._lane.buffers.poison()
+        runner.lanes[0].lane.buffers.poison()
         x = torch.randn(rows, 3)
         same(runner(x), (x - x.mean(0), x.sum(0)))
         same(runner(x, ceiling=0), (x - x.mean(0), x.sum(0)))
@@ -327,11 +327,11 @@ GOOD = {"x": torch.ones(3, 2), "bias": torch.ones(2)}
 )
 def test_input_that_does_not_fit_is_refused_before_anything_is_touched(linear, changed, match):
     linear(**GOOD)
-    before = [tensor.clone() for tensor in linear._lane.buffers.tensors]
+    before = [tensor.clone() for tensor in linear.lanes[0].lane.buffers.tensors]
     stats = linear.stats()
     with pytest.raises(InputError, match=match):
         linear(**{**GOOD, **changed})
-    same(linear._lane.buffers.tensors, before)
+    same(linear.lanes[0].lane.buffers.tensors, before)
     assert linear.stats() == stats
 
 
@@ -358,7 +358,7 @@ def test_gradient_inputs_are_fine_where_gradients_are_off(linear):
     with torch.no_grad():
         result = linear(x=x, bias=GOOD["bias"])
     assert not result.requires_grad
-    assert all(not tensor.requires_grad for tensor in linear._lane.buffers.tensors)
+    assert all(not tensor.requires_grad for tensor in linear.lanes[0].lane.buffers.tensors)
 
 
 def test_results_carry_no_gradient_in_any_mode(make_runner):
@@ -577,7 +577,7 @@ def test_step_that_writes_into_its_input_is_not_captured(make_runner, quiet):
     failed = runner.capture().failed
     assert len(failed) == 4
     assert all(why.startswith("input_written:") for why in failed.values())
-    assert runner._lane.buffers.tensors[0].tolist() == [0.0] * 8
+    assert runner.lanes[0].lane.buffers.tensors[0].tolist() == [0.0] * 8
     x = torch.zeros(3)
     same(runner(x), torch.full((3,), 2.0))
     assert x.tolist() == [1.0] * 3

@@ -123,7 +123,7 @@ def test_plans_beyond_the_bound_are_made_again(make_runner, monkeypatch):
     runner.capture()
     for rows in (1, 2, 3, 4, 5, 6, 1, 2, 3):
         same(runner(torch.arange(rows)), torch.arange(rows) + 1)
-    assert len(runner._lane._ready) == 2
+    assert len(runner.lanes[0].lane._ready) == 2
 
 
 # -- in place ---------------------------------------------------------------------------------
@@ -144,14 +144,14 @@ def test_a_step_in_place_is_a_call_on_what_the_buffers_hold(make_runner, quiet, 
     for rows in (8, 3, 5, 1, 5, 5, 2):
         given = torch.randint(1, 100, (rows,))
         runner.buffers["tokens"][:rows] = given
-        same(runner.step(rows, ceiling=ceiling), (given * 2).cumsum(0) + 1)
+        same(runner.run_in_place(rows, ceiling=ceiling), (given * 2).cumsum(0) + 1)
     assert sum(runner.stats().steps_by_mode.values()) == 7
 
 
 def test_eager_in_place_gives_results_of_their_own(make_runner, quiet):
     runner = make_runner(lambda tokens: tokens)
     runner.buffers["tokens"][:3] = torch.arange(3)
-    result = runner.step(3, ceiling=0)
+    result = runner.run_in_place(3, ceiling=0)
     runner.buffers["tokens"].zero_()
     same(result, torch.arange(3))
 
@@ -161,7 +161,7 @@ def test_a_step_in_place_beyond_the_buffers_says_what_to_do(make_runner, quiet):
     runner = make_runner(lambda tokens: tokens, max_num_tokens=20)
     runner.capture()
     with pytest.raises(InputError, match=r"hold 8 rows.*Call the runner with tensors"):
-        runner.step(9)
+        runner.run_in_place(9)
     assert runner.stats().failed_steps == 1
 
 
@@ -189,7 +189,7 @@ def test_a_recording_holds_the_steps_while_it_runs(make_runner, quiet):
     runner(torch.arange(5), num_reqs=5, uniform=1)
     with pytest.raises(InputError):
         runner(torch.arange(3.0))
-    runner.step(2, 1)
+    runner.run_in_place(2, 1)
     runner.stop_recording()
     runner(torch.arange(4))
     steps = [(s.num_tokens, s.num_reqs, s.uniform_decode) for s in recorder.trace()]
@@ -264,7 +264,7 @@ def test_a_graph_without_random_numbers_is_launched_directly(make_runner, keys):
     for rows in (3, 3, 5):
         same(runner(torch.arange(rows)), torch.arange(rows) + 1)
     assert (backend.direct, backend.replays) == (3, 0)
-    assert runner.launch_path(keys.full(4)) == "direct"
+    assert runner.controls.launch_path(keys.full(4)) == "direct"
     other = backend.new_stream()
     with backend.use_stream(other):
         runner(torch.arange(3))
@@ -278,7 +278,7 @@ def test_a_graph_that_draws_is_replayed_by_torch(make_runner, keys):
     for _ in range(3):
         runner(torch.arange(3))
     assert (backend.direct, backend.replays) == (0, 3)
-    assert "random numbers" in runner.launch_path(keys.full(4))
+    assert "random numbers" in runner.controls.launch_path(keys.full(4))
 
 
 def test_a_graph_that_turns_out_to_draw_nothing_is_launched_directly_from_then_on(make_runner):
@@ -296,7 +296,7 @@ def test_pieces_say_why_they_are_not_launched_directly(make_runner, keys):
         [graph_piece(lambda tokens: tokens), eager_piece(lambda x: x + 1)], backend=DirectTape()
     )
     runner.capture()
-    assert "pieces" in runner.launch_path(keys.piecewise(4))
+    assert "pieces" in runner.controls.launch_path(keys.piecewise(4))
 
 
 def test_a_refused_direct_launch_is_a_failed_replay(make_runner, quiet):
@@ -335,6 +335,6 @@ def test_check_mode_compares_what_was_launched_directly(make_runner):
         same(runner(torch.arange(rows)), torch.arange(rows) + 1)
     assert (backend.direct, backend.replays) == (4, 0)
     runner.buffers["tokens"][:3] = torch.arange(3)
-    same(runner.step(3), torch.arange(3) + 1)
+    same(runner.run_in_place(3), torch.arange(3) + 1)
     assert backend.direct == 5
     assert runner.stats().steps_by_mode["FULL"] == 5

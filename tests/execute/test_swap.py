@@ -114,10 +114,10 @@ def test_steps_run_between_the_captures_of_a_swap(runner, monkeypatch):
 def test_limits_alone_change_without_a_new_epoch(runner, backend):
     report = runner.swap(max_graphs=2)
     assert report.epoch == 0
-    assert backend.live == runner.lifecycle.num_graphs() == 2
+    assert backend.live == runner.lanes[0].lifecycle.num_graphs() == 2
     runner.swap(max_graphs=None, eviction="benefit")
     assert runner.capture().num_graphs == 2
-    assert runner.lifecycle.budget.eviction == "benefit"
+    assert runner.lanes[0].lifecycle.budget.eviction == "benefit"
 
 
 def test_a_byte_budget_that_shrinks_keeps_what_fits(runner):
@@ -138,9 +138,9 @@ def test_the_limit_grows_before_the_new_graphs_are_captured(make_runner):
     with pytest.raises(SwapError, match="max_graphs is 4"):
         runner.swap(sizes=(3, 6, 8))
     assert sizes_of(runner) == [1, 2, 4, 8]
-    assert runner.lifecycle.num_graphs() == 4
+    assert runner.lanes[0].lifecycle.num_graphs() == 4
     assert runner.swap(sizes=(3, 6, 8), max_graphs=6).epoch == 1
-    assert runner.lifecycle.num_graphs() == 3
+    assert runner.lanes[0].lifecycle.num_graphs() == 3
 
 
 def test_what_is_not_captured_ahead_runs_eager_until_it_is(runner, quiet):
@@ -178,7 +178,7 @@ def test_the_mode_is_swapped_within_what_the_step_can_do(make_runner):
     runner.swap(mode="PIECEWISE")
     assert served_by(runner, 3) == 4
     assert {key.mode.name for key in runner.registry} == {"PIECEWISE"}
-    assert (str(runner.asked_mode), str(runner.config.mode)) == ("PIECEWISE", "PIECEWISE")
+    assert (str(runner.lanes[0].asked_mode), str(runner.config.mode)) == ("PIECEWISE", "PIECEWISE")
 
 
 def test_a_policy_by_name_takes_options_alone(make_runner):
@@ -198,7 +198,7 @@ def test_a_copy_of_the_runner_is_made_as_it_stands_after_the_swap(runner, policy
     runner.swap(sizes=(3, 6), max_graphs=5, policy=policy)
     other = copy.copy(runner)
     assert other.config.capture_sizes == (3, 6)
-    assert other.lifecycle.budget.max_graphs == 5
+    assert other.lanes[0].lifecycle.budget.max_graphs == 5
     assert other.dispatcher.policy is policy
 
 
@@ -228,7 +228,13 @@ def test_disabled_keys_are_not_waited_for(make_runner, quiet):
 def state_of(runner):
     graphs = {str(key): id(entry.graph) for key, entry in runner.registry.entries.items()}
     dispatcher = runner.dispatcher
-    return graphs, dispatcher.epoch, dispatcher.policy, runner.config, runner.lifecycle.budget
+    return (
+        graphs,
+        dispatcher.epoch,
+        dispatcher.policy,
+        runner.config,
+        runner.lanes[0].lifecycle.budget,
+    )
 
 
 def refused(runner, error, match, **change):
@@ -388,7 +394,7 @@ def test_weights_replaced_while_graphs_are_captured_ahead(make_runner, backend):
     runner.swap(sizes=(3, 5, 6))
     for rows in (1, 4, 6):
         assert torch.equal(runner(torch.arange(rows)), torch.arange(rows) * 3)
-    assert runner.lifecycle.num_graphs() == 3
+    assert runner.lanes[0].lifecycle.num_graphs() == 3
 
 
 def test_several_lanes_are_not_swapped(make_runner):
@@ -500,7 +506,7 @@ def follow(schedule, lazy, seed, backend, new_policy):
     assert sorted(counts) == list(range(1, threads * steps + 1))
     stats = runner.stats()
     assert (stats.steps, stats.failed_steps) == (threads * steps, 0)
-    assert backend.live == len({id(one) for one in runner.lifecycle.live().values()})
+    assert backend.live == len({id(one) for one in runner.lanes[0].lifecycle.live().values()})
     # The policy in force knows its own keys, all of them, and no others.
     in_force = runner.dispatcher.policy.declare(runner.config)
     assert set(runner.dispatcher.graphs) == set(runner.registry) == set(in_force)

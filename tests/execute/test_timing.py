@@ -165,8 +165,8 @@ def test_unread_measurements_are_bounded(make_runner, learning):
     runner.capture()
     for _ in range(5):
         runner(torch.arange(3))
-    assert len(runner.timings._pending) <= MAX_PENDING
-    runner.timings.clear()
+    assert len(runner.lanes[0].timings._pending) <= MAX_PENDING
+    runner.lanes[0].timings.clear()
     assert runner.drain(wait=True) == 0
 
 
@@ -324,7 +324,7 @@ def test_step_raises_its_own_error_whatever_the_policy_makes_of_it(make_runner, 
         runner(torch.arange(3), ceiling=0)
     with pytest.raises(KeyError, match="the step's own"):
         runner(torch.full((3,), -1), ceiling=0)
-    runner.timings.clear()  # as a swap does
+    runner.lanes[0].timings.clear()  # as a swap does
     assert runner(torch.arange(3), ceiling=0).tolist() == [1, 2, 3]
 
 

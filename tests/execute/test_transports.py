@@ -289,7 +289,7 @@ def test_many_inputs(made, keys):
     scope = {"run": run}
     exec(f"def named({names}): return run(**locals())", scope)  # noqa: S102
     runner, _ = made(scope["named"], specs)
-    assert runner.input_path(keys.full(4)) == "node"
+    assert runner.controls.input_path(keys.full(4)) == "node"
     for rows in (3, 8, 5):
         call = [torch.arange(rows) * index for index in range(20)]
         assert torch.equal(runner(*call), sum(call))
@@ -300,7 +300,7 @@ def test_steps_in_place_are_not_overwritten_by_an_earlier_call(made):
     runner, _ = made(outputs="view")
     runner(*rows_of(3, 1))
     runner.buffers["x"][:3], runner.buffers["y"][:3] = 5.0, 6
-    assert torch.equal(runner.step(3)[0], torch.full((3, 3), 16.0))
+    assert torch.equal(runner.run_in_place(3)[0], torch.full((3, 3), 16.0))
     assert torch.equal(runner(*rows_of(3, 2))[0], torch.full((3, 3), 6.0))
 
 
@@ -313,7 +313,7 @@ def test_a_failed_launch_leaves_nothing_behind(made, quiet):
     assert runner.stats().replay_failures == 1
     backend.play = play
     runner.buffers["x"][:3], runner.buffers["y"][:3] = 5.0, 6
-    assert torch.equal(runner.step(3)[0], torch.full((3, 3), 16.0))
+    assert torch.equal(runner.run_in_place(3)[0], torch.full((3, 3), 16.0))
 
 
 def test_a_node_that_is_gone_wrong_is_found_by_check_mode(made):
@@ -326,23 +326,23 @@ def test_a_node_that_is_gone_wrong_is_found_by_check_mode(made):
 
 def test_why_there_is_no_node(made, make_runner, keys):
     runner, _ = made(backend=TapeBackend())
-    assert runner.input_path(keys.full(4)) == "copy: this backend has no such node"
+    assert runner.controls.input_path(keys.full(4)) == "copy: this backend has no such node"
     backend = PlayedTape()
     backend.problem = "not today"
     runner, _ = made(backend=backend)
-    assert runner.input_path(keys.full(4)) == "copy: not today"
+    assert runner.controls.input_path(keys.full(4)) == "copy: not today"
     rows = {"x": StaticInput((None, MAX_BYTES // 4), "int64")}
     runner, _ = made(lambda x: x.sum(-1), rows)
-    assert "no input on the device is small" in runner.input_path(keys.full(1))
+    assert "no input on the device is small" in runner.controls.input_path(keys.full(1))
     runner, _ = made([graph_piece(lambda x: x), eager_piece(lambda x: x)], {"x": SPECS["x"]})
-    assert "pieces" in runner.input_path(keys.piecewise(4))
+    assert "pieces" in runner.controls.input_path(keys.piecewise(4))
     backend = PlayedTape()
     backend.find = lambda raw: "the graph begins with another kernel"
     backend.kernel = CopyKernel(
         ctypes.c_void_p(1), backend.launch, backend.change, backend.find, backend.enter
     )
     runner, _ = made(backend=backend)
-    assert "another kernel" in runner.input_path(keys.full(4))
+    assert "another kernel" in runner.controls.input_path(keys.full(4))
     assert torch.equal(runner(*rows_of(3, 4))[0], step(*rows_of(3, 4))[0])
 
 
@@ -352,7 +352,7 @@ def test_a_node_that_fails_is_told(made, keys, caplog):
     backend.code = 1
     for number in (2, 3):
         assert torch.equal(runner(*rows_of(3, number))[0], step(*rows_of(3, number))[0])
-    assert "CUDA error 1" in runner.input_path(keys.full(4))
+    assert "CUDA error 1" in runner.controls.input_path(keys.full(4))
     assert len(caplog.records) == 1
 
 
@@ -384,18 +384,21 @@ def test_host_inputs_of_a_node_take_neither_a_copy_of_pinned_memory_nor_an_event
 def test_why_host_inputs_do_not_come_by_the_node(made, keys):
     runner, _ = made(mixed_step, SPECS | HOSTS, backend=TapeBackend())
     problem = "this backend has no such node"
-    assert runner.input_path(keys.full(4)) == f"copy: {problem}; host inputs: staging: {problem}"
+    assert (
+        runner.controls.input_path(keys.full(4))
+        == f"copy: {problem}; host inputs: staging: {problem}"
+    )
     wide = {"x": SPECS["x"], "wide": StaticInput((3, None), "int32", host=True)}
     runner, _ = made(lambda x, wide: x.sum(-1) + wide.sum(0), wide)
-    assert "another dimension" in runner.input_path(keys.full(4))
+    assert "another dimension" in runner.controls.input_path(keys.full(4))
     many = {f"x{index}": StaticInput((None,), "int64", host=True) for index in range(17)}
     scope = {}
     exec(f"def named({', '.join(many)}): return x0 + x16", scope)  # noqa: S102
     runner, _ = made(scope["named"], many)
-    assert runner.input_path(keys.full(4)) == (
+    assert runner.controls.input_path(keys.full(4)) == (
         "staging: there are 17 and the node has room for 16 more inputs"
     )
     assert torch.equal(runner(*[torch.full((3,), n) for n in range(17)]), torch.full((3,), 16))
     pieces = [graph_piece(lambda tokens: tokens), eager_piece(lambda x: x)]
     runner, _ = made(pieces, {"tokens": HOSTS["tokens"]})
-    assert runner.input_path(keys.piecewise(4)) == "staging: made of pieces"
+    assert runner.controls.input_path(keys.piecewise(4)) == "staging: made of pieces"

@@ -92,7 +92,7 @@ def test_first_capture_goes_by_its_warmup_and_holds_what_that_was_given(make_run
     assert tape.ways == ["by notes", "by notes", "plainly", "plainly", "plainly"]
     tape.graphs = tape.graphs[1:]
     kept = {weight.untyped_storage()._cdata, made[0].untyped_storage()._cdata}
-    buffers = {one.untyped_storage()._cdata for one in runner._lane.buffers.tensors}
+    buffers = {one.untyped_storage()._cdata for one in runner.lanes[0].lane.buffers.tensors}
     for graph in tape.graphs:
         # Neither intermediates nor results of the warmup, which would stay for nothing.
         assert {storage._cdata for storage in graph.holds} == kept | buffers

@@ -117,7 +117,7 @@ def test_a_watcher_hears_every_step_between_enter_and_leave(make_runner, quiet):
 
     runner = make_runner(step)
     runner.capture()
-    plain = runner._decide
+    plain = runner.lanes[0].decide
     log = Log()
     runner.watch_steps(log)
     assert torch.equal(runner(torch.arange(3)), torch.arange(3) + 1)
@@ -127,7 +127,7 @@ def test_a_watcher_hears_every_step_between_enter_and_leave(make_runner, quiet):
         runner(torch.arange(3), ceiling=0)
     assert log.told[-1] == ("leave", True)
     runner.watch_steps(None)
-    assert runner._decide == plain
+    assert runner.lanes[0].decide == plain
     runner(torch.arange(3))
     assert len(log.told) == 4
 
@@ -151,7 +151,7 @@ def test_watching_and_recording_go_together(make_runner):
     runner.capture()
     log, seen = Log(), []
     recorder = runner.start_recording()
-    runner.on_decision(seen.append)
+    runner.taps.on_decision(seen.append)
     runner.watch_steps(log)
     runner(torch.arange(3))
     assert (recorder.num_steps, len(seen), len(log.told)) == (1, 1, 2)

@@ -279,4 +279,4 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
     with pytest.raises(ConfigError, match="watcher must be None, or an object with enter"):
         runner.watch_steps(print)
     with pytest.raises(ConfigError, match="decision must be one that this runner's"):
-        runner.run_decision(None, {})
+        runner.decisions.run(None, {})

@@ -27,7 +27,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 def test_a_decoder_is_measured_in_both_modes_and_left_as_it_was(pace):
     runner = decoder("cuda", shape=SHAPE, sizes=SIZES, max_num_tokens=128)
     runner.capture()
-    graphs, stats = runner.lifecycle.live(), runner.stats()
+    graphs, stats = runner.lanes[0].lifecycle.live(), runner.stats()
     model = calibrate(runner, pace=pace, samples=2)
     assert model.clock == "device"
     assert [size for size, _ in model.graph_us.points] == list(SIZES)
@@ -35,7 +35,7 @@ def test_a_decoder_is_measured_in_both_modes_and_left_as_it_was(pace):
     assert model.eager_us.last == 128
     assert all(us > 0 for _, us in (*model.graph_us.points, *model.eager_us.points))
     assert sum(num_bytes for _, num_bytes in model.graph_bytes.points) > 0
-    assert (runner.lifecycle.live(), runner.stats()) == (graphs, stats)
+    assert (runner.lanes[0].lifecycle.live(), runner.stats()) == (graphs, stats)
 
 
 def test_what_the_step_changes_is_put_back():

@@ -508,7 +508,7 @@ def test_largest_first_takes_about_the_memory_of_the_largest(wide):
     largest.capture([max(largest.registry, key=lambda key: key.num_tokens)])
     runner = wide_runner(wide)
     runner.capture()
-    assert runner.lifecycle.num_graphs() == len(WIDE_SIZES)
+    assert runner.lanes[0].lifecycle.num_graphs() == len(WIDE_SIZES)
     assert runner.num_bytes <= 1.1 * largest.num_bytes
 
 
@@ -584,7 +584,7 @@ def many_calls(runner, step, calls, check_every=200):
 def test_budget_of_graphs_holds_under_ten_thousand_calls(wide, quiet):
     runner = wide_runner(wide, lazy=True, options=RunnerOptions(memory=MemoryOptions(max_graphs=3)))
     for _ in many_calls(runner, wide, 10_000):
-        assert runner.lifecycle.num_graphs() <= 3
+        assert runner.lanes[0].lifecycle.num_graphs() <= 3
     assert runner.stats().steps == runner.stats().steps_by_mode["FULL"] == 10_000
     assert runner.stats().evictions > 10
 

@@ -118,7 +118,7 @@ class Planted(torch.nn.Module):
 
 
 def live(runner):
-    return runner.lifecycle.live().values()
+    return runner.lanes[0].lifecycle.live().values()
 
 
 def replaced_weight(step, runner):
@@ -154,7 +154,7 @@ def moved_input(step, runner):
     for captured in live(runner):
         buffers = captured.input_path.buffers
         buffers.tensors = [tensor.clone() for tensor in buffers.tensors]
-    runner._lane.forget_plans()
+    runner.lanes[0].lane.forget_plans()
 
 
 def overwritten_output(step, runner):

@@ -77,7 +77,10 @@ def test_such_a_graph_has_no_copy_of_host_memory():
     runner = runner_of(doubled, HOST)
     plain = runner_of(doubled, HOST, backend=CudaBackend(0, copy_node=False))
     assert plain.input_path(key_of(8)) == "staging: switched off"
-    kinds = [kinds_of_nodes(one.lifecycle.live()[key_of(8)].graphs[0]) for one in (runner, plain)]
+    kinds = [
+        kinds_of_nodes(one.lanes[0].lifecycle.live()[key_of(8)].graphs[0])
+        for one in (runner, plain)
+    ]
     # Both copy outputs to where graphs share them.
     assert kinds[0].count(MEMCPY) == kinds[1].count(MEMCPY) - 1
     assert kinds[0].count(KERNEL) == kinds[1].count(KERNEL) + 1
@@ -91,7 +94,7 @@ def test_every_capacity_and_its_borders():
         {"x": StaticInput((None,), "uint8", fill=2, host=True)},
         sizes=sizes,
     )
-    paths = {size: runner.input_path(key_of(size)) for size in sizes}
+    paths = {size: runner.controls.input_path(key_of(size)) for size in sizes}
     assert paths.pop(sizes[-1]).startswith("staging: ")
     assert set(paths.values()) == {"node"}
     kept = []
@@ -122,7 +125,7 @@ def test_a_kernel_that_cannot_be_loaded_is_told(monkeypatch):
     )
     specs = {"x": StaticInput((None, 3), "float32")} | HOST
     runner = runner_of(lambda x, tokens, scale: (x + scale, tokens * 2), specs)
-    assert runner.input_path(key_of(8)) == "node; host inputs: staging: an old driver"
+    assert runner.controls.input_path(key_of(8)) == "node; host inputs: staging: an old driver"
     x, (tokens, scale) = torch.ones(5, 3, device=DEVICE), call_of(5, 3)
     for one, want in zip(runner(x, tokens, scale), (scale + 1, tokens * 2), strict=True):
         same(one, want)
@@ -133,7 +136,7 @@ def test_a_step_in_place_from_a_thread_that_did_nothing_else():
     for name, value in zip(HOST, call_of(5, 4), strict=True):
         runner.buffers[name][:5] = value
     found = []
-    thread = threading.Thread(target=lambda: found.append(runner.step(5)))
+    thread = threading.Thread(target=lambda: found.append(runner.run_in_place(5)))
     thread.start()
     thread.join()
     torch.cuda.synchronize()

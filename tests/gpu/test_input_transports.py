@@ -27,4 +27,4 @@ class TestInputsOnADevice(InputTransportTests):
             kind = "in place" if number % 3 == 1 else "call"
             bench.run_and_compare(runner, number * 5 % 8 + 1, number, kind)
         # By its first replay a graph that nobody watched turns out to draw nothing.
-        assert {runner.launch_path(bench.key(size)) for size in (1, 8)} == {"direct"}
+        assert {runner.controls.launch_path(bench.key(size)) for size in (1, 8)} == {"direct"}

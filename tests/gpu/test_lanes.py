@@ -167,7 +167,7 @@ def test_random_numbers_are_those_of_the_order_of_submission():
 def test_lanes_are_distinct_streams_up_to_the_limit_of_the_device():
     gc.collect()
     runner = make(exact, 8)
-    assert len({member._lane.stream.handle for member in runner.lanes}) == 8
+    assert len({member.lane.stream.handle for member in runner.lanes}) == 8
     with pytest.raises(ConfigError, match="lanes must be at most 32"):
         make(exact, 33)
 
@@ -175,7 +175,7 @@ def test_lanes_are_distinct_streams_up_to_the_limit_of_the_device():
 def test_urgent_lanes_have_streams_that_go_first():
     runner = make(exact, 3, lane_policy=Urgent())
     assert not runner.capture().failed
-    priorities = [member._lane.stream.raw.priority for member in runner.lanes]
+    priorities = [member.lane.stream.raw.priority for member in runner.lanes]
     assert priorities[:2] == [0, 0]
     assert priorities[2] < 0
     x = whole_numbers(8, 3)
@@ -184,7 +184,7 @@ def test_urgent_lanes_have_streams_that_go_first():
 
 def test_costs_are_told_before_the_capture():
     runner = make(exact, 4)
-    (cost,) = runner.lane_costs()
+    (cost,) = runner.lanes.costs()
     assert runner.num_bytes == 0
     runner.capture()
     assert 0 < runner.num_bytes <= 2 * cost.graph_bytes
@@ -194,6 +194,6 @@ def test_upload_ahead_of_the_first_launch():
     runner = make(exact, 2)
     runner.capture()
     key = next(iter(runner.registry))
-    assert runner.upload(key)
+    assert runner.controls.upload(key)
     x = whole_numbers(key.num_tokens, 2)
     assert torch.equal(runner.submit(x).result(), exact(x))

@@ -104,7 +104,7 @@ def test_replay_equals_eager_on_changing_inputs(ceiling, outputs):
     assert report.num_graphs == 2 * len(SIZES)
     assert not theirs.cache.any(), "warmup and capture must not show in the state"
     for seed, rows in enumerate((32, 3, 1, 16, 17, 8, 31, 2, 5, 32, 4)):
-        runner._lane.buffers.poison()
+        runner.lanes[0].lane.buffers.poison()
         given = batch(rows, seed)
         same(runner(**given, ceiling=ceiling), mine(**given))
         same(theirs.cache[:SINK], mine.cache[:SINK])
@@ -161,7 +161,7 @@ def test_true_row_count_and_outputs_without_a_batch_dimension():
     )
     assert runner.capture().failed == {}
     for rows in (32, 5, 17, 3):
-        runner._lane.buffers.poison()
+        runner.lanes[0].lane.buffers.poison()
         x = torch.randn(rows, 8, device=DEVICE)
         same(runner(x), (x - x.mean(0), x.sum(0)))
 
@@ -273,7 +273,7 @@ def test_budget_holds_under_many_calls(limit):
             x = torch.randn(rows, 256, device=DEVICE)
             same(runner(x), step(x))
             if limit == "graphs":
-                assert runner.lifecycle.num_graphs() <= 3
+                assert runner.lanes[0].lifecycle.num_graphs() <= 3
             else:
                 assert runner.num_bytes <= 64 << 20
     assert runner.stats().steps_by_mode["FULL"] > 0

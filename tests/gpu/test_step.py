@@ -56,7 +56,7 @@ def late_steps(runner, ceiling=2, in_place=False, sizes=(32,)):
             runner.buffers.wait()
             runner.buffers["tokens"].numpy()[:rows] = tokens
             runner.buffers["scale"].numpy()[:rows] = scale
-            result = runner.step(rows, ceiling=ceiling)
+            result = runner.run_in_place(rows, ceiling=ceiling)
         else:
             result = runner(tokens, scale, ceiling=ceiling)
         kept.append([one.clone() for one in result])
@@ -80,7 +80,7 @@ def test_host_memory_is_not_written_before_its_copy(monkeypatch, is_whole, in_pl
     if not is_whole:
         monkeypatch.setattr("dispatchkit.execute.io.staging.WHOLE_BLOCK_BYTES", 0)
     runner = staged()
-    assert runner.launch_path(key_of(32)) == "direct"
+    assert runner.controls.launch_path(key_of(32)) == "direct"
     assert late_steps(runner, in_place=in_place, sizes=sizes) == []
 
 
@@ -153,7 +153,7 @@ def test_direct_launches_on_other_streams_and_threads():
     torch.cuda.synchronize()
     for (_, number), got in results.items():
         same(got.cpu(), torch.full((1 + number % 32,), number * 2 + 1))
-    assert runner.launch_path(key_of(32)) == "direct"
+    assert runner.controls.launch_path(key_of(32)) == "direct"
 
 
 def test_a_step_in_place_from_a_thread_that_did_nothing_else():
@@ -161,7 +161,7 @@ def test_a_step_in_place_from_a_thread_that_did_nothing_else():
     runner.buffers["x"][:3] = torch.arange(3, device=DEVICE)
     torch.cuda.synchronize()
     found = []
-    thread = threading.Thread(target=lambda: found.append(runner.step(3)))
+    thread = threading.Thread(target=lambda: found.append(runner.run_in_place(3)))
     thread.start()
     thread.join()
     same(found[0].cpu(), torch.arange(3) * 2)
@@ -169,7 +169,7 @@ def test_a_step_in_place_from_a_thread_that_did_nothing_else():
 
 def test_graphs_that_draw_go_through_torch():
     runner = runner_of(lambda x: x + torch.rand_like(x), {"x": StaticInput((None,), "float32")})
-    assert "random numbers" in runner.launch_path(key_of(32))
+    assert "random numbers" in runner.controls.launch_path(key_of(32))
     x = torch.zeros(32, device=DEVICE)
     first, second = runner(x), runner(x)
     assert not torch.equal(first, second)
@@ -234,7 +234,7 @@ def test_inputs_of_several_types_and_layouts(step_in_place):
                     target.copy_(value)
                 else:
                     target[:rows] = value
-            got = runner.step(rows)
+            got = runner.run_in_place(rows)
         else:
             got = runner(**given)
         for one, other in zip(got[:3], want[:3], strict=True):
@@ -291,13 +291,13 @@ def test_the_copy_node_for_every_number_and_type_of_inputs(count):
         sizes=MANY,
         options=RunnerOptions(buffers=BufferOptions(output_batch_dims=None)),
     )
-    assert runner.input_path(key_of(39)) == "node"
+    assert runner.controls.input_path(key_of(39)) == "node"
     calls = [
         (rows, [small(rows, spec, number, number % 4) for spec in specs.values()])
         for number, rows in enumerate([39, 2, 17, 38, 1, *range(1, 40), 39])
     ]
     check_calls(runner, specs, calls, lambda rows: rows + (rows + 1) % 2)
-    assert runner.input_path(key_of(39)) == "node"
+    assert runner.controls.input_path(key_of(39)) == "node"
 
 
 def test_the_copy_node_on_several_streams_and_threads():
@@ -331,4 +331,4 @@ def test_the_copy_node_on_several_streams_and_threads():
     for number, rows, got in results:
         wanted = 2.0 * number + torch.arange(rows) + number
         same(got.cpu(), wanted[:, None].expand(rows, 3).float().contiguous())
-    assert runner.input_path(key_of(32)) == "node"
+    assert runner.controls.input_path(key_of(32)) == "node"

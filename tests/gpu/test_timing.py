@@ -134,6 +134,6 @@ def test_a_decision_is_obeyed():
     runner, rows, weight = make_runner("vllm")
     for ceiling in (2, 0):
         decision = runner.dispatcher.dispatch(13, ceiling=ceiling)
-        found = runner.run_decision(decision, {"x": rows[:13]})
+        found = runner.decisions.run(decision, {"x": rows[:13]})
         torch.testing.assert_close(found, torch.relu(rows[:13] @ weight), rtol=1e-3, atol=1e-3)
     assert runner.stats().steps_by_mode == {"NONE": 1, "PIECEWISE": 0, "FULL": 1}

@@ -329,7 +329,7 @@ def _state_kept(subject: Subject) -> Iterator[None]:
     snapshot = Snapshot(torch.device(runner.backend.torch_device), subject.state.generators)
     for storage in Known(subject.state.tensors):
         snapshot.save(storage)
-    for captured in runner.lifecycle.live().values():
+    for captured in runner.lanes[0].lifecycle.live().values():
         for held in captured.holds:
             if isinstance(held, torch.UntypedStorage):
                 snapshot.save(held)

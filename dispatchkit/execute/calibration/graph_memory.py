@@ -215,7 +215,7 @@ def forecast_graph_memory(
         runner = measuring_subject(step, every_size=False, **options).runner
         keys: dict[int, list[GraphKey]] = {}
         for key in runner.registry:
-            if key.mode is RuntimeMode.FULL or runner.can_split:
+            if key.mode is RuntimeMode.FULL or runner.lanes[0].work.step.can_split:
                 keys.setdefault(key.num_tokens, []).append(key)
         sizes = sorted(keys, reverse=True)
         if len(sizes) < 2:

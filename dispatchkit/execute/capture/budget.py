@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dispatchkit.backends.optional import features_of
 from dispatchkit.errors import CaptureError
-from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.capture.captured import CapturedKey
+from dispatchkit.execute.capture.live_graphs import LiveGraphs
 from dispatchkit.execute.lane import Lane
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCounters
@@ -26,19 +27,19 @@ _CHURN = 4
 
 
 class ChurnWarning(RuntimeWarning):
-    """Graphs are captured and given up again and again."""
+    """Graphs are captured and evicted again and again."""
 
 
-def _least_recent(step: CapturedStep) -> float:
+def _least_recent(step: CapturedKey) -> float:
     return step.last_used
 
 
-def _least_useful(step: CapturedStep) -> float:
+def _least_useful(step: CapturedKey) -> float:
     """Tokens served since the capture, per token that the graph has to hold memory for."""
     return step.hits / step.key.num_tokens
 
 
-_SCORES: dict[str, Callable[[CapturedStep], float]] = {
+_SCORES: dict[str, Callable[[CapturedKey], float]] = {
     "lru": _least_recent,
     "benefit": _least_useful,
 }
@@ -127,49 +128,47 @@ class Admission:
         return max(0, (self._forecast(self._key) or 0) - backend.pool_bytes(pool))
 
 
-class Room:
-    """Keeps the graphs of a lane within their budget.
+class MemoryBudget:
+    """Keep the graphs of a lane within their limits.
 
     Args:
-        budget: The limits.
+        limits: What holds at every moment.
         lane: Whose memory.
+        graphs: The graphs of the lane.
         counters: What evictions and captures are counted in.
         forecast: Returns the bytes a key's graph is expected to need, None if not known.
-        live: Returns the captured steps by key.
-        evict: Gives up the graph of a key, with a reason.
+
+    Attributes:
+        limits: Those in force.
+        score: The graph of the lowest score is evicted first; None: the order that the limits
+            name.
     """
 
     def __init__(
         self,
-        budget: MemoryOptions,
+        limits: MemoryOptions,
         lane: Lane,
+        graphs: LiveGraphs,
         counters: StepCounters,
         forecast: Callable[[GraphKey], int | None],
-        live: Callable[[], Mapping[GraphKey, CapturedStep]],
-        evict: Callable[[GraphKey, str], None],
     ) -> None:
-        self._budget, self._lane, self._counters = budget, lane, counters
-        self._forecast, self._live, self._evict = forecast, live, evict
-        self._is_churn_told = False
-        #: Evicts the lowest first; None: as the limits name it.
-        self.score: Callable[[CapturedStep], float] | None = None
+        self._lane, self._graphs, self._counters = lane, graphs, counters
+        self._forecast = forecast
+        self._is_churn_warned = False
+        self.limits: MemoryOptions = limits
+        self.score: Callable[[CapturedKey], float] | None = None
 
-    @property
-    def budget(self) -> MemoryOptions:
-        """The limits in force."""
-        return self._budget
-
-    def change(self, budget: MemoryOptions) -> list[GraphKey]:
-        """Put other limits in force, and give up graphs until they hold.
+    def update(self, limits: MemoryOptions) -> list[GraphKey]:
+        """Put other limits in force, and evict graphs until they hold.
 
         Returns:
             The keys that lost their graph with the whole pool, and may find room in a new one.
         """
-        self._budget = budget
-        limit = budget.max_graphs
-        while limit is not None and len({id(step) for step in self._live().values()}) > limit:
-            self._evict_one(self._live().values())
-        most = budget.max_bytes
+        self.limits = limits
+        limit = limits.max_graphs
+        while limit is not None and self._graphs.count() > limit:
+            self._evict_one(self._graphs.by_key().values())
+        most = limits.max_bytes
         while most is not None and self._lane.num_bytes() > most:
             if not self._give_way():
                 return self.clear_pool()
@@ -177,56 +176,64 @@ class Room:
 
     @property
     def refusal(self) -> str:
-        """What a key is told that there is no room for."""
-        return f"over_budget: max_graphs is {self._budget.max_graphs}"
+        """Why a key is skipped that there is no slot for."""
+        return f"over_budget: max_graphs is {self.limits.max_graphs}"
 
-    def for_one_more(self) -> bool:
-        """Return whether one more graph may live; one that serves several keys counts once."""
-        limit = self._budget.max_graphs
-        return limit is None or len({id(step) for step in self._live().values()}) < limit
+    def has_slot(self) -> bool:
+        """Return whether one more graph may live."""
+        limit = self.limits.max_graphs
+        return limit is None or self._graphs.count() < limit
 
-    def make(self) -> None:
-        """Evict until one more graph may live."""
-        limit = self._budget.max_graphs
+    def evict_until_fits(self) -> None:
+        """Evict until one more graph may live.
+
+        Raises:
+            CaptureError: None may.
+        """
+        limit = self.limits.max_graphs
         if limit == 0:
             raise CaptureError("max_graphs is 0: no graph may live.", reason="over_budget")
-        while not self.for_one_more():
-            self._evict_one(self._live().values())
+        while not self.has_slot():
+            self._evict_one(self._graphs.by_key().values())
 
     def admission(self, key: GraphKey, *, evict: bool) -> Admission | None:
         """Return what the capture of a key asks for memory; None where there is no limit."""
-        limit = self._budget.max_bytes
+        limit = self.limits.max_bytes
         if limit is None:
             return None
         give_way = self._give_way if evict else lambda: False
         return Admission(key, limit, self._lane, self._forecast, give_way)
 
     def clear_pool(self) -> list[GraphKey]:
-        """Give up all graphs of the lane's pool, and the pool with them.
+        """Evict all graphs of the lane's pool, and start a new pool.
 
-        Graphs of one pool share memory: to give up some of them frees next to nothing.
+        Graphs of one pool share memory: evicting some of them frees next to nothing.
 
         Returns:
             The keys that lost their graph.
         """
-        lost = [key for key, step in self._live().items() if not step.is_foreign]
+        lost = [key for key, step in self._graphs.by_key().items() if not step.is_foreign]
         for key in lost:
-            self._evict(key, "budget")
+            self._graphs.evict(key, "budget")
         self.drop_pool()
         return lost
 
     def drop_pool(self) -> None:
-        """Start anew once the graphs are gone, and see that the memory they had is."""
+        """Start a new pool once the graphs are gone, and see that the memory they had is."""
         lane, old = self._lane, self._lane.pool
         lane.drop_pool()
-        limit = self._budget.max_bytes
+        limit = self.limits.max_bytes
         # The new pool has nothing yet: what is counted now is memory of before.
         if limit is not None and (lane.backend.pool_bytes(old) or lane.num_bytes() > limit):
             gc.collect()  # something in a ring of references still holds outputs of it
 
-    def check(self, key: GraphKey, step: CapturedStep) -> None:
-        """Give up a graph that took more than was told beforehand, and more than it may."""
-        limit = self._budget.max_bytes
+    def check(self, key: GraphKey, step: CapturedKey) -> None:
+        """Release a graph that took more than was forecast, and more than it may.
+
+        Raises:
+            OverBudgetError: It did.
+        """
+        limit = self.limits.max_bytes
         if limit is None or (taken := self._lane.num_bytes()) <= limit:
             return
         self._lane.settle()
@@ -236,14 +243,14 @@ class Room:
         raise OverBudgetError(key, taken, limit, fits_alone=False)
 
     def warn_of_churn(self) -> None:
-        """Warn once when most captured graphs are given up again."""
-        evictions, room = self._counters.evictions, self._budget.max_graphs or 1
-        if self._is_churn_told or evictions < _CHURN * max(room, 4):
+        """Warn once when most captured graphs are evicted again."""
+        evictions, room = self._counters.evictions, self.limits.max_graphs or 1
+        if self._is_churn_warned or evictions < _CHURN * max(room, 4):
             return
         if evictions > 0.5 * self._counters.captures:
-            self._is_churn_told = True
+            self._is_churn_warned = True
             warnings.warn(
-                f"{evictions} of {self._counters.captures} captured graphs were given up again: "
+                f"{evictions} of {self._counters.captures} captured graphs were evicted again: "
                 "the batches need more graphs than the budget holds. Raise max_graphs or "
                 "max_bytes, use fewer sizes, or raise capture_after.",
                 ChurnWarning,
@@ -252,14 +259,18 @@ class Room:
 
     def _give_way(self) -> bool:
         """Evict the graph that goes first of those whose going leaves memory to others."""
-        holding = [step for step in self._live().values() if step.own_bytes and not step.is_foreign]
+        holding = [
+            step
+            for step in self._graphs.by_key().values()
+            if step.own_bytes and not step.is_foreign
+        ]
         if holding:
             self._evict_one(holding)
         return bool(holding)
 
-    def _evict_one(self, steps: Iterable[CapturedStep]) -> None:
-        score = self.score or _SCORES[self._budget.eviction]
+    def _evict_one(self, steps: Iterable[CapturedKey]) -> None:
+        score = self.score or _SCORES[self.limits.eviction]
         step = min(steps, key=lambda one: (score(one), one.last_used), default=None)
-        for key, one in self._live().items():
+        for key, one in self._graphs.by_key().items():
             if one is step:
-                self._evict(key, "budget")
+                self._graphs.evict(key, "budget")

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from dispatchkit.backends.base import CapturedGraph, GraphBackend
+from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.backends.optional import WarmupNotes
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
 from dispatchkit.execute.capture.captured import (
-    CapturedStep,
+    CapturedKey,
+    CapturedPieces,
     EagerPart,
-    FullStep,
     GraphPart,
     Link,
-    PiecewiseStep,
 )
 from dispatchkit.execute.capture.effects import PythonChangedError, write_noise
 from dispatchkit.execute.capture.fingerprint import Facts, facts_of
-from dispatchkit.execute.capture.graph import GraphMaker, Place
+from dispatchkit.execute.capture.graph import GraphMaker, OutputSlot
 from dispatchkit.execute.capture.warmup import Warmups, family_of
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.input_path import InputPath, choose_path, copied_path
@@ -44,28 +44,29 @@ _T = TypeVar("_T")
 
 
 class Capturer:
-    """Captures keys of one runner.
+    """Capture keys on one lane.
 
     Args:
         warmups: Warms keys up, and knows the step and what it changes.
-        backend: The device.
+        lane: Where.
         guard: Reads what graphs are made under.
         share_outputs: Whether graphs write their outputs to one memory of the lane.
+        notes_facts: Keep with each graph what it has built in, as check mode needs it.
     """
 
     def __init__(
         self,
         warmups: Warmups,
-        backend: GraphBackend,
+        lane: Lane,
         guard: Guard,
         *,
-        share_outputs: Callable[[], bool] = lambda: True,
-        notes_facts: bool = False,
+        share_outputs: Callable[[], bool],
+        notes_facts: bool,
     ) -> None:
-        self._warmups, self._backend, self._guard = warmups, backend, guard
+        self._warmups, self._lane, self._guard = warmups, lane, guard
         self._step = warmups.step
         self._share_outputs, self._notes_facts = share_outputs, notes_facts
-        self._maker = GraphMaker(backend, warmups.device, warmups.generators)
+        self._maker = GraphMaker(lane, warmups.device, warmups.generators)
 
     def facts_now(self, buffers: InputBuffers) -> Facts:
         """Return the addresses and numbers that a graph of the step would have built in."""
@@ -76,26 +77,16 @@ class Capturer:
         self._maker.forget()
         self._warmups.forget()
 
-    def note_replaced(self, entries: Iterable[Entry]) -> None:
-        """Count what was found to be replaced since it was captured."""
-        self._warmups.effects.note_replaced(entries)
-
-    def forecast_bytes(self, key: GraphKey) -> int | None:
-        """Return the memory that a graph of a key is expected to need; None if not known."""
-        return self._warmups.forecast_bytes(key)
-
     def capture(
         self,
         key: GraphKey,
-        lane: Lane,
         other_sizes: Callable[[], Sequence[int]],
         admission: Admission | None = None,
-    ) -> CapturedStep:
+    ) -> CapturedKey:
         """Capture a key; the step's state, the generators and other keys are as before.
 
         Args:
             key: What to capture.
-            lane: Where.
             other_sizes: Returns further sizes the step can be run at, to measure its outputs.
             admission: Asked before memory is taken; None where there is no limit.
 
@@ -103,54 +94,48 @@ class Capturer:
             CaptureError: It cannot be captured, for a reason to count.
             OverBudgetError: It would take more memory than it may.
         """
-        return self._contained(
-            key, lane, lambda snapshot: self._capture(key, lane, snapshot, other_sizes, admission)
-        )
+        return self._contained(key, partial(self._capture, key, other_sizes, admission))
 
-    def warm(self, key: GraphKey, lane: Lane) -> None:
+    def warm(self, key: GraphKey) -> None:
         """Warm a key up without capturing it; what it changes is put back.
 
         Raises:
             CaptureError: It is larger than the static inputs.
         """
-        self._contained(key, lane, lambda snapshot: self._warmups.run(key, lane, snapshot))
+        self._contained(key, partial(self._warmups.run, key))
 
-    def expect_bytes(self, key: GraphKey, lane: Lane) -> int:
+    def expect_bytes(self, key: GraphKey) -> int:
         """Return what a graph of a key in a pool of its own takes, outputs included.
 
         Raises:
             CaptureError: It cannot be warmed up, or captured.
         """
-        return self._contained(key, lane, lambda snapshot: self._expect(key, lane, snapshot))
+        return self._contained(key, partial(self._expect, key))
 
     def _capture(
         self,
         key: GraphKey,
-        lane: Lane,
-        snapshot: Snapshot,
         other_sizes: Callable[[], Sequence[int]],
         admission: Admission | None,
-    ) -> CapturedStep:
-        outputs, notes = self._warmups.run(key, lane, snapshot)
-        layout = self._warmups.layout(key, lane, outputs, other_sizes)
-        places = self._places(outputs) if layout is not None else []
+        snapshot: Snapshot,
+    ) -> CapturedKey:
+        outputs, notes = self._warmups.run(key, snapshot)
+        layout = self._warmups.layout(key, outputs, other_sizes)
+        slots = self._slots(outputs) if layout is not None else []
         del outputs  # what is alive of the warmup from here on is kept by the step
         if key.mode is RuntimeMode.FULL:
-            step = self._capture_full(key, lane, places, layout, admission, notes)
-        else:
-            step = self._capture_pieces(key, lane, places, layout, admission)
-        step.values = self._warmups.effects.watch()
-        return step
+            return self._capture_full(key, slots, layout, admission, notes)
+        return self._capture_pieces(key, slots, layout, admission)
 
-    def _expect(self, key: GraphKey, lane: Lane, snapshot: Snapshot) -> int:
-        outputs, _ = self._warmups.run(key, lane, snapshot)
-        places = self._places(outputs)
+    def _expect(self, key: GraphKey, snapshot: Snapshot) -> int:
+        outputs, _ = self._warmups.run(key, snapshot)
+        slots = self._slots(outputs)
         del outputs
-        views = self._warmups.views(key, lane, key.num_tokens)
-        known = self._maker.expect_bytes(lambda: self._step(views), lane, places)
+        views = self._warmups.views(key, key.num_tokens)
+        known = self._maker.expect_bytes(lambda: self._step(views), slots)
         return known if known is not None else self._warmups.forecast_bytes(key) or 0
 
-    def _contained(self, key: GraphKey, lane: Lane, run: Callable[[Snapshot], _T]) -> _T:
+    def _contained(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
         """Run what runs the step for nothing; whatever that changes is put back.
 
         A step that makes a cache in Python meanwhile keeps it, and is run again with it.
@@ -159,42 +144,43 @@ class Capturer:
             CaptureError: The step has Python state, or this was its first call.
         """
         try:
-            return self._contained_once(key, lane, run)
+            return self._contained_once(key, run)
         except PythonChangedError as error:
             changed = error
         self._warmups.watch_again(key)
         self._maker.forget()
-        buffers = lane.buffers_of(key)
-        with self._set_up(key, lane) as snapshot:
+        buffers = self._lane.buffers_of(key)
+        with self._set_up(key) as snapshot:
 
             def on_other_rows() -> None:
                 write_noise(buffers.tensors)
                 buffers.clean_from = buffers.clean_to = 0  # of no row is it known to hold fill
-                self._warmups.run_plainly(key, lane)
+                self._warmups.run_plainly(key)
                 buffers.reset()
 
             def on_rows() -> Any:
-                return self._warmups.run_plainly(key, lane)
+                return self._warmups.run_plainly(key)
 
             self._warmups.effects.check(changed, snapshot, on_rows, on_other_rows)
-        return self._contained_once(key, lane, run)
+        return self._contained_once(key, run)
 
-    def _contained_once(self, key: GraphKey, lane: Lane, run: Callable[[Snapshot], _T]) -> _T:
+    def _contained_once(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
         made = None
         try:
             in_pieces = key.mode is RuntimeMode.PIECEWISE
             contained = self._warmups.effects.contained(graphs_alone=in_pieces)
-            with self._set_up(key, lane) as snapshot, contained:
+            with self._set_up(key) as snapshot, contained:
                 made = run(snapshot)
         except PythonChangedError:
-            if isinstance(made, CapturedStep):
+            if isinstance(made, CapturedKey):
                 made.release()
             raise
         return made
 
     @contextmanager
-    def _set_up(self, key: GraphKey, lane: Lane) -> Iterator[Snapshot]:
+    def _set_up(self, key: GraphKey) -> Iterator[Snapshot]:
         """Prepare the lane for a key, and put back at the end what is changed in between."""
+        lane = self._lane
         if key.num_tokens > lane.buffers.num_rows:
             raise CaptureError(
                 f"{key} is larger than the static inputs ({lane.buffers.num_rows} rows). Declare "
@@ -213,9 +199,13 @@ class Capturer:
             lane.set_rows(key.num_tokens)
             yield snapshot
 
+    def note_replaced(self, entries: Iterable[Entry]) -> None:
+        """Count what was found to be replaced since it was captured."""
+        self._warmups.effects.note_replaced(entries)
+
     # -- graphs -------------------------------------------------------------------------
 
-    def _places(self, outputs: Any) -> list[Place | None]:
+    def _slots(self, outputs: Any) -> list[OutputSlot | None]:
         """Return what memory the graph is to write each output to; None where it stays."""
         share = self._share_outputs()
         return [
@@ -228,44 +218,45 @@ class Capturer:
     def _capture_full(
         self,
         key: GraphKey,
-        lane: Lane,
-        places: list[Place | None],
+        slots: list[OutputSlot | None],
         layout: OutputLayout | None,
         admission: Admission | None,
         notes: WarmupNotes | None,
-    ) -> CapturedStep:
-        views = self._warmups.views(key, lane, key.num_tokens)
-        found: list[Any] = []
-        path = choose_path(self._backend, lane.buffers_of(key), key.num_tokens)
+    ) -> CapturedKey:
+        views, backend = self._warmups.views(key, key.num_tokens), self._lane.backend
+        path = choose_path(backend, self._lane.buffers_of(key), key.num_tokens)
 
         def step() -> Any:
-            path.record(self._backend.current_stream_handle())
+            path.record(backend.current_stream_handle())
             return self._step(views)
 
         if path.staging is not None:
             notes = None  # the warmup was without that copy
-        name = (family_of(key), 0)
         compiled = self._warmups.compiled_code(key)
-        graph, draws = self._maker.capture(
-            step, lane, places, found, admission, name, notes, compiled
-        )
-        path.attach(graph)
-        return FullStep(**self._common(key, lane, path, found[0], layout, (graph,), draws=draws))
+        name = (family_of(key), 0)
+        made = self._maker.capture(step, slots, admission, name, notes, compiled)
+        path.attach(made.graph)
+        return self._captured(key, path, layout, made.outputs, (made.graph,), draws=made.draws)
 
-    def _common(
+    def _captured(
         self,
         key: GraphKey,
-        lane: Lane,
         path: InputPath,
-        outputs: Any,
         layout: OutputLayout | None,
+        outputs: Any,
         graphs: tuple[CapturedGraph, ...],
+        pieces: CapturedPieces | None = None,
         *,
         draws: bool,
-    ) -> dict[str, Any]:
-        """Return the fields that every captured step has."""
+    ) -> CapturedKey:
+        """Return what the registry is to hold for a key.
+
+        Raises:
+            CaptureError: Its outputs are others than in the warmup.
+        """
+        lane, warmups = self._lane, self._warmups
         if layout is None:
-            layout = self._warmups.declared(outputs, key.num_tokens)
+            layout = warmups.declared(outputs, key.num_tokens)
         elif not layout.fits(outputs, key.num_tokens):
             raise CaptureError(
                 "The step's outputs were of another structure, shape or type in the capture "
@@ -275,39 +266,42 @@ class Capturer:
             )
         leaves = tuple(tree_leaves(outputs))
         clones = tuple(
-            isinstance(leaf, torch.Tensor) and not self._warmups.is_state(leaf) for leaf in leaves
+            isinstance(leaf, torch.Tensor) and not warmups.is_state(leaf) for leaf in leaves
         )
-        return {
-            "key": key,
-            "lane": lane,
-            "input_path": path,
-            "layout": layout,
-            "leaves": leaves,
-            "clones": clones,
-            "own_bytes": sum(
-                leaf.untyped_storage().nbytes()
-                for leaf, is_result in zip(leaves, clones, strict=True)
-                if is_result and leaf not in lane.outputs
-            ),
-            "graphs": graphs,
-            "holds": (*self._warmups.written(), self._step),
-            "guard": self._guard.now(),
-            "facts": self.facts_now(path.buffers) if self._notes_facts else None,
-            "axis_cuts": self._warmups.axis_cuts(key, lane, outputs),
-            "has_effect": draws or any(True for _ in self._warmups.written()),
-        }
+        own_bytes = sum(
+            leaf.untyped_storage().nbytes()
+            for leaf, is_result in zip(leaves, clones, strict=True)
+            if is_result and leaf not in lane.outputs
+        )
+        return CapturedKey(
+            key=key,
+            lane=lane,
+            input_path=path,
+            layout=layout,
+            leaves=() if pieces is not None and pieces.ends_eager else leaves,
+            clones=clones,
+            graphs=graphs,
+            holds=(*warmups.written(), self._step),
+            guard=self._guard.now(),
+            facts=self.facts_now(path.buffers) if self._notes_facts else None,
+            has_effect=draws or warmups.writes(),
+            axis_cuts=warmups.axis_cuts(key, outputs),
+            values=warmups.effects.watch(),
+            pieces=pieces,
+            own_bytes=own_bytes,
+        )
 
     def _capture_pieces(
         self,
         key: GraphKey,
-        lane: Lane,
-        places: list[Place | None],
+        slots: list[OutputSlot | None],
         layout: OutputLayout | None,
         admission: Admission | None,
-    ) -> CapturedStep:
+    ) -> CapturedKey:
         """Capture piece by piece, replaying each so that eager pieces see real values."""
-        views = self._warmups.views(key, lane, key.num_tokens)
+        views = self._warmups.views(key, key.num_tokens)
         stable = Known(view for view in views.values() if isinstance(view, torch.Tensor))
+        compiled = self._warmups.compiled_code(key)
         parts: list[GraphPart | EagerPart] = []
         graphs: list[CapturedGraph] = []
         value: Any = None
@@ -323,47 +317,41 @@ class Capturer:
                 link = None
                 args: tuple[Any, ...] = ()
                 if index > 0:
-                    link, static = self._link(lane, index, value, stable, admission)
+                    link, static = self._link(index, value, stable, admission)
                     args = (static,)
                     if isinstance(parts[-1], GraphPart):
                         link = None  # straight from graph to graph: nothing moves
-                found: list[Any] = []
-                homes = places if index == last else []
-                call = _calling(piece.fn, args, inputs)
-                name = (family_of(key), index)
-                compiled = self._warmups.compiled_code(key)
-                graph, may_draw = self._maker.capture(
-                    call, lane, homes, found, admission, name, None, compiled
-                )
-                draws = draws or may_draw
-                graphs.append(graph)
-                parts.append(GraphPart(graph, link, found[0]))
-                graph.replay()
-                value = found[0]
+                call, name = _calling(piece.fn, args, inputs), (family_of(key), index)
+                own = slots if index == last else []
+                made = self._maker.capture(call, own, admission, name, None, compiled)
+                draws = draws or made.draws
+                graphs.append(made.graph)
+                parts.append(GraphPart(made.graph, link, made.outputs))
+                made.graph.replay()
+                value = made.outputs
                 for leaf in tree_leaves(value):
                     if isinstance(leaf, torch.Tensor):
                         stable.add(leaf)
-            path = copied_path(lane.buffers_of(key), key.num_tokens, "made of pieces")
-            common = self._common(key, lane, path, value, layout, tuple(graphs), draws=draws)
+            buffers = self._lane.buffers_of(key)
+            path = copied_path(buffers, key.num_tokens, "made of pieces")
+            pieces = CapturedPieces(tuple(parts), ends_eager=not self._step.pieces[last].is_graph)
+            captured = self._captured(key, path, layout, value, tuple(graphs), pieces, draws=draws)
         except BaseException:
             for graph in graphs:
                 graph.release()
             raise
-        ends_eager = not self._step.pieces[last].is_graph
-        if ends_eager:
-            common["leaves"] = ()
         # What lies between pieces is used within one launch only, and launches of a lane do
         # not overlap: held by none, its memory serves the graphs of all sizes.
         for part in parts:
             if isinstance(part, GraphPart):
                 part.outputs = tree_map_only(torch.Tensor, weak_tensor, part.outputs)
-        return PiecewiseStep(**common, parts=tuple(parts), ends_eager=ends_eager)
+        return captured
 
     def _stays(self, leaf: torch.Tensor) -> bool:
         return self._warmups.is_state(leaf) or self._warmups.is_scratch(leaf)
 
     def _link(
-        self, lane: Lane, index: int, value: Any, stable: Known, admission: Admission | None
+        self, index: int, value: Any, stable: Known, admission: Admission | None
     ) -> tuple[Link, Any]:
         """Return how a value reaches the graph of a piece, and the static form of it."""
         leaves, spec = tree_flatten(value)
@@ -378,8 +366,10 @@ class Capturer:
                 static.append(leaf)
             else:
                 if admission is not None:
-                    admission.ask(lane.between.growth((index, number), leaf.shape, leaf.dtype))
-                own = lane.between.take((index, number), leaf.shape, leaf.dtype)
+                    admission.ask(
+                        self._lane.between.growth((index, number), leaf.shape, leaf.dtype)
+                    )
+                own = self._lane.between.take((index, number), leaf.shape, leaf.dtype)
                 own.copy_(leaf)
                 link.copies.append((number, own))
                 static.append(own)

@@ -1,4 +1,4 @@
-"""CapturedStep: one key's graphs, and everything they read and write."""
+"""CapturedKey: one key's graphs, and everything they read and write."""
 
 from __future__ import annotations
 
@@ -34,83 +34,6 @@ class LaunchError(Exception):
     def __init__(self, cause: Exception, *, has_effect: bool) -> None:
         super().__init__(str(cause))
         self.cause, self.has_effect = cause, has_effect
-
-
-@attrs.define(eq=False, kw_only=True)
-class CapturedStep:
-    """What the registry holds for a captured key.
-
-    Attributes:
-        key: Its name.
-        lane: Where it was captured.
-        input_path: How inputs come into its graphs.
-        layout: The structure of its outputs.
-        leaves: Padded outputs at fixed addresses; empty if the last piece is eager.
-        clones: Per leaf, whether callers of owned results get a copy: a tensor that is not
-            the caller's own state.
-        graphs: Its graphs, to be released.
-        holds: Whatever else the graphs read, kept alive.
-        guard: What it was made under.
-        facts: Addresses and numbers it has built in; None outside check mode.
-        has_effect: A replay changes more than its outputs: state, or random generators.
-        axis_cuts: Dimensions of its outputs that follow an axis (see ``execute.axes``).
-        values: What its graphs have built in of Python, compared while it replays.
-        own_bytes: Memory of the pool that no other graph can use while this one lives.
-        released: It may not be launched any more.
-        last_used: The lane's tick at its last launch.
-        hits: Launches since the capture.
-    """
-
-    key: GraphKey
-    lane: Lane
-    input_path: InputPath
-    layout: OutputLayout
-    leaves: tuple[Any, ...]
-    clones: tuple[bool, ...]
-    graphs: tuple[CapturedGraph, ...]
-    holds: tuple[Any, ...] = ()
-    guard: Fingerprint = (None, (), ())
-    facts: Facts | None = None
-    has_effect: bool = False
-    axis_cuts: tuple[tuple[int, int, int], ...] = ()
-    values: ValueWatch = attrs.field(factory=ValueWatch)
-    own_bytes: int = 0
-    released: bool = False
-    last_used: int = 0
-    hits: int = 0
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether its graph was captured elsewhere, and so has no memory of the lane."""
-        return self.input_path.is_foreign
-
-    def launch(self) -> Sequence[Any]:
-        """Queue it on the current stream; return the padded outputs.
-
-        Raises:
-            LaunchError: It could not be queued, or not all of it.
-        """
-        raise NotImplementedError
-
-    def release(self) -> None:
-        """Let go of the graphs; the lane must have settled."""
-        self.released = True
-        for graph in self.graphs:
-            graph.release()
-        self.leaves, self.holds = (), ()
-
-
-@attrs.define(eq=False, kw_only=True)
-class FullStep(CapturedStep):
-    """A whole step as one graph."""
-
-    def launch(self) -> Sequence[Any]:
-        """Replay the one graph."""
-        try:
-            self.graphs[0].replay()
-        except Exception as error:
-            raise LaunchError(error, has_effect=self.has_effect) from error
-        return self.leaves
 
 
 @attrs.define(eq=False)
@@ -193,20 +116,30 @@ class EagerPart:
     is_first: bool
 
 
-@attrs.define(eq=False, kw_only=True)
-class PiecewiseStep(CapturedStep):
-    """A step whose graph pieces are graphs, with eager pieces between them."""
+@attrs.frozen(eq=False)
+class CapturedPieces:
+    """Graph pieces of a step that are graphs, with eager pieces between them.
 
-    parts: tuple[GraphPart | EagerPart, ...] = ()
-    ends_eager: bool = False
+    Attributes:
+        parts: The pieces, in their order.
+        ends_eager: The last of them is eager: it makes the outputs.
+    """
 
-    def launch(self) -> Sequence[Any]:
-        """Run the parts in order.
+    parts: tuple[GraphPart | EagerPart, ...]
+    ends_eager: bool
+
+    def launch(self, *, has_effect: bool) -> Any:
+        """Run the pieces in order; return what the last one gave.
 
         What an eager piece itself raises is the user's error and comes out as it is.
+
+        Args:
+            has_effect: A replay of a graph piece changes more than its outputs.
+
+        Raises:
+            LaunchError: A graph could not be queued.
         """
         value: Any = None
-        has_effect = False
         with torch.no_grad():
             for part in self.parts:
                 if isinstance(part, EagerPart):
@@ -219,17 +152,89 @@ class PiecewiseStep(CapturedStep):
                         part.link.carry(value)
                     part.graph.replay()
                 except Exception as error:
-                    effect = has_effect or self.has_effect
-                    raise LaunchError(error, has_effect=effect) from error
+                    raise LaunchError(error, has_effect=has_effect) from error
                 value = part.outputs
-        if not self.ends_eager:
+        return value
+
+
+@attrs.define(eq=False, kw_only=True)
+class CapturedKey:
+    """What the registry holds for a captured key.
+
+    Attributes:
+        key: Its name.
+        lane: Where it was captured.
+        input_path: How inputs come into its graphs.
+        layout: The structure of its outputs.
+        leaves: Padded outputs at fixed addresses; empty if the last piece is eager.
+        clones: Per leaf, whether callers of owned results get a copy: a tensor that is not
+            the caller's own state.
+        graphs: Its graphs, to be released.
+        holds: Whatever else the graphs read, kept alive.
+        guard: What it was made under.
+        facts: Addresses and numbers it has built in; None outside check mode.
+        has_effect: A replay changes more than its outputs: state, or random generators.
+        axis_cuts: Dimensions of its outputs that follow an axis (see ``io.axes``).
+        values: What its graphs have built in of Python, compared while it replays.
+        pieces: Its graph pieces and the eager pieces between them; None where one graph is all.
+        own_bytes: Memory of the pool that no other graph can use while this one lives.
+        released: It may not be launched any more.
+        last_used: The lane's tick at its last launch.
+        hits: Launches since the capture.
+    """
+
+    key: GraphKey
+    lane: Lane
+    input_path: InputPath
+    layout: OutputLayout
+    leaves: tuple[Any, ...]
+    clones: tuple[bool, ...]
+    graphs: tuple[CapturedGraph, ...]
+    holds: tuple[Any, ...] = ()
+    guard: Fingerprint = (None, (), ())
+    facts: Facts | None = None
+    has_effect: bool = False
+    axis_cuts: tuple[tuple[int, int, int], ...] = ()
+    values: ValueWatch = attrs.field(factory=ValueWatch)
+    pieces: CapturedPieces | None = None
+    own_bytes: int = 0
+    released: bool = False
+    last_used: int = 0
+    hits: int = 0
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether its graph was captured elsewhere, and so has no memory of the lane."""
+        return self.input_path.is_foreign
+
+    def launch(self) -> Sequence[Any]:
+        """Queue it on the current stream; return the padded outputs.
+
+        Raises:
+            LaunchError: It could not be queued, or not all of it.
+        """
+        if self.pieces is not None:
+            return self._launch_pieces(self.pieces)
+        try:
+            self.graphs[0].replay()
+        except Exception as error:
+            raise LaunchError(error, has_effect=self.has_effect) from error
+        return self.leaves
+
+    def release(self) -> None:
+        """Release the graphs, once nothing of them is in flight."""
+        self.released = True
+        for graph in self.graphs:
+            graph.release()
+        self.leaves, self.holds = (), ()
+        if self.pieces is not None:
+            self.pieces = CapturedPieces((), ends_eager=self.pieces.ends_eager)
+
+    def _launch_pieces(self, pieces: CapturedPieces) -> Sequence[Any]:
+        value = pieces.launch(has_effect=self.has_effect)
+        if not pieces.ends_eager:
             return self.leaves
         if not self.layout.fits(value, self.key.num_tokens):
             problem = ReplayError("The last eager piece returned other shapes than at capture.")
             raise LaunchError(problem, has_effect=True)
         return tree_leaves(value)
-
-    def release(self) -> None:
-        """Let go of what lies between the pieces too."""
-        super().release()
-        self.parts = ()

@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
+from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.step.pieces import Piece
 from dispatchkit.execute.step.python_state import (
@@ -31,7 +32,6 @@ from dispatchkit.execute.step.python_state import (
     is_same,
     restore,
 )
-from dispatchkit.execute.step.reasons import FIRST_CALL, PYTHON_STATE
 from dispatchkit.execute.step.state import Snapshot
 from dispatchkit.execute.step.values import ValueWatch
 
@@ -55,7 +55,7 @@ class PythonChangedError(CaptureError):
         self._then = [entry.now() for entry in entries]
         super().__init__(
             f"The step changed {named(entries)} while it was captured, which a replay would not.",
-            reason=PYTHON_STATE,
+            reason=Reason.PYTHON_STATE,
         )
 
     def redo(self) -> None:
@@ -131,7 +131,7 @@ class PythonEffects:
                 f"{often[0]} was replaced more than {MAX_REPLACED} times since it was captured "
                 "first: no graph lasts. Write it in place (tensor.copy_(...)), or give it as an "
                 "input.",
-                reason=PYTHON_STATE,
+                reason=Reason.PYTHON_STATE,
             )
         before = self.state()
         try:
@@ -186,18 +186,18 @@ class PythonEffects:
         restore(before.changes())
         snapshot.restore()
         self._state, changed = None, error.entries
-        if found == FIRST_CALL:
+        if found == Reason.FIRST_CALL:
             self._first |= {(id(one.record.target), one.key): one for one in changed}
             raise CaptureError(
                 f"The first call of the step changes {named(changed)}, and computes something else "
                 "than later ones. The next call runs eager; the key is captured after it.",
-                reason=FIRST_CALL,
+                reason=Reason.FIRST_CALL,
             )
         raise CaptureError(
             f"Each call of the step changes {named(changed)}, which a replay would not. Keep such "
             "state in a tensor that the step writes in place (self.h.copy_(...), a buffer), or "
             "change it outside of the step; until then every step runs eager.",
-            reason=PYTHON_STATE,
+            reason=Reason.PYTHON_STATE,
         )
 
     def _find(
@@ -219,19 +219,19 @@ class PythonEffects:
         after = PythonState(self._roots())
         second = _copies(tree_leaves(run()))
         if after.changes():
-            return PYTHON_STATE
+            return Reason.PYTHON_STATE
         is_same_result = (
             _equal(first, second)
             and _equal(written, snapshot.contents())
             and _equal(values, [_content(entry.now()) for entry in made])
         )
         if not is_same_result:
-            return FIRST_CALL
+            return Reason.FIRST_CALL
         snapshot.restore()
         restore(made)
         run_on_other_rows()
         if not _equal(values, [_content(entry.now()) for entry in made]):
-            return FIRST_CALL
+            return Reason.FIRST_CALL
         snapshot.restore()
         return _CACHE
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit.errors import ConfigError, InputError
-from dispatchkit.execute.capture.captured import CapturedStep, FullStep
+from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.input_path import copied_path
 from dispatchkit.execute.io.inputs import InputSet
@@ -46,7 +46,7 @@ def external_step(
     *,
     guard: Fingerprint,
     has_effect: bool,
-) -> CapturedStep:
+) -> CapturedKey:
     """Return a captured step around somebody else's graph.
 
     Raises:
@@ -64,7 +64,7 @@ def external_step(
         )
     layout = declared_layout(outputs, key.num_tokens, output_batch_dims)
     leaves = tuple(tree_leaves(outputs))
-    return FullStep(
+    return CapturedKey(
         key=key,
         lane=lane,
         input_path=copied_path(

@@ -1,16 +1,16 @@
-"""Capture of one graph: room asked for, outputs brought home, operations watched once."""
+"""GraphMaker: one graph, its outputs in shared memory, its operations watched once."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dispatchkit.backends.base import CapturedGraph, GraphBackend
+from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.backends.optional import WarmupNotes, WatchedGraph, features_of
 from dispatchkit.backends.watching.compiled_code import FORCE_EAGER
 from dispatchkit.errors import CaptureError
@@ -20,8 +20,23 @@ from dispatchkit.execute.io.outputs import SharedMemory
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.state import CompiledCode
 
-#: A place of the lane's output memory: its name, and the shape and type of what lies there.
-Place = tuple[int, torch.Size, torch.dtype]
+#: A slot of the lane's output memory: its name, and the shape and type of what lies there.
+OutputSlot = tuple[int, torch.Size, torch.dtype]
+
+
+@attrs.frozen(eq=False)
+class MadeGraph:
+    """One captured graph.
+
+    Attributes:
+        graph: The graph.
+        outputs: What was returned in the capture: in memory of the lane, or of the graph.
+        draws: It may draw random numbers.
+    """
+
+    graph: CapturedGraph
+    outputs: Any
+    draws: bool
 
 
 class PlainCodeWarning(RuntimeWarning):
@@ -42,22 +57,22 @@ class _Watched:
 
 
 class GraphMaker:
-    """Captures single graphs of one runner.
+    """Capture single graphs of one lane.
 
     Args:
-        backend: The device.
+        lane: Where.
         device: Where tensors are made.
         generators: Random generators of the step, beside the default ones.
     """
 
     def __init__(
         self,
-        backend: GraphBackend,
+        lane: Lane,
         device: torch.device,
         generators: Iterable[torch.Generator],
     ) -> None:
-        self._backend, self._device = backend, device
-        features = features_of(backend)
+        self._lane, self._backend, self._device = lane, lane.backend, device
+        features = features_of(lane.backend)
         self._rehearsals, self._unwatched = features.rehearsals, features.unwatched_captures
         self._generators = tuple(generators)
         self._watched: dict[tuple[Family, int], _Watched] = {}
@@ -67,7 +82,7 @@ class GraphMaker:
         self._watched.clear()
 
     def expect_bytes(
-        self, run: Callable[[], Any], lane: Lane, places: list[Place | None]
+        self, run: Callable[[], Any], slots: Sequence[OutputSlot | None]
     ) -> int | None:
         """Return what a graph in a pool of its own takes with its outputs; None: not known.
 
@@ -77,58 +92,51 @@ class GraphMaker:
         if self._rehearsals is None:
             return None
         memory = SharedMemory(self._device)
-        homes = [None if place is None else memory.take(*place) for place in places]
-        trial = _without_result(_writing_home(run, homes, []))
+        trial = SharedOutputs(run, _taken(memory, slots))
         pool = self._backend.new_pool()
         grown = self._rehearsals.rehearse(
-            trial, stream=lane.stream, pool=pool, generators=self._generators
+            trial, stream=self._lane.stream, pool=pool, generators=self._generators
         )
         return grown + memory.num_bytes
 
     def capture(
         self,
         run: Callable[[], Any],
-        lane: Lane,
-        places: list[Place | None],
-        found: list[Any],
+        slots: Sequence[OutputSlot | None],
         admission: Admission | None,
         name: tuple[Family, int],
         notes: WarmupNotes | None = None,
         compiled: CompiledCode | None = None,
-    ) -> tuple[CapturedGraph, bool]:
+    ) -> MadeGraph:
         """Capture what is run, its outputs in the lane's memory, if there is room for both.
 
         Args:
             run: What is captured.
-            lane: Where.
-            places: Where its outputs go.
-            found: Gets what it returned.
+            slots: Where its outputs go.
             admission: Asked for memory; None where there is no limit.
             name: Of the operations: those of one name are the same, at other sizes.
             notes: Of a warmup just now, whose operations were the same.
             compiled: What is known of functions of torch.compile in it, which a capture on a
                 device runs compiled, and sees little of.
-
-        Returns:
-            The graph, and whether it may draw random numbers.
         """
+        lane = self._lane
         if admission is not None:
             # Elsewhere: what an earlier replay left in the lane's memory may still be read.
-            memory = SharedMemory(self._device)
-            others = [None if place is None else memory.take(*place) for place in places]
+            others = _taken(SharedMemory(self._device), slots)
 
             def trial() -> Any:
-                return _writing_home(run, others, [])()  # holds no result by itself
+                rehearsed = SharedOutputs(run, others)
+                rehearsed()
+                return rehearsed.outputs  # held by the rehearsal alone, which counts them
 
-            more = sum(lane.outputs.growth(*place) for place in places if place is not None)
+            more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
             admission.ask_for_graph(trial, self._generators, more)
-        homes = [None if place is None else lane.outputs.take(*place) for place in places]
-        captured = _without_result(_writing_home(run, homes, found))
+        captured = SharedOutputs(run, _taken(lane.outputs, slots))
         if self._unwatched is None:  # each is watched in full, and by itself
             own = self._backend.capture(
                 captured, stream=lane.stream, pool=lane.pool, generators=self._generators
             )
-            return own, own.has_random_state
+            return MadeGraph(own, captured.outputs, own.has_random_state)
         # Keys that differ in size only run the same operations: one of them is watched.
         known = self._watched.get(name)
         if known is not None or compiled is not None or (notes is not None and not notes.is_plain):
@@ -153,7 +161,7 @@ class GraphMaker:
             )
         if known is not None:
             graph.holds.extend(known.holds)
-            return graph, known.draws
+            return MadeGraph(graph, captured.outputs, known.draws)
         draws = graph.has_random_state if notes is None else notes.draws
         if compiled is not None:
             _warn_of_plain_code(graph, compiled)
@@ -165,7 +173,7 @@ class GraphMaker:
                 one for one in graph.holds if not (lane.outputs.owns(one) or lane.between.owns(one))
             )
             self._watched[name] = _Watched(holds, draws)
-        return graph, draws
+        return MadeGraph(graph, captured.outputs, draws)
 
 
 def _warn_of_plain_code(graph: WatchedGraph, compiled: CompiledCode) -> None:
@@ -182,35 +190,41 @@ def _warn_of_plain_code(graph: WatchedGraph, compiled: CompiledCode) -> None:
         )
 
 
-def _writing_home(
-    run: Callable[[], Any], homes: list[torch.Tensor | None], found: list[Any]
-) -> Callable[[], Any]:
-    """Return a callable that also brings its outputs to the lane's memory."""
+def _taken(memory: SharedMemory, slots: Sequence[OutputSlot | None]) -> list[torch.Tensor | None]:
+    return [None if slot is None else memory.take(*slot) for slot in slots]
 
-    def captured() -> Any:
-        leaves, spec = tree_flatten(run())
-        targets = homes or [None] * len(leaves)
+
+class SharedOutputs:
+    """Run something in a capture, and copy its outputs to memory that graphs share.
+
+    Args:
+        run: What is captured.
+        targets: Where each output goes; None where it stays in memory of the graph.
+
+    Attributes:
+        outputs: What was returned, in its final place. The call itself returns nothing, since a
+            backend would hold it.
+    """
+
+    def __init__(self, run: Callable[[], Any], targets: Sequence[torch.Tensor | None]) -> None:
+        self._run, self._targets = run, targets
+        self.outputs: Any = None
+
+    def __call__(self) -> None:
+        """Run it; called by the backend."""
+        leaves, spec = tree_flatten(self._run())
+        targets = self._targets or [None] * len(leaves)
         if len(targets) != len(leaves):
             raise CaptureError(
                 f"The step returned {len(leaves)} values in the capture and "
                 f"{len(targets)} in the warmup; it must not depend on being captured.",
                 reason="output_layout",
             )
-        for home, leaf in zip(targets, leaves, strict=True):
-            if home is not None:
-                home.copy_(leaf)
+        for target, leaf in zip(targets, leaves, strict=True):
+            if target is not None:
+                target.copy_(leaf)
         # Only what stays where it is may outlive the capture: the rest is free again.
-        final = [leaf if home is None else home for home, leaf in zip(targets, leaves, strict=True)]
-        found[:] = [tree_unflatten(final, spec)]
-        return found[0]
-
-    return captured
-
-
-def _without_result(run: Callable[[], Any]) -> Callable[[], None]:
-    """Return a callable whose result nobody can hold, since a graph holds its own."""
-
-    def quiet() -> None:
-        run()
-
-    return quiet
+        final = [
+            leaf if target is None else target for target, leaf in zip(targets, leaves, strict=True)
+        ]
+        self.outputs = tree_unflatten(final, spec)

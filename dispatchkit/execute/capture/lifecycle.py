@@ -1,4 +1,4 @@
-"""The life of the graphs of one runner: when they are captured, and when they go.
+"""Lifecycle: when the keys of one lane are captured, and what becomes of the graphs.
 
 All transitions go through the registry. Callers hold the runner's lock, so that no step is
 in between; what the device still has in flight is waited for before a graph is released.
@@ -9,88 +9,104 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
+import attrs
 import torch
 
 from dispatchkit.backends.capture_errors import clear_traceback
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, RegistryError
-from dispatchkit.execute.capture.budget import OverBudgetError, Room
+from dispatchkit.execute.capture.budget import MemoryBudget, OverBudgetError
 from dispatchkit.execute.capture.capture import Capturer
-from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.effects import named
+from dispatchkit.execute.capture.live_graphs import LiveGraphs
 from dispatchkit.execute.capture.report import CaptureReport, as_capture_error, largest_first
-from dispatchkit.execute.capture.retries import Retries
 from dispatchkit.execute.capture.warmup import family_of
 from dispatchkit.execute.lane import Lane
-from dispatchkit.execute.step.reasons import CAPTURE_PENDING, VALUE_CHANGED, WEIGHTS_REPLACED
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import StepCounters
-from dispatchkit.observe.events import CaptureEvent, CaptureFailedEvent, EvictEvent
+from dispatchkit.observe.events import CaptureEvent, CaptureFailedEvent
 from dispatchkit.options import MemoryOptions
-from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
+from dispatchkit.registry import GraphRegistry, KeyState
 
 _WEIGHTS = (torch.Tensor, torch.nn.Module)
 
 
+@attrs.frozen(eq=False)
+class _Attempt:
+    """What came of the capture of one key.
+
+    Attributes:
+        captured: Its graphs, or
+        problem: why there are none.
+        evicted: Keys that lost their graphs for it.
+    """
+
+    captured: CapturedKey | None
+    problem: CaptureError | None
+    evicted: Sequence[GraphKey]
+
+
 class Lifecycle:
-    """Captures, evicts and invalidates the graphs of one runner.
+    """Capture the keys of one lane, in sessions or when they are asked for.
 
     Args:
         capturer: How a key is captured.
+        graphs: The graphs there are.
+        budget: Keeps them within their limits.
         lane: Where.
         registry: Whose keys.
         modes: Runtime modes that can be captured.
-        counters: Where captures and evictions are counted.
-        notify: Told of events.
-        budget: Limits.
+        counters: Where captures are counted.
         lazy: Capture keys when they are asked for.
         capture_after: How often a key must be asked for before it is captured lazily.
+
+    Attributes:
+        graphs: The graphs there are.
+        lazy: As given.
+        is_frozen: Nothing is captured.
     """
 
     def __init__(
         self,
         capturer: Capturer,
+        graphs: LiveGraphs,
+        budget: MemoryBudget,
         lane: Lane,
         registry: GraphRegistry,
         modes: frozenset[RuntimeMode],
         counters: StepCounters,
-        notify: Callable[[object], None],
         *,
-        budget: MemoryOptions,
         lazy: bool,
         capture_after: int,
     ) -> None:
         self.lazy = lazy
-        self._room = Room(budget, lane, counters, capturer.forecast_bytes, self.live, self.evict)
+        self.graphs: LiveGraphs = graphs
+        self._budget = budget
         self.is_frozen = False
         self._capturer, self._lane, self._registry = capturer, lane, registry
-        self._modes, self._counters, self._notify = modes, counters, notify
+        self._modes, self._counters = modes, counters
         self._capture_after = capture_after
         self._seen: Counter[GraphKey] = Counter()
-        self._retries = Retries()
+        self._retries = graphs.retries
 
     # -- reading ------------------------------------------------------------------------
 
-    def live(self) -> dict[GraphKey, CapturedStep]:
+    def live(self) -> dict[GraphKey, CapturedKey]:
         """Return the captured steps by key."""
-        return {
-            key: entry.graph
-            for key, entry in tuple(self._registry.entries.items())
-            if entry.state is KeyState.CAPTURED
-        }
+        return self.graphs.by_key()
 
     def num_graphs(self) -> int:
         """Return how many live graphs there are; one that serves several keys counts once."""
-        return len({id(step) for step in self.live().values()})
+        return self.graphs.count()
 
     def may_capture(self, key: GraphKey) -> bool:
         """Return whether a key has no graph, and neither backend nor switches forbid one."""
-        is_live = self._entry(key).state is KeyState.CAPTURED
+        is_live = self.graphs.entry(key).state is KeyState.CAPTURED
         return not is_live and key.mode in self._modes and self._registry.is_enabled(key)
 
     # -- sessions -----------------------------------------------------------------------
@@ -118,7 +134,7 @@ class Lifecycle:
         failed: dict[GraphKey, str] = {}
         skipped: dict[GraphKey, str] = {}
         for key in tuple(self._registry) if keys is None else keys:
-            entry = self._entry(key)
+            entry = self.graphs.entry(key)
             if entry.state is KeyState.CAPTURED or key.mode not in self._modes:
                 continue
             if not self._registry.is_enabled(key):
@@ -132,8 +148,8 @@ class Lifecycle:
         for done, key in enumerate(wanted):
             if progress is not None:
                 progress(done, total, key)
-            if not self._room.for_one_more():
-                skipped[key] = self._room.refusal
+            if not self._budget.has_slot():
+                skipped[key] = self._budget.refusal
                 continue
             problem = self._try(key, evict=False)
             if problem is None:
@@ -159,10 +175,10 @@ class Lifecycle:
         self._refuse_frozen()
         failed = {}
         for key in sorted(self._registry, key=largest_first):
-            if self._entry(key).state is KeyState.CAPTURED or key.mode not in self._modes:
+            if self.graphs.entry(key).state is KeyState.CAPTURED or key.mode not in self._modes:
                 continue
             try:
-                self._capturer.warm(key, self._lane)
+                self._capturer.warm(key)
             except Exception as error:  # noqa: BLE001 - as in a capture: it stays in its key
                 problem = as_capture_error(error, key)
                 failed[key] = f"{problem.reason}: {problem}"
@@ -176,7 +192,7 @@ class Lifecycle:
         """
         ordered = sorted(keys, key=largest_first)
         ordered = [key for key in ordered if key.mode in self._modes]
-        return self._capturer.expect_bytes(ordered[0], self._lane) if ordered else 0
+        return self._capturer.expect_bytes(ordered[0]) if ordered else 0
 
     def capture_next(self) -> GraphKey | None:
         """Capture the key that was asked for most and has no graph; for idle moments.
@@ -206,14 +222,14 @@ class Lifecycle:
             Why the step runs eager; empty when the table must be asked again.
         """
         self._seen[key] += 1
-        if self._entry(key).state is KeyState.CAPTURED:
+        if self.graphs.entry(key).state is KeyState.CAPTURED:
             return ""  # the plan is older than the graph
         if self.is_frozen:
             return Reason.NOT_CAPTURED
         if self._seen[key] < self._capture_after:
-            return CAPTURE_PENDING
+            return Reason.CAPTURE_PENDING
         self._try(key, evict=True)
-        self._room.warn_of_churn()  # outside: a warning that raises is no failed capture
+        self._budget.warn_of_churn()  # outside: a warning that raises is no failed capture
         return ""
 
     def note_missed(self, key: GraphKey) -> None:
@@ -251,28 +267,12 @@ class Lifecycle:
     # -- the end of a graph -------------------------------------------------------------
 
     def evict(self, key: GraphKey, reason: str = "requested") -> None:
-        """Give up the graph of a key; nothing of it is in flight when it is released.
+        """Take the graph of a key away; nothing of it is in flight when it is released.
 
         Raises:
             RegistryError: It has none.
         """
-        entry, before = self._entry(key), self._lane.num_bytes()
-        if entry.state is not KeyState.CAPTURED:
-            raise RegistryError(f"{key} is {entry.state}: it has no graph to evict.")
-        step = entry.graph
-        self._registry.evicted(key, reason)
-        self._counters.evictions += 1
-        self._release(step)
-        freed = max(0, before - self._lane.num_bytes())
-        self._tell(EvictEvent, key, reason=reason, num_bytes=freed)
-
-    def fail(self, key: GraphKey, reason: str) -> None:
-        """Mark that a replay of a key failed, and release its graph."""
-        step = self._entry(key).graph
-        self._registry.failed(key, reason)
-        self._retries.note_failure(key)
-        if step is not None:
-            self._release(step)
+        self.graphs.evict(key, reason)
 
     def invalidate(self, reason: str) -> int:
         """Mark every graph stale and release it; the keys can be captured again.
@@ -280,70 +280,56 @@ class Lifecycle:
         Returns:
             How many keys lost their graph.
         """
-        live = self.live()
-        for key in live:
-            self._registry.stale(key, reason)
-        for key, step in live.items():
-            self._release(step)
-            self._tell(EvictEvent, key, reason="invalidated")
-        self._room.drop_pool()
+        number = self.graphs.invalidate(reason)
+        self._budget.drop_pool()
         self._capturer.forget()
-        return len(live)
+        return number
 
-    def replaced(self, step: CapturedStep) -> str:
-        """Give up the graphs if something that they have built in was replaced.
+    def replaced(self, captured: CapturedKey) -> str:
+        """Invalidate the graphs if something that they have built in was replaced.
 
         Returns:
             The reason to count; empty if nothing was.
         """
-        changed = step.values.changes()
+        changed = captured.values.changes()
         if not changed:
             return ""
         self._capturer.note_replaced(changed)
         self.invalidate(f"replaced: {named(changed)}")
         is_weights = any(isinstance(one.before, _WEIGHTS) for one in changed)
-        return WEIGHTS_REPLACED if is_weights else VALUE_CHANGED
+        return Reason.WEIGHTS_REPLACED if is_weights else Reason.VALUE_CHANGED
 
-    def adopt(self, key: GraphKey, step: CapturedStep) -> None:
+    def adopt(self, key: GraphKey, step: CapturedKey) -> None:
         """Take a graph captured elsewhere for a key, within the budget."""
         self._registry.declare([key])
-        if self._entry(key).state is KeyState.CAPTURED:
-            self.evict(key, "replaced")
-        self._room.make()
+        if self.graphs.entry(key).state is KeyState.CAPTURED:
+            self.graphs.evict(key, "replaced")
+        self._budget.evict_until_fits()
         self._registry.captured(key, step)
 
     def forget(self, keys: Iterable[GraphKey]) -> None:
         """Remove keys altogether, with the graphs that no other key names."""
-        gone = [self._entry(key) for key in keys]
-        for entry in gone:
-            self._registry.forget(entry.key)
-            self._seen.pop(entry.key, None)
-        for entry in gone:
-            if entry.state is KeyState.CAPTURED:
-                self._release(entry.graph)
+        gone = tuple(keys)
+        self.graphs.forget(gone)
+        for key in gone:
+            self._seen.pop(key, None)
 
     @property
     def budget(self) -> MemoryOptions:
         """The limits in force."""
-        return self._room.budget
+        return self._budget.limits
 
-    def set_budget(self, budget: MemoryOptions) -> None:
+    def set_budget(self, limits: MemoryOptions) -> None:
         """Put other limits in force; graphs beyond them go, and what can stay is captured anew."""
-        lost = self._room.change(budget)
+        lost = self._budget.update(limits)
         if lost and not self.lazy and not self.is_frozen:
             self.capture_all(lost)
 
-    def set_eviction(self, score: Callable[[CapturedStep], float] | None) -> None:
+    def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
         """Evict the graph of the lowest score first; None: the order that the limits name."""
-        self._room.score = score
+        self._budget.score = score
 
     # -- inside -------------------------------------------------------------------------
-
-    def _entry(self, key: GraphKey) -> GraphEntry:
-        entry = self._registry.get(key)
-        if entry is None:
-            raise RegistryError(f"{key} is not declared; the runner has no such key.")
-        return entry
 
     def _refuse_frozen(self) -> None:
         if self.is_frozen:
@@ -353,75 +339,68 @@ class Lifecycle:
 
     def _try(self, key: GraphKey, *, evict: bool) -> CaptureError | None:
         """Capture a key; a failure is marked, counted and returned."""
-        handled = sys.exception()
         start, before = time.perf_counter(), self._lane.num_bytes()
-        lost: list[GraphKey] = []
-        problem = None
+        attempt = self._attempt(key, evict=evict)
+        captured, problem = attempt.captured, attempt.problem
+        elapsed = (time.perf_counter() - start) * 1e6
+        if captured is not None:
+            grown = max(0, self._lane.num_bytes() - before)
+            captured.last_used = self._lane.tick
+            self._registry.captured(key, captured, num_bytes=grown)
+            self._counters.captures += 1
+            self.graphs.report(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown)
+        if problem is not None:
+            if all(one.is_foreign for one in self.live().values()):
+                self._budget.drop_pool()  # what the failed one had got of it
+            self._registry.failed(key, f"{problem.reason}: {problem}")
+            self._retries.note_failure(key)
+            self._counters.capture_failures += 1
+            facts = {"reason": problem.reason, "message": str(problem), "elapsed_us": elapsed}
+            self.graphs.report(CaptureFailedEvent, key, **facts)
+        if not self.lazy:  # otherwise the next call that asks for one captures it
+            for other in sorted(attempt.evicted, key=largest_first):
+                if self._budget.has_slot():
+                    self._try(other, evict=False)
+        return problem
+
+    def _attempt(self, key: GraphKey, *, evict: bool) -> _Attempt:
+        """Capture a key; where others hold the memory it needs, they go first, as a group.
+
+        Args:
+            key: Which.
+            evict: Others may go.
+        """
+        handled = sys.exception()
+        admission, others = (
+            self._budget.admission(key, evict=evict),
+            partial(self._other_sizes, key),
+        )
+        evicted: list[GraphKey] = []
         try:
             if evict:
-                self._room.make()
-            step = self._capture(key, evict=evict, lost=lost)
-            self._room.check(key, step)
+                self._budget.evict_until_fits()
+            captured = None
+            try:
+                captured = self._capturer.capture(key, others, admission)
+            except OverBudgetError as error:
+                if not (evict and error.fits_alone):
+                    raise
+                clear_traceback(error, handled)
+            if captured is None:
+                evicted = self._budget.clear_pool()
+                captured = self._capturer.capture(key, others, admission)
+            self._budget.check(key, captured)
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
             # Frames hold tensors, and with them memory of the graphs: for as long as somebody
             # keeps the error, or until a garbage collection where it names its own frame.
             clear_traceback(error, handled)
             problem = as_capture_error(error, key)
             problem.__cause__ = problem.__context__ = None
-        elapsed = (time.perf_counter() - start) * 1e6
-        if problem is None:
-            grown = max(0, self._lane.num_bytes() - before)
-            step.last_used = self._lane.tick
-            self._registry.captured(key, step, num_bytes=grown)
-            self._counters.captures += 1
-            self._tell(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown)
-        else:
-            if all(step.is_foreign for step in self.live().values()):
-                self._room.drop_pool()  # what the failed one had got of it
-            self._registry.failed(key, f"{problem.reason}: {problem}")
-            self._retries.note_failure(key)
-            self._counters.capture_failures += 1
-            facts = {"reason": problem.reason, "message": str(problem), "elapsed_us": elapsed}
-            self._tell(CaptureFailedEvent, key, **facts)
-        if not self.lazy:  # otherwise the next call that asks for one captures it
-            for other in sorted(lost, key=largest_first):
-                if self._room.for_one_more():
-                    self._try(other, evict=False)
-        return problem
-
-    def _capture(self, key: GraphKey, *, evict: bool, lost: list[GraphKey]) -> CapturedStep:
-        """Capture a key; where others hold the memory it needs, they go first, as a group.
-
-        Args:
-            key: Which.
-            evict: Others may go.
-            lost: Gets the keys that went.
-        """
-        handled = sys.exception()
-        admission, others = self._room.admission(key, evict=evict), partial(self._other_sizes, key)
-        try:
-            return self._capturer.capture(key, self._lane, others, admission)
-        except OverBudgetError as error:
-            if not (evict and error.fits_alone):
-                raise
-            clear_traceback(error, handled)
-        lost += self._room.clear_pool()
-        return self._capturer.capture(key, self._lane, others, admission)
+            return _Attempt(None, problem, evicted)
+        return _Attempt(captured, None, evicted)
 
     def _other_sizes(self, key: GraphKey) -> list[int]:
         """Return sizes that the step can be run at: those of keys like this one, or any."""
         alike = {one.num_tokens for one in self._registry if family_of(one) == family_of(key)}
         alike.discard(key.num_tokens)
         return sorted(alike or {one.num_tokens for one in self._registry} - {key.num_tokens})
-
-    def _release(self, step: CapturedStep) -> None:
-        """Release a step once no key names it and nothing of it is in flight."""
-        if any(one is step for one in self.live().values()):
-            return
-        step.lane.settle()
-        step.lane.forget_plans()  # the views in them would keep its outputs
-        step.release()
-
-    def _tell(self, kind: Callable[..., Any], key: GraphKey, **facts: Any) -> None:
-        facts |= {"runtime_mode": key.mode.name, "num_tokens": key.num_tokens}
-        self._notify(kind(key=str(key), lane=self._lane.index, **facts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dispatchkit.execute.step.reasons import FIRST_CALL
+from dispatchkit.dispatch import Reason
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.registry import GraphEntry, KeyState
 
@@ -37,7 +37,7 @@ class Retries:
     @classmethod
     def waits_for_first_call(cls, entry: GraphEntry) -> bool:
         """Return whether a key is to be captured once the step was called for the first time."""
-        return cls.may_try(entry) and entry.reason.startswith(FIRST_CALL)
+        return cls.may_try(entry) and entry.reason.startswith(Reason.FIRST_CALL)
 
     def is_due(self, entry: GraphEntry) -> bool:
         """Count a step that would have used a failed key; return whether to try it now."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.optional import WarmupNotes, features_of
 from dispatchkit.backends.watching.compiled_code import every_size_compiled, force_eager
 from dispatchkit.errors import CaptureError
@@ -51,12 +50,12 @@ def family_of(key: GraphKey) -> Family:
 
 
 class Warmups:
-    """Warms keys of one runner up.
+    """Warm keys up on one lane.
 
     Args:
         step: What is run.
         inputs: What is declared of its inputs.
-        backend: The device.
+        lane: Where.
         row_count: Name of the input that tells the true row count.
         axes: The runner's axes, where it has some.
         state: What the step changes; its tensors are saved and put back around warmups.
@@ -81,7 +80,7 @@ class Warmups:
         self,
         step: Step,
         inputs: InputSet,
-        backend: GraphBackend,
+        lane: Lane,
         *,
         row_count: str | None = None,
         axes: AxisInputs | None = None,
@@ -91,8 +90,9 @@ class Warmups:
         warmups: int,
     ) -> None:
         check_batch_dims(output_batch_dims)
-        self.step, self._inputs, self._backend = step, inputs, backend
-        self._features = features_of(backend)
+        self.step, self._inputs, self._lane = step, inputs, lane
+        self._backend = lane.backend
+        self._features = features_of(lane.backend)
         self._row_count, self._axes = row_count, axes
         self._state = Known(state.tensors)
         self._written = Known()  # by any watched warmup, beside the declared state
@@ -174,8 +174,9 @@ class Warmups:
             if storage._cdata not in scratch
         }
 
-    def views(self, key: GraphKey, lane: Lane, num_rows: int) -> dict[str, Any]:
+    def views(self, key: GraphKey, num_rows: int) -> dict[str, Any]:
         """Return the static inputs of a key at a number of rows, and its buckets, by name."""
+        lane = self._lane
         tensors, axes = lane.buffers_of(key).views(num_rows), key.descriptor.axes
         views: dict[str, Any]
         if self._axes is None:
@@ -186,7 +187,7 @@ class Warmups:
             views[self._row_count] = lane.row_count
         return views
 
-    def axis_cuts(self, key: GraphKey, lane: Lane, outputs: Any) -> tuple[AxisCut, ...]:
+    def axis_cuts(self, key: GraphKey, outputs: Any) -> tuple[AxisCut, ...]:
         """Return which dimensions of a key's outputs follow an axis, measured once a family."""
         if self._axes is None:
             return ()
@@ -195,8 +196,8 @@ class Warmups:
 
             def run(inputs: dict[str, Any]) -> Any:
                 if self._row_count is not None:
-                    inputs[self._row_count] = lane.row_count
-                return self._shapes(inputs, lane)
+                    inputs[self._row_count] = self._lane.row_count
+                return self._shapes(inputs)
 
             self._cuts[family] = self._axes.measure_cuts(key, outputs, run)
         return self._cuts[family]
@@ -223,14 +224,14 @@ class Warmups:
         }
         return found.pop() if len(found) == 1 else None
 
-    def run(self, key: GraphKey, lane: Lane, snapshot: Snapshot) -> tuple[Any, WarmupNotes | None]:
+    def run(self, key: GraphKey, snapshot: Snapshot) -> tuple[Any, WarmupNotes | None]:
         """Run the step at the key's size, watched the first time for each family.
 
         Returns:
             Its outputs; and what was noted for a capture, if it was watched and the backend
             goes by notes.
         """
-        views = self.views(key, lane, key.num_tokens)
+        lane, views = self._lane, self.views(key, key.num_tokens)
         outputs: Any = None
         notes = None
         family = family_of(key)
@@ -273,7 +274,7 @@ class Warmups:
             snapshot.draws = self._draws.get(family, True)
             left = self._warmups
         if left:
-            outputs = self._run(views, lane, left)
+            outputs = self._run(views, left)
         if not self._warmups and self._batch_dims == DERIVED and family not in self._layouts:
             raise CaptureError(
                 "With warmups=0 nothing tells the batch dimension of the outputs. Give "
@@ -286,7 +287,6 @@ class Warmups:
     def layout(
         self,
         key: GraphKey,
-        lane: Lane,
         outputs: Any,
         other_sizes: Callable[[], Sequence[int]],
     ) -> OutputLayout | None:
@@ -299,7 +299,7 @@ class Warmups:
             if layout.fits(outputs, size):
                 return layout
         if self._batch_dims == DERIVED:
-            other, second = self._at_another_size(key, lane, other_sizes())
+            other, second = self._at_another_size(key, other_sizes())
             layout = measure_layout(outputs, size, second, other)
         else:
             layout = declared_layout(outputs, size, self._batch_dims)
@@ -310,9 +310,9 @@ class Warmups:
         """Return the layout that the user declared, for outputs computed at a size."""
         return declared_layout(outputs, size, self._batch_dims)
 
-    def run_plainly(self, key: GraphKey, lane: Lane) -> Any:
+    def run_plainly(self, key: GraphKey) -> Any:
         """Run the step once at the key's size, on what its static inputs hold."""
-        return self._run(self.views(key, lane, key.num_tokens), lane)
+        return self._run(self.views(key, key.num_tokens))
 
     def _reached(self, inputs: Known) -> Iterator[torch.Tensor]:
         """Yield the tensors that the step reaches and is not known to write."""
@@ -342,38 +342,36 @@ class Warmups:
                 reason="undeclared_state",
             )
 
-    def _run(self, views: dict[str, Any], lane: Lane, iterations: int = 1) -> Any:
+    def _run(self, views: dict[str, Any], iterations: int = 1) -> Any:
         """Run the step as it is, compiled where it is."""
         with every_size_compiled():
             return self._backend.warmup(
-                lambda: self.step(views), stream=lane.stream, iterations=iterations
+                lambda: self.step(views), stream=self._lane.stream, iterations=iterations
             )
 
-    def _shapes(self, views: dict[str, Any], lane: Lane) -> Any:
+    def _shapes(self, views: dict[str, Any]) -> Any:
         """Run the step for the shapes of its outputs, at a size that may never be captured."""
         with force_eager():
-            return self._backend.warmup(lambda: self.step(views), stream=lane.stream)
+            return self._backend.warmup(lambda: self.step(views), stream=self._lane.stream)
 
-    def _at_another_size(
-        self, key: GraphKey, lane: Lane, other_sizes: Sequence[int]
-    ) -> tuple[int, Any]:
-        size = key.num_tokens
+    def _at_another_size(self, key: GraphKey, other_sizes: Sequence[int]) -> tuple[int, Any]:
+        lane, size = self._lane, key.num_tokens
         below = [one for one in other_sizes if one < size]
         above = [one for one in other_sizes if one > size]
-        # A size of 1 says least: broadcasting makes dimensions of 1 out of nothing.
+        # Avoid size 1: broadcasting can produce size-1 dimensions that are not the batch.
         other = max(below, default=0)
         if other <= 1:
             other = min(above, default=other or 2 * size)
         if other <= lane.buffers.num_rows:
-            views = self.views(key, lane, other)
+            views = self.views(key, other)
         else:
-            views = self.views(key, lane, size)
+            views = self.views(key, size)
             for name, spec in lane.buffers_of(key).inputs.specs.items():
                 if spec.batch_dim is not None:
                     views[name] = spec.full(other, self._inputs.device)
         lane.set_rows(other)
         try:
-            outputs = self._shapes(views, lane)
+            outputs = self._shapes(views)
         except Exception as error:
             raise CaptureError(
                 f"To measure its outputs the step was run at {other} rows, and raised "

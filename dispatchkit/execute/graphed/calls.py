@@ -13,10 +13,11 @@ import attrs
 import torch
 from torch.utils._pytree import tree_flatten
 
+from dispatchkit.dispatch import Reason
 from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.graphed.forms import Form
 from dispatchkit.execute.io.inputs import RESERVED_NAMES
-from dispatchkit.execute.lanes.submit import StepHandle
+from dispatchkit.execute.lanes.lane_set import StepHandle
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.step.reasons import EagerStepWarning
 from dispatchkit.keys.records import given_in
@@ -29,19 +30,8 @@ DERIVED = "derived"
 #: Forms that get graphs of their own; calls of further ones run plainly.
 MAX_FORMS = 16
 
-#: Why a call ran plainly, without a runner: no tensor of it has a batch dimension,
-NO_BATCH = "no_batch"
-#: gradients are asked for,
-GRADIENTS = "gradients"
-#: its tensors are on several devices,
-SEVERAL_DEVICES = "several_devices"
-#: a value of it cannot be part of a graph's name,
-UNHASHABLE = "unhashable_value"
-#: there are ``MAX_FORMS`` others,
-TOO_MANY_FORMS = "too_many_forms"
-#: or it has no rows.
-EMPTY = "empty"
-_SILENT = frozenset({GRADIENTS, EMPTY})
+#: Calls without graphs that nobody is warned of: they were asked for.
+_SILENT = frozenset({Reason.GRADIENTS, Reason.EMPTY_BATCH})
 
 
 @attrs.frozen
@@ -194,7 +184,7 @@ class GraphedCalls:
             (self.module is not None and self.module.training)
             or any(one.requires_grad for one in tensors)
         ):
-            return GRADIENTS
+            return Reason.GRADIENTS
         if self.module is not None and (mark := self._weights_mark()) != self._mark:
             self._mark = mark
             self.invalidate()
@@ -202,7 +192,7 @@ class GraphedCalls:
         try:
             hash(kind)
         except TypeError:
-            return UNHASHABLE
+            return Reason.UNHASHABLE_VALUE
         dims = self._dims.get(kind)
         if dims is None or not _agree(tensors, dims):
             derived = self._derive(args, kwargs, tensors, dims)
@@ -214,7 +204,7 @@ class GraphedCalls:
             one.shape[dim] for one, dim in zip(tensors, dims, strict=True) if dim is not None
         )
         if rows == 0:
-            return EMPTY
+            return Reason.EMPTY_BATCH
         key = (
             kind,
             tuple(dims),
@@ -227,9 +217,9 @@ class GraphedCalls:
             form = self._forms.get(key)
             if form is None:
                 if len({one.device for one in tensors}) > 1:
-                    return SEVERAL_DEVICES
+                    return Reason.SEVERAL_DEVICES
                 if len(self._forms) >= MAX_FORMS:
-                    return TOO_MANY_FORMS
+                    return Reason.TOO_MANY_FORMS
                 names = self._names(args, kwargs, len(tensors))
                 form = self._forms[key] = Form(
                     self.target, self.settings, self.grows, args, kwargs, dims, names
@@ -267,7 +257,7 @@ class GraphedCalls:
             if rows is None:
                 rows = one.shape[0]
             dims.append(0 if one.shape[0] == rows else None)
-        return dims if any(dim is not None for dim in dims) else NO_BATCH
+        return dims if any(dim is not None for dim in dims) else Reason.NO_BATCH
 
     def _as_declared(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
@@ -284,7 +274,7 @@ class GraphedCalls:
         for name, one, dim in zip(names, tensors, dims, strict=True):
             if dim is not None and not 0 <= dim < one.dim():
                 raise ConfigError(f"batch_dims[{name!r}]", dim, f"0..{one.dim() - 1} or None")
-        return dims if any(dim is not None for dim in dims) else NO_BATCH
+        return dims if any(dim is not None for dim in dims) else Reason.NO_BATCH
 
     def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[str]:
         """Return a name for each tensor of a call: its parameter's, numbered where it has many."""

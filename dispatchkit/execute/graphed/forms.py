@@ -95,7 +95,7 @@ class Form:
         step = _step_of(self._target, self._constants, self._places, self._names, self._spec)
         runner = GraphRunner(step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
-            runner.guard.add(self._target)
+            runner.lanes[0].work.guard.add(self._target)
         self.top = top  # not before: a runner that could not be made has no such room
         return runner
 

@@ -1,28 +1,27 @@
-"""Making a runner's further lanes: runners like the first, under one lock."""
+"""Making the lanes of a runner: an executor for each, under one lock."""
 
 from __future__ import annotations
 
-import warnings
+import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import attrs
 
 from dispatchkit.dispatch import (
     Dispatcher,
+    KeyHomes,
     LanePolicy,
     Lanes,
     LearningPolicy,
-    lane_homes,
     lane_priorities,
     policy_name,
 )
 from dispatchkit.errors import ConfigError
+from dispatchkit.execute.executor import Executor, Workload
 from dispatchkit.execute.lane import Chain
+from dispatchkit.execute.lanes.chooser import LaneChooser
 from dispatchkit.execute.setup import RunnerSpec, make_policy
-from dispatchkit.options import LaneOptions
 
 if TYPE_CHECKING:
-    from dispatchkit.execute.runner import GraphRunner
     from dispatchkit.plugins import PluginSet
 
 DEFAULT_LANE_POLICY = "round-robin"
@@ -62,61 +61,59 @@ def check_lanes(spec: RunnerSpec) -> None:
         )
 
 
-def add_lanes(first: GraphRunner, plugins: PluginSet | None) -> None:
-    """Give a runner its further lanes, and what chooses among them.
-
-    Args:
-        first: The runner, lane 0.
-        plugins: Where lane policies are found by name.
+def make_executors(work: Workload, lock: threading.RLock) -> tuple[Executor, ...]:
+    """Return an executor for each lane.
 
     Raises:
         ConfigError: The device has fewer streams.
-        UnknownNameError: No lane policy goes by the name.
-        PolicyError: The lane policy answers with something that cannot be.
     """
-    spec, number = first.spec, first.spec.num_lanes
-    limit = first.backend.capabilities.max_streams
+    number, backend = work.spec.num_lanes, work.backend
+    limit = backend.capabilities.max_streams
     if limit is not None and number > limit:
         raise ConfigError(
             "lanes",
             number,
-            f"at most {limit}: so many streams of their own does {first.backend.torch_device} give",
+            f"at most {limit}, the number of independent streams on {backend.torch_device}",
         )
-    policy, first._lane_origin, plugins = _lane_policy(spec, plugins)
-    first._lane_policy = policy
-    facts = {"name": policy_name(policy), "origin": first._lane_origin}
-    lane_homes(policy, first.registry, number, **facts)  # at once, not at the first capture
-    priorities = lane_priorities(policy, number, **facts)
-    sibling = attrs.evolve(
-        spec,
-        policy=plugins.with_policy(spec.named_policy) if plugins else spec.policy,
-        backend=first.backend,
-        lanes=1,
-        options=attrs.evolve(spec.options, device=None, lanes=LaneOptions()),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first has said it all
-        first._siblings = tuple(type(first)(**sibling.arguments()) for _ in range(1, number))
-    members = first.lanes
-    chain = Chain(first.backend, disjoint_state=spec.options.lanes.disjoint_state)
-    for index, (member, priority) in enumerate(zip(members, priorities, strict=True)):
-        member._share(first._lock)
-        peers = tuple(other._lane for other in members if other is not member)
-        member._lane.join(index, priority, peers, chain)
-    handles = {member._lane.stream.handle for member in members}
+    return tuple(Executor(work, lock) for _ in range(number))
+
+
+def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyHomes]:
+    """Make executors the lanes of one runner; returns what chooses a lane, and keys' homes.
+
+    Raises:
+        ConfigError: Streams of the device are not distinct.
+        UnknownNameError: No lane policy goes by the name.
+        PolicyError: The lane policy answers with something that cannot be.
+    """
+    first, number = executors[0], len(executors)
+    if number == 1:
+        return None, KeyHomes(None, first.registry, 1)
+    spec, backend = first.spec, first.work.backend
+    policy, origin, plugins = _lane_policy(spec, first.plugins)
+    homes = KeyHomes(policy, first.registry, number, origin=origin)
+    homes.by_key()  # at once, so that a wrong answer is known before the first capture
+    priorities = lane_priorities(policy, number, name=policy_name(policy), origin=origin)
+    chain = Chain(backend, disjoint_state=spec.options.lanes.disjoint_state)
+    lanes = [one.lane for one in executors]
+    for index, (lane, priority) in enumerate(zip(lanes, priorities, strict=True)):
+        lane.join(index, priority, tuple(one for one in lanes if one is not lane), chain)
+    handles = {lane.stream.handle for lane in lanes}
     if len(handles) < number:
         raise ConfigError(
             "lanes",
             number,
-            f"at most {len(handles)}: so many streams of {first.backend.torch_device} are distinct",
+            f"at most {len(handles)}, the number of distinct streams on {backend.torch_device}",
         )
+    router = None
     if getattr(policy, "needs_key", False):
-        # Decides as if every declared graph were there: where a key belongs, not what runs.
-        own, origin, _ = make_policy(
-            spec.named_policy, spec.options.policy_options, first.config, plugins
+        config = first.dispatcher.config
+        own, policy_origin, _ = make_policy(
+            spec.named_policy, spec.options.policy_options, config, plugins
         )
         modes = frozenset(key.mode for key in first.registry)
-        first._router = Dispatcher(own, first.config, modes=modes, lazy=True, origin=origin)
+        router = Dispatcher(own, config, modes=modes, lazy=True, origin=policy_origin)
+    return LaneChooser(policy, origin, router), homes
 
 
 def _lane_policy(

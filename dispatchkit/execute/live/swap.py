@@ -8,6 +8,7 @@ one used is let go of. Whatever fails before that leaves everything as it was.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +19,9 @@ from dispatchkit.dispatch import Policy, policy_name
 from dispatchkit.dispatch.acceptance import Proposal
 from dispatchkit.errors import SwapError
 from dispatchkit.execute.capture.report import largest_first
+from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.live.swap_requests import UNCHANGED, Change, SwapRequests, no_change
-from dispatchkit.execute.replay.planner import Planner
-from dispatchkit.execute.replay.timing import Timings
+from dispatchkit.execute.live.taps import StepTaps
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
@@ -66,11 +67,65 @@ class SwapReport:
         )
 
 
-class Swapping(SwapRequests):
-    """The part of GraphRunner that changes what decides, while steps run."""
+class Swapper:
+    """Change what decides, while steps run.
 
-    timings: Timings
-    _planner: Planner
+    Args:
+        executor: Where it is in force.
+        taps: What follows the steps.
+        num_lanes: How many lanes the runner has.
+        lock: Held by each step.
+    """
+
+    def __init__(
+        self, executor: Executor, taps: StepTaps, num_lanes: int, lock: threading.RLock
+    ) -> None:
+        self._executor, self._lock = executor, lock
+        self._requests = SwapRequests(executor, taps, num_lanes)
+        self._swap_lock = threading.Lock()
+
+    @property
+    def asked_config(self) -> DispatchConfig:
+        """The configuration that was asked for; its mode may be more than is in force."""
+        return self._requests.asked_config
+
+    def settings_in_force(self) -> dict[str, Any]:
+        """Return the settings the runner goes by, by their names in a settings file.
+
+        Those of plugins and costs are not its own. An object goes by its own name.
+        """
+        return self._requests.settings_in_force()
+
+    def proposed(
+        self,
+        *,
+        policy: str | Policy | None = None,
+        policy_options: dict[str, Any] | None = None,
+        config: DispatchConfig | None = None,
+        sizes: Sequence[int] | None = None,
+        max_num_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        mode: CUDAGraphMode | str | None = None,
+    ) -> Proposal:
+        """Return the policy and configuration that such a ``swap`` would install; it is not made.
+
+        Raises:
+            ConfigError, UnknownNameError, PolicyError: As in ``swap``.
+        """
+        requests = self._requests
+        asked = requests.config(
+            config,
+            capture_sizes=sizes,
+            max_num_tokens=max_num_tokens,
+            max_num_seqs=max_num_seqs,
+            mode=mode,
+        )
+        with self._swap_lock:
+            budget = self._executor.lifecycle.budget
+            change = requests.change(policy, policy_options, asked, budget)
+        if change.proposal is None:
+            raise no_change()
+        return change.proposal
 
     def swap(
         self,
@@ -89,60 +144,32 @@ class Swapping(SwapRequests):
     ) -> SwapReport:
         """Change what decides, or its limits, while other threads run steps.
 
-        Every step runs exactly once: those that have begun under what was in force, those that
-        begin later under the new. Graphs that both use stay. While new graphs are captured,
-        old and new together are held to the larger of the old and the new limits.
-
-        Args:
-            policy: Name of the policy, or an object that is in force nowhere; by default a copy
-                of the one in force, with what it has learnt.
-            policy_options: Options for a policy by name; alone, for the one in force.
-            config: A whole configuration, in place of the next four.
-            sizes: Capture sizes.
-            max_num_tokens: Largest batch in tokens; sizes stay as they are.
-            max_num_seqs: Most requests of a batch.
-            mode: Which runtime modes decode and mixed batches use.
-            max_graphs: Most live graphs; None for no limit.
-            max_bytes: Most bytes of graph memory; None for no limit.
-            eviction: ``lru`` or ``benefit``.
-            ahead: Capture new graphs before they can be chosen; by default unless the runner
-                is lazy. False: their steps run eager until ``capture()``, or capture them
-                where the runner is lazy.
-
-        Returns:
-            What changed.
-
-        Raises:
-            SwapError: A new graph could not be captured, or finds no room. As with all other
-                errors here, what was in force stays so.
-            ConfigError: A setting cannot be used, nothing is asked for, or a size is larger
-                than the static inputs have room for.
-            UnknownNameError: No policy goes by that name.
-            PolicyError: The policy is refused.
-            RegistryError: The runner is frozen, and new graphs would be needed.
+        See ``GraphRunner.swap``.
         """
+        executor, requests = self._executor, self._requests
+        dispatcher, lifecycle = executor.dispatcher, executor.lifecycle
         with self._swap_lock:
             start = time.perf_counter()
-            asked = self._asked_config(
+            asked = requests.config(
                 config,
                 capture_sizes=sizes,
                 max_num_tokens=max_num_tokens,
                 max_num_seqs=max_num_seqs,
                 mode=mode,
             )
-            budget = self._budget(max_graphs, max_bytes, eviction)
-            change = self._checked(policy, policy_options, asked, budget)
-            if change.proposal is None and budget == self.lifecycle.budget:
+            budget = requests.budget(max_graphs, max_bytes, eviction)
+            change = requests.change(policy, policy_options, asked, budget)
+            if change.proposal is None and budget == lifecycle.budget:
                 raise no_change()
-            previous = self.dispatcher.policy_name
-            added = self._capture_ahead(change, not self.lifecycle.lazy if ahead is None else ahead)
+            previous = dispatcher.policy_name
+            added = self._capture_ahead(change, not lifecycle.lazy if ahead is None else ahead)
             with self._lock:
                 begun = time.perf_counter()
                 removed = self._switch(change)
             end = time.perf_counter()
-            name, epoch = self.dispatcher.policy_name, self.dispatcher.epoch
+            name, epoch = dispatcher.policy_name, dispatcher.epoch
         if change.proposal is not None:
-            self._notices.policy_swapped(name, previous, epoch)
+            executor.notices.policy_swapped(name, previous, epoch)
         return SwapReport(
             epoch=epoch,
             policy=name,
@@ -152,35 +179,36 @@ class Swapping(SwapRequests):
             removed=tuple(removed),
             seconds=end - start,
             paused_s=end - begun,
-            num_bytes=self._lane.num_bytes(),
+            num_bytes=executor.lane.num_bytes(),
         )
 
     # -- new graphs ---------------------------------------------------------------------
 
     def _capture_ahead(self, change: Change, ahead: bool) -> list[GraphKey]:
         """Declare the new keys and capture them, between steps; on failure undo both."""
-        proposal, before = change.proposal, self.lifecycle.budget
+        executor, lifecycle = self._executor, self._executor.lifecycle
+        proposal, before = change.proposal, lifecycle.budget
         if proposal is None:
             return []
         with self._lock:
-            new = sorted(self.dispatcher.reserve(proposal), key=largest_first)
-            self.lifecycle.set_budget(_wider(before, change.budget))
+            new = sorted(executor.dispatcher.reserve(proposal), key=largest_first)
+            lifecycle.set_budget(_wider(before, change.budget))
         try:
             if ahead:
                 self._capture_all_of(new, proposal)
             # What was measured so far is the old policy's.
-            self.timings.drain()
+            executor.timings.drain()
         except BaseException:
             with self._lock:
-                self.lifecycle.forget(new)
-                self.dispatcher.show_all()
-                self.lifecycle.set_budget(before)
+                lifecycle.forget(new)
+                executor.dispatcher.show_all()
+                lifecycle.set_budget(before)
             raise
         return new
 
     def _capture_all_of(self, keys: list[GraphKey], proposal: Proposal) -> None:
         for _ in range(_MAX_ROUNDS):
-            missing = [key for key in keys if self.lifecycle.may_capture(key)]
+            missing = [key for key in keys if self._executor.lifecycle.may_capture(key)]
             if not missing:
                 return
             for key in missing:
@@ -190,19 +218,20 @@ class Swapping(SwapRequests):
 
     def _capture_one(self, key: GraphKey, proposal: Proposal) -> None:
         with self._lock:
-            report = self.lifecycle.capture_all([key])
+            report = self._executor.lifecycle.capture_all([key])
             if problems := {**report.failed, **report.skipped}:
                 raise self._refusal(proposal, {str(one): why for one, why in problems.items()})
 
     def _is_captured(self, key: GraphKey) -> bool:
-        entry = self.registry.get(key)
+        entry = self._executor.registry.get(key)
         return entry is not None and entry.state is KeyState.CAPTURED
 
     def _refusal(self, proposal: Proposal, failed: dict[str, str]) -> SwapError:
         why = "; ".join(f"{key}: {reason}" for key, reason in failed.items())
+        in_force = self._executor.dispatcher.policy_name
         return SwapError(
             f"Swap to policy {policy_name(proposal.policy)!r} refused, and "
-            f"{self.dispatcher.policy_name!r} stays in force as it was. No graph for {why}. "
+            f"{in_force!r} stays in force as it was. No graph for {why}. "
             "Mend the step, leave the size out, widen max_graphs or max_bytes, or swap with "
             "ahead=False.",
             failed=failed,
@@ -212,18 +241,18 @@ class Swapping(SwapRequests):
 
     def _switch(self, change: Change) -> list[GraphKey]:
         """Put a change in force; the caller holds the runner's lock, so that no step runs."""
+        executor = self._executor
         removed: list[GraphKey] = []
         if change.proposal is not None:
-            self.timings.clear()  # news of the old policy's steps are not the new one's
-            removed = sorted(self.dispatcher.install(change.proposal), key=largest_first)
-            self._planner.asked_mode = change.spec.options.config.mode
-            self.config: DispatchConfig = change.proposal.config
-            self.mode_reasons: tuple[str, ...] = change.mode_reasons
-            self._lane.forget_plans()
-            self.lifecycle.forget(removed)
-            self.dispatcher.show_all()
-        self.spec = change.spec
-        self.lifecycle.set_budget(change.budget)
+            executor.timings.clear()  # the new policy learns nothing from steps of the old
+            removed = sorted(executor.dispatcher.install(change.proposal), key=largest_first)
+            executor.mode_reasons = change.mode_reasons
+            executor.planner.asked_mode = change.spec.options.config.mode
+            executor.lane.forget_plans()
+            executor.lifecycle.forget(removed)
+            executor.dispatcher.show_all()
+        executor.spec = change.spec
+        executor.lifecycle.set_budget(change.budget)
         return removed
 
 

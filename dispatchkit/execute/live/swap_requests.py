@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import attrs
 
-from dispatchkit.backends.base import GraphBackend
-from dispatchkit.dispatch import Decision, Dispatcher, Policy, policy_name
+from dispatchkit.dispatch import Policy, policy_name
 from dispatchkit.dispatch.acceptance import Proposal
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.capture.lifecycle import Lifecycle
-from dispatchkit.execute.lane import Lane
-from dispatchkit.execute.live.notices import Notices
-from dispatchkit.execute.replay.eager import EagerRunner
+from dispatchkit.execute.executor import Executor
+from dispatchkit.execute.live.taps import StepTaps
 from dispatchkit.execute.setup import RunnerSpec, honoured, make_policy
-from dispatchkit.execute.step.pieces import Step
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
-from dispatchkit.keys.modes import CUDAGraphMode
-from dispatchkit.observe.recorder import StepRecorder
 from dispatchkit.options import MemoryOptions, settings_of
-from dispatchkit.registry import GraphRegistry
-
-if TYPE_CHECKING:
-    from dispatchkit.plugins import PluginSet
 
 #: Stands for a limit that stays as it is, since None means that there is none.
 UNCHANGED: Final[Any] = object()
@@ -51,127 +40,99 @@ class Change:
 
 
 class SwapRequests:
-    """The part of GraphRunner that checks what it is asked to change to."""
+    """Check what a runner is asked to change to.
 
-    dispatcher: Dispatcher
-    registry: GraphRegistry
-    eager: EagerRunner
-    spec: RunnerSpec
-    config: DispatchConfig
-    mode_reasons: tuple[str, ...]
-    backend: GraphBackend
-    lifecycle: Lifecycle
-    lanes: tuple[Any, ...]
-    _lane: Lane
-    _lock: threading.RLock
-    _notices: Notices
-    _plugins: PluginSet | None
-    _recorder: StepRecorder | None
-    _shadow_dispatch: Callable[..., Decision] | None
-    _step: Step
-    _swap_lock: threading.Lock
+    Args:
+        executor: What is in force there.
+        taps: What follows the steps.
+        num_lanes: How many lanes the runner has.
+    """
 
-    def proposed(
-        self,
-        *,
-        policy: str | Policy | None = None,
-        policy_options: dict[str, Any] | None = None,
-        config: DispatchConfig | None = None,
-        sizes: Sequence[int] | None = None,
-        max_num_tokens: int | None = None,
-        max_num_seqs: int | None = None,
-        mode: CUDAGraphMode | str | None = None,
-    ) -> Proposal:
-        """Return the policy and configuration that such a ``swap`` would install; it is not made.
-
-        Raises:
-            ConfigError, UnknownNameError, PolicyError: As in ``swap``.
-        """
-        asked = self._asked_config(
-            config,
-            capture_sizes=sizes,
-            max_num_tokens=max_num_tokens,
-            max_num_seqs=max_num_seqs,
-            mode=mode,
-        )
-        with self._swap_lock:
-            change = self._checked(policy, policy_options, asked, self.lifecycle.budget)
-        if change.proposal is None:
-            raise no_change()
-        return change.proposal
+    def __init__(self, executor: Executor, taps: StepTaps, num_lanes: int) -> None:
+        self._executor, self._taps, self._num_lanes = executor, taps, num_lanes
 
     @property
     def asked_config(self) -> DispatchConfig:
         """The configuration that was asked for; its mode may be more than ``config`` has."""
-        return self.spec.options.config
-
-    @property
-    def asked_mode(self) -> CUDAGraphMode:
-        """The mode that was asked for."""
-        return self.asked_config.mode
+        return self._executor.spec.options.config
 
     def settings_in_force(self) -> dict[str, Any]:
         """Return the settings the runner goes by, by their names in a settings file.
 
         Those of plugins and costs are not its own. An object goes by its own name.
         """
-        spec = self.spec
+        executor, spec = self._executor, self._executor.spec
         options = attrs.evolve(
             spec.options,
-            memory=self.lifecycle.budget,
-            strict=self.eager.strict,
+            memory=executor.lifecycle.budget,
+            strict=executor.eager.strict,
             check=spec.options.check or 0,
         )
+        name = spec.backend if isinstance(spec.backend, str) else executor.work.backend.name
         return {
             **settings_of(options),
             "policy": self._policy_name(),
-            "backend": spec.backend if isinstance(spec.backend, str) else self.backend.name,
+            "backend": name,
             "outputs": spec.outputs,
-            "lazy": self.lifecycle.lazy,
+            "lazy": executor.lifecycle.lazy,
         }
 
-    # -- what is asked for --------------------------------------------------------------
-
-    def _budget(self, max_graphs: Any, max_bytes: Any, eviction: str | None) -> MemoryOptions:
+    def budget(self, max_graphs: Any, max_bytes: Any, eviction: str | None) -> MemoryOptions:
+        """Return the limits in force with those that are asked for; see ``UNCHANGED``."""
         changes: dict[str, Any] = {"max_graphs": max_graphs, "max_bytes": max_bytes}
         changes = {name: value for name, value in changes.items() if value is not UNCHANGED}
         if eviction is not None:
             changes["eviction"] = eviction
-        return attrs.evolve(self.lifecycle.budget, **changes)
+        return attrs.evolve(self._executor.lifecycle.budget, **changes)
 
-    def _checked(
+    def change(
         self,
         policy: str | Policy | None,
         options: dict[str, Any] | None,
         asked: DispatchConfig,
         budget: MemoryOptions,
     ) -> Change:
-        if len(self.lanes) > 1:
+        """Return a change, checked and tried; nothing is in force yet.
+
+        Raises:
+            ConfigError, UnknownNameError, PolicyError: As in ``Swapper.swap``.
+        """
+        executor = self._executor
+        if self._num_lanes > 1:
             hint = "Each lane decides by itself; make the runner anew to change all of them."
-            raise ConfigError("lanes", len(self.lanes), "1 for a swap or a shadow", hint)
-        options_now = attrs.evolve(self.spec.options, config=asked, memory=budget)
-        spec = attrs.evolve(self.spec, options=options_now)
+            raise ConfigError("lanes", self._num_lanes, "1 for a swap or a shadow", hint)
+        options_now = attrs.evolve(executor.spec.options, config=asked, memory=budget)
+        spec = attrs.evolve(executor.spec, options=options_now)
         if asked == self.asked_config and policy is None and options is None:
-            return Change(mode_reasons=self.mode_reasons, proposal=None, budget=budget, spec=spec)
-        in_force, reasons = self.config, self.mode_reasons
+            return Change(
+                mode_reasons=executor.mode_reasons, proposal=None, budget=budget, spec=spec
+            )
+        in_force, reasons = executor.dispatcher.config, executor.mode_reasons
         if asked != self.asked_config:
-            in_force, reasons = honoured(asked, self._step, self.backend)
+            in_force, reasons = honoured(asked, executor.work.step, executor.work.backend)
         if policy is None and options is not None:
-            named = self.spec.named_policy
+            named = executor.spec.named_policy
             policy = self._policy_name() if named is None else named
         if policy is None:
-            chosen, origin = self._copied_policy(), self.dispatcher.policy_origin
+            chosen, origin = self._copied_policy(), executor.dispatcher.policy_origin
         else:
-            chosen, origin, self._plugins = make_policy(policy, options, in_force, self._plugins)
-            if chosen is self.dispatcher.policy:
+            chosen, origin, executor.plugins = make_policy(
+                policy, options, in_force, executor.plugins
+            )
+            if chosen is executor.dispatcher.policy:
                 hint = "Give a new one, or leave it out: then it is copied."
                 raise ConfigError("policy", policy_name(chosen), "not the object in force", hint)
             spec = spec.having_policy(policy, options)
-        proposal = self.dispatcher.propose(chosen, in_force, origin)
+        proposal = executor.dispatcher.propose(chosen, in_force, origin)
         self._check_room(proposal.keys)
         return Change(mode_reasons=reasons, proposal=proposal, budget=budget, spec=spec)
 
-    def _asked_config(self, config: DispatchConfig | None, **settings: Any) -> DispatchConfig:
+    def config(self, config: DispatchConfig | None, **settings: Any) -> DispatchConfig:
+        """Return the configuration that is asked for, whole or by single settings.
+
+        Raises:
+            ConfigError: It cannot be used, or is for other inputs than the runner has.
+        """
         changes = {name: value for name, value in settings.items() if value is not None}
         if config is None:
             config = serving_config(self.asked_config, changes) if changes else self.asked_config
@@ -185,8 +146,7 @@ class SwapRequests:
             hint = "The inputs are made for them; make a new runner."
             raise ConfigError("axes", config.axes, "as they are, and max_loras with them", hint)
         classes = [(one.query_lens, one.varlen_decode) for one in (config, self.asked_config)]
-        is_followed = self._recorder is not None or self._shadow_dispatch is not None
-        if classes[0] != classes[1] and is_followed:
+        if classes[0] != classes[1] and self._taps.is_recording:
             hint = (
                 "Stop recording or end the shadow first: recorded query classes would mean others."
             )
@@ -195,14 +155,14 @@ class SwapRequests:
 
     def _policy_name(self) -> str:
         """Return the name that the policy was asked for by, or else the one that it has."""
-        named = self.spec.named_policy
-        return named if isinstance(named, str) else self.dispatcher.policy_name
+        named = self._executor.spec.named_policy
+        return named if isinstance(named, str) else self._executor.dispatcher.policy_name
 
     def _copied_policy(self) -> Policy:
         """Return a copy of the policy in force, which a swap that fails must not have changed."""
-        current = self.dispatcher.policy
+        current = self._executor.dispatcher.policy
         try:
-            with self.registry.lock:  # nothing is learnt meanwhile
+            with self._executor.registry.lock:  # nothing is learnt meanwhile
                 return copy.deepcopy(current)
         except Exception as error:
             hint = f"It cannot be copied: {type(error).__name__}: {error}"
@@ -211,7 +171,7 @@ class SwapRequests:
             ) from error
 
     def _check_room(self, keys: Iterable[GraphKey]) -> None:
-        room = self._lane.buffers.num_rows
+        room = self._executor.lane.buffers.num_rows
         largest = max((key.num_tokens for key in keys), default=0)
         if largest > room:
             raise ConfigError(

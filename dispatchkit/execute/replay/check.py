@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.fingerprint import Facts, changed, moved
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.replay.check_state import (
@@ -69,11 +69,11 @@ class Checker:
         #: Steps that run eager are to be noted: only where every replay is compared.
         self.notes_eager: bool = every == 1 and not self._is_first_alone
         # Steps compared already: unpadded, padded.
-        self._compared: tuple[WeakSet[CapturedStep], ...] = (WeakSet(), WeakSet())
+        self._compared: tuple[WeakSet[CapturedKey], ...] = (WeakSet(), WeakSet())
         self._count = 0
         self._handed_out: list[torch.Tensor] = []
 
-    def is_due(self, step: CapturedStep, num_tokens: int) -> bool:
+    def is_due(self, step: CapturedKey, num_tokens: int) -> bool:
         """Return whether this replay is to be compared."""
         is_padded = num_tokens != step.key.num_tokens
         if self._is_first_alone:
@@ -85,7 +85,7 @@ class Checker:
 
     def compare(
         self,
-        step: CapturedStep,
+        step: CapturedKey,
         num_tokens: int,
         replay: Callable[[], Any],
         eager: Callable[[], Any],
@@ -140,7 +140,7 @@ class Checker:
         self._state.note(before)
         return result
 
-    def _moved(self, step: CapturedStep) -> str:
+    def _moved(self, step: CapturedKey) -> str:
         """Say so where a graph gave the right thing from memory that is not read any more."""
         where = (
             "" if step.facts is None else moved(step.facts, self._facts(step.input_path.buffers))

@@ -7,18 +7,18 @@ from typing import Any
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.backends.optional import LaunchCall, features_of
 from dispatchkit.errors import ReplayError
-from dispatchkit.execute.capture.captured import CapturedStep, FullStep, LaunchError
+from dispatchkit.execute.capture.captured import CapturedKey, LaunchError
 from dispatchkit.execute.io.staging import Staging
 from dispatchkit.execute.lane import Chain, Lane
 
 
-def direct_call(backend: GraphBackend, step: CapturedStep) -> tuple[LaunchCall, Any] | str:
+def direct_call(backend: GraphBackend, step: CapturedKey) -> tuple[LaunchCall, Any] | str:
     """Return the call and the graph to launch it directly, or why its replay must do it.
 
     A graph that draws random numbers needs torch, which tells it where the generator is. One
     whose operations nobody watched counts as such until its first replay has told.
     """
-    if not isinstance(step, FullStep):
+    if step.pieces is not None:
         return "made of pieces"
     graph = step.graphs[0]
     if graph.has_random_state:
@@ -29,13 +29,13 @@ def direct_call(backend: GraphBackend, step: CapturedStep) -> tuple[LaunchCall, 
     return launches.direct_launch(graph) or "the backend launches this graph by its replay only"
 
 
-def launch_path(backend: GraphBackend, step: CapturedStep) -> str:
+def launch_path(backend: GraphBackend, step: CapturedKey) -> str:
     """Return how a step is launched, as text: ``direct``, or ``replay`` and why."""
     direct = direct_call(backend, step)
     return f"replay: {direct}" if isinstance(direct, str) else "direct"
 
 
-def refused(code: int, step: CapturedStep) -> LaunchError:
+def refused(code: int, step: CapturedKey) -> LaunchError:
     """Return the error of a direct launch that gave an error code."""
     cause = ReplayError(f"The launch of {step.key} failed with CUDA error {code}.")
     return LaunchError(cause, has_effect=step.has_effect)

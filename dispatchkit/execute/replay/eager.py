@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from dispatchkit.dispatch import Decision, Reason
 from dispatchkit.errors import InputError, NoGraphError, ReplayError
-from dispatchkit.execute.capture.captured import CapturedStep, LaunchError
+from dispatchkit.execute.capture.captured import CapturedKey, LaunchError
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.capture.warmup import Warmups
 from dispatchkit.execute.io.axes import AxisInputs
@@ -17,11 +18,8 @@ from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.replay.check import Checker, CheckWarning
 from dispatchkit.execute.step.reasons import (
-    CHECK_FAILED,
     DOWNGRADES,
-    INSIDE_CAPTURE,
     NEXT_STEPS,
-    REPLAY_FAILED,
     EagerStepWarning,
 )
 from dispatchkit.keys.batch import GraphKey
@@ -45,14 +43,14 @@ class EagerRunner:
         axes: Its axes, where it has some.
         row_count: Name of the input that holds the true number of rows.
         lane: Orders eager steps with replays.
-        lifecycle: The graphs.
+        lifecycle: The graphs of the lane.
         counters: Where steps are counted.
         checker: Check mode, where it is on.
         strict: A downgrade to eager raises.
 
     Attributes:
         strict: The same; it may change while serving.
-        is_exact: The step that runs now may only run as it was decided.
+        exact: The decision that the step of now may only run by; None: it runs anyhow.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class EagerRunner:
         self._backend = lane.backend
         self._warned: set[str] = set()
         self.strict = strict
-        self.is_exact: bool = False
+        self.exact: Decision | None = None
 
     def run(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
         """Run a checked call, uncounted; None runs what the static inputs hold."""
@@ -108,7 +106,7 @@ class EagerRunner:
             NoGraphError: The runner is strict and the reason is a downgrade.
             ReplayError: The step may only run as it was decided.
         """
-        self.refuse_if_exact(reason, missed)
+        self.refuse_if_exact(reason)
         if reason in DOWNGRADES:
             self.warn(reason, num_tokens, missed)
         result = self.run(tensors, num_tokens)
@@ -132,7 +130,7 @@ class EagerRunner:
                 "every replay of that graph would use the value of now. Declare it without "
                 "host=True and give a tensor of the device, or call the runner outside.",
             )
-        return self.run_for(INSIDE_CAPTURE, tensors, num_tokens, None)
+        return self.run_for(Reason.INSIDE_CAPTURE, tensors, num_tokens, None)
 
     def warn(self, reason: str, num_tokens: int, missed: GraphKey | None) -> None:
         """Warn of a downgrade, once for each reason; in a strict runner refuse it.
@@ -161,19 +159,19 @@ class EagerRunner:
             stacklevel=2,
         )
 
-    def refuse_if_exact(self, why: str, what: object) -> None:
+    def refuse_if_exact(self, why: str) -> None:
         """Raise where a step may only run as it was decided.
 
         Raises:
             ReplayError: It is such a step.
         """
-        if self.is_exact:
+        if self.exact is not None:
             raise ReplayError(
-                f"A step was to run by {what or 'eager'}, and could not: {why}. It was decided "
-                "for several ranks, so that it does not run another way on one of them."
+                f"A step was to run by {self.exact.key or 'eager'}, and could not: {why}. It was "
+                "decided for several ranks, so that it does not run another way on one of them."
             )
 
-    def replaced(self, step: CapturedStep) -> str:
+    def replaced(self, step: CapturedKey) -> str:
         """Put all graphs out of use if something that they have built in was replaced.
 
         Returns:
@@ -182,7 +180,7 @@ class EagerRunner:
         return self._lifecycle.replaced(step)
 
     def replay_failed(
-        self, step: CapturedStep, error: LaunchError, tensors: Sequence[Any] | None, num_tokens: int
+        self, step: CapturedKey, error: LaunchError, tensors: Sequence[Any] | None, num_tokens: int
     ) -> Any:
         """Put a graph whose launch failed out of use; run eager if the step still runs once.
 
@@ -191,25 +189,19 @@ class EagerRunner:
         """
         self._counters.replay_failures += 1
         problem = f"replay: {type(error.cause).__name__}: {error.cause}"
-        for key, one in self._lifecycle.live().items():
-            if one is step:
-                self._lifecycle.fail(key, problem)
+        self._lifecycle.graphs.fail_step(step, problem)
         if error.has_effect:
             raise ReplayError(
                 f"Replay of {step.key} failed: {error.cause}. The step changes state and may "
                 "have done so in part, so that it was not run again; its graph is not used any "
                 "more. Restore the state before the next step."
             ) from error.cause
-        return self.run_for(REPLAY_FAILED, tensors, num_tokens, step.key)
+        return self.run_for(Reason.REPLAY_FAILED, tensors, num_tokens, step.key)
 
-    def check_failed(
-        self, step: CapturedStep, difference: str, result: Any, num_tokens: int
-    ) -> Any:
+    def check_failed(self, step: CapturedKey, difference: str, result: Any, num_tokens: int) -> Any:
         """Put a graph that gave another result than eager out of use; return eager's result."""
-        for key, one in self._lifecycle.live().items():
-            if one is step:
-                self._lifecycle.fail(key, f"check: {difference}")
-        count = self._counters.of_eager(CHECK_FAILED, step.key)
+        self._lifecycle.graphs.fail_step(step, f"check: {difference}")
+        count = self._counters.of_eager(Reason.CHECK_FAILED, step.key)
         count.steps += 1
         count.tokens += num_tokens
         warnings.warn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 
 from dispatchkit.dispatch import Decision, Dispatcher, Reason
-from dispatchkit.execute.capture.captured import CapturedStep
+from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.replay.check import Checker
@@ -98,7 +98,7 @@ class Planner:
         )
 
     def replay(
-        self, key: GraphKey, step: CapturedStep, num_tokens: int, timer: Timer | None = None
+        self, key: GraphKey, step: CapturedKey, num_tokens: int, timer: Timer | None = None
     ) -> Plan:
         """Return the plan that replays a captured step: measured or compared where asked for."""
         count, is_owned = self._counters.of_key(key), self._is_owned

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dispatchkit.backends.optional import LaunchCall
-from dispatchkit.execute.capture.captured import CapturedStep, FullStep, LaunchError
+from dispatchkit.execute.capture.captured import CapturedKey, LaunchError
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.io.axes import refused_in_place
 from dispatchkit.execute.io.outputs import builder, cut
@@ -84,7 +84,7 @@ class EagerPlan:
         """
         eager, num_tokens, timer = self.eager, self._num_tokens, self._timer
         if self._is_downgrade:
-            if self._retry is not None and not eager.is_exact:
+            if self._retry is not None and eager.exact is None:
                 with _rows_kept(self._lane, tensors, num_tokens):
                     is_tried = self._lifecycle.retry_if_due(self._retry)
                 if is_tried:
@@ -136,7 +136,7 @@ class LazyPlan:
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
         """Capture and ask the table again, or run eager."""
-        self.eager.refuse_if_exact("it has no graph yet", self._key)
+        self.eager.refuse_if_exact("it has no graph yet")
         with _rows_kept(self._lane, tensors, self._num_tokens):
             reason = self._lifecycle.capture_if_due(self._key)
         if not reason:
@@ -166,7 +166,7 @@ class GraphPlan:
 
     def __init__(
         self,
-        step: CapturedStep,
+        step: CapturedKey,
         num_tokens: int,
         count: StepCount,
         eager: EagerRunner,
@@ -175,7 +175,7 @@ class GraphPlan:
         is_owned: bool,
     ) -> None:
         self.eager: EagerRunner = eager
-        self.step: CapturedStep = step
+        self.step: CapturedKey = step
         self.num_tokens: int = num_tokens
         self.count: StepCount = count
         self._guard, self._is_owned = guard, is_owned
@@ -313,7 +313,7 @@ class GraphPlan:
 
     def _replay_now(self) -> Sequence[Any]:
         step, staging = self.step, self.step.input_path.staging
-        if staging is not None and not isinstance(step, FullStep):
+        if staging is not None and step.pieces is not None:
             staging.queue_copy(step.key.num_tokens)  # before all pieces: it is in no graph
         padded = step.launch()
         if staging is not None and self._lane.last_stream is not None:
@@ -389,7 +389,7 @@ class AxisPlan:
     def __init__(
         self,
         plan: GraphPlan | TimedPlan,
-        step: CapturedStep,
+        step: CapturedKey,
         axes: Sequence[str],
         *,
         is_owned: bool,

@@ -7,8 +7,10 @@ from typing import Any, Final
 
 import torch
 
-#: Names of the facts in a fingerprint, in order: reasons to count.
-FACTS = ("autocast", "training_mode", "moved_module")
+from dispatchkit.dispatch import Reason
+
+#: The reason to count for each fact of a fingerprint, in order.
+FACTS: Final = (Reason.AUTOCAST, Reason.TRAINING_MODE, Reason.MOVED_MODULE)
 
 #: Autocast type or None; training flag and place of each module.
 Fingerprint = tuple[Any, tuple[bool, ...], tuple[int, ...]]

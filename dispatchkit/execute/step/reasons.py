@@ -1,32 +1,13 @@
-"""Why a step ran eager: the executor's own reasons beside those of policies."""
+"""Which reasons for eager are a downgrade, and what to do about each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from dispatchkit.dispatch import Reason
-from dispatchkit.execute.step.guard import FACTS
 
-#: Its key has not been asked for often enough to be captured yet.
-CAPTURE_PENDING = "capture_pending"
-#: Reason of a step inside a capture that somebody else began; it is recorded there.
-INSIDE_CAPTURE = "inside_capture"
-#: Reason of an eager step whose replay failed before it had any effect.
-REPLAY_FAILED = "replay_failed"
-#: Reason of a step whose replay gave something else than eager, whose result was taken.
-CHECK_FAILED = "check_failed"
-#: Reason of a step whose every call changes Python state, which no replay would.
-PYTHON_STATE = "python_state"
-#: Reason of the one call that runs eager because a first call computes something else.
-FIRST_CALL = "first_call"
-#: Reason of a padded step whose real rows were seen to depend on padding.
-ROWS_DEPEND = "rows_depend"
-#: Reason of the step before which a weight, buffer or submodule was found to be replaced.
-WEIGHTS_REPLACED = "weights_replaced"
-#: Reason of the step before which a value that Python reads was found to be another.
-VALUE_CHANGED = "value_changed"
 #: Reasons for which a capture is refused that say more than that it failed.
-REFUSED = frozenset({PYTHON_STATE, FIRST_CALL})
+REFUSED = frozenset({Reason.PYTHON_STATE, Reason.FIRST_CALL})
 #: Reasons that are a loss the user may want to know of; the others are what was asked for.
 DOWNGRADES = frozenset(
     {
@@ -41,13 +22,15 @@ DOWNGRADES = frozenset(
         Reason.PIECEWISE_UNSUPPORTED,
         Reason.NOT_MINE,
         Reason.POLICY_ERROR,
-        REPLAY_FAILED,
-        PYTHON_STATE,
-        FIRST_CALL,
-        ROWS_DEPEND,
-        WEIGHTS_REPLACED,
-        VALUE_CHANGED,
-        *FACTS,
+        Reason.REPLAY_FAILED,
+        Reason.PYTHON_STATE,
+        Reason.FIRST_CALL,
+        Reason.ROWS_DEPEND,
+        Reason.WEIGHTS_REPLACED,
+        Reason.VALUE_CHANGED,
+        Reason.AUTOCAST,
+        Reason.TRAINING_MODE,
+        Reason.MOVED_MODULE,
     }
 )
 
@@ -70,21 +53,21 @@ NEXT_STEPS: Mapping[str, str] = {
     ),
     Reason.NOT_MINE: "The policy answered None for them; vllm behind it in a composite would not.",
     Reason.POLICY_ERROR: "The policy broke the contract; runner.explain() says how.",
-    REPLAY_FAILED: "print(runner) says what the replay raised.",
-    PYTHON_STATE: (
+    Reason.REPLAY_FAILED: "print(runner) says what the replay raised.",
+    Reason.PYTHON_STATE: (
         "print(runner) names attribute, class, file and line; keep such state in a tensor that the "
         "step writes in place."
     ),
-    FIRST_CALL: "Nothing to do: the key is captured after this call.",
-    ROWS_DEPEND: (
+    Reason.FIRST_CALL: "Nothing to do: the key is captured after this call.",
+    Reason.ROWS_DEPEND: (
         "Padding changes the rows of this step: capture the sizes that come, declare fill values "
         "that it ignores, or give it row_count."
     ),
-    WEIGHTS_REPLACED: "A lazy runner captures anew; otherwise call runner.capture().",
-    VALUE_CHANGED: "A lazy runner captures anew; otherwise call runner.capture().",
-    "autocast": "Capture under the autocast that steps run under.",
-    "training_mode": f"A module was switched to training, or back. {_CAPTURE_ANEW}",
-    "moved_module": f"A module was moved, or has another type. {_CAPTURE_ANEW}",
+    Reason.WEIGHTS_REPLACED: "A lazy runner captures anew; otherwise call runner.capture().",
+    Reason.VALUE_CHANGED: "A lazy runner captures anew; otherwise call runner.capture().",
+    Reason.AUTOCAST: "Capture under the autocast that steps run under.",
+    Reason.TRAINING_MODE: f"A module was switched to training, or back. {_CAPTURE_ANEW}",
+    Reason.MOVED_MODULE: f"A module was moved, or has another type. {_CAPTURE_ANEW}",
 }
 
 

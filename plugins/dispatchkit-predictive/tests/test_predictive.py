@@ -51,7 +51,7 @@ def test_steps_find_graphs_captured_in_idle_time() -> None:
         x = torch.full((rows, 4), float(rows))
         assert torch.equal(runner(x), x * 2 + 1)
         predictive.idle()
-        assert len(runner.lifecycle.live()) <= 3
+        assert len(runner.lanes[0].lifecycle.live()) <= 3
     stats = predictive.stats()
     assert runner.stats().steps_by_mode["FULL"] > 16
     assert stats.is_on
@@ -96,7 +96,7 @@ def test_the_runner_itself_spares_what_is_expected() -> None:
     predictive.attach(runner)
     for rows in (*(1, 2, 1, 4) * 6, 1, 2, 16):
         runner(torch.ones(rows, 4))
-    live = {key.num_tokens for key in runner.lifecycle.live()}
+    live = {key.num_tokens for key in runner.lanes[0].lifecycle.live()}
     assert live == {1, 16}  # 2 was used last, and 1 comes twice as often
 
 

@@ -95,13 +95,13 @@ class Predictive:
         )
         self._keys = {str(key): key for key in keys}
         self._runner = runner
-        runner.on_decision(self._hear)
+        runner.taps.on_decision(self._hear)
 
     def detach(self) -> None:
         """Listen no more; what was learnt is let go of."""
         runner, self._runner, self._foresight = self._runner, None, None
         if runner is not None:
-            runner.on_decision(None)
+            runner.taps.on_decision(None)
 
     def idle(self, max_captures: int = 1) -> list[GraphKey]:
         """Use an idle moment: capture what is wanted or expected, then upload what is next.
@@ -203,4 +203,4 @@ class Predictive:
         if key is None or key in self._uploaded or not runner.has(key):
             return
         self._uploaded.add(key)
-        self._num_uploads += runner.upload(key)
+        self._num_uploads += runner.controls.upload(key)

@@ -11,16 +11,14 @@ import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dispatchkit.errors import ConfigError, DispatchkitError
 from dispatchkit.execute.live.swap import SwapReport
 from dispatchkit.execute.live.swap_requests import serving_config
+from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.options import MemoryOptions, names_of
 from dispatchkit.settings import SETTINGS, load_settings
-
-if TYPE_CHECKING:
-    from dispatchkit.execute.runner import GraphRunner
 
 # What a swap changes, beside the configuration.
 _SWAPPED = (*names_of(MemoryOptions), "policy", "policy_options")
@@ -97,7 +95,7 @@ class ConfigWatcher:
     def _changes(self) -> dict[str, Any]:
         """Return the arguments of the swap that makes the runner as the file says."""
         settings = load_settings(environ={}, file=self._path)
-        in_force = self._runner.settings_in_force()
+        in_force = self._runner.swapper.settings_in_force()
         changed = {
             name: settings[name]
             for name in SETTINGS
@@ -106,7 +104,7 @@ class ConfigWatcher:
         config = {name: changed.pop(name) for name in tuple(changed) if _is_dispatch(name)}
         _refuse_fixed({name: changed[name] for name in changed if name not in _SWAPPED})
         if config:
-            changed["config"] = serving_config(self._runner.asked_config, config)
+            changed["config"] = serving_config(self._runner.swapper.asked_config, config)
         if "policy" in changed and settings.is_given("policy_options"):
             changed["policy_options"] = settings["policy_options"]
         return changed

@@ -1,0 +1,269 @@
+"""Executor: what decides the steps of one lane, their graphs, and how they run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from dispatchkit.backends.base import GraphBackend
+from dispatchkit.dispatch import Decision, Dispatcher
+from dispatchkit.execute.capture.budget import MemoryBudget
+from dispatchkit.execute.capture.capture import Capturer
+from dispatchkit.execute.capture.lifecycle import Lifecycle
+from dispatchkit.execute.capture.live_graphs import LiveGraphs
+from dispatchkit.execute.capture.warmup import Warmups
+from dispatchkit.execute.io.axes import AxisInputs
+from dispatchkit.execute.io.inputs import InputSet, inputs_from_example
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.notices import Notices
+from dispatchkit.execute.replay.calibration_runs import CalibrationRuns
+from dispatchkit.execute.replay.check import Checker
+from dispatchkit.execute.replay.eager import EagerRunner
+from dispatchkit.execute.replay.planner import Planner
+from dispatchkit.execute.replay.plans import AGAIN
+from dispatchkit.execute.replay.timing import Timings
+from dispatchkit.execute.setup import RunnerSpec, honoured, make_backend, make_policy
+from dispatchkit.execute.step.guard import Guard
+from dispatchkit.execute.step.pieces import Step
+from dispatchkit.keys.config import DispatchConfig
+from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
+from dispatchkit.observe.counters import StepCounters
+from dispatchkit.registry import GraphRegistry
+
+if TYPE_CHECKING:
+    from dispatchkit.plugins import PluginSet
+
+
+@attrs.frozen(eq=False)
+class Workload:
+    """What is run, the same on all lanes of a runner.
+
+    Attributes:
+        spec: What the runner was asked to be.
+        backend: The device.
+        inputs: The static inputs; where there are axes, at their smallest buckets.
+        axes: The axes, where there are some.
+        step: What a call runs.
+        guard: Reads what graphs are made under.
+        config: Sizes, limits and modes; the mode may be less than was asked for.
+        mode_reasons: Why it is.
+    """
+
+    spec: RunnerSpec
+    backend: GraphBackend
+    inputs: InputSet
+    axes: AxisInputs | None
+    step: Step
+    guard: Guard
+    config: DispatchConfig
+    mode_reasons: tuple[str, ...]
+
+
+def make_workload(spec: RunnerSpec) -> Workload:
+    """Return what a runner is to run, as it was asked to be.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+        UnknownNameError: No backend or mode goes by a given name.
+    """
+    options = spec.options
+    backend = make_backend(spec.backend, options.device, spec.plugins)
+    device = torch.device(backend.torch_device)
+    inputs = spec.inputs if spec.inputs is not None else inputs_from_example(spec.example or {})
+    axes = AxisInputs(inputs, options.config, device) if options.config.axes else None
+    static = InputSet(inputs, device) if axes is None else axes.smallest
+    names = () if axes is None else axes.names
+    step = Step(spec.step, static.names, options.buffers.row_count, names)
+    config, reasons = honoured(options.config, step, backend)
+    guard = Guard(device.type, step.modules)
+    return Workload(spec, backend, static, axes, step, guard, config, reasons)
+
+
+class Executor:
+    """Run the steps of one lane by the decisions of its own dispatcher.
+
+    Args:
+        work: What is run.
+        lock: Held by each step, on whatever lane.
+
+    Attributes:
+        work: What is run.
+        spec: What the runner is asked to be; a swap changes it.
+        mode_reasons: Why the mode in force is less than what was asked for; a swap changes them.
+        plugins: Where policies come from by name; loaded when a name must be found.
+        notices: What observers are told through.
+        dispatcher: Decides.
+        decide: How it is asked: ``dispatcher.dispatch``, or what records and watches steps
+            around it.
+        registry: The keys and their graphs.
+        lane: The stream, the pool and the static buffers.
+        counters: What steps are counted in.
+        timings: What was measured of steps.
+        warmups: What is known of the step from its warmups.
+        lifecycle: Captures and evicts graphs.
+        checker: Compares replays with eager; None unless check mode is on.
+        eager: Runs steps eager.
+        planner: Makes the plans of the dispatcher's decisions.
+        calibration: Times the runs that a learning policy asks for.
+    """
+
+    decide: Callable[..., Decision]
+
+    def __init__(self, work: Workload, lock: threading.RLock) -> None:
+        spec, options = work.spec, work.spec.options
+        self.work, self.lock, self.spec = work, lock, spec
+        self.mode_reasons: tuple[str, ...] = work.mode_reasons
+        policy, origin, plugins = make_policy(
+            spec.named_policy, options.policy_options, work.config, spec.plugins
+        )
+        self.plugins: PluginSet | None = plugins
+        self.notices: Notices = Notices(plugins)
+        modes = {
+            RuntimeMode.FULL,
+            RuntimeMode.PIECEWISE if work.step.can_split else RuntimeMode.FULL,
+        }
+        self.dispatcher: Dispatcher = Dispatcher(
+            policy,
+            work.config,
+            modes=modes,
+            lazy=spec.lazy,
+            strict=options.strict,
+            origin=origin,
+            on_swap=self.notices.policy_swapped,
+            on_fault=self.notices.policy_at_fault,
+        )
+        self.decide = self.dispatcher.dispatch
+        registry = self.dispatcher.registry
+        self.registry: GraphRegistry = registry
+        self.lane: Lane = self._make_lane()
+        self.counters: StepCounters = StepCounters()
+        self.timings: Timings = Timings(
+            work.backend, self.dispatcher, self.lane, options.sample_every
+        )
+        self.warmups: Warmups = Warmups(
+            work.step,
+            work.inputs,
+            self.lane,
+            row_count=options.buffers.row_count,
+            axes=work.axes,
+            state=spec.state,
+            state_limit_bytes=options.capture.state_limit_bytes,
+            output_batch_dims=options.buffers.output_batch_dims,
+            warmups=options.capture.warmups,
+        )
+        shares = options.buffers.share_outputs
+        capturer = Capturer(
+            self.warmups,
+            self.lane,
+            work.guard,
+            # An only graph has nobody to share with, and needs no copy.
+            share_outputs=lambda: shares and len(registry) > 1,
+            notes_facts=bool(options.check),
+        )
+        self.checker: Checker | None = None
+        if options.check:
+            self.checker = Checker(
+                options.check, self.warmups.snapshot, self.warmups.state, capturer.facts_now
+            )
+        graphs = LiveGraphs(self.lane, registry, self.counters, self.notices.tell)
+        budget = MemoryBudget(
+            options.memory, self.lane, graphs, self.counters, self.warmups.forecast_bytes
+        )
+        self.lifecycle: Lifecycle = Lifecycle(
+            capturer,
+            graphs,
+            budget,
+            self.lane,
+            registry,
+            frozenset(modes),
+            self.counters,
+            lazy=spec.lazy,
+            capture_after=options.capture.capture_after,
+        )
+        self.eager: EagerRunner = EagerRunner(
+            self.warmups,
+            work.inputs,
+            work.axes,
+            options.buffers.row_count,
+            self.lane,
+            self.lifecycle,
+            self.counters,
+            self.checker,
+            strict=options.strict,
+        )
+        self.planner: Planner = Planner(
+            self.dispatcher,
+            self.lifecycle,
+            self.lane,
+            self.eager,
+            work.guard,
+            self.counters,
+            self.timings,
+            self.checker,
+            axes=() if work.axes is None else work.axes.names,
+            asked_mode=options.config.mode,
+            is_owned=spec.outputs == "owned",
+        )
+        self.dispatcher.bind = self.planner.plan
+        self.calibration: CalibrationRuns = CalibrationRuns(
+            self.dispatcher,
+            self.planner,
+            self.lifecycle,
+            self.timings,
+            self.lane,
+            self.warmups,
+            work.inputs,
+            self.counters,
+            is_off=self.checker is not None,
+        )
+
+    @property
+    def asked_mode(self) -> CUDAGraphMode:
+        """The mode that was asked for; the one in force may be less."""
+        return self.spec.options.config.mode
+
+    def _make_lane(self) -> Lane:
+        work = self.work
+        axes, buffers = work.axes, work.spec.options.buffers
+        # Room for the largest bucket, which is what is cut, whatever batches may come; also for
+        # one of a size that only a later policy declares.
+        largest = max((key.num_tokens for key in self.registry), default=1)
+        return Lane(
+            work.backend,
+            work.inputs,
+            max(largest, work.config.max_capture_size, buffers.buffer_rows or 0),
+            row_count=buffers.row_count is not None,
+            inputs_at=axes.at if axes is not None and axes.has_dimensions else None,
+        )
+
+
+def run_again(
+    dispatcher: Dispatcher,
+    eager: EagerRunner,
+    tensors: Sequence[Any] | None,
+    stream: int,
+    readable: bool,
+    *batch: int,
+) -> Any:
+    """Decide and run a step whose plan had nothing to run any more, until one has.
+
+    Args:
+        dispatcher: Decides.
+        eager: Knows whether the step may run otherwise than it was decided.
+        tensors: The call; None for a step in place.
+        stream: Raw handle of the current stream.
+        readable: As the check of the inputs returned it.
+        batch: The arguments of ``Dispatcher.dispatch``.
+
+    Raises:
+        ReplayError: The step may only run as it was decided.
+    """
+    while True:
+        eager.refuse_if_exact("its graph was given up")
+        result = dispatcher.dispatch(*batch).plan.run(tensors, stream, readable)
+        if result is not AGAIN:
+            return result

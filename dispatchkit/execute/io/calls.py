@@ -1,0 +1,47 @@
+"""CallReader: from the arguments of a call to checked inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dispatchkit.execute.io.axes import AxisInputs
+from dispatchkit.execute.io.inputs import InputSet
+
+
+class CallReader:
+    """Bind and check the arguments of calls.
+
+    Args:
+        inputs: The static inputs; where there are axes, at their smallest buckets.
+        axes: The axes, where there are some.
+
+    Attributes:
+        bind: Puts arguments into declared order.
+        to_arrays: Brings host inputs into the form that is checked.
+        check: Returns the rows of a call whose inputs fit, and whether a copy node can read them
+            as they are; raises InputError otherwise.
+        axes: The axes.
+        has_host: There are inputs in host memory.
+        is_special: There are such, or axes: more than ``bind`` and ``check`` is needed.
+    """
+
+    def __init__(self, inputs: InputSet, axes: AxisInputs | None) -> None:
+        incoming: Any = inputs if axes is None else axes
+        self.bind: Callable[..., Any] = incoming.bind
+        self.to_arrays: Callable[[Any], Any] = incoming.to_arrays
+        self.check: Callable[[Any], tuple[int, bool]] = incoming.check
+        self.axes: AxisInputs | None = axes
+        self.has_host: bool = bool(inputs.host)
+        self.is_special: bool = self.has_host or axes is not None
+
+    def read(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, int, bool]:
+        """Return a call's inputs, bound and checked, and what ``check`` returned.
+
+        Raises:
+            InputError: An input is missing, unknown, or of another type, device or shape.
+        """
+        tensors = self.bind(args, inputs)
+        if self.is_special:
+            tensors = self.to_arrays(tensors)
+        return (tensors, *self.check(tensors))

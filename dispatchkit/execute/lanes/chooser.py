@@ -1,0 +1,53 @@
+"""LaneChooser: which lane a step is given to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dispatchkit.dispatch import (
+    Dispatcher,
+    LanePolicy,
+    LaneStep,
+    LaneView,
+    lane_fault,
+    policy_name,
+)
+from dispatchkit.errors import PolicyError
+
+
+class LaneChooser:
+    """Ask a lane policy for the lane of each step, and check what it answers.
+
+    Args:
+        policy: The lane policy.
+        origin: Where it comes from, for error messages.
+        router: For policies that want to know the key of a step: decides as if every declared
+            graph were there. It says where a key belongs, not what runs.
+    """
+
+    def __init__(self, policy: LanePolicy, origin: str, router: Dispatcher | None) -> None:
+        self._policy, self._origin, self._router = policy, origin, router
+
+    def choose(
+        self, batch: tuple[int, int, int, int, int], priority: int, lanes: Sequence[LaneView]
+    ) -> int:
+        """Return the number of a lane.
+
+        Raises:
+            PolicyError: The policy raised, or named no lane.
+        """
+        key = None if self._router is None else self._router.dispatch(*batch).key
+        try:
+            answer = self._policy.choose(LaneStep(batch[0], key, priority), lanes)
+        except Exception as error:
+            raise self._fault(f"raised {type(error).__name__}: {error}") from error
+        if type(answer) is int and 0 <= answer < len(lanes):
+            return answer
+        fault = lane_fault(answer, len(lanes))
+        if fault:
+            raise self._fault(fault, answer)
+        return int(answer)
+
+    def _fault(self, problem: str, answer: object = None) -> PolicyError:
+        name = policy_name(self._policy)
+        return PolicyError(name, "choose", problem, origin=self._origin, value=answer)

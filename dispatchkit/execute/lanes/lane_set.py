@@ -1,0 +1,422 @@
+"""LaneSet: steps given to lanes, and what ``submit`` returns.
+
+Each lane has an executor of its own: own stream, pool, static buffers, graphs and table.
+Nothing is shared but the step, what it reads, and declared state; of the last see ``Chain``.
+The host gives steps to lanes one at a time, under one lock; the device runs them at the same time.
+
+Order, both ways, by events: the lane waits for what the caller's stream held when the step was
+submitted, and whoever waits for the handle waits for the lane. The inputs are copied on the
+lane, so that the caller's stream does not wait for the lane; they are kept alive until then.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, overload
+
+import attrs
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dispatchkit.backends.base import Event, Stream
+from dispatchkit.dispatch import KeyHomes
+from dispatchkit.errors import PolicyError, ReplayError
+from dispatchkit.execute.executor import Executor, run_again
+from dispatchkit.execute.io.calls import CallReader
+from dispatchkit.execute.lanes.chooser import LaneChooser
+from dispatchkit.execute.replay.plans import AGAIN
+from dispatchkit.keys.batch import GraphKey
+from dispatchkit.registry import KeyState
+
+#: Tokens, requests, kind, adapters and allowed modes of a step, as ``dispatch`` takes them.
+_Batch = tuple[int, int, int, int, int]
+
+
+class LanePolicyWarning(RuntimeWarning):
+    """A lane policy raised or named no lane; its steps run on the least busy one."""
+
+
+class StepHandle:
+    """A submitted step: queued on its lane, done some time later.
+
+    Args:
+        result: What the step returned; its data is there when the step is done.
+        in_flight: The step in flight.
+        lane: Number of the lane.
+        is_device: Its tensors are memory of a CUDA device.
+
+    Thread safety: any thread may wait for it, also several.
+    """
+
+    __slots__ = ("_in_flight", "_is_device", "_result", "lane")
+
+    def __init__(self, result: Any, in_flight: InFlight, lane: int, is_device: bool) -> None:
+        self._result, self._in_flight = result, in_flight
+        self._is_device = is_device
+        self.lane: int = lane
+
+    def is_done(self) -> bool:
+        """Return whether the step has run; never blocks."""
+        return self._in_flight.done.query()
+
+    def wait(self, stream: Any = None) -> None:
+        """Make later work of a stream wait for the step; the host goes on.
+
+        Args:
+            stream: A stream of torch or of the backend; the current one by default.
+        """
+        if stream is not None and not isinstance(getattr(stream, "handle", None), int):
+            from dispatchkit.backends.cuda.streams import CudaStream
+
+            stream = CudaStream(stream)
+        self._in_flight.done.wait(stream)
+        if self._is_device:
+            self._keep_for(stream)
+
+    def synchronize(self) -> None:
+        """Block the host until the step has run."""
+        self._in_flight.done.synchronize()
+
+    def result(self) -> Any:
+        """Return what the step returned, once the current stream waits for it.
+
+        It may be used on the current stream at once. For another one call ``wait`` with it.
+        """
+        self.wait()
+        return self._result
+
+    def _keep_for(self, stream: Any) -> None:
+        """Tell the allocator who reads the result: its memory is the lane's stream's."""
+        raw: Any = None if stream is None else stream.raw
+        for leaf in tree_leaves(self._result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                raw = torch.cuda.current_stream(leaf.device) if raw is None else raw
+                leaf.record_stream(raw)
+
+    def __repr__(self) -> str:
+        return f"<StepHandle on lane {self.lane}>"
+
+
+@attrs.frozen
+class LaneStats:
+    """What one lane has been given.
+
+    Attributes:
+        index: Number of the lane.
+        num_steps: Steps submitted to it.
+        num_tokens: Tokens of them.
+        num_unfinished: Those of the steps that are not done.
+        num_graphs: Live graphs.
+        num_bytes: Bytes of its graphs and of its static inputs.
+    """
+
+    index: int
+    num_steps: int
+    num_tokens: int
+    num_unfinished: int
+    num_graphs: int
+    num_bytes: int
+
+
+@attrs.frozen
+class LaneCost:
+    """What a way to spread keys over lanes is expected to take, in memory.
+
+    Attributes:
+        way: ``every lane``: each has all keys. ``homes``: each key where the lane policy
+            has its home.
+        num_graphs: Graphs on all lanes.
+        graph_bytes: Their pools and outputs.
+        static_bytes: Static inputs of all lanes, those at every bucket of the axes too.
+    """
+
+    way: str
+    num_graphs: int
+    graph_bytes: int
+    static_bytes: int
+
+
+class InFlight:
+    """A step in flight, and what it still reads; shared by its lane and its handle.
+
+    Making and destroying an event costs more than recording it: once neither lane nor handle
+    knows the step any more, its event serves another one.
+
+    Args:
+        done: Recorded behind the step.
+        num_tokens: Its tokens.
+        tensors: What it reads; let go of when it is done.
+        unused: Takes the event when nobody asks for it any more.
+    """
+
+    __slots__ = ("_unused", "done", "num_tokens", "tensors")
+
+    def __init__(self, done: Event, num_tokens: int, tensors: Any, unused: list[Event]) -> None:
+        self.done, self.num_tokens, self.tensors = done, num_tokens, tensors
+        self._unused = unused
+
+    def __del__(self) -> None:
+        self._unused.append(self.done)
+
+
+class LaneQueue:
+    """Steps that one lane was given and has not finished; a lane policy's view of it.
+
+    Args:
+        index: Number of the lane.
+        executor: Runs its steps.
+    """
+
+    def __init__(self, index: int, executor: Executor) -> None:
+        self.index = index
+        self.executor = executor
+        self.stream: Stream = executor.lane.stream
+        self.handle: int = self.stream.handle
+        self.is_on_cuda: bool = executor.work.inputs.device.type == "cuda"
+        # Marks on the caller's stream what the lane waits for.
+        self.arrived: Event = executor.work.backend.new_event()
+        self._unused: list[Event] = []
+        self._registry = executor.registry
+        self._in_flight: deque[InFlight] = deque()
+        self._num_tokens = 0
+        self.total_steps: int = 0
+        self.total_tokens: int = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Steps given to the lane that are not done on the device."""
+        self.reap()
+        return len(self._in_flight)
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of those steps, before padding."""
+        self.reap()
+        return self._num_tokens
+
+    def holds(self, key: GraphKey) -> bool:
+        """Return whether the lane has a graph of a key now."""
+        entry = self._registry.get(key)
+        return entry is not None and entry.state is KeyState.CAPTURED
+
+    def reap(self, at_most: int = sys.maxsize) -> None:
+        """Release what finished steps read.
+
+        Args:
+            at_most: How many of them; asking a device costs more than a microsecond.
+        """
+        in_flight = self._in_flight
+        while at_most and in_flight and in_flight[0].done.query():
+            step = in_flight.popleft()
+            self._num_tokens -= step.num_tokens
+            step.tensors = None  # the handle keeps the step, and must not keep these
+            at_most -= 1
+
+    def push(self, num_tokens: int, tensors: Any) -> InFlight:
+        """Note a step that was just queued on the lane's stream."""
+        done = self._unused.pop() if self._unused else self.executor.work.backend.new_event()
+        done.record(self.stream)
+        # Two for each one that comes: all are released in time, and the next lane does not wait
+        # while the host looks through everything that this one has done since.
+        self.reap(2)
+        step = InFlight(done, num_tokens, tensors, self._unused)
+        self._in_flight.append(step)
+        self._num_tokens += num_tokens
+        self.total_steps += 1
+        self.total_tokens += num_tokens
+        return step
+
+
+class LaneSet(Sequence[Executor]):
+    """The lanes of a runner, and what chooses among them.
+
+    As a sequence it has the executor of each lane.
+
+    Args:
+        executors: Those of all lanes.
+        chooser: The lane policy; one lane needs none.
+        homes: On which lanes keys are captured.
+        reader: Binds and checks the inputs of steps.
+        lock: The host gives steps to lanes one at a time, under it.
+
+    Attributes:
+        num_faults: Steps that the lane policy chose no lane for, or raised.
+    """
+
+    num_faults: int
+
+    def __init__(
+        self,
+        executors: Sequence[Executor],
+        chooser: LaneChooser | None,
+        homes: KeyHomes,
+        reader: CallReader,
+        lock: threading.RLock,
+    ) -> None:
+        self._executors, self._chooser, self._homes = tuple(executors), chooser, homes
+        self._first, self._lock = executors[0], lock
+        self._reader, self._bind, self._check = reader, reader.bind, reader.check
+        self._backend = executors[0].work.backend
+        self._is_capturing = self._backend.is_capturing
+        self._current_stream_handle = self._backend.current_stream_handle
+        self._queues: tuple[LaneQueue, ...] = ()
+        self._caller: tuple[int, Stream] | None = None
+        self._is_fault_warned = False
+        self.num_faults = 0
+
+    @overload
+    def __getitem__(self, index: int) -> Executor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Executor]: ...
+
+    def __getitem__(self, index: int | slice) -> Executor | Sequence[Executor]:
+        return self._executors[index]
+
+    def __len__(self) -> int:
+        return len(self._executors)
+
+    def submit(
+        self,
+        *args: Any,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+        priority: int = 0,
+        **inputs: Any,
+    ) -> StepHandle:
+        """Queue one step on a lane and return at once; it runs exactly once.
+
+        See ``GraphRunner.submit``.
+        """
+        reader = self._reader
+        tensors = self._bind(args, inputs)
+        if reader.is_special:
+            tensors = reader.to_arrays(tensors)
+            if reader.axes is not None:
+                loras = reader.axes.variant(tensors, loras)
+        num_tokens, readable = self._check(tensors)
+        caller = self._current_stream_handle()
+        # The default stream, handle 0, is never captured.
+        if caller and self._is_capturing():
+            raise ReplayError(
+                "submit() was called inside a capture, which cannot wait for lanes. Call the "
+                "runner itself there, or submit outside."
+            )
+        batch = (num_tokens, num_reqs, uniform, loras, ceiling)
+        with self._lock:
+            queue = self._choose(batch, priority)
+            if not reader.has_host:
+                return self._give(queue, caller, batch, tensors, readable)
+        staging = queue.executor.lane.buffers.staging
+        if staging is not None:
+            staging.wait()  # without the lock: other lanes are free to be given steps
+        with self._lock:
+            return self._give(queue, caller, batch, tensors, readable)
+
+    def stats(self) -> tuple[LaneStats, ...]:
+        """Return what each lane has been given so far."""
+        with self._lock:
+            return tuple(
+                LaneStats(
+                    index=queue.index,
+                    num_steps=queue.total_steps,
+                    num_tokens=queue.total_tokens,
+                    num_unfinished=queue.num_unfinished,
+                    num_graphs=executor.lifecycle.num_graphs(),
+                    num_bytes=executor.lane.num_bytes() + executor.lane.static_bytes,
+                )
+                for executor, queue in zip(self, self._ready_queues(), strict=True)
+            )
+
+    def costs(self) -> tuple[LaneCost, ...]:
+        """Return what the lanes' graphs are expected to take, before they are captured.
+
+        The largest graph of each lane is rehearsed, or warmed up where the backend cannot
+        rehearse; smaller ones reuse its memory.
+        """
+        with self._lock:
+            first, number = self._first, len(self)
+            keys = tuple(first.registry)
+            every = [keys] * number
+            ways = [("every lane", every)]
+            if self._homes.are_chosen:
+                homes = self._homes.by_key()
+                own = [tuple(key for key in keys if lane in homes[key]) for lane in range(number)]
+                ways.append(("homes", own))
+            needs: dict[tuple[GraphKey, ...], int] = {}
+            for keys_of_lane in (one for _, lanes in ways for one in lanes):
+                if keys_of_lane not in needs:
+                    needs[keys_of_lane] = first.lifecycle.expect_bytes(keys_of_lane)
+            return tuple(
+                LaneCost(
+                    way,
+                    num_graphs=sum(map(len, lanes)),
+                    graph_bytes=sum(needs[one] for one in lanes),
+                    static_bytes=sum(map(first.lane.static_bytes_of, lanes)),
+                )
+                for way, lanes in ways
+            )
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _ready_queues(self) -> tuple[LaneQueue, ...]:
+        if not self._queues:
+            self._queues = tuple(LaneQueue(index, one) for index, one in enumerate(self))
+        return self._queues
+
+    def _choose(self, batch: _Batch, priority: int) -> LaneQueue:
+        chooser, queues = self._chooser, self._queues or self._ready_queues()
+        if chooser is None:
+            return queues[0]
+        try:
+            return queues[chooser.choose(batch, priority, queues)]
+        except PolicyError as error:
+            self.num_faults += 1
+            if self._first.eager.strict:
+                raise
+            self._warn(error)
+        return min(queues, key=lambda one: one.num_unfinished)
+
+    def _warn(self, error: PolicyError) -> None:
+        """Warn of the first fault of the lane policy."""
+        if self._is_fault_warned:
+            return
+        self._is_fault_warned = True
+        first = self._first
+        first.notices.policy_at_fault(error, None, first.dispatcher.epoch)
+        warnings.warn(
+            f"{error}. Such steps run on the least busy lane. Told once; "
+            "runner.lanes.num_faults counts them.",
+            LanePolicyWarning,
+            stacklevel=5,
+        )
+
+    def _give(
+        self, queue: LaneQueue, caller: int, batch: _Batch, tensors: Any, readable: bool
+    ) -> StepHandle:
+        """Queue a checked step on a lane; under the lock."""
+        executor, stream = queue.executor, queue.stream
+        if caller != queue.handle:
+            if self._caller is None or self._caller[0] != caller:
+                self._caller = (caller, self._backend.current_stream())
+            queue.arrived.record(self._caller[1])
+            queue.arrived.wait(stream)
+        try:
+            with self._backend.use_stream(stream):
+                result = executor.decide(*batch).plan.run(tensors, queue.handle, readable)
+                if result is AGAIN:
+                    result = run_again(
+                        executor.dispatcher, executor.eager, tensors, queue.handle, readable, *batch
+                    )
+        except Exception:
+            executor.counters.failed_steps += 1
+            stream.synchronize()  # nothing of it reads the caller's tensors any more
+            raise
+        in_flight = queue.push(batch[0], tensors)
+        return StepHandle(result, in_flight, queue.index, queue.is_on_cuda)

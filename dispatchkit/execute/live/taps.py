@@ -1,0 +1,191 @@
+"""StepTaps: what follows the decisions of steps; steps that nothing follows pay nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+from dispatchkit.dispatch import Decision, Dispatcher
+from dispatchkit.errors import ConfigError
+from dispatchkit.execute.executor import Executor, run_again
+from dispatchkit.execute.replay.eager import EagerRunner
+from dispatchkit.execute.replay.plans import AGAIN
+from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
+
+Dispatch = Callable[..., Decision]
+
+
+class StepWatcher(Protocol):
+    """Is called when each step begins and ends, on the thread that runs it."""
+
+    def enter(self, decision: Decision, lane: int) -> None:
+        """A step begins: what was decided for it, and the number of its lane."""
+
+    def leave(self, *, failed: bool) -> None:
+        """It has been handed over to the device, or it raised."""
+
+
+class StepTaps:
+    """Record, watch and shadow the steps of a runner.
+
+    Each executor is asked for decisions by its ``decide``. What follows steps is put around
+    ``Dispatcher.dispatch`` there, and taken away again.
+
+    Args:
+        executors: Whose steps.
+        lock: Keeps steps out while that changes.
+
+    Attributes:
+        watcher: What watches steps; None for nothing.
+    """
+
+    def __init__(self, executors: Sequence[Executor], lock: threading.RLock) -> None:
+        self._executors, self._lock = executors, lock
+        self._recorder: StepRecorder | None = None
+        self._listener: Callable[[Decision], None] | None = None
+        self._shadow: Dispatch | None = None
+        self.watcher: StepWatcher | None = None
+
+    def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
+        """Record what each step is dispatched with, in place of an earlier recording.
+
+        See ``GraphRunner.start_recording``.
+        """
+        recorder = StepRecorder(self._executors[0].dispatcher.config, capacity)
+        with self._lock:
+            self._recorder = recorder
+            self._connect()
+        return recorder
+
+    def stop_recording(self) -> None:
+        """Record no more steps."""
+        with self._lock:
+            self._recorder = None
+            self._connect()
+
+    def on_decision(self, listener: Callable[[Decision], None] | None) -> None:
+        """Call something with the decision of each step, before it runs; None: nothing more.
+
+        It runs in the step, under the runner's lock: it must be quick, and what it raises is
+        raised by the step.
+        """
+        with self._lock:
+            self._listener = listener
+            self._connect()
+
+    def watch_steps(self, watcher: StepWatcher | None) -> None:
+        """Have each step watched from now on; None: no more.
+
+        See ``GraphRunner.watch_steps``.
+        """
+        if watcher is not None:
+            for name in ("enter", "leave"):
+                if not callable(getattr(watcher, name, None)):
+                    raise ConfigError("watcher", watcher, "None, or an object with enter and leave")
+        with self._lock:
+            self.watcher = watcher
+            self._connect()
+
+    def shadow(self, dispatch: Dispatch | None) -> None:
+        """Decide steps through a shadow's function, which asks the dispatcher; None: no more."""
+        with self._lock:
+            self._shadow = dispatch
+            self._connect()
+
+    @property
+    def is_shadowed(self) -> bool:
+        """Whether a shadow follows the steps."""
+        return self._shadow is not None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether steps are recorded, by a recording or for a shadow."""
+        return self._recorder is not None or self._shadow is not None
+
+    def dispatch(
+        self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
+    ) -> Decision:
+        """Return the decision of a step that is run later, followed as that of any other.
+
+        The watcher alone is left out: the step has not begun.
+        """
+        followed = self._followed(self._executors[0])
+        return followed(num_tokens, num_reqs, uniform, loras, ceiling)
+
+    def _connect(self) -> None:
+        for number, executor in enumerate(self._executors):
+            dispatch = self._followed(executor)
+            if self.watcher is not None:
+                dispatch = _watched(
+                    dispatch, self.watcher, number, executor.dispatcher, executor.eager
+                )
+            executor.decide = dispatch
+
+    def _followed(self, executor: Executor) -> Dispatch:
+        dispatch = self._shadow or executor.dispatcher.dispatch
+        if self._listener is not None:
+            dispatch = _heard(dispatch, self._listener)
+        if self._recorder is not None:
+            dispatch = self._recorder.listening_to(dispatch)
+        return dispatch
+
+
+def _heard(dispatch: Dispatch, listener: Callable[[Decision], None]) -> Dispatch:
+    def dispatch_and_tell(
+        num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
+    ) -> Decision:
+        decision = dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
+        listener(decision)
+        return decision
+
+    return dispatch_and_tell
+
+
+class _WatchedPlan:
+    """A plan between the two calls of a watcher."""
+
+    def __init__(
+        self,
+        decision: Decision,
+        watcher: StepWatcher,
+        lane: int,
+        dispatcher: Dispatcher,
+        eager: EagerRunner,
+        batch: tuple[int, int, int, int, int],
+    ) -> None:
+        self._decision, self._watcher, self._lane = decision, watcher, lane
+        self._dispatcher, self._eager, self._batch = dispatcher, eager, batch
+
+    def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
+        self._watcher.enter(self._decision, self._lane)
+        failed = True
+        try:
+            result = self._decision.plan.run(tensors, stream, readable)
+            if result is AGAIN:  # what runs then is the same step
+                result = run_again(
+                    self._dispatcher, self._eager, tensors, stream, readable, *self._batch
+                )
+            failed = False
+            return result
+        finally:
+            self._watcher.leave(failed=failed)
+
+
+def _watched(
+    dispatch: Dispatch,
+    watcher: StepWatcher,
+    lane: int,
+    dispatcher: Dispatcher,
+    eager: EagerRunner,
+) -> Callable[..., Any]:
+    # Not the executor, which holds what is returned here.
+    def dispatch_and_watch(
+        num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
+    ) -> Any:
+        decision = dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
+        batch = (num_tokens, num_reqs, uniform, loras, ceiling)
+        return SimpleNamespace(plan=_WatchedPlan(decision, watcher, lane, dispatcher, eager, batch))
+
+    return dispatch_and_watch

@@ -1,0 +1,147 @@
+"""Calibration runs: steps that a learning policy has timed right after a capture."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from dispatchkit.dispatch import CalibrationRun, CellUpdate, Dispatcher, GraphView
+from dispatchkit.dispatch.cells import cell_of_batch
+from dispatchkit.errors import PolicyError, ReplayError
+from dispatchkit.execute.capture.captured import CapturedKey
+from dispatchkit.execute.capture.lifecycle import Lifecycle
+from dispatchkit.execute.capture.warmup import Warmups
+from dispatchkit.execute.io.inputs import InputSet
+from dispatchkit.execute.io.sample_inputs import sample_inputs
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.replay.planner import Planner
+from dispatchkit.execute.replay.plans import AGAIN
+from dispatchkit.execute.replay.timing import Timings
+from dispatchkit.execute.step.state import restored
+from dispatchkit.keys.batch import GraphKey
+from dispatchkit.observe.counters import StepCounters
+
+
+class CalibrationRuns:
+    """Time the runs that the policy of a dispatcher asks for.
+
+    Args:
+        dispatcher: Whose policy.
+        planner: Makes the plans of graphs that run ahead.
+        lifecycle: The graphs.
+        timings: What is measured goes there.
+        lane: Where the runs are.
+        warmups: Knows what the step changes.
+        inputs: The static inputs.
+        counters: Left as they were.
+        is_off: Nothing is measured here, as in check mode.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        planner: Planner,
+        lifecycle: Lifecycle,
+        timings: Timings,
+        lane: Lane,
+        warmups: Warmups,
+        inputs: InputSet,
+        counters: StepCounters,
+        *,
+        is_off: bool,
+    ) -> None:
+        self._dispatcher, self._planner, self._lifecycle = dispatcher, planner, lifecycle
+        self._timings, self._lane, self._warmups = timings, lane, warmups
+        self._inputs, self._counters, self._is_off = inputs, counters, is_off
+        self._backend = lane.backend
+
+    def run(self) -> int:
+        """Run what the policy asks for; the caller holds the runner's lock.
+
+        A policy asks by ``calibration_runs(graphs)``, which returns runs (batch, decision, how
+        often) until it knows enough. Each is done twice as often, on dummy rows: first
+        with nothing ahead on the stream, then right behind the one before; eager behind the
+        largest graph too, so that the device is not done before all of it is submitted.
+        Nothing of it is counted, and what the step changes is put back. With axes nothing is
+        run: what the policy knows of them is the dispatcher's to say.
+
+        Returns:
+            How many steps were run.
+
+        Raises:
+            PolicyError: The policy raised when it was asked. Graphs that were captured stay.
+        """
+        wants = self._dispatcher.policy_parts.calibration_runs
+        if wants is None or self._is_off or self._dispatcher.config.axes:
+            return 0
+        steps = 0
+        with self._counters.unchanged():
+            while runs := self._wanted(wants):
+                try:
+                    steps += self._run_all(runs)
+                except ReplayError:
+                    # Its graph is marked as failed, what it changed is put back, and no step of
+                    # the caller's was lost: a capture does not fail for it.
+                    break
+        return steps
+
+    def _wanted(
+        self, wants: Callable[[GraphView], Iterable[CalibrationRun]]
+    ) -> list[CalibrationRun]:
+        name, origin = self._dispatcher.policy_name, self._dispatcher.policy_origin
+        try:
+            runs = list(wants(self._dispatcher.graphs) or ())
+        except Exception as error:
+            problem = f"raised {type(error).__name__}: {error}"
+            raise PolicyError(name, "calibration_runs", problem, origin=origin) from error
+        for run in runs:
+            if not isinstance(run, CalibrationRun):
+                problem = f"returned {run!r:.60}; return CalibrationRuns (of dispatchkit.dispatch)."
+                raise PolicyError(name, "calibration_runs", problem, origin=origin, value=run)
+        return runs
+
+    def _run_all(self, runs: Iterable[CalibrationRun]) -> int:
+        steps = 0
+        live, dispatcher = self._lifecycle.live(), self._dispatcher
+        largest = max(live.items(), key=lambda item: item[0].num_tokens, default=None)
+        for run in runs:
+            if run.decision.key is not None and run.decision.key not in self._lifecycle.live():
+                continue  # a runner that captures lazily: nothing is captured for this
+            ceiling, uniform, loras, num_tokens = cell_of_batch(dispatcher.config, run.batch)
+            tensors = self._sample(num_tokens)
+            ahead: Callable[[], Any] | None = None
+            if run.decision.key is None and largest is not None:
+                ahead = self._replay_of(*largest)
+            dispatcher.update(CellUpdate(run.batch, run.decision, one_shot=True))
+            plan = dispatcher.dispatch(num_tokens, 0, uniform, loras, ceiling).plan
+            with self._lane.alone(), restored(self._warmups.snapshot()), self._nothing_learnt():
+                for _ in range(run.runs):
+                    self._backend.synchronize()
+                    for kind in ("idle", "queued"):
+                        if kind == "queued" and ahead is not None:
+                            ahead()
+                        if plan.run(tensors, self._backend.current_stream_handle()) is not AGAIN:
+                            steps += 1
+            self._timings.drain(wait=True)
+        return steps
+
+    @contextlib.contextmanager
+    def _nothing_learnt(self) -> Iterator[None]:
+        self._timings.is_held = True
+        try:
+            yield
+        finally:
+            self._timings.is_held = False
+
+    def _sample(self, num_tokens: int) -> Any:
+        device = torch.device(self._inputs.device)
+        tensors = self._inputs.bind((), sample_inputs(self._inputs.specs, num_tokens, device))
+        return self._inputs.to_arrays(tensors) if self._inputs.host else tensors
+
+    def _replay_of(self, key: GraphKey, step: CapturedKey) -> Callable[[], Any]:
+        plan, backend = self._planner.replay(key, step, key.num_tokens), self._backend
+        tensors = self._sample(key.num_tokens)
+        return lambda: plan.run(tensors, backend.current_stream_handle())
