@@ -65,7 +65,7 @@ class Way:
 
     Attributes:
         inputs: The declared inputs.
-        path: What ``runner.input_path`` begins with, at one size or another.
+        path: What ``runner.controls.input_path`` begins with, at one size or another.
         node: ``used``, ``none``, ``short``: it has no room for host inputs of the largest
             size, or ``lost``: it is not found in the graph that was captured.
         kind: ``full``, ``pieces``, or ``registered``: a graph that was captured elsewhere.
