@@ -17,7 +17,8 @@ from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.capture.live_graphs import LiveGraphs
 from dispatchkit.execute.capture.warmup import Warmups
 from dispatchkit.execute.io.axes import AxisInputs
-from dispatchkit.execute.io.inputs import InputSet, inputs_from_example
+from dispatchkit.execute.io.inputs import InputSet
+from dispatchkit.execute.io.static_input import inputs_from_example
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.notices import Notices
 from dispatchkit.execute.replay.calibration_runs import CalibrationRuns

@@ -18,7 +18,7 @@ from dispatchkit.execute.controls import Controls
 from dispatchkit.execute.executor import make_workload, run_again
 from dispatchkit.execute.io.buffers import StaticBuffers
 from dispatchkit.execute.io.calls import CallReader
-from dispatchkit.execute.io.inputs import StaticInput
+from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.lanes.build import check_lanes, join_lanes, make_executors
 from dispatchkit.execute.lanes.lane_set import LaneSet, StepHandle
 from dispatchkit.execute.live.decisions import DecisionRunner

@@ -14,7 +14,7 @@ from dispatchkit.backends.resolve import AUTO, BUILT_IN_BACKENDS, resolve_backen
 from dispatchkit.dispatch import Lanes, Policy
 from dispatchkit.distributions import DEFAULT_POLICY
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.io.inputs import StaticInput
+from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.execute.step.support import mode_for_pieces, warn_of_downgrade

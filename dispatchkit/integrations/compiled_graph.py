@@ -20,7 +20,8 @@ from torch import fx
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import ConfigError, InputError, NoGraphError
-from dispatchkit.execute.io.inputs import InputSet, StaticInput
+from dispatchkit.execute.io.inputs import InputSet
+from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.setup import make_backend
 from dispatchkit.execute.splitting.split import SplitRules, split_graph

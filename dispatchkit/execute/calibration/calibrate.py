@@ -38,8 +38,8 @@ from dispatchkit.execute.calibration.graph_memory import (
     measuring_subject,
     quietly,
 )
-from dispatchkit.execute.io.inputs import StaticInput
 from dispatchkit.execute.io.sample_inputs import sample_inputs
+from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.step.state import Known, Snapshot, restored
 from dispatchkit.keys.batch import GraphKey

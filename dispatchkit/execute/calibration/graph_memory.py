@@ -17,7 +17,7 @@ import torch
 
 from dispatchkit.dispatch import Decision, GraphView, Reason
 from dispatchkit.errors import CaptureError, ConfigError
-from dispatchkit.execute.io.inputs import StaticInput, inputs_from_example
+from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.keys.batch import Batch, BatchDescriptor, GraphKey

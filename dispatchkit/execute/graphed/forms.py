@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from dispatchkit.execute.io.inputs import StaticInput
+from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.options import RunnerOptions

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten
 
 from dispatchkit.errors import CaptureError, ConfigError, InputError
 from dispatchkit.execute.io.host_arrays import host_array, numpy_module
-from dispatchkit.execute.io.inputs import MAX_KEPT_SIZES, RESERVED_NAMES, InputSet, StaticInput
+from dispatchkit.execute.io.inputs import MAX_KEPT_SIZES, RESERVED_NAMES, InputSet
+from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig

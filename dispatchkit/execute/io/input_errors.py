@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dispatchkit.errors import InputError
 from dispatchkit.execute.io.host_arrays import array_dtype, numpy_module
-
-if TYPE_CHECKING:
-    from dispatchkit.execute.io.inputs import StaticInput
+from dispatchkit.execute.io.static_input import StaticInput
 
 
 def bind_or_say(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dispatchkit.execute.io.inputs import StaticInput
+from dispatchkit.execute.io.static_input import StaticInput
 
 
 def sample_inputs(

@@ -27,7 +27,7 @@ import torch
 
 from dispatchkit.backends.base import GraphBackend, Stream
 from dispatchkit.execute.io.host_arrays import as_array
-from dispatchkit.execute.io.inputs import StaticInput
+from dispatchkit.execute.io.static_input import StaticInput
 
 # Up to here the whole block is copied, whatever the size of the batch.
 WHOLE_BLOCK_BYTES = 256 << 10

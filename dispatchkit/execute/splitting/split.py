@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.io.inputs import StaticInput, inputs_from_example
+from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
 from dispatchkit.execute.splitting.markers import BREAK, REGION_BEGIN, REGION_END
 from dispatchkit.execute.splitting.rules import SplitRules, function_name, node_support, op_name
 from dispatchkit.execute.splitting.stages import Stage, source_of
