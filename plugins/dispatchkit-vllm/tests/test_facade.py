@@ -329,3 +329,28 @@ def test_a_descriptor_that_names_no_batch_cannot_be_a_key():
     dispatcher = v0_33.CudagraphDispatcher(vllm_config())
     with pytest.raises(DispatchkitError):
         dispatcher.add_cudagraph_key(M.FULL, v0_33.BatchDescriptor(0))
+
+
+def test_the_manager_has_graphs_for_each_length_of_dynamic_speculative_decoding():
+    config = vllm_config((2, 4, 6, 8), query_len=4, max_num_seqs=8)
+    config.speculative_config.uses_dynamic_speculative_decoding = lambda: True
+    schedule = [(1, 2, 3), (3, 4, 2), (5, 6, 1), (7, 8, 0), (9, 20, 5)]
+    config.speculative_config.num_speculative_tokens_per_batch_size = schedule
+    manager = v0_33_manager.CudaGraphManager(config, "cpu", "FULL_AND_PIECEWISE", 4)
+    manager.graphs_captured = True
+    full = manager.capture_descs[manager.mode_type["FULL"]]
+    assert {one.uniform_token_count for one in full} == {1, 2, 3, 4}
+    assert len({one.num_tokens for one in full}) < len(full)
+    for one in full:
+        assert manager.dispatch(one.num_reqs, one.num_tokens, one.uniform_token_count, 0) == one
+    assert manager.dispatch(2, 5, None, 0).cg_mode.name == "PIECEWISE"
+    assert manager.dispatch(1, 5, 5, 0).cg_mode.name == "PIECEWISE"
+
+
+def test_a_schedule_that_begins_later_drafts_nothing_before():
+    config = vllm_config((1, 2, 4, 8), query_len=3, max_num_seqs=8)
+    config.speculative_config.uses_dynamic_speculative_decoding = lambda: True
+    config.speculative_config.num_speculative_tokens_per_batch_size = [(3, 8, 2)]
+    manager = v0_33_manager.CudaGraphManager(config, "cpu", "FULL_DECODE_ONLY", 3)
+    full = manager.capture_descs[manager.mode_type["FULL"]]
+    assert {one.uniform_token_count for one in full} == {1, 3}

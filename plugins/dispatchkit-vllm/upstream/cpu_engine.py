@@ -174,7 +174,7 @@ def first_runner(engine: CpuEngine) -> bool:
 def learning_moves(engine: CpuEngine) -> bool:
     """A policy that learns leaves a mode that is made slow."""
     station, decider = engine.station, engine.decider
-    core = station.make("adaptive")
+    core = station.make("adaptive", promise=0.2, explore=0.05)  # to move within some 50 steps
     station.put(core)
     seen: list[str] = []
     own_dispatch = type(decider).dispatch

@@ -87,9 +87,11 @@ class Ladder:
         fill(self, "table", padding_table(self.sizes))
         fill(self, "lora_cases", self._lora_cases())
         if self.dialect.padding is Padding.PER_MODE:
-            for key in self.keys():  # sizes ascend, so that each list does
+            for key in self.keys():
                 case = (key.mode, key.descriptor.num_active_loras)
                 self._by_case.setdefault(case, []).append(key)
+            for keys in self._by_case.values():
+                keys.sort(key=lambda key: key.num_tokens)
 
     @classmethod
     def of(cls, dialect: Dialect, config: DispatchConfig) -> Ladder:
@@ -224,28 +226,29 @@ class Ladder:
 
     def _keys_per_mode(self) -> Iterator[GraphKey]:
         mixed = self.mode.mixed_mode().runtime_mode
-        query_len, seqs = self.query_len, self.max_num_seqs
+        longest, seqs = max(self.query_lens), self.max_num_seqs
+        lens = (longest,) if self.varlen else self.query_lens
         seen = set()
         for size in sorted(self.sizes):
             for case in self.lora_cases:
-                if self.separate_decode:
+                for query_len in lens if self.separate_decode else ():
                     whole = size if self.varlen else -(-size // query_len) * query_len
                     if whole <= min(seqs * query_len, self.max_size):
-                        key = GraphKey(_FULL, self._decode_per_mode(whole, case))
+                        key = GraphKey(_FULL, self._decode_per_mode(whole, query_len, case))
                         if key not in seen:
                             seen.add(key)
                             yield key
                 if mixed is not RuntimeMode.NONE:
                     yield GraphKey(mixed, self._mixed(size, case, mixed))
 
-    def _decode_per_mode(self, size: int, case: int) -> BatchDescriptor:
+    def _decode_per_mode(self, size: int, query_len: int, case: int) -> BatchDescriptor:
         if not self.varlen:
-            return self.uniform(size, self.query_len, case)
+            return self.uniform(size, query_len, case)
         return BatchDescriptor(
             size,
             num_reqs=min(size, self.max_num_seqs),
             num_active_loras=case,
-            max_query_len=self.query_len,
+            max_query_len=query_len,
         )
 
     def _decode_query_lens(self) -> tuple[int, ...]:
@@ -334,5 +337,8 @@ class Ladder:
         for mode in (_FULL, _PIECEWISE):
             keys = self._by_case.get((mode, case), ())
             first = bisect_left(keys, num_tokens, key=lambda key: key.num_tokens)
-            if first < len(keys):
-                yield keys[first]
+            for key in keys[first:]:
+                # Graphs of several query lengths may have the same size.
+                if key.num_tokens != keys[first].num_tokens:
+                    break
+                yield key

@@ -45,6 +45,25 @@ def query_len(vllm_config: Any) -> int:
     return 1 + int(count or 0)
 
 
+def decode_query_lens(vllm_config: Any, longest: int) -> tuple[int, ...]:
+    """Query lengths of uniform decode batches: several under dynamic speculative decoding.
+
+    Args:
+        vllm_config: The configuration.
+        longest: Tokens per request with every speculative token.
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    is_dynamic = getattr(speculative, "uses_dynamic_speculative_decoding", None)
+    most = int(getattr(vllm_config, "num_speculative_tokens", 0) or 0)
+    if is_dynamic is None or not is_dynamic() or longest <= most:
+        return (longest,)
+    schedule = sorted(speculative.num_speculative_tokens_per_batch_size)  # type: ignore[union-attr]
+    counts = {int(count) for first, _, count in schedule if first <= max_num_seqs(vllm_config)}
+    if schedule[0][0] > 1:
+        counts.add(0)  # smaller batches than the first range draft nothing
+    return tuple(sorted({min(count, most) + longest - most for count in counts}))
+
+
 def has_lora(vllm_config: Any) -> bool:
     """Whether adapters are configured."""
     return getattr(vllm_config, "lora_config", None) is not None

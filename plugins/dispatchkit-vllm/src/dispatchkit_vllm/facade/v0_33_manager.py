@@ -41,6 +41,7 @@ class CudaGraphManager:
         lora_capture_cases: Counts of adapters that have graphs; by default those that the
             configuration gives.
         varlen_decode: Decode graphs take requests of varying length.
+        ubatch_runner: What would run microbatches; graphs for them are vLLM's own.
 
     Attributes:
         graphs: What the caller captured, by descriptor.
@@ -58,6 +59,7 @@ class CudaGraphManager:
         decode_query_len: int,
         lora_capture_cases: Sequence[int] | None = None,
         varlen_decode: bool = False,
+        ubatch_runner: Any = None,
     ) -> None:
         self.vllm_config = vllm_config
         self.compilation_config = vllm_config.compilation_config
@@ -66,6 +68,7 @@ class CudaGraphManager:
         self.cudagraph_mode = self.mode_type[mode.name]
         self.decode_query_len = decode_query_len
         self.varlen_decode = varlen_decode
+        self.ubatch_runner = ubatch_runner
         self.graphs: dict[Any, Any] = {}
         self.graphs_captured = False
         self.registry = GraphRegistry()
@@ -75,7 +78,7 @@ class CudaGraphManager:
             mode=mode,
             sizes=tuple(sorted(set(_config.capture_sizes(vllm_config)))),
             max_num_seqs=_config.max_num_seqs(vllm_config),
-            query_lens=(decode_query_len,),
+            query_lens=_config.decode_query_lens(vllm_config, decode_query_len),
             max_loras=most + 1 if most else 0,
             specialize_lora=_config.specializes_lora(vllm_config),
             specialize_active_loras=_config.specializes_active_lora(vllm_config),
@@ -171,8 +174,8 @@ class CudaGraphManager:
         if self.varlen_decode:
             if max_query_len is not None and max_query_len <= query_len:
                 kind = core.config.num_query_classes - 1
-        elif uniform_token_count == query_len:
-            kind = 1
+        elif uniform_token_count in self._ladder.query_lens:
+            kind = 1 + self._ladder.query_lens.index(uniform_token_count)
         if case > core.config.max_loras:
             return None
         if num_reqs <= min(num_tokens, self._ladder.max_num_seqs):
