@@ -122,7 +122,7 @@ def _set_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]:
             case = self._case(has_lora, num_active_loras) if has_lora else 0
             found = None if case is None else self.station.ask(num_tokens, 0, kind, case, ceiling)
             if found is not None:
-                return found
+                return found.result
         return original.dispatch(
             self, num_tokens, uniform_decode, has_lora, num_active_loras, valid_modes, invalid_modes
         )
@@ -149,7 +149,7 @@ def _flag_dispatch(original: Any, flag: str, counts: bool) -> Callable[..., Any]
             ceiling = 1 if is_off else 2
             found = None if case is None else self.station.ask(num_tokens, 0, kind, case, ceiling)
             if found is not None:
-                return found
+                return found.result
         return original.dispatch(self, num_tokens, uniform_decode, has_lora, *switch, **options)
 
     return dispatch

@@ -72,6 +72,10 @@ class Station:
         timer: Reports device times to a policy that learns; None otherwise.
         is_dummy: A dummy run is going on.
         is_open: A step is being decided, and nothing was asked in it yet.
+        answer: What the policy answered in the step that is being decided.
+        ready: For a runner that looks answers up itself: by what it asks with, the result, the
+            most requests it holds for, and the answer.
+        on_put: Called when another policy is put in front, to fill ``ready``.
         summary: What the policy does here, in words; empty while none acts.
         why_not: Why the policy asked for cannot act, in words; empty if it does.
     """
@@ -86,7 +90,9 @@ class Station:
         self.summary: str = ""
         self.why_not: str = "it was given no graphs" if settings.policy else ""
         self._device = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
-        self._answer: Answer | None = None
+        self.ready: dict[tuple[Any, ...], tuple[Any, int, Answer]] = {}
+        self.on_put: Callable[[], None] | None = None
+        self.answer: Answer | None = None
         self._make: Callable[[EngineSettings], PolicyCore] | None = None
         self._timers: dict[PolicyCore, StepTimer] = {}
         self.is_open: bool = False
@@ -174,10 +180,13 @@ class Station:
         A policy keeps what it learnt, and may be put back later. Call it between steps.
         """
         self.core, self.timer, self.summary = core, None, ""
+        self.ready = {}
         if core is not None and core.learns:
             if core not in self._timers:
                 self._timers[core] = StepTimer(core.dispatcher, self._clock(core.policy))
             self.timer = self._timers[core]
+        if self.on_put is not None:
+            self.on_put()
 
     def _clock(self, policy: Any) -> Clock:
         if self._device == "cuda":
@@ -196,10 +205,12 @@ class Station:
     def open(self) -> None:
         """Begin a step: the next ``ask`` is answered by the policy."""
         self.is_open = True
-        self._answer = None
+        self.answer = None
 
-    def ask(self, num_tokens: int, num_reqs: int, kind: int, loras: int, ceiling: int) -> Any:
-        """Return the policy's answer as the runner takes it; None: its own class answers.
+    def ask(
+        self, num_tokens: int, num_reqs: int, kind: int, loras: int, ceiling: int
+    ) -> Answer | None:
+        """Return the policy's answer; None: the runner's own class answers.
 
         Only the first call in a step is answered. A second one comes after ranks agreed on a
         shape, and all of them must pad alike then.
@@ -213,10 +224,10 @@ class Station:
         answer = core.ask(num_tokens, num_reqs, kind, loras, ceiling)
         if answer is None:
             return None
-        self._answer = answer
+        self.answer = answer
         if self.timer is not None:
             self.timer.expect(answer.decision, (num_tokens, num_reqs, kind, loras, ceiling))
-        return answer.result
+        return answer
 
     def close(
         self,
@@ -243,7 +254,7 @@ class Station:
         if self.log is not None:
             self.log.add(num_tokens, num_reqs, uniform, loras)
         if self.counts is not None:
-            answer = self._answer
+            answer = self.answer
             if answer is None:
                 reason = OWN
             else:
