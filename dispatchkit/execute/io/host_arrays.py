@@ -1,7 +1,7 @@
-"""Host inputs as numpy arrays: what a call may give, and the one form it is written in.
+"""Host inputs as numpy arrays: what a call may give, and the one form that is written.
 
-Writing through numpy takes a fifth of what a copy by torch does. Types that numpy has no word
-for (bfloat16, the 8-bit floats) are written as whole numbers of their width, bit by bit.
+A write through numpy takes a fifth of the time of a copy by torch. Dtypes that numpy lacks
+(bfloat16, the 8-bit floats) are written as integers of their width, bit by bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def numpy_module() -> Any:
 
 @lru_cache(maxsize=64)
 def carrier_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that stands for one in numpy: itself, or whole numbers of its width."""
+    """Return the dtype that stands for one in numpy: itself, or integers of its width."""
     try:
         torch.empty(0, dtype=dtype).numpy()
     except TypeError:
@@ -44,21 +44,21 @@ def carrier_of(dtype: torch.dtype) -> torch.dtype:
 
 @lru_cache(maxsize=64)
 def array_dtype(dtype: torch.dtype) -> Any:
-    """Return the numpy type that a torch type is written in."""
+    """Return the numpy dtype that a torch dtype is written in."""
     return torch.empty(0, dtype=carrier_of(dtype)).numpy().dtype
 
 
 def as_array(tensor: torch.Tensor) -> Any:
-    """Return a CPU tensor's memory as a numpy array in the type that stands for its own."""
+    """Return a CPU tensor's memory as a numpy array, in the dtype that stands for its own."""
     carrier = carrier_of(tensor.dtype)
     plain = tensor.detach()
     return (plain if carrier is tensor.dtype else plain.view(carrier)).numpy()
 
 
 def host_array(value: Any, dtype: torch.dtype) -> Any:
-    """Return what a call gave for a host input as an array; other values come back as they are.
+    """Return a value of a host input as an array, if it can be one, else as it is.
 
-    Lists and numbers become arrays of the type. An array keeps its type, to be compared.
+    Lists and numbers become arrays of the dtype. An array keeps its own, to be checked.
     """
     np = numpy_module()
     if isinstance(value, torch.Tensor):
@@ -78,13 +78,13 @@ def host_array(value: Any, dtype: torch.dtype) -> Any:
         try:
             given = np.asarray(value)
         except (ValueError, OverflowError):
-            return value  # ragged, or numbers that no type holds
+            return value  # ragged, or numbers that no dtype holds
         return _exactly(np, given, array_dtype(dtype), value)
     return value
 
 
 def _exactly(np: Any, given: Any, wanted: Any, value: Any) -> Any:
-    """Return numbers of a list in the type wanted, the list itself where it cannot hold them."""
+    """Return a list's numbers in the dtype wanted, or the list if it cannot hold them."""
     if not given.size:
         return given.astype(wanted)
     if given.dtype.kind not in "biuf" or not np.can_cast(given.dtype, wanted, "same_kind"):
@@ -95,6 +95,6 @@ def _exactly(np: Any, given: Any, wanted: Any, value: Any) -> Any:
 
 
 def host_tensor(array: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of its own memory on a device, with what an array holds."""
+    """Copy an array into a new tensor on a device."""
     own = torch.from_numpy(array.copy())
     return (own if own.dtype is dtype else own.view(dtype)).to(device)

@@ -1,4 +1,4 @@
-"""What is wrong with the inputs of a call, in words: the way that only faulty calls take."""
+"""Errors of a call's inputs: which one does not fit, and why. Other calls do not get here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dispatchkit.execute.io.host_arrays import array_dtype, numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
 
 
-def bind_or_say(
+def bind_or_raise(
     names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Any]:
     """Return the arguments of a call in declared order.
@@ -42,10 +42,10 @@ def bind_or_say(
     return [given[name] for name in names]
 
 
-def check_or_say(
-    specs: Mapping[str, StaticInput], device: torch.device, values: Sequence[Any]
-) -> int:
-    """Return the number of rows of a call; an input that only could carry gradients fits.
+def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Sequence[Any]) -> int:
+    """Return the number of rows of a call; raise for the first input that does not fit.
+
+    An input that requires a gradient fits while gradients are off.
 
     Args:
         specs: Static inputs by name.
@@ -105,7 +105,7 @@ def check_or_say(
 
 
 def _no_tensor(value: Any) -> str:
-    """Say what was given for a device input, and how it can be given, if it can."""
+    """Describe a value for a device input that is not a tensor, and how it could be given."""
     hint = ". Declared with StaticInput(..., host=True) it may be an array or a list"
     if hasattr(value, "__array_interface__"):
         return f"an array of {value.dtype}{hint}"
@@ -113,7 +113,7 @@ def _no_tensor(value: Any) -> str:
 
 
 def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:
-    """Say what is wrong with a value for a host input that did not become an array."""
+    """Raise unless a host input became an array of its dtype."""
     if type(value) is numpy_module().ndarray:
         if value.dtype == array_dtype(spec.dtype):
             return

@@ -17,7 +17,7 @@ from dispatchkit.execute.io.host_arrays import (
     host_tensor,
     numpy_module,
 )
-from dispatchkit.execute.io.input_errors import bind_or_say, check_or_say
+from dispatchkit.execute.io.input_errors import bind_or_raise, validate
 from dispatchkit.execute.io.static_input import StaticInput
 
 # Expected shapes kept ready, one tuple per batch size; beyond it they are made again.
@@ -123,10 +123,10 @@ class InputSet:
                     picked: tuple[Any, ...] = self._pick(kwargs)
                     return picked
                 except KeyError:
-                    pass  # told below, with names
+                    pass  # reported below, with names
         elif not kwargs and len(args) == len(self.names):
             return args
-        return bind_or_say(self.names, args, kwargs)
+        return bind_or_raise(self.names, args, kwargs)
 
     # ``check(values)`` returns the number of rows of a call whose inputs all fit, and whether
     # all of them are known to be tensors whose memory can be read as it is: contiguous, without
@@ -182,8 +182,8 @@ class InputSet:
             if tuple(map(self._facts, values)) == expected:
                 return rows, False
         except (AttributeError, IndexError):
-            pass  # not a tensor, or of too low a rank
-        return check_or_say(self.specs, self.device, values), False
+            pass  # not a tensor, or of too low a rank: reported below
+        return validate(self.specs, self.device, values), False
 
     def _check_mixed(self, values: Sequence[Any]) -> tuple[int, bool]:
         """Check inputs of which some are on the device and some are arrays."""
@@ -197,8 +197,8 @@ class InputSet:
             if tuple(found) == expected:
                 return rows, False
         except (AttributeError, IndexError):
-            pass  # not what it should be, or of too low a rank
-        return check_or_say(self.specs, self.device, values), False
+            pass  # not a tensor or an array, or of too low a rank: reported below
+        return validate(self.specs, self.device, values), False
 
     def to_arrays(self, values: Sequence[Any]) -> Sequence[Any]:
         """Return a call's values with those of host inputs as arrays, where they can be.

@@ -1,4 +1,4 @@
-"""Inputs for steps that are run to be measured, on rows of nobody."""
+"""Inputs for steps that are run to be measured, on dummy rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dispatchkit.execute.io.static_input import StaticInput
 def sample_inputs(
     specs: Mapping[str, StaticInput], size: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return inputs with so many rows: random where they hold fractions, fill elsewhere.
+    """Return inputs of ``size`` rows: random floating-point numbers, fill in other dtypes.
 
-    Random, since a device computes zeros with less power, and so faster.
+    Random, because a device computes zeros with less power, and therefore faster.
 
     Args:
         specs: Static inputs by name.

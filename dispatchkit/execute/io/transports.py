@@ -314,11 +314,10 @@ class NodeTransport:
             ReplayError: The node can neither be set nor stopped.
         """
         buffers, path = self.buffers, self._path
+        if self._beside is not None:
+            self._load_beside(self._beside, values)
         if buffers.clean_from < self.num_rows:
             buffers.clean_from = self.num_rows
-        if self._beside is not None:
-            buffers.mark_unknown()  # rows are clean or not for all inputs together
-            self._beside.copy(values, fill=self.num_rows < self.bucket)
         picked: Sequence[Any] = values
         if not self._takes_all:
             for index, rows in self._host_rows:
@@ -360,6 +359,13 @@ class NodeTransport:
             path.node_failed(code)
             self._by_torch().load_in_place()
             path.stop_node()
+
+    def _load_beside(self, beside: CopyTransport | StagedTransport, values: Sequence[Any]) -> None:
+        """Copy what the node does not, and fill behind it unless all buffers hold fill there."""
+        buffers, num_rows, bucket = self.buffers, self.num_rows, self.bucket
+        is_clean = buffers.clean_from <= num_rows and bucket <= buffers.clean_to
+        buffers.mark_written(num_rows)  # before the copy, which may fail half-way
+        beside.copy(values, fill=num_rows < bucket and not is_clean)
 
     def _by_torch(self) -> CopyTransport | StagedTransport:
         """Return what brings in all inputs without the node."""
