@@ -29,6 +29,12 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 
 
+@pytest.fixture(scope="session")
+def is_nightly() -> bool:
+    """Return whether tests that repeat a thing run it in full, and not just often enough."""
+    return PROFILE == "nightly"
+
+
 def pytest_report_header() -> str:
     """Say which dispatchkit is tested: the checkout's or an installed one."""
     spec = importlib.util.find_spec("dispatchkit")

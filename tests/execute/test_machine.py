@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -327,13 +326,12 @@ def held_to_a_limit(watched_tape):
     return Held
 
 
-def test_runner_and_eager_model_agree(backend, policy):
-    nightly = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+def test_runner_and_eager_model_agree(backend, policy, is_nightly):
     # Nightly above 10,000 rules, each of them several steps of both models. Shrinking takes
     # minutes here; the nightly run has them.
-    phases = tuple(Phase) if nightly else (Phase.explicit, Phase.reuse, Phase.generate)
+    phases = tuple(Phase) if is_nightly else (Phase.explicit, Phase.reuse, Phase.generate)
     bounds = settings(
-        max_examples=600 if nightly else 10, stateful_step_count=20, deadline=None, phases=phases
+        max_examples=600 if is_nightly else 10, stateful_step_count=20, deadline=None, phases=phases
     )
     with warnings.catch_warnings():
         for kind in (EagerStepWarning, ChurnWarning):

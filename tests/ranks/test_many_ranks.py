@@ -1,4 +1,4 @@
-"""Three to eight processes, and a thousand random faults: the same decisions, or a clean stop."""
+"""Three to eight processes, and hundreds of random faults: the same decisions, or a clean stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 
 # Groups that run at the same time; most of a fault's time is a wait.
 AT_ONCE = 4
-NUM_SCHEDULES = 1000
 # A world ends with a rank that dies; the other faults follow each other in one.
 PER_WORLD = 8
 SHORT, LONG = 2.0, 30.0
@@ -110,9 +109,13 @@ def check(schedule, results, host):
             assert error["ranks"] in ([rank], [0] if host == "rank 0" else [rank])
 
 
-def test_a_thousand_random_faults_stop_cleanly(worlds):
-    """Ranks that raise, leave, come late, freeze or die, anywhere: no hang, and the right name."""
-    requests = random_worlds(0, NUM_SCHEDULES)
+def test_random_faults_stop_cleanly(worlds, is_nightly):
+    """Ranks that raise, leave, come late, freeze or die, anywhere: no hang, and the right name.
+
+    Two hundred schedules; a thousand in the nightly profile.
+    """
+    num_schedules = 1000 if is_nightly else 200
+    requests = random_worlds(0, num_schedules)
     counted = 0
     for request, by_rank in zip(requests, worlds.run(requests, at_once=AT_ONCE), strict=True):
         schedules = request["schedules"]
@@ -126,4 +129,4 @@ def test_a_thousand_random_faults_stop_cleanly(worlds):
             asked = {rank: each[index] for rank, each in enumerate(by_rank) if each != "died"}
             check(schedule, asked, request["host"])
             counted += 1
-    assert counted == NUM_SCHEDULES
+    assert counted == num_schedules

@@ -12,7 +12,6 @@ from dispatchkit.dispatch import Policy
 from dispatchkit.testing import PolicyTests, run_lane_policy_conformance
 
 PLUGINS = load_plugins()
-SEEDS = range(10)
 #: Needs no seed, starts two processes, and is run by each plugin's own tests.
 LEFT_OUT = "test_trait_stateless_in_another_process"
 
@@ -25,7 +24,7 @@ def test_there_are_several() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PLUGINS.policies))
-def test_installed_policy_keeps_the_contract_whatever_the_seed(name: str) -> None:
+def test_installed_policy_keeps_the_contract_whatever_the_seed(name: str, is_nightly: bool) -> None:
     class Tests(PolicyTests):
         max_examples = 5
 
@@ -36,7 +35,7 @@ def test_installed_policy_keeps_the_contract_whatever_the_seed(name: str) -> Non
 
     properties = [each for each in vars(PolicyTests) if each.startswith("test_")]
     assert LEFT_OUT in properties
-    for seed in SEEDS:
+    for seed in range(10 if is_nightly else 3):
         tests = Tests()
         tests.seed = seed
         for each in properties:
@@ -47,7 +46,9 @@ def test_installed_policy_keeps_the_contract_whatever_the_seed(name: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PLUGINS.lane_policies))
-def test_installed_lane_policy_keeps_the_contract_whatever_the_seed(name: str) -> None:
-    for seed in SEEDS:
+def test_installed_lane_policy_keeps_the_contract_whatever_the_seed(
+    name: str, is_nightly: bool
+) -> None:
+    for seed in range(10 if is_nightly else 3):
         policy = PLUGINS.create_lane_policy(name)
         run_lane_policy_conformance(policy, seed=seed, max_examples=3).raise_if_failed()

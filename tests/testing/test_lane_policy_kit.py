@@ -36,11 +36,9 @@ def test_planted_fault_is_rejected_by_name(policy, finding, message):
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
-def test_every_property_has_a_planted_fault_and_says_why():
-    tests = {name: test for name, test in vars(LanePolicyTests).items() if name[:5] == "test_"}
-    assert set(tests) == {"test_" + finding.replace(" ", "_") for _, finding, _ in PLANTED}
-    for name, test in tests.items():
-        assert len(test.__doc__.split()) > 15, name
+def test_every_property_has_a_planted_fault():
+    tests = {name for name in vars(LanePolicyTests) if name.startswith("test_")}
+    assert tests == {"test_" + finding.replace(" ", "_") for _, finding, _ in PLANTED}
 
 
 @pytest.mark.parametrize("policy", [InTurn, InTurn()], ids=["class", "instance"])

@@ -36,6 +36,8 @@ class TestSmallest(PolicyTests):
 class TestOneBucket(PolicyTests):
     """In modes whose FULL graphs may serve any batch."""
 
+    max_examples = 10
+
     def make_policy(self):
         return OneBucketPolicy()
 
@@ -57,6 +59,8 @@ def test_a_larger_bucket_stands_in_for_the_smallest_or_none_does():
 
 
 class TestCounting(PolicyTests):
+    max_examples = 20
+
     def make_policy(self):
         return CountingPolicy()
 
@@ -71,10 +75,10 @@ def test_correct_policy_passes(policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 10))
 @pytest.mark.parametrize("policy", CORRECT, ids=lambda policy: policy.name)
-def test_correct_policy_passes_whatever_the_seed(policy, seed):
-    run_policy_conformance(policy, seed=seed).raise_if_failed()
+def test_correct_policy_passes_whatever_the_seed(policy, is_nightly):
+    for seed in range(1, 10 if is_nightly else 3):
+        run_policy_conformance(policy, seed=seed).raise_if_failed()
 
 
 def find(policy, finding):
@@ -109,12 +113,6 @@ def test_every_property_has_a_planted_fault():
     names = {name for name in vars(PolicyTests) if name.startswith("test_")}
     broken = {"test_" + finding.replace(" ", "_") for _, finding, _ in PLANTED}
     assert names == broken
-
-
-def test_every_property_says_why():
-    for name, test in vars(PolicyTests).items():
-        if name.startswith("test_"):
-            assert len(test.__doc__.split()) > 20, name
 
 
 def test_message_has_what_is_needed_to_try_it_again():
