@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 import types
+import weakref
 from typing import Any
 
 import torch
@@ -186,15 +187,19 @@ class Model:
     """A step with a cache, a counter, a weight, a look across rows and several outputs."""
 
     def __init__(self, device: str, faults: Faults | None = None, backend: Any = None) -> None:
-        self.faults, self.backend = faults, backend
+        # Weakly: what a step reaches is put back after a capture, and used faults must stay used.
+        self.faults = None if faults is None else weakref.ref(faults)
+        self.backend = None if backend is None else weakref.ref(backend)
         self.cache = torch.zeros(SINK + 1, 2, device=device)
         self.counter = torch.zeros((), dtype=torch.int64, device=device)
         self.weight = torch.tensor([[0.6, 0.8], [-0.8, 0.6]], device=device)
 
     def trip(self) -> None:
         """Between two operations."""
-        if self.faults is not None:
-            self.faults.operation(self.backend)
+        if self.faults is not None and self.backend is not None:
+            faults, backend = self.faults(), self.backend()
+            if faults is not None:
+                faults.operation(backend)
 
     def project(self, slots: torch.Tensor, values: torch.Tensor) -> Any:
         """Write the cache."""
