@@ -85,8 +85,8 @@ def decisions(on_gpus: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    from dispatchkit.ranks import RankAgreement, RankedDispatcher
-    from dispatchkit.ranks.agreement import ROW_WIDTH
+    from dispatchkit_ranks import RankAgreement, RankedDispatcher
+    from dispatchkit_ranks.agreement import ROW_WIDTH
 
     bare = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
     row = torch.zeros(ROW_WIDTH, dtype=torch.int64)
@@ -128,7 +128,7 @@ def steps() -> None:
     import torch
     import torch.distributed as dist
 
-    from dispatchkit.ranks import RankAgreement, RankedRunner
+    from dispatchkit_ranks import RankAgreement, RankedRunner
 
     device = torch.device("cuda", torch.cuda.current_device())
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -1,5 +1,6 @@
 """Who decides, and how: policies, decisions, hard constraints and the dispatcher."""
 
+from dispatchkit.dispatch.axes import PlainView, knows_axes
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.decision import CalibrationRun, CellUpdate, Decision, Outcome, Reason
 from dispatchkit.dispatch.dispatcher import Dispatcher
@@ -51,12 +52,14 @@ __all__ = [
     "MeasuredTime",
     "Outcome",
     "PacedPolicy",
+    "PlainView",
     "Policy",
     "PolicyParts",
     "Reason",
     "StepCost",
     "broken_constraint",
     "explain",
+    "knows_axes",
     "lane_fault",
     "lane_homes",
     "lane_policy_traits",

@@ -19,6 +19,7 @@ from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.graph import PlainCodeWarning
 from dispatchkit.execute.capture.report import CaptureReport
 from dispatchkit.execute.config_watcher import ConfigWatcher, SwapWarning
+from dispatchkit.execute.io.axes import AxisCut
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.lanes.lane_set import LaneCost, LanePolicyWarning, LaneStats, StepHandle
 from dispatchkit.execute.live.shadow import RunnerShadow
@@ -52,6 +53,7 @@ from dispatchkit.execute.wrapper.graph_wrapper import (
 from dispatchkit.observe.counters import RunnerStats
 
 __all__ = [
+    "AxisCut",
     "BackendDevice",
     "CaptureReport",
     "CapturedKey",

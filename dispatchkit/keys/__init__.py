@@ -1,6 +1,6 @@
 """What a batch is, what a graph is named by, and the sizes graphs are captured at."""
 
-from dispatchkit.keys.axes import Axis
+from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import Batch, BatchDescriptor, GraphKey
 from dispatchkit.keys.capture_sizes import (
     SIZE_RULES,
@@ -33,6 +33,7 @@ __all__ = [
     "SIZE_RULES",
     "AttentionSupport",
     "Axis",
+    "AxisBuckets",
     "Batch",
     "BatchDescriptor",
     "CUDAGraphMode",

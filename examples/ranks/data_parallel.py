@@ -27,7 +27,8 @@ from dispatchkit import (
     graph_piece,
     load_plugins,
 )
-from dispatchkit.ranks import LeaderPolicy, RankAgreement, RankedRunner
+
+from dispatchkit_ranks import LeaderPolicy, RankAgreement, RankedRunner
 
 WIDTH, SIZES, STEPS = 64, (1, 2, 4, 8, 16), 50
 

@@ -25,7 +25,8 @@ from dispatchkit import (
     eager_piece,
     graph_piece,
 )
-from dispatchkit.ranks import RankAgreement, RankedRunner
+
+from dispatchkit_ranks import RankAgreement, RankedRunner
 
 WIDTH, HIDDEN, SIZES, STEPS = 64, 256, (1, 2, 4, 8, 16), 50
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dispatchkit.keys import DispatchConfig
-from dispatchkit.ranks.facts import ALL_ON, AgreedBatch, Facts
+
+from dispatchkit_ranks.facts import ALL_ON, AgreedBatch, Facts
 
 # Values above are outside all buckets wherever they are, and a row holds no larger number.
 _MOST = 1 << 62

@@ -22,7 +22,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from dispatchkit.errors import RankError
-from dispatchkit.ranks.verdict import Note, Verdict, listing, ranks_named, store_gone, verdict
+
+from dispatchkit_ranks.verdict import Note, Verdict, listing, ranks_named, store_gone, verdict
 
 _T = TypeVar("_T")
 

@@ -10,8 +10,9 @@ from rank_policies import MAX_NUM_TOKENS, SIZES
 from dispatchkit import Axis, DispatchConfig, RuntimeMode
 from dispatchkit.errors import ConfigError, NoGraphError
 from dispatchkit.keys.modes import ALLOWED_MODES
-from dispatchkit.ranks import Facts
-from dispatchkit.ranks.axis_facts import AxisFacts
+
+from dispatchkit_ranks import Facts
+from dispatchkit_ranks.axis_facts import AxisFacts
 
 CONFIG = DispatchConfig(
     capture_sizes=SIZES,
@@ -121,6 +122,6 @@ def test_what_there_is_too_much_of_is_named():
 @pytest.mark.parametrize("device", ["gpu", "meta", 3.5])
 def test_a_place_that_rows_cannot_meet_at_is_no_rank_that_is_late(device):
     """Each rank would wait for the others' notes, and then name one of them."""
-    agreement = pytest.importorskip("dispatchkit.ranks.agreement")
+    agreement = pytest.importorskip("dispatchkit_ranks.agreement")
     with pytest.raises(ConfigError, match="device must be the CPU or a CUDA device"):
         agreement._device(device)

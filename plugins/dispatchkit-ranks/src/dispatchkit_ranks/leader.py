@@ -14,8 +14,16 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, GraphView, Outcome, Policy
-from dispatchkit.dispatch.policy import policy_name, policy_traits
+from dispatchkit.dispatch import (
+    CellUpdate,
+    Decision,
+    Dispatcher,
+    GraphView,
+    Outcome,
+    Policy,
+    policy_name,
+    policy_traits,
+)
 from dispatchkit.errors import ConfigError, DescriptorError, PolicyError
 from dispatchkit.keys import Batch, DispatchConfig, GraphKey, RuntimeMode
 from dispatchkit.once import Once

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 from dispatchkit.errors import ConfigError, RankError
-from dispatchkit.ranks.fingerprint import differences, odd_ranks, versions
-from dispatchkit.ranks.notes import Notes
-from dispatchkit.ranks.protocol import MAX_COLUMNS, Phase
-from dispatchkit.ranks.verdict import LEFT, RAISED, WAITED, Note
-from dispatchkit.ranks.wire import Wire
+
+from dispatchkit_ranks.fingerprint import differences, odd_ranks, versions
+from dispatchkit_ranks.notes import Notes
+from dispatchkit_ranks.protocol import MAX_COLUMNS, Phase
+from dispatchkit_ranks.verdict import LEFT, RAISED, WAITED, Note
+from dispatchkit_ranks.wire import Wire
 
 # Who is in which phase, and the mark with its negative; the row follows.
 _MARK = len(Phase)

@@ -11,11 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from dispatchkit.dispatch import Dispatcher, GraphView, Policy
-from dispatchkit.dispatch.axes import PlainView, knows_axes
-from dispatchkit.dispatch.policy import policy_name
-from dispatchkit.keys import Batch, RuntimeMode
-from dispatchkit.keys.axes import AxisBuckets
+from dispatchkit.dispatch import Dispatcher, GraphView, PlainView, Policy, knows_axes, policy_name
+from dispatchkit.keys import AxisBuckets, Batch, RuntimeMode
 from dispatchkit.registry import GraphRegistry
 
 # Sizes around which the policy's answers are compared; all of them would take seconds.
@@ -26,7 +23,7 @@ _MAX_PROBED_SIZES = 64
 def versions() -> Mapping[str, str]:
     """Return the versions that must be the same on all ranks."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in ("dispatchkit", "torch"):
+    for name in ("dispatchkit", "dispatchkit-ranks", "torch"):
         try:
             found[f"version of {name}"] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What carries facts between ranks, as the deciding part of this room sees it."""
+"""What carries facts between ranks, as the deciding part of this package sees it."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dispatchkit.errors import ConfigError, InputError, NoGraphError, RankError
 from dispatchkit.keys import ALLOWED_MODES, GraphKey, RuntimeMode
-from dispatchkit.ranks.dispatcher import RankedDispatcher
-from dispatchkit.ranks.facts import ALL_ON, AgreedBatch
-from dispatchkit.ranks.protocol import Ranks
+
+from dispatchkit_ranks.dispatcher import RankedDispatcher
+from dispatchkit_ranks.facts import ALL_ON, AgreedBatch
+from dispatchkit_ranks.protocol import Ranks
 
 if TYPE_CHECKING:
-    from dispatchkit.execute import GraphRunner, StaticInput
-    from dispatchkit.execute.io.axes import AxisCut
+    from dispatchkit.execute import AxisCut, GraphRunner, StaticInput
 
 
 class RankedRunner:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dispatchkit.dispatch import Decision, Dispatcher
-from dispatchkit.dispatch.policy import policy_name, policy_traits
+from dispatchkit.dispatch import Decision, Dispatcher, policy_name, policy_traits
 from dispatchkit.errors import ConfigError, NoGraphError, PolicyError, RankError
-from dispatchkit.keys import GraphKey, RuntimeMode
-from dispatchkit.keys.checks import check_count
-from dispatchkit.ranks.axis_facts import AxisFacts
-from dispatchkit.ranks.facts import ALL_ON, AgreedBatch, Facts
-from dispatchkit.ranks.fingerprint import fingerprint
-from dispatchkit.ranks.leader import LeaderPolicy
-from dispatchkit.ranks.protocol import Phase, Ranks
-from dispatchkit.ranks.shared_keys import SharedKeys
+from dispatchkit.keys import GraphKey, RuntimeMode, check_count
 from dispatchkit.registry import KeyState
+
+from dispatchkit_ranks.axis_facts import AxisFacts
+from dispatchkit_ranks.facts import ALL_ON, AgreedBatch, Facts
+from dispatchkit_ranks.fingerprint import fingerprint
+from dispatchkit_ranks.leader import LeaderPolicy
+from dispatchkit_ranks.protocol import Phase, Ranks
+from dispatchkit_ranks.shared_keys import SharedKeys
 
 _FULL = int(RuntimeMode.FULL)
 _LOST_KEYS, _TABLE = 1, 2

@@ -24,8 +24,9 @@ from dispatchkit import (
     StaticInput,
 )
 from dispatchkit.errors import RankError
-from dispatchkit.ranks import LeaderPolicy, RankAgreement, RankedDispatcher, RankedRunner
-from dispatchkit.ranks.wire import Wire
+
+from dispatchkit_ranks import LeaderPolicy, RankAgreement, RankedDispatcher, RankedRunner
+from dispatchkit_ranks.wire import Wire
 
 # Far above what a start takes on a busy machine, NCCL's included.
 START = 60.0

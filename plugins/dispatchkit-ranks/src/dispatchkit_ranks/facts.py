@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dispatchkit.errors import ConfigError, NoGraphError
-from dispatchkit.keys import DispatchConfig, RuntimeMode
-from dispatchkit.keys.modes import ALLOWED_MODES
-from dispatchkit.ranks.protocol import MAX_COLUMNS
+from dispatchkit.keys import ALLOWED_MODES, DispatchConfig, RuntimeMode
+
+from dispatchkit_ranks.protocol import MAX_COLUMNS
 
 _FULL = int(RuntimeMode.FULL)
 _CODES = {modes: code for code, modes in enumerate(ALLOWED_MODES)}

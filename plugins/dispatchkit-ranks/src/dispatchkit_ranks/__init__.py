@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dispatchkit.ranks.dispatcher import RankedDispatcher
-from dispatchkit.ranks.facts import AgreedBatch, Facts
-from dispatchkit.ranks.fingerprint import differences, fingerprint
-from dispatchkit.ranks.leader import LeaderPolicy
-from dispatchkit.ranks.protocol import Phase, Ranks
+from dispatchkit_ranks.dispatcher import RankedDispatcher
+from dispatchkit_ranks.facts import AgreedBatch, Facts
+from dispatchkit_ranks.fingerprint import differences, fingerprint
+from dispatchkit_ranks.leader import LeaderPolicy
+from dispatchkit_ranks.protocol import Phase, Ranks
 
 if TYPE_CHECKING:
-    from dispatchkit.ranks.agreement import AgreementStats, RankAgreement
-    from dispatchkit.ranks.runner import RankedRunner
+    from dispatchkit_ranks.agreement import AgreementStats, RankAgreement
+    from dispatchkit_ranks.runner import RankedRunner
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AgreedBatch",

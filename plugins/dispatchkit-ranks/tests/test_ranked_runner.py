@@ -21,7 +21,8 @@ from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import DescriptorError, InputError, RankError, ReplayError  # noqa: E402
 from dispatchkit.keys import allowed_modes_code  # noqa: E402
 from dispatchkit.observe import Timeline  # noqa: E402
-from dispatchkit.ranks import RankedRunner  # noqa: E402
+
+from dispatchkit_ranks import RankedRunner  # noqa: E402
 
 INPUTS = {"x": StaticInput((None,), "float32")}
 

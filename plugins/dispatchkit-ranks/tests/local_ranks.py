@@ -6,7 +6,8 @@ import json
 import threading
 
 from dispatchkit.errors import RankError
-from dispatchkit.ranks import Phase, differences
+
+from dispatchkit_ranks import Phase, differences
 
 LIMIT = 20.0
 

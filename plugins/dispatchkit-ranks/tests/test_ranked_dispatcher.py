@@ -34,8 +34,9 @@ from dispatchkit.errors import (
     PolicyError,
     RankError,
 )
-from dispatchkit.ranks import LeaderPolicy, RankedDispatcher, differences, fingerprint
-from dispatchkit.ranks.shared_keys import SharedKeys
+
+from dispatchkit_ranks import LeaderPolicy, RankedDispatcher, differences, fingerprint
+from dispatchkit_ranks.shared_keys import SharedKeys
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 # An example makes several threads and dispatchers: a quarter of what small ones get.
