@@ -85,7 +85,7 @@ OLDEST := .rivals/transformers-4.57.1
 oldest-transformers: $(READY) ## Fetch the oldest transformers served into .rivals/, and test with it
 	test -d $(OLDEST) || $(VENV_PY) -m pip install --quiet --disable-pip-version-check \
 		--target $(OLDEST) transformers==4.57.1
-	PYTHONPATH=$(OLDEST) $(PYTEST) tests/integrations/test_transformers.py $(ARGS)
+	PYTHONPATH=$(OLDEST) $(PYTEST) plugins/dispatchkit-transformers/tests/test_transformers.py $(ARGS)
 
 wheels: $(READY) ## Build core and every plugin into .wheels/ (needs no network)
 	@rm -rf .wheels

@@ -19,10 +19,11 @@ import transformers
 from torch import _dynamo
 
 from dispatchkit.backends.cuda.workspace import hold_workspace
-from dispatchkit.integrations.decode_step import decode_step
-from dispatchkit.integrations.slot_cache import SlotCache
-from dispatchkit.integrations.static_models import probe
-from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder
+
+from dispatchkit_transformers import DECODE_ATTENTION, GraphDecoder
+from dispatchkit_transformers.decode_step import decode_step
+from dispatchkit_transformers.slot_cache import SlotCache
+from dispatchkit_transformers.static_models import probe
 
 IS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if IS_GPU else "cpu")

@@ -21,11 +21,14 @@ from dispatchkit.keys.reading import read_flag, read_options, read_word
 from dispatchkit.keys.records import About, or_none, repr_of_given, setting
 
 __all__ = [
+    "DERIVED",
     "BufferOptions",
     "CaptureOptions",
     "LaneOptions",
     "MemoryOptions",
     "RunnerOptions",
+    "refuse_moved",
+    "with_settings",
 ]
 
 _P = ParamSpec("_P")

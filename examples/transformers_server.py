@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dispatchkit.integrations.transformers import GraphDecoder
 from dispatchkit.observe.trace import read_trace
+
+from dispatchkit_transformers import GraphDecoder
 
 TRACE = (
     Path(__file__).resolve().parent.parent / "dispatchkit" / "demo" / "data" / "azure_conv_high.csv"

@@ -22,21 +22,20 @@ import torch
 from dispatchkit.dispatch import Policy
 from dispatchkit.errors import BackendUnavailableError, ConfigError, DescriptorError, InputError
 from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput, StepState
-from dispatchkit.keys import Axis
-from dispatchkit.keys.checks import check_count
+from dispatchkit.keys import Axis, check_count
 from dispatchkit.options import DERIVED, RunnerOptions, with_settings
 
 try:
-    from dispatchkit.integrations.decode_attention import DECODE_ATTENTION
-    from dispatchkit.integrations.decode_step import (
+    from dispatchkit_transformers.decode_attention import DECODE_ATTENTION
+    from dispatchkit_transformers.decode_step import (
         check_lengths,
         compile_for_any_size,
         decode_step,
         too_short,
     )
-    from dispatchkit.integrations.generation import generate, left_paddings
-    from dispatchkit.integrations.slot_cache import SlotCache, plan_moves
-    from dispatchkit.integrations.static_models import Probe, probe
+    from dispatchkit_transformers.generation import generate, left_paddings
+    from dispatchkit_transformers.slot_cache import SlotCache, plan_moves
+    from dispatchkit_transformers.static_models import Probe, probe
 except ImportError as _error:
     raise BackendUnavailableError(
         "GraphDecoder needs transformers from 4.57.1 on, below 6, and what is installed here "

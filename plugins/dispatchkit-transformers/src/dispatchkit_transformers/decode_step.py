@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from dispatchkit.errors import ConfigError, DescriptorError
-from dispatchkit.integrations.slot_cache import SlotCache
-from dispatchkit.integrations.static_models import Probe
-from dispatchkit.keys.checks import check_count
+from dispatchkit.keys import check_count
+
+from dispatchkit_transformers.slot_cache import SlotCache
+from dispatchkit_transformers.static_models import Probe
 
 #: Shortest length of the cache that gets graphs of its own.
 SHORTEST = 128

@@ -11,8 +11,9 @@ import attrs
 import torch
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.integrations.decode_attention import DECODE_ATTENTION, additive
-from dispatchkit.integrations.slot_cache import states_of
+
+from dispatchkit_transformers.decode_attention import DECODE_ATTENTION, additive
+from dispatchkit_transformers.slot_cache import states_of
 
 # Kinds of attention that take a mask of a step's own, and what it is made of.
 _ATTENTION = ("sdpa", "eager", DECODE_ATTENTION)

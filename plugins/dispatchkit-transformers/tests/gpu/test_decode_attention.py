@@ -14,12 +14,15 @@ from decoder_models import gpt2, llama  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
-from dispatchkit.integrations import decode_attention as attention_module  # noqa: E402
-from dispatchkit.integrations import static_models  # noqa: E402
-from dispatchkit.integrations.decode_attention import decode_attention  # noqa: E402
-from dispatchkit.integrations.decode_step import decode_step  # noqa: E402
-from dispatchkit.integrations.slot_cache import SlotCache  # noqa: E402
-from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
+from dispatchkit_transformers import (  # noqa: E402
+    DECODE_ATTENTION,
+    GraphDecoder,
+    static_models,
+)
+from dispatchkit_transformers import decode_attention as attention_module  # noqa: E402
+from dispatchkit_transformers.decode_attention import decode_attention  # noqa: E402
+from dispatchkit_transformers.decode_step import decode_step  # noqa: E402
+from dispatchkit_transformers.slot_cache import SlotCache  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

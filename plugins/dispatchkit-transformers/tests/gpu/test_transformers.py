@@ -17,7 +17,8 @@ transformers = pytest.importorskip("transformers")
 from decoder_models import gpt2, llama  # noqa: E402
 
 from dispatchkit import graphed  # noqa: E402
-from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
+
+from dispatchkit_transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

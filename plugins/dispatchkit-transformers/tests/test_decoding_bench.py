@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers")
 # Loading the library takes longer than all other quick tests of a worker together.
 pytestmark = pytest.mark.slow
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+BENCH = Path(__file__).resolve().parents[3] / "bench"
 
 
 @pytest.fixture

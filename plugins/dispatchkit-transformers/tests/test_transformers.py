@@ -20,15 +20,19 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
-from dispatchkit.integrations import decode_attention as attention_module  # noqa: E402
-from dispatchkit.integrations import static_models  # noqa: E402
-from dispatchkit.integrations.decode_attention import decode_attention  # noqa: E402
-from dispatchkit.integrations.decode_step import (  # noqa: E402
+
+from dispatchkit_transformers import (  # noqa: E402
+    DECODE_ATTENTION,
+    GraphDecoder,
+    static_models,
+)
+from dispatchkit_transformers import decode_attention as attention_module  # noqa: E402
+from dispatchkit_transformers.decode_attention import decode_attention  # noqa: E402
+from dispatchkit_transformers.decode_step import (  # noqa: E402
     compile_for_any_size,
     decode_step,
 )
-from dispatchkit.integrations.slot_cache import SlotCache, plan_moves  # noqa: E402
-from dispatchkit.integrations.transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
+from dispatchkit_transformers.slot_cache import SlotCache, plan_moves  # noqa: E402
 
 # Loading the library takes longer than all other quick tests of a worker together.
 pytestmark = pytest.mark.slow

@@ -1,0 +1,9 @@
+"""Decoding of transformers models through captured graphs."""
+
+from __future__ import annotations
+
+from dispatchkit_transformers.decoder import DECODE_ATTENTION, DecoderStats, GraphDecoder
+
+__version__ = "0.1.0"
+
+__all__ = ["DECODE_ATTENTION", "DecoderStats", "GraphDecoder"]
