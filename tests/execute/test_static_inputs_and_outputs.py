@@ -426,6 +426,7 @@ def test_training_mode_of_a_module_is_part_of_what_a_graph_was_made_for(make_run
 
 
 def test_a_step_with_python_effects_runs_eager_and_says_which(make_runner):
+    """A replay runs no Python, so that what the step appends would be missing."""
     log = []
 
     def step(tokens):
