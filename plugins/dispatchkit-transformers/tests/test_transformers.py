@@ -652,7 +652,7 @@ def test_a_model_that_was_moved_or_set_to_training_is_refused(one_model):
         decoder.admit(torch.tensor([[5]]))
 
 
-@pytest.mark.parametrize("lengths", [[], [8], [0, 64], ["64"]])
+@pytest.mark.parametrize("lengths", [[], [8], [0, 64], ["long"]])
 def test_lengths_must_end_with_the_longest(one_model, lengths):
     with pytest.raises(ConfigError, match="lengths"):
         decoder_of(one_model, lengths=lengths)
@@ -680,7 +680,7 @@ def test_layers_of_other_shapes_have_memory_of_their_own():
 
 
 def test_the_benchmark_of_decoding_runs_with_tiny_models_on_a_cpu():
-    script = Path(__file__).resolve().parents[2] / "bench" / "decoding.py"
+    script = Path(__file__).resolve().parents[3] / "bench" / "decoding.py"
     small = "--models llama-tiny --batches 2 --steps 2 --rounds 1 --trace-steps 4 --most 4"
     # A script finds its neighbours beside it, also where the surroundings forbid that.
     surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}

@@ -58,6 +58,8 @@ def decode_step(
                 attention_mask=mask,
                 **probe.step_arguments(cache),
             )
+            # State that a step leaves behind would keep it from being captured.
+            place.positions = None
             logits = output.logits[:, -1].float()
             # A row that waits to be dropped stays at the position that is never read.
             following = (positions + 1).clamp(max=sink)

@@ -26,12 +26,12 @@ class Place:
         slots: The numbers of all slots (slots,).
 
     Attributes:
-        positions: Position of each row's token (B,).
+        positions: Position of each row's token (B,) during a step; None between steps.
     """
 
     def __init__(self, slots: torch.Tensor) -> None:
         self.slots: torch.Tensor = slots
-        self.positions: torch.Tensor = torch.empty(0, dtype=torch.int64)
+        self.positions: torch.Tensor | None = None
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not type-checked

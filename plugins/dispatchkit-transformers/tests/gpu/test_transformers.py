@@ -130,7 +130,7 @@ def test_a_graphed_module_gives_what_the_module_gives(lanes):
 
 
 def test_the_benchmark_runs_with_small_models():
-    script = Path(__file__).resolve().parents[2] / "bench" / "decoding.py"
+    script = Path(__file__).resolve().parents[4] / "bench" / "decoding.py"
     small = "--models llama-tiny --batches 1 4 --steps 3 --rounds 1 --trace-steps 20 --length 64"
     # A script finds its neighbours beside it, also where the surroundings forbid that.
     surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
