@@ -34,7 +34,6 @@ def clean(monkeypatch):
     for log in station._logs.values():
         log.close()
     station._logs.clear()
-    station.stations.clear()
     engine.uninstall()
 
 

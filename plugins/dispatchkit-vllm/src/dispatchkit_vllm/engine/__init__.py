@@ -17,7 +17,7 @@ from dispatchkit_vllm.engine import first, second, worker
 from dispatchkit_vllm.engine.core import UnfitPolicyError
 from dispatchkit_vllm.engine.imports import forget_imports, when_imported
 from dispatchkit_vllm.engine.settings import EngineSettings
-from dispatchkit_vllm.engine.station import Station, stations
+from dispatchkit_vllm.engine.station import Station
 
 __all__ = [
     "VARIABLE",
@@ -25,7 +25,6 @@ __all__ = [
     "Station",
     "UnfitPolicyError",
     "install",
-    "stations",
     "uninstall",
 ]
 

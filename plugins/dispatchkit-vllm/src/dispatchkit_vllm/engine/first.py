@@ -16,7 +16,7 @@ from typing import Any
 from dispatchkit import Batch, BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.keys import CUDAGraphMode, allowed_modes_code
 
-from dispatchkit_vllm.engine.station import Station, settings_of
+from dispatchkit_vllm.engine.station import Station, as_dummy, settings_of
 from dispatchkit_vllm.facade import _config
 
 __all__ = ["DISPATCHER", "MODULE", "attach", "detach", "dispatcher_class", "why_unknown"]
@@ -237,7 +237,7 @@ def _watch_runner(module: ModuleType) -> None:
         return
     runner.dispatchkit_watches = True
     setattr(runner, _STEP, _in_step(getattr(runner, _STEP)))
-    runner._dummy_run = _as_dummy(runner._dummy_run)  # noqa: SLF001 - what vLLM calls it
+    runner._dummy_run = as_dummy(runner._dummy_run, _station)  # noqa: SLF001 - vLLM's name
     runner._model_forward = _timed(runner._model_forward)  # noqa: SLF001
 
 
@@ -271,21 +271,6 @@ def _in_step(own: Any) -> Any:
         return found
 
     return determine
-
-
-def _as_dummy(own: Any) -> Any:
-    @functools.wraps(own)
-    def dummy_run(self: Any, *args: Any, **options: Any) -> Any:
-        station = _station(self)
-        if station is None:
-            return own(self, *args, **options)
-        before, station.is_dummy = station.is_dummy, True
-        try:
-            return own(self, *args, **options)
-        finally:
-            station.is_dummy = before
-
-    return dummy_run
 
 
 def _timed(own: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from dispatchkit import Batch, BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.keys import CUDAGraphMode
 
-from dispatchkit_vllm.engine.station import Station, settings_of
+from dispatchkit_vllm.engine.station import Station, as_dummy, settings_of
 from dispatchkit_vllm.facade import _config
 
 __all__ = ["MANAGER", "MODULE", "attach", "detach", "manager_class", "why_unknown"]
@@ -276,7 +276,11 @@ def _watch_runner(module: ModuleType) -> None:
         return
     runner.dispatchkit_watches = True
     setattr(module, _STEP, _in_step(getattr(module, _STEP)))
-    runner._dummy_run = _as_dummy(runner._dummy_run)  # noqa: SLF001 - what vLLM calls it
+    runner._dummy_run = as_dummy(runner._dummy_run, _station)  # noqa: SLF001 - vLLM's name
+
+
+def _station(runner: Any) -> Station | None:
+    return getattr(runner.cudagraph_manager, "station", None)
 
 
 def _in_step(own: Any) -> Any:
@@ -315,18 +319,3 @@ def _in_step(own: Any) -> Any:
         return found
 
     return dispatch_step
-
-
-def _as_dummy(own: Any) -> Any:
-    @functools.wraps(own)
-    def dummy_run(self: Any, *args: Any, **options: Any) -> Any:
-        station = getattr(self.cudagraph_manager, "station", None)
-        if station is None:
-            return own(self, *args, **options)
-        before, station.is_dummy = station.is_dummy, True
-        try:
-            return own(self, *args, **options)
-        finally:
-            station.is_dummy = before
-
-    return dummy_run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -21,15 +22,13 @@ from dispatchkit_vllm.engine.steplog import StepLog, path_of_rank
 from dispatchkit_vllm.engine.timing import Clock, DeviceClock, HostClock, StepTimer
 from dispatchkit_vllm.runner_rule import RunnerRule
 
-__all__ = ["Station", "settings_of", "stations"]
+__all__ = ["Station", "as_dummy", "settings_of"]
 
 #: Reason of a step that the policy was not asked about: vLLM's own dispatcher answered.
 OWN = "vllm"
 #: Reason of a step whose shape several ranks agreed on, so that vLLM's dispatcher answered last.
 AGREED = "agreed_by_ranks"
 
-#: The stations of this process, oldest first.
-stations: list[Station] = []
 _logs: dict[str, StepLog] = {}
 _logs_lock = threading.Lock()
 
@@ -102,7 +101,6 @@ class Station:
             self.counts = StepCounts(settings.policy, runner)
             _export(self.counts, settings.metrics, self.ranks)
         self.watches: bool = self.log is not None or self.counts is not None
-        stations.append(self)
 
     def _open_log(self) -> StepLog:
         path = path_of_rank(self.settings.trace, self.ranks.rank, self.ranks.size)
@@ -191,12 +189,12 @@ class Station:
     def _clock(self, policy: Any) -> Clock:
         if self._device == "cuda":
             return DeviceClock()
-        if self._device in ("cpu", ""):
+        if self._device == "cpu":
             return HostClock()
         raise ConfigError(
             "policy",
             policy_name(policy),
-            f"a policy that does not learn, on {self._device}",
+            f"a policy that does not learn, on {self._device or 'an unknown device'}",
             "Device times are taken with CUDA events.",
         )
 
@@ -260,6 +258,23 @@ class Station:
             else:
                 reason = answer.decision.reason if answer.result == result else AGREED
             self.counts.add(mode, reason, num_tokens, padded)
+
+
+def as_dummy(own: Any, station_of: Callable[[Any], Station | None]) -> Any:
+    """Return a method of a runner in which nothing is decided, recorded or measured."""
+
+    @functools.wraps(own)
+    def dummy_run(self: Any, *args: Any, **options: Any) -> Any:
+        station = station_of(self)
+        if station is None:
+            return own(self, *args, **options)
+        before, station.is_dummy = station.is_dummy, True
+        try:
+            return own(self, *args, **options)
+        finally:
+            station.is_dummy = before
+
+    return dummy_run
 
 
 def _export(counts: StepCounts, where: str, ranks: Ranks) -> None:
