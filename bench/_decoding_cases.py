@@ -238,7 +238,7 @@ def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> C
             "eager_steps": before.steps_by_mode["NONE"] - last.steps_by_mode["NONE"],
             "graph_bytes": runner.num_bytes,
             "padded_rows": round(rows / steps, 2) if steps else None,
-            "sizes": len(runner.config.capture_sizes),
+            "sizes": len(runner.config.sizes),
         }
 
     return Case(name, run, decoder, stats)

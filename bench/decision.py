@@ -102,7 +102,7 @@ class DescriptorPerProbe:
     """Pad, build a descriptor, look it up in a set of keys per mode, relax it, look again."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self.padding = padding_table(dispatcher.config.capture_sizes)
+        self.padding = padding_table(dispatcher.config.sizes)
         self.limit = len(self.padding) - 1
         self.keys: dict[RuntimeMode, set[PlainDescriptor]] = {FULL: set(), PIECEWISE: set()}
         for key in dispatcher.registry:
@@ -224,7 +224,7 @@ def deciding(dispatch: Callable[..., object], step: Step) -> Callable[[], object
 def releases_group(rounds: int) -> None:
     """One decision beside the published dispatchers, each through a call without arguments."""
     sizes = [1, 2, 4, *range(8, 249, 8), *range(256, 513, 16)]
-    config = DispatchConfig(capture_sizes=sizes, max_num_tokens=512, max_num_seqs=256)
+    config = DispatchConfig(sizes=sizes, max_num_tokens=512, max_num_seqs=256)
     padding = padding_table(sizes)
     number = 1000
     wanted = {"0.33.0": 30, "0.13.0": 18, "0.11.0": 5}
@@ -295,7 +295,7 @@ def plugins_group(rounds: int) -> None:
     for count in (1, 7):
         extra = [(f"idle_{index}", Idle(index)) for index in range(count)]
         plugins = load_plugins(allow=[], extra=extra)
-        config = DispatchConfig(capture_sizes=range(8, 257, 8))
+        config = DispatchConfig(sizes=range(8, 257, 8))
         for name in plugins.observers:
             plugins.create_observer(name)
         dispatcher = Dispatcher(plugins.create_policy("idle_0"), config, lazy=True)
@@ -317,9 +317,9 @@ def main() -> None:
     plugins_group(rounds)
 
     few_config = DispatchConfig(
-        capture_sizes=[*range(8, 129, 8), 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048]
+        sizes=[*range(8, 129, 8), 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048]
     )
-    many_config = DispatchConfig(capture_sizes=range(1, 2049), max_loras=24)
+    many_config = DispatchConfig(sizes=range(1, 2049), max_loras=24)
     steps = read_steps(options.trace, 2048, 24)
     plain = [(n, reqs, uniform, 0, ceiling) for n, reqs, uniform, _, ceiling in steps]
     few = build(few_config, plain)
@@ -374,7 +374,7 @@ def main() -> None:
 
     bounded = GraphKey(FULL, BatchDescriptor(512, num_reqs=4))
     few.registry.declare([bounded])
-    huge = build(DispatchConfig(capture_sizes=[8, 60_000], max_loras=4), [step])
+    huge = build(DispatchConfig(sizes=[8, 60_000], max_loras=4), [step])
     narrow_step = (300, 200, 0, 0, 2)
     few.dispatch(*narrow_step)
     times = interleaved(

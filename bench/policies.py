@@ -43,7 +43,7 @@ def main() -> None:
     model_name, sizes, low, high = MODELS.get(options.cost_model, (options.cost_model, "", 1, 512))
     model = load_cost_model(model_name)
     wanted = options.sizes or sizes
-    given: dict[str, Any] = {"capture_sizes": wanted} if wanted else {}
+    given: dict[str, Any] = {"sizes": wanted} if wanted else {}
     config = DispatchConfig(mode="FULL", max_num_tokens=high, **given)
     plugins = load_plugins()
     rows = []

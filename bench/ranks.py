@@ -39,7 +39,7 @@ WIDTH, HIDDEN = 4096, 8192
 
 def dispatcher() -> Dispatcher:
     """Return a dispatcher all of whose keys are ready."""
-    config = DispatchConfig(capture_sizes=SIZES, max_num_tokens=SIZES[-1])
+    config = DispatchConfig(sizes=SIZES, max_num_tokens=SIZES[-1])
     made = Dispatcher(OneBucketPolicy(), config)
     for key in made.registry:
         made.registry.captured(key, "graph")

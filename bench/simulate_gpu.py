@@ -261,7 +261,7 @@ def memory_models() -> dict[str, Callable[[], GraphRunner]]:
 
     def made(build: Callable[[], tuple[Any, dict[str, StaticInput]]]) -> GraphRunner:
         step, inputs = build()
-        config = DispatchConfig(capture_sizes=sizes, mode="FULL")
+        config = DispatchConfig(sizes=sizes, mode="FULL")
         return GraphRunner(step, inputs, options=RunnerOptions(config=config))
 
     shape = DecoderShape(num_layers=8, num_heads=8, head_dim=64, cache_len=128, num_slots=512)

@@ -2,10 +2,10 @@
 
 A setting has one name, one meaning and one error text wherever it is written::
 
-    load_settings(capture_sizes=[1, 2, 4])      # Python
-    capture_sizes = [1, 2, 4]                   # pyproject.toml, under [tool.dispatchkit]
-    DISPATCHKIT_CAPTURE_SIZES=1,2,4             # environment
-    dispatchkit --set capture_sizes=1,2,4 ...   # command line
+    load_settings(sizes=[1, 2, 4])      # Python
+    sizes = [1, 2, 4]                   # pyproject.toml, under [tool.dispatchkit]
+    DISPATCHKIT_SIZES=1,2,4             # environment
+    dispatchkit --set sizes=1,2,4 ...   # command line
 
 The later of ``pyproject.toml``, environment, and call (or command line) wins. Every value is
 checked, also one that another overrides, and remembers where it came from.

@@ -205,7 +205,7 @@ class Soak:
 
     def on_config(self) -> None:
         """Other sizes, with a copy of the policy; those in both keep their graphs."""
-        sizes = SIZES if self.runner.config.capture_sizes != SIZES else (1, 3, 8, 20, 24)
+        sizes = SIZES if self.runner.config.sizes != SIZES else (1, 3, 8, 20, 24)
         self._swap(sizes=sizes)
 
     def _swap(self, **changes: Any) -> None:
@@ -341,7 +341,7 @@ class Soak:
             "storms": self.storms,
             "recent": list(self.recent),
             "policy": runner.dispatcher.policy_name,
-            "sizes": runner.config.capture_sizes,
+            "sizes": runner.config.sizes,
             "budget": str(runner.lanes[0].lifecycle.budget),
             "bytes": {
                 "pool": lane.backend.pool_bytes(lane.pool),

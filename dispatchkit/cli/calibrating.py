@@ -69,8 +69,8 @@ def calibrate(
     """
     from dispatchkit.plan import save_cost_model
 
-    settings = settings_of({"capture_sizes": sizes})
-    chosen = settings["capture_sizes"]
+    settings = settings_of({"sizes": sizes})
+    chosen = settings["sizes"]
     check_output(output, inputs=[settings.file], overwrite=force, hint=FORCE_HINT)
     try:
         from dispatchkit.execute.calibration.calibrate import DEFAULT_MODEL, load_runner

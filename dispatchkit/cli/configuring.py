@@ -50,7 +50,7 @@ def show_config(
     settings = settings_of(
         {
             "policy": policy,
-            "capture_sizes": sizes,
+            "sizes": sizes,
             "mode": mode,
             "max_num_tokens": max_num_tokens,
             "max_num_seqs": max_num_seqs,

@@ -72,9 +72,7 @@ def demo(
             f"The demo runs a model, and {error.name} is not installed. "
             "Next: pip install 'dispatchkit[torch]'."
         ) from error
-    settings = settings_of(
-        {"policy": policy, "capture_sizes": sizes, "mode": mode, "backend": device}
-    )
+    settings = settings_of({"policy": policy, "sizes": sizes, "mode": mode, "backend": device})
     options = DemoOptions(settings=settings, trace=trace, steps=steps)
     plugins = load_installed_plugins(settings)
     mention_problems(plugins)

@@ -123,7 +123,7 @@ def explain_batch(
     settings = settings_of(
         {
             "policy": policy,
-            "capture_sizes": sizes,
+            "sizes": sizes,
             "mode": mode,
             "max_num_tokens": max_num_tokens,
             "max_num_seqs": max_num_seqs,
@@ -174,7 +174,7 @@ def _config_for_batch(settings: Settings, num_tokens: int, loras: int) -> Dispat
         return settings.dispatch_config(
             max_loras=loras,
             max_num_tokens=num_tokens,
-            capture_sizes=config.capture_sizes,
+            sizes=config.sizes,
             max_num_seqs=max(config.max_num_seqs, min(num_tokens, 2**31 - 1)),
         )
 
@@ -221,7 +221,7 @@ def config_for(rows: StepTrace, settings: Settings) -> DispatchConfig:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureSizeWarning)  # the one below says it
-        fitting = trace_config(rows, sizes=settings["capture_sizes"])
+        fitting = trace_config(rows, sizes=settings["sizes"])
     return settings.dispatch_config(
         max_num_tokens=fitting.max_num_tokens,
         max_num_seqs=fitting.max_num_seqs,

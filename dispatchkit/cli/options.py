@@ -103,9 +103,7 @@ PolicyOption = Annotated[
 ModeOption = Annotated[
     str | None, setting_option("mode", "--mode", metavar="MODE", autocompletion=complete_modes)
 ]
-SizesOption = Annotated[
-    str | None, setting_option("capture_sizes", "--sizes", "--capture-sizes", metavar="A,B,...")
-]
+SizesOption = Annotated[str | None, setting_option("sizes", "--sizes", metavar="A,B,...")]
 MaxNumTokensOption = Annotated[
     str | None, setting_option("max_num_tokens", "--max-num-tokens", metavar="N")
 ]
@@ -135,7 +133,7 @@ TraceArgument = Annotated[
 ]
 
 _FLAGS = {
-    "capture_sizes": "--sizes",
+    "sizes": "--sizes",
     "query_lens": "--query-len",
     "backend": "--device",
 }

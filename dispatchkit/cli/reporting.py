@@ -66,7 +66,7 @@ def report(
         # A name is checked with the figures there are; until then it is no path.
         stem = "report" if figure is None else figure.replace("/", "-")
         output = Path(f"{stem}.html" if figure is None else f"{stem}.svg")
-    given = {"policy": policy, "capture_sizes": sizes, "mode": mode, "cost_model": cost_model}
+    given = {"policy": policy, "sizes": sizes, "mode": mode, "cost_model": cost_model}
     settings = settings_of(given)
     inputs = [source, settings["cost_model"], settings.file]
     check_output(output, inputs=inputs, overwrite=force, hint=FORCE_HINT)

@@ -79,7 +79,7 @@ def simulate(
     Example: dispatchkit simulate trace.csv.gz --policy vllm --policy adaptive
     """
     given = {
-        "capture_sizes": sizes,
+        "sizes": sizes,
         "mode": mode,
         "axes": axes,
         "max_graphs": max_graphs,

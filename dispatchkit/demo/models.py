@@ -51,7 +51,7 @@ def decoder(
     cache = KVCache(shape, place)
     sizes = tuple(sizes or (SIZES if is_gpu else _TAPE_SIZES))
     limit = max_num_tokens or (2048 if is_gpu else max(sizes))
-    config = _config(capture_sizes=sizes, max_num_tokens=limit, max_num_seqs=shape.num_slots)
+    config = _config(sizes=sizes, max_num_tokens=limit, max_num_seqs=shape.num_slots)
     return GraphRunner(
         Decoder(shape, device=place).pieces(cache),
         inputs={
@@ -103,7 +103,7 @@ def mlp(
 
     sizes = tuple(sizes or (SIZES if is_gpu else _TAPE_SIZES))
     limit = max_num_tokens or (2048 if is_gpu else max(sizes))
-    config = _config(capture_sizes=sizes, max_num_tokens=limit, mode="FULL")
+    config = _config(sizes=sizes, max_num_tokens=limit, mode="FULL")
     return GraphRunner(
         step,
         inputs={"hidden": StaticInput((None, width), dtype)},

@@ -129,7 +129,7 @@ class GraphRunner:
             raise ConfigError("outputs", outputs, "'owned' or 'view'")
         config = merge_config(
             options.config,
-            capture_sizes=sizes,
+            sizes=sizes,
             max_num_tokens=max_num_tokens,
             mode=mode,
             axes=axes,

@@ -49,7 +49,7 @@ class CaptureSizeWarning(UserWarning):
 def check_capture_sizes(
     sizes: Iterable[Any] | str,
     *,
-    setting: str = "capture_sizes",
+    setting: str = "sizes",
     limit: int | None = None,
     over_limit: Literal["refuse", "trim"] = "refuse",
 ) -> tuple[int, ...]:
@@ -99,13 +99,13 @@ def check_capture_sizes(
         )
     if not kept:
         warnings.warn(
-            f"{setting} is empty: no graph is captured and every batch runs eager.",
+            f"{setting} are empty: no graph is captured and every batch runs eager.",
             CaptureSizeWarning,
             stacklevel=2,
         )
     elif kept[-1] < limit:
         warnings.warn(
-            f"{setting} ends at {kept[-1]}: batches of {kept[-1] + 1} to {limit} tokens run "
+            f"{setting} end at {kept[-1]}: batches of {kept[-1] + 1} to {limit} tokens run "
             f"eager. Add {limit} to cover them.",
             CaptureSizeWarning,
             stacklevel=2,

@@ -45,7 +45,7 @@ def _mode(value: Any) -> CUDAGraphMode:
     return value if isinstance(value, CUDAGraphMode) else CUDAGraphMode.parse(value)
 
 
-def _sizes(value: Any, name: str) -> tuple[int, ...]:
+def _list_of_sizes(value: Any, name: str) -> tuple[int, ...]:
     return check_capture_sizes(value, setting=name)
 
 
@@ -58,7 +58,7 @@ class DispatchConfig:
 
     Attributes:
         mode: Which runtime modes decode and mixed batches use (vLLM's cudagraph mode).
-        capture_sizes: Ascending numbers of tokens to capture. Derived from
+        sizes: Ascending numbers of tokens to capture. Derived from
             ``max_num_tokens``, ``max_num_seqs`` and ``query_lens`` when not given, and then
             at most 512.
         max_num_tokens: Largest batch in tokens; a larger one is a caller's error. Where it is not
@@ -69,8 +69,8 @@ class DispatchConfig:
             where a drafter runs with other lengths. ``uniform`` indexes it from 1.
         varlen_decode: Decode graphs accept requests of varying length up to the first
             query length; adds one more class of batches after the uniform ones.
-        uniform_capture_sizes: Sizes for uniform batches of more than one token per
-            request, where they differ from ``capture_sizes``; None: the same.
+        uniform_sizes: Sizes for uniform batches of more than one token per
+            request, where they differ from ``sizes``; None: the same.
         max_loras: Most adapters active at once; 0 where there are none.
         specialize_lora: Capture graphs without adapters too, beside those with.
         specialize_active_loras: Capture a graph for several counts of adapters (powers of
@@ -90,11 +90,11 @@ class DispatchConfig:
         metadata=described(About("Which runtime modes decode and mixed batches use.")),
     )
     # As they were asked for; None where they are derived.
-    _capture_sizes: Iterable[int] | None = setting(
+    _sizes: Iterable[int] | None = setting(
         None,
-        or_none(_sizes),
+        or_none(_list_of_sizes),
         About("Numbers of tokens to capture.", "by max_num_tokens", read_numbers),
-        alias="capture_sizes",
+        alias="sizes",
         eq=False,
     )
     _max_num_tokens: int | None = setting(
@@ -121,10 +121,10 @@ class DispatchConfig:
     varlen_decode: bool = setting(
         False, check_flag, About("Decode graphs accept requests of varying length.", read=read_flag)
     )
-    uniform_capture_sizes: tuple[int, ...] | None = setting(
+    uniform_sizes: tuple[int, ...] | None = setting(
         None,
-        or_none(_sizes),
-        About("Sizes for uniform batches, where they differ.", "capture_sizes", read_numbers),
+        or_none(_list_of_sizes),
+        About("Sizes for uniform batches, where they differ.", "sizes", read_numbers),
     )
     max_loras: int = setting(
         0,
@@ -144,7 +144,7 @@ class DispatchConfig:
             About("Further facts that graphs are made for, with their buckets.", read=read_axes)
         ),
     )
-    capture_sizes: tuple[int, ...] = attrs.field(init=False)
+    sizes: tuple[int, ...] = attrs.field(init=False)
     max_num_tokens: int = attrs.field(init=False)
     max_num_seqs: int = attrs.field(init=False)
     # Lists of sizes that were held against a limit, and warned of where they end below it:
@@ -155,14 +155,14 @@ class DispatchConfig:
 
     def __attrs_post_init__(self) -> None:
         set_ = object.__setattr__  # the class is frozen; these fill what is derived
-        asked: Any = self._capture_sizes  # a tuple, once converted
+        asked: Any = self._sizes  # a tuple, once converted
         sizes, limit = asked, self._max_num_tokens
         if limit is None and sizes is not None:
             if not sizes:
                 raise ConfigError(
                     "max_num_tokens",
                     None,
-                    "given when capture_sizes is empty",
+                    "given when sizes are empty",
                     "Without sizes nothing says how large a batch may be.",
                 )
             limit = sizes[-1]
@@ -176,8 +176,8 @@ class DispatchConfig:
             sizes = tuple(sorted({size for ladder in ladders for size in ladder}))
             limit = sizes[-1] if limit is None else limit
         lists = {
-            "capture_sizes": asked,
-            "uniform_capture_sizes": self.uniform_capture_sizes,
+            "sizes": asked,
+            "uniform_sizes": self.uniform_sizes,
         }
         checked = frozenset(
             (name, given, limit) for name, given in lists.items() if given is not None
@@ -185,7 +185,7 @@ class DispatchConfig:
         for name, given, most in sorted(checked - self._checked):
             check_capture_sizes(given, setting=name, limit=most)
         set_(self, "_checked", checked)
-        set_(self, "capture_sizes", sizes)
+        set_(self, "sizes", sizes)
         set_(self, "max_num_tokens", limit)
         set_(self, "max_num_seqs", limit if self._max_num_seqs is None else self._max_num_seqs)
 
@@ -214,7 +214,7 @@ class DispatchConfig:
     @property
     def max_capture_size(self) -> int:
         """Largest capture size, 0 where there is none."""
-        return self.capture_sizes[-1] if self.capture_sizes else 0
+        return self.sizes[-1] if self.sizes else 0
 
     @functools.cached_property
     def variants(self) -> Variants:

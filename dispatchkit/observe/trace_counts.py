@@ -151,13 +151,13 @@ class CudagraphStats:
     Attributes:
         rows: Lines of the tables, in order; equal ones of several tables stay apart.
         config_mode: The configured mode (``FULL_AND_PIECEWISE``, ...); "" where not printed.
-        capture_sizes: The configured capture sizes; empty where not printed.
+        sizes: The configured capture sizes; empty where not printed.
         source: Where it came from, for messages.
     """
 
     rows: tuple[CudagraphStatRow, ...]
     config_mode: str = ""
-    capture_sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     source: str = "<memory>"
 
     def histogram(self) -> SizeHistogram:

@@ -95,7 +95,7 @@ def _dispatchkit(sizes: tuple[int, ...], query_len: int) -> Emitted:
     query = f", query_lens=({query_len},)" if query_len > 1 else ""
     return Emitted(
         engine="dispatchkit",
-        text=f"DispatchConfig(capture_sizes=({listed}){query})",
+        text=f"DispatchConfig(sizes=({listed}){query})",
         sizes=sizes,
         means="tokens of a step, of any kind",
         notes=(),

@@ -122,7 +122,7 @@ def trace_config(
         pairs = zip(trace.column("uniform_decode"), trace.column("max_query_len"), strict=True)
         query_lens = Counter(length for uniform, length in pairs if uniform and length)
     most = max(trace.column("num_reqs"), default=1) if "num_reqs" in names else 1
-    given: dict[str, Any] = {} if sizes is None else {"capture_sizes": tuple(sizes)}
+    given: dict[str, Any] = {} if sizes is None else {"sizes": tuple(sizes)}
     loras = max(trace.column("num_active_loras"), default=0) if "num_active_loras" in names else 0
     with warnings.catch_warnings():
         # That large steps run eager is a result here, counted among the misses.

@@ -263,5 +263,5 @@ def _notes(
         )
     if config.axes:
         yield f"{model.name} knows tokens alone: padding along an axis costs nothing here."
-    if not config.capture_sizes:
+    if not config.sizes:
         yield "There are no capture sizes: every step runs eager."

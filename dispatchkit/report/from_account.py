@@ -108,7 +108,7 @@ def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
             ("Trace", account.source),
             ("Policy", account.policy),
             ("Mode", str(account.config.mode)),
-            ("Sizes", _brief(account.config.capture_sizes)),
+            ("Sizes", _brief(account.config.sizes)),
             ("Cost model", account.cost_model),
         ),
         tiles=(
@@ -140,7 +140,7 @@ def _brief(sizes: Sequence[int]) -> str:
 
 
 def _own_point(account: Account) -> list[tuple[str, int, float]]:
-    sizes = account.config.capture_sizes
+    sizes = account.config.sizes
     return [("this run", len(sizes), account.waste_pct)] if sizes and account.real_tokens else []
 
 

@@ -247,7 +247,7 @@ class PolicyTests(CaseRunner):
             for key in keys:
                 registry.captured(key, object())
             view = graph_view(registry, config)
-            for num_tokens in config.capture_sizes:
+            for num_tokens in config.sizes:
                 for uniform in range(config.num_query_classes):
                     answer = policy.decide(make_batch(config, num_tokens, uniform=uniform), view)
                     if answer is not None and answer.key is not None:

@@ -56,7 +56,7 @@ class RunnerTests:
 
     def make_config(self) -> DispatchConfig:
         """Return the configuration."""
-        return DispatchConfig(capture_sizes=(1, 2, 4, 8), max_num_tokens=8, max_num_seqs=8)
+        return DispatchConfig(sizes=(1, 2, 4, 8), max_num_tokens=8, max_num_seqs=8)
 
     def make_step(self) -> Any:
         """Return a fresh step: a function of the inputs, or a list of pieces."""
@@ -88,7 +88,7 @@ class RunnerTests:
     def test_results_are_those_of_the_step_itself(self) -> None:
         """At, one below and one above every size: a replay computes what eager computes."""
         with self._pair() as pair:
-            sizes = pair.runner.config.capture_sizes
+            sizes = pair.runner.config.sizes
             edges = sorted({n + off for n in sizes for off in (-1, 0, 1)})
             for num_tokens in [n for n in edges if 0 < n <= pair.runner.config.max_num_tokens]:
                 pair.call(num_tokens, uniform=0)
@@ -262,7 +262,7 @@ class _Pair:
         self.tests, self.torch, self.runner, self.plain = tests, torch, runner, plain
         self.backend = backend
         self.rng = random.Random(tests.seed)
-        self.largest = runner.config.capture_sizes[-1]
+        self.largest = runner.config.sizes[-1]
         self._lock = threading.Lock()
 
     def call(

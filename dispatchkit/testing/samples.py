@@ -77,8 +77,8 @@ def usual_configs() -> Iterator[DispatchConfig]:
             CUDAGraphMode.PIECEWISE,
             CUDAGraphMode.FULL_DECODE_ONLY,
         ):
-            yield DispatchConfig(mode=mode, capture_sizes=(1, 2, 4, 8, 16, 32))
-        yield DispatchConfig(capture_sizes=(4, 8, 16, 24), max_loras=2, query_lens=(2,))
+            yield DispatchConfig(mode=mode, sizes=(1, 2, 4, 8, 16, 32))
+        yield DispatchConfig(sizes=(4, 8, 16, 24), max_loras=2, query_lens=(2,))
 
 
 def sample_answers(policy: Policy) -> list[str]:

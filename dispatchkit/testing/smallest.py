@@ -74,7 +74,7 @@ class OneBucketPolicy(SmallestPolicy):
             GraphKey(mode, BatchDescriptor(size, num_active_loras=count))
             for mode in wanted
             if wanted[mode]
-            for size in config.capture_sizes
+            for size in config.sizes
             for count in self.lora_counts(config)
         ]
 
@@ -84,7 +84,7 @@ class OneBucketPolicy(SmallestPolicy):
 
 
 def _why_no_key(batch: Batch, config: DispatchConfig) -> Reason:
-    if not config.mode or not config.capture_sizes:
+    if not config.mode or not config.sizes:
         return Reason.MODE_NONE
     return Reason.ABOVE_LARGEST if batch.num_tokens > config.max_capture_size else Reason.NO_KEY
 
@@ -93,7 +93,7 @@ def _mixed_keys(config: DispatchConfig, loras: Sequence[int]) -> Iterator[GraphK
     mixed = config.mode.mixed_mode()
     if not mixed:
         return
-    for size in config.capture_sizes:
+    for size in config.sizes:
         num_reqs = min(size, config.max_num_seqs) if mixed is CUDAGraphMode.FULL else None
         for count in loras:
             facts = BatchDescriptor(size, num_reqs, num_active_loras=count)
@@ -105,7 +105,7 @@ def _uniform_keys(config: DispatchConfig, loras: Sequence[int]) -> Iterator[Grap
     if not config.mode.separate_routine():
         return
     for query_len in config.query_lens:
-        for size in config.uniform_capture_sizes or config.capture_sizes:
+        for size in config.uniform_sizes or config.sizes:
             num_reqs = size // query_len
             if size % query_len or num_reqs > config.max_num_seqs:
                 continue

@@ -77,12 +77,12 @@ def configs(
         warnings.simplefilter("ignore", CaptureSizeWarning)
         return DispatchConfig(
             mode=draw(st.sampled_from(modes)),
-            capture_sizes=tuple(sizes),
+            sizes=tuple(sizes),
             max_num_tokens=limit,
             max_num_seqs=draw(st.integers(1, limit) | st.just(limit)),
             query_lens=lens,
             varlen_decode=draw(st.integers(0, 3)) == 0,
-            uniform_capture_sizes=None if uniform_sizes is None else tuple(uniform_sizes),
+            uniform_sizes=None if uniform_sizes is None else tuple(uniform_sizes),
             max_loras=loras,
             specialize_lora=draw(st.booleans()),
             specialize_active_loras=loras > 0 and draw(st.booleans()),
@@ -128,7 +128,7 @@ _ALLOWED = (2, 2, 2, *range(len(ALLOWED_MODES)))
 
 def _edges(config: DispatchConfig) -> list[int]:
     limit = config.max_num_tokens
-    sizes = (*config.capture_sizes, *(config.uniform_capture_sizes or ()), 1, limit)
+    sizes = (*config.sizes, *(config.uniform_sizes or ()), 1, limit)
     return sorted({n + d for n in sizes for d in (-1, 0, 1) if 1 <= n + d <= limit})
 
 

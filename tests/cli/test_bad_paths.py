@@ -207,7 +207,7 @@ def test_an_input_is_never_written_over(run: Any, folder: Path, name: str) -> No
     """Under another name, and with --force, neither."""
     (folder / "hard.csv").hardlink_to(folder / "in.csv")
     (folder / "soft.csv").symlink_to("in.csv")
-    (folder / "pyproject.toml").write_text("[tool.dispatchkit]\ncapture_sizes = [8]\n")
+    (folder / "pyproject.toml").write_text("[tool.dispatchkit]\nsizes = [8]\n")
     done = run("report", "in.csv", "-o", name, "--force")
     assert done.code == 2
     assert "a file other than its input" in done.err

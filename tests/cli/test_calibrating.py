@@ -57,7 +57,7 @@ def test_a_model_of_this_folder_becomes_a_cost_model(run: Any, tmp_path: Path) -
         (["--model", "no_such_module:x"], "no_such_module"),
         (["--model", "small_model:make", "--pace", "slow"], "queued"),
         (["--model", "small_model:make", "--samples", "0"], "samples"),
-        (["--model", "small_model:make", "--sizes", "x"], "capture_sizes"),
+        (["--model", "small_model:make", "--sizes", "x"], "sizes"),
         (["-o", "no/folder/costs.json"], "output must be"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-TABLE = '[tool.dispatchkit]\npolicy = "vllm@0.11"\ncapture_sizes = [1, 2, 4]\n'
+TABLE = '[tool.dispatchkit]\npolicy = "vllm@0.11"\nsizes = [1, 2, 4]\n'
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def test_each_setting_says_where_it_came_from(run: Any, monkeypatch: pytest.Monk
     assert found["policy"]["value"] == "vllm"
     assert found["policy"]["source"] == "option --policy"
     assert [each["value"] for each in found["policy"]["overrides"]] == ["vllm@0.11"]
-    assert "pyproject.toml" in found["capture_sizes"]["source"]
-    assert found["capture_sizes"]["value"] == [1, 2, 4]
+    assert "pyproject.toml" in found["sizes"]["source"]
+    assert found["sizes"]["value"] == [1, 2, 4]
     assert found["lazy"]["source"] == "the environment variable DISPATCHKIT_LAZY"
     assert found["check"]["source"] == "option --set check"
     assert found["strict"]["source"] == "default"
@@ -56,10 +56,10 @@ def test_commands_obey_the_file_and_say_where_it_and_the_environment_differ(
     answer = json.loads(run("explain", "3", "--json").out)
     assert answer["decision"]["padded_num_tokens"] == 4
     assert answer["policy"].startswith("vllm@0.11")
-    monkeypatch.setenv("DISPATCHKIT_CAPTURE_SIZES", "3,8")
+    monkeypatch.setenv("DISPATCHKIT_SIZES", "3,8")
     done = run("explain", "3", "--json")
     assert json.loads(done.out)["decision"]["padded_num_tokens"] == 3
-    assert done.err.startswith("Note: capture_sizes: [3, 8] from the environment variable")
+    assert done.err.startswith("Note: sizes: [3, 8] from the environment variable")
     assert len(done.err.splitlines()) == 1
 
 

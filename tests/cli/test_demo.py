@@ -95,7 +95,7 @@ def test_a_wrong_result_is_exit_code_1(
         (["--device", "gpu"], "auto, cpu, cuda, tape"),
         (["--steps", "-1"], "at least 1"),
         (["--steps", "0"], "at least 1"),
-        (["--sizes", "4,x"], "capture_sizes"),
+        (["--sizes", "4,x"], "sizes"),
         (["--trace", "nowhere.csv"], "nowhere.csv"),
         (["--trace", "."], "folder"),
     ],

@@ -70,11 +70,11 @@ def test_text_shows_the_same_in_80_columns(run: Any) -> None:
         (["3", "--policy", "vlm"], "'vllm'"),
         (["3", "--ceiling", "FUL"], "'FULL'"),
         (["3", "--mode", "full_and_piecewis"], "'FULL_AND_PIECEWISE'"),
-        (["3", "--sizes", "4,x"], "capture_sizes"),
-        (["3", "--sizes", "4,-8"], "capture_sizes"),
+        (["3", "--sizes", "4,x"], "sizes"),
+        (["3", "--sizes", "4,-8"], "sizes"),
         (["3", "--sizes", "4,8", "--max-num-tokens", "6"], "max_num_tokens"),
-        (["3", "--sizes", "0,4"], "capture_sizes"),
-        (["3", "--sizes", "4,1.5"], "capture_sizes"),
+        (["3", "--sizes", "0,4"], "sizes"),
+        (["3", "--sizes", "4,1.5"], "sizes"),
         (["9", "--sizes", "4,8", "--max-num-tokens", "8"], "num_tokens"),
         (["3", "--num-reqs", "4"], "num_reqs"),
         (["3", "--num-reqs", "-1"], "num_reqs"),
@@ -99,7 +99,7 @@ def test_sizes_are_put_in_order_and_a_gap_at_the_end_is_warned_about(run: Any) -
     done = run("explain", "3", "--sizes", "8,4,4", "--max-num-tokens", "16", "--json")
     assert done.code == 0
     assert json.loads(done.out)["decision"]["padded_num_tokens"] == 4
-    assert done.err.startswith("Warning: capture_sizes ends at 8")
+    assert done.err.startswith("Warning: sizes end at 8")
     assert len(done.err.splitlines()) == 1
 
 

@@ -159,7 +159,7 @@ def test_it_builds_installs_passes_its_own_tests_and_joins_a_composite(tmp_path:
     code = (
         "from dispatchkit import DispatchConfig, Dispatcher, load_plugins\n"
         "policy = load_plugins().create_policy('composite', members='smallest:1, vllm')\n"
-        "table = Dispatcher(policy, DispatchConfig(capture_sizes=(8, 16)), lazy=True)\n"
+        "table = Dispatcher(policy, DispatchConfig(sizes=(8, 16)), lazy=True)\n"
         "print(table.dispatch(9).policy)"
     )
     assert call("-c", code).strip() == "smallest"

@@ -53,7 +53,7 @@ def test_a_budget_makes_captures_and_evictions(run: Any) -> None:
         (["--max-bytes", "1000"], "graph_bytes"),
         (["--eviction", "fifo"], "benefit, lru"),
         (["--lanes", "0"], "lanes"),
-        (["--sizes", "4,x"], "capture_sizes"),
+        (["--sizes", "4,x"], "sizes"),
         (["--mode", "FUL"], "'FULL'"),
     ],
 )

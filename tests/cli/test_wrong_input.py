@@ -27,7 +27,7 @@ FILES = {
     "no.json": "{",
     "odd.json": '{"num_steps": "3", "modes": []}',
     "model.json": '{"format": "dispatchkit-cost-model"}',
-    "good.toml": "[tool.dispatchkit]\ncapture_sizes = [1, 2, 4, 16]\n",
+    "good.toml": "[tool.dispatchkit]\nsizes = [1, 2, 4, 16]\n",
     "broken.toml": "[tool.dispatchkit\n",
     "misspelt.toml": "[tool.dispatchkit]\npolcy = 3\n",
     "mode.toml": '[tool.dispatchkit]\nmode = "FUL"\n',
@@ -35,7 +35,7 @@ FILES = {
 COMMANDS = ["explain", "plan", "simulate", "report", "config show", "policies", "plugins"]
 COMMANDS += ["bench --list", "new-policy"]
 OPTIONS = """
---sizes --capture-sizes --ceiling --mode --policy --loras --max-loras --uniform --num-reqs --all
+--sizes --ceiling --mode --policy --loras --max-loras --uniform --num-reqs --all
 --query-len --max-num-tokens --max-num-seqs --trace --cost-model --graphs --max-size --fit-on
 --keyed --align --engine --memory-bytes --bytes-per-graph --max-graphs --max-bytes --eviction
 --lanes --seed -o --output --device --polcy --jsn --help --checkout
@@ -46,14 +46,14 @@ vlm lru fifo first-half vllm sglang lm-decode-h100 [red] \u0663 True {} good.csv
 empty.csv no.json odd.json model.json nowhere.csv . /dev/null out.html no/folder/out.html --
 """.split()
 PAIRS = """
-policy=vllm polcy=x capture_sizes=1,2 capture_sizes=0 max_num_tokens=2 lazy=maybe mode=FUL
+policy=vllm polcy=x sizes=1,2 sizes=0 max_num_tokens=2 lazy=maybe mode=FUL
 policy_options={} policy_options=[ policy_options={"x":1} policy cost_model=no.json plugins=
 =3 warmups=-1 disable=vllm
 """.split()
 VARIABLES = {
     "DISPATCHKIT_POLICY": ["vllm", "vlm", ""],
     "DISPATCHKIT_POLCY": ["x"],
-    "DISPATCHKIT_CAPTURE_SIZES": ["1,2,4", "4,x", "512"],
+    "DISPATCHKIT_SIZES": ["1,2,4", "4,x", "512"],
     "DISPATCHKIT_MAX_NUM_TOKENS": ["2", "0", "x"],
     "DISPATCHKIT_MODE": ["full", "FUL"],
     "DISPATCHKIT_CONFIG": ["good.toml", "broken.toml", "misspelt.toml", "mode.toml", "nowhere"],

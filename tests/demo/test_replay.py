@@ -46,7 +46,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
     folder = tmp_path_factory.mktemp("demo")
     rows = [*ROWS, "30,4,25,0"]
     with pytest.warns(CaptureSizeWarning, match="17 to 30 tokens run eager"):
-        return run(write(folder, rows), capture_sizes="1,2,4,8,16")
+        return run(write(folder, rows), sizes="1,2,4,8,16")
 
 
 def test_every_step_and_the_final_caches_equal_eager(report: DemoReport) -> None:
@@ -230,8 +230,8 @@ def test_impossible_numbers_of_steps_are_refused(steps: object) -> None:
 
 def test_capture_sizes_beyond_the_traffic_are_refused(tmp_path: Path) -> None:
     """As everywhere: nothing is trimmed in silence."""
-    with pytest.raises(ConfigError, match="capture_sizes"):
-        run(write(tmp_path, ROWS), capture_sizes=[4, 4096])
+    with pytest.raises(ConfigError, match="sizes"):
+        run(write(tmp_path, ROWS), sizes=[4, 4096])
 
 
 def test_settings_of_a_runner_hold_in_the_demo(tmp_path: Path) -> None:

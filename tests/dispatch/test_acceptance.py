@@ -22,7 +22,7 @@ class WrongAt:
         self.asked = []
 
     def declare(self, config):
-        return [GraphKey(PIECEWISE, BatchDescriptor(size)) for size in config.capture_sizes]
+        return [GraphKey(PIECEWISE, BatchDescriptor(size)) for size in config.sizes]
 
     def decide(self, batch, graphs):
         self.asked.append(batch)
@@ -34,9 +34,7 @@ class WrongAt:
 @pytest.fixture
 def config():
     with pytest.warns(UserWarning, match="33 to 40"):
-        return DispatchConfig(
-            capture_sizes=(8, 16, 32), max_num_tokens=40, query_lens=(1, 2), max_loras=4
-        )
+        return DispatchConfig(sizes=(8, 16, 32), max_num_tokens=40, query_lens=(1, 2), max_loras=4)
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 39, 40])
@@ -79,7 +77,7 @@ def test_axes_are_asked_for_with_one_of_their_buckets():
             return [GraphKey(PIECEWISE, BatchDescriptor(8, axes=(64,)))]
 
     policy = KnowsAxes()
-    Dispatcher(policy, DispatchConfig(capture_sizes=(8,), axes=Axis("length", 64)))
+    Dispatcher(policy, DispatchConfig(sizes=(8,), axes=Axis("length", 64)))
     assert {batch.axes for batch in policy.asked} == {(64,)}
 
 
@@ -102,7 +100,7 @@ def test_what_is_asked_keeps_within_the_limits(config):
 
 
 def test_of_many_sizes_some_are_asked_for_and_the_ends_always():
-    config = DispatchConfig(capture_sizes=range(10, 4001, 10))
+    config = DispatchConfig(sizes=range(10, 4001, 10))
     policy = WrongAt()
     Dispatcher(policy, config)
     sizes = {batch.num_tokens for batch in policy.asked}

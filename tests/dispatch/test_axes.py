@@ -23,7 +23,7 @@ from dispatchkit.dispatch.axes import PlainView
 from dispatchkit.errors import DescriptorError, PolicyError
 
 AXES = (Axis("length", (16, 64)), Axis("kind", (1, 3), exact=True))
-CONFIG = DispatchConfig(capture_sizes=(2, 4), mode="FULL", axes=AXES, max_loras=1)
+CONFIG = DispatchConfig(sizes=(2, 4), mode="FULL", axes=AXES, max_loras=1)
 COMBINATIONS = [(16, 1), (16, 3), (64, 1), (64, 3)]
 
 
@@ -38,7 +38,7 @@ class Plain:
     def declare(self, config):
         return [
             GraphKey(RuntimeMode.FULL, BatchDescriptor(size, num_active_loras=1))
-            for size in config.capture_sizes
+            for size in config.sizes
         ]
 
     def decide(self, batch, graphs):
@@ -157,7 +157,7 @@ def test_key_of_no_bucket_is_refused_by_name(axes):
 
 def test_many_axes_have_a_table_of_bounded_rows():
     axes = [Axis(name, range(1, 21)) for name in ("a", "b")]
-    config = DispatchConfig(capture_sizes=(2, 512), axes=axes)
+    config = DispatchConfig(sizes=(2, 512), axes=axes)
     made = Dispatcher(Plain(), attrs.evolve(config, max_loras=1))
     variant = made.config.variant(a=3, b=20)
     assert made.dispatch(3, loras=variant) is made.dispatch(3, loras=variant)

@@ -59,10 +59,10 @@ def make(policy=None, *, captured=True, registry=None, **options):
     """A dispatcher of sizes 8, 16, 32, with every graph captured."""
     config_options = {
         name: options.pop(name)
-        for name in ("capture_sizes", "max_num_tokens", "max_num_seqs", "query_lens", "max_loras")
+        for name in ("sizes", "max_num_tokens", "max_num_seqs", "query_lens", "max_loras")
         if name in options
     }
-    sizes = config_options.setdefault("capture_sizes", (8, 16, 32))
+    sizes = config_options.setdefault("sizes", (8, 16, 32))
     config_options.setdefault("max_num_tokens", sizes[-1] if sizes else None)
     config = options.pop("config", None) or DispatchConfig(**config_options)
     dispatcher = Dispatcher(policy or AskedPolicy(), config, registry=registry, **options)
@@ -100,7 +100,7 @@ def test_maximum_off_the_step_has_a_bucket():
 def test_batch_above_the_last_size_runs_eager():
     """No size is invented, even where the limit is far higher."""
     with pytest.warns(UserWarning, match="33 to 64"):
-        dispatcher = make(capture_sizes=(8, 32), max_num_tokens=64)
+        dispatcher = make(sizes=(8, 32), max_num_tokens=64)
     decision = dispatcher.dispatch(33)
     assert (decision.mode, decision.key, decision.reason) == (NONE, None, "above_largest_size")
     assert decision.padded_num_tokens == 33
@@ -476,7 +476,7 @@ def test_answers_by_requests_follow_the_registry():
 def test_answers_by_requests_are_bounded(monkeypatch):
     """A server sees any number of requests; memory must not grow with them."""
     monkeypatch.setattr(table_module, "MAX_COLD_CELLS", 10)
-    dispatcher = make(TwoWidthsPolicy(), config=DispatchConfig(capture_sizes=(16,)))
+    dispatcher = make(TwoWidthsPolicy(), config=DispatchConfig(sizes=(16,)))
     for num_tokens in range(5, 17):
         for num_reqs in range(5, num_tokens + 1):
             assert dispatcher.dispatch(num_tokens, num_reqs).key == dispatcher.policy.any
@@ -557,7 +557,7 @@ def test_empty_batch_where_eager_is_not_allowed_is_refused():
     ],
 )
 def test_lost_graph_empties_its_cells_and_gives_the_reason(change, reason):
-    dispatcher = make(capture_sizes=(8,))
+    dispatcher = make(sizes=(8,))
     assert dispatcher.dispatch(5).key == mixed(8)
     change(dispatcher.registry, mixed(8))
     decision = dispatcher.dispatch(5)
@@ -997,20 +997,20 @@ def test_swap_to_another_policy_takes_name_and_origin():
     dispatcher = make(origin="first 1.0")
     dispatcher.swap(Faulty(), origin="second 2.0")
     assert (dispatcher.policy_name, dispatcher.policy_origin) == ("faulty", "second 2.0")
-    dispatcher.swap(config=DispatchConfig(capture_sizes=(4,)))
+    dispatcher.swap(config=DispatchConfig(sizes=(4,)))
     assert (dispatcher.policy_name, dispatcher.policy_origin) == ("faulty", "second 2.0")
 
 
 def test_swap_of_the_configuration_takes_its_limits():
     dispatcher = make()
-    dispatcher.swap(config=DispatchConfig(capture_sizes=(64,), max_num_tokens=64))
+    dispatcher.swap(config=DispatchConfig(sizes=(64,), max_num_tokens=64))
     assert dispatcher.dispatch(64).reason == "not_captured"
     dispatcher.registry.captured(mixed(64), object())
     assert dispatcher.dispatch(64).key == mixed(64)
-    dispatcher.swap(config=DispatchConfig(capture_sizes=(4,), max_num_tokens=4))
+    dispatcher.swap(config=DispatchConfig(sizes=(4,), max_num_tokens=4))
     with pytest.raises(DescriptorError, match="from 0 to 4"):
         dispatcher.dispatch(5)
-    dispatcher.swap(config=DispatchConfig(capture_sizes=(4,)))
+    dispatcher.swap(config=DispatchConfig(sizes=(4,)))
     assert dispatcher.dispatch(5).reason == "above_largest_size"
 
 
@@ -1019,7 +1019,7 @@ def test_where_no_limit_is_stated_a_larger_batch_runs_eager(number):
     number = number if number is int else getattr(pytest.importorskip("numpy"), number)
     bound = []
     dispatcher = make(
-        config=DispatchConfig(capture_sizes=(8, 16), max_loras=1),
+        config=DispatchConfig(sizes=(8, 16), max_loras=1),
         bind=lambda decision, batch: bound.append((decision, batch)) or len(bound),
     )
     del bound[:]
@@ -1034,7 +1034,7 @@ def test_where_no_limit_is_stated_a_larger_batch_runs_eager(number):
             dispatcher.dispatch(*facts)
     with pytest.raises(NoGraphError):
         dispatcher.dispatch(17, ceiling=allowed_modes_code({RuntimeMode.FULL}))
-    limited = make(config=DispatchConfig(capture_sizes=(8,), max_num_seqs=4))
+    limited = make(config=DispatchConfig(sizes=(8,), max_num_seqs=4))
     with pytest.raises(DescriptorError, match="max_num_seqs"):
         limited.dispatch(9, 9)
 
@@ -1070,7 +1070,7 @@ def test_dispatchers_sharing_a_registry_follow_the_same_changes():
 def huge():
     """Rows as dicts: more than a million cells."""
     dispatcher = make(
-        config=DispatchConfig(capture_sizes=(8, 16, 60_000), max_num_tokens=60_000, max_loras=4)
+        config=DispatchConfig(sizes=(8, 16, 60_000), max_num_tokens=60_000, max_loras=4)
     )
     assert isinstance(dispatcher.dispatch(1), Decision)
     assert isinstance(dispatcher._rows[2][0][0], dict)
@@ -1126,7 +1126,7 @@ def test_hundred_thousand_keys():
         def declare(self, config):
             return [
                 mixed(size, num_active_loras=loras)
-                for size in config.capture_sizes
+                for size in config.sizes
                 for loras in range(config.max_loras + 1)
             ]
 
@@ -1136,7 +1136,7 @@ def test_hundred_thousand_keys():
                 return Decision.replay(key)
             return Decision.eager("not_ready")
 
-    config = DispatchConfig(capture_sizes=range(1, 10_001), max_loras=9)
+    config = DispatchConfig(sizes=range(1, 10_001), max_loras=9)
     dispatcher = Dispatcher(Many(), config, lazy=True)
     assert len(dispatcher.registry) == 100_000
     for num_tokens, loras in ((1, 0), (10_000, 9), (5_000, 4)):
@@ -1233,7 +1233,7 @@ def test_swap_while_another_thread_captures_does_not_deadlock():
 def test_threads_dispatch_while_the_configuration_shrinks_and_grows():
     """Limits and table are of one epoch: a typed error or an answer, never an IndexError."""
     dispatcher = make()
-    small, large = DispatchConfig(capture_sizes=(8,)), dispatcher.config
+    small, large = DispatchConfig(sizes=(8,)), dispatcher.config
 
     def swap():
         for _ in range(30):
@@ -1287,7 +1287,7 @@ def test_explanation_leaves_the_table_alone():
 
 def test_explanation_of_a_batch_above_all_graphs():
     with pytest.warns(UserWarning, match="33 to 64"):
-        dispatcher = make(capture_sizes=(32,), max_num_tokens=64)
+        dispatcher = make(sizes=(32,), max_num_tokens=64)
     assert "no declared graph is large enough" in str(explain(dispatcher, 40))
 
 
@@ -1303,7 +1303,7 @@ def test_explanation_tells_a_kind_without_graphs_from_a_size_above_them():
 
 def test_a_class_in_place_of_a_policy_is_told_from_a_policy():
     with pytest.raises(PolicyError, match=r"'AskedPolicy'.*give an instance: AskedPolicy"):
-        Dispatcher(AskedPolicy, DispatchConfig(capture_sizes=(8,)))
+        Dispatcher(AskedPolicy, DispatchConfig(sizes=(8,)))
 
 
 def test_explanation_says_what_is_not_allowed():

@@ -10,7 +10,7 @@ from dispatchkit.dispatch.lanes import lane_homes, lane_priorities
 from dispatchkit.errors import PolicyError
 from dispatchkit.keys import BatchDescriptor, DispatchConfig, GraphKey, RuntimeMode
 
-CONFIG = DispatchConfig(capture_sizes=(8, 16))
+CONFIG = DispatchConfig(sizes=(8, 16))
 
 
 def key(size):
@@ -101,7 +101,7 @@ def test_what_came_of_a_batch_that_the_new_limits_exclude_is_no_fault_of_the_pol
         name = "learner"
 
         def declare(self, config):
-            return [GraphKey(RuntimeMode.FULL, BatchDescriptor(n)) for n in config.capture_sizes]
+            return [GraphKey(RuntimeMode.FULL, BatchDescriptor(n)) for n in config.sizes]
 
         def decide(self, batch, graphs):
             return Decision.eager("x", timed=True)
@@ -109,9 +109,9 @@ def test_what_came_of_a_batch_that_the_new_limits_exclude_is_no_fault_of_the_pol
         def observe(self, outcome):
             return [CellUpdate(outcome.batch, None)]
 
-    wide = DispatchConfig(capture_sizes=(8, 64), max_num_tokens=64)
+    wide = DispatchConfig(sizes=(8, 64), max_num_tokens=64)
     dispatcher = Dispatcher(Learner(), wide, strict=True)
     outcome = Outcome(dispatcher.batch(50), dispatcher.dispatch(50), 10.0)
-    dispatcher.swap(config=DispatchConfig(capture_sizes=(8, 32), max_num_tokens=32))
+    dispatcher.swap(config=DispatchConfig(sizes=(8, 32), max_num_tokens=32))
     dispatcher.observe(outcome)
     assert dispatcher.num_policy_errors == 0

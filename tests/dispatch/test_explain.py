@@ -105,7 +105,7 @@ class Largest:
     name = "largest"
 
     def declare(self, config):
-        return [GraphKey(RuntimeMode.PIECEWISE, BatchDescriptor(n)) for n in config.capture_sizes]
+        return [GraphKey(RuntimeMode.PIECEWISE, BatchDescriptor(n)) for n in config.sizes]
 
     def decide(self, batch, graphs):
         for key in reversed([*graphs.covering(batch, RuntimeMode.PIECEWISE)]):
@@ -114,7 +114,7 @@ class Largest:
 
 
 def test_so_many_graphs_of_each_mode_are_shown_and_the_chosen_one_always():
-    config = DispatchConfig(capture_sizes=(8, 16, 24, 32))
+    config = DispatchConfig(sizes=(8, 16, 24, 32))
     table = Dispatcher(Largest(), config, lazy=True)
     for per_mode in (1, 2, 3):
         shown = [one.key.num_tokens for one in explain(table, 5, per_mode=per_mode).candidates]
@@ -129,7 +129,7 @@ def test_largest_of_no_graphs_is_nothing():
         def declare(self, config):
             return []
 
-    table = Dispatcher(Nothing(), DispatchConfig(capture_sizes=(8,)))
+    table = Dispatcher(Nothing(), DispatchConfig(sizes=(8,)))
     assert explain(table, 5).largest == 0
 
 

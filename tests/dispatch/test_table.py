@@ -12,7 +12,7 @@ from dispatchkit.keys import BatchDescriptor, DispatchConfig, GraphKey, RuntimeM
 from dispatchkit.keys.modes import ALLOWED_MODES
 
 PIECEWISE = RuntimeMode.PIECEWISE
-CONFIG = DispatchConfig(capture_sizes=(8, 16), max_num_tokens=16)
+CONFIG = DispatchConfig(sizes=(8, 16), max_num_tokens=16)
 REPLAY = Decision.replay(GraphKey(PIECEWISE, BatchDescriptor(16)))
 PROBE = Decision.eager("probe")
 

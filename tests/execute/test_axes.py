@@ -266,7 +266,7 @@ def test_copies_know_their_axes(make_runner, quiet):
 
 def test_axes_and_adapters_share_one_number():
     axes = [LENGTHS, Axis("kind", (0, 7), exact=True)]
-    config = DispatchConfig(capture_sizes=(1, 2), axes=axes, max_loras=2)
+    config = DispatchConfig(sizes=(1, 2), axes=axes, max_loras=2)
     seen = {
         config.variant(loras, length=length, kind=kind): (loras, (bucket, kind))
         for loras in range(3)

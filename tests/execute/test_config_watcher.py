@@ -38,12 +38,12 @@ def write(tmp_path):
 
 
 def test_what_the_file_says_is_swapped_in_once(runner, write):
-    watcher = ConfigWatcher(runner, write('policy = "vllm"\ncapture_sizes = [1, 2, 4, 8]'))
+    watcher = ConfigWatcher(runner, write('policy = "vllm"\nsizes = [1, 2, 4, 8]'))
     assert watcher.poll() is None
-    write("capture_sizes = [3, 8]\nmax_graphs = 5")
+    write("sizes = [3, 8]\nmax_graphs = 5")
     report = watcher.poll()
     assert [key.num_tokens for key in report.added] == [3]
-    assert runner.config.capture_sizes == (3, 8)
+    assert runner.config.sizes == (3, 8)
     assert runner.lanes[0].lifecycle.budget.max_graphs == 5
     assert watcher.poll() is None
     assert runner.dispatcher.epoch == 1
@@ -67,13 +67,13 @@ def test_policy_and_options_come_from_the_file(runner, write):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("capture_sizes = [1, 2", "TOML"),
-        ("capture_size = [1, 2]", "capture_sizes"),
-        ("capture_sizes = [0]", "capture_sizes"),
+        ("sizes = [1, 2", "TOML"),
+        ("capture_size = [1, 2]", "sizes"),
+        ("sizes = [0]", "sizes"),
         ('policy = "nobody"', "policy"),
         ('outputs = "view"', "Only a new runner"),
         ('backend = "cuda"', "Only a new runner"),
-        ("capture_sizes = [3, 16]\nmax_num_tokens = 16", "buffer_rows"),
+        ("sizes = [3, 16]\nmax_num_tokens = 16", "buffer_rows"),
     ],
 )
 def test_a_file_that_cannot_be_followed_is_told_of_once(runner, write, text, why):
@@ -100,7 +100,7 @@ def test_a_file_that_is_missing_is_told_of(runner, tmp_path):
 
 
 def test_it_can_be_given_a_thread(runner, write):
-    watcher = ConfigWatcher(runner, write("capture_sizes = [3, 8]"))
+    watcher = ConfigWatcher(runner, write("sizes = [3, 8]"))
     stop, swapped = threading.Event(), threading.Event()
     poll = watcher.poll
 
@@ -116,4 +116,4 @@ def test_it_can_be_given_a_thread(runner, write):
     finally:
         stop.set()
         thread.join(timeout=60)
-    assert runner.config.capture_sizes == (3, 8)
+    assert runner.config.sizes == (3, 8)

@@ -87,7 +87,7 @@ def test_as_a_decorator_with_and_without_options():
     assert isinstance(double, GraphedFunction)
     assert double.__name__ == "double"
     (runner,) = triple.graphed.runners
-    assert runner.config.capture_sizes == (4,)
+    assert runner.config.sizes == (4,)
     assert runner.spec.outputs == "view"
 
 

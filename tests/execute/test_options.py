@@ -175,7 +175,7 @@ def test_swaps_keep_what_was_asked_for():
     assert copy.copy(runner).lanes[0].lifecycle.budget.max_graphs == 5
     sized = make(sizes=(2, 4, 8))
     sized.swap(sizes=(4, 8))
-    assert asked(sized) == "DispatchConfig(mode='FULL', capture_sizes=(4, 8))"
+    assert asked(sized) == "DispatchConfig(mode='FULL', sizes=(4, 8))"
     with pytest.warns(UserWarning, match="5 to 8 tokens run eager"):
         sized.swap(sizes=(4,))
     assert sized.config.max_num_tokens == 8

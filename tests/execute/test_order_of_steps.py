@@ -82,7 +82,7 @@ class Counting:
         return int(self.total[0])
 
 
-@pytest.mark.filterwarnings("ignore:capture_sizes ends", "ignore:Steps run eager")
+@pytest.mark.filterwarnings("ignore:sizes ends", "ignore:Steps run eager")
 class TestOrder:
     def test_capture_keeps_what_submitted_steps_change(self, make_runner):
         for seed in SEEDS:

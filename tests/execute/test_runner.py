@@ -279,16 +279,16 @@ class TestSettings:
             GraphRunner(runner, TWO)
 
     def test_setting_is_given_in_one_place(self, model):
-        with pytest.raises(ConfigError, match=r"options.config has capture_sizes=\(1, 2\) too"):
+        with pytest.raises(ConfigError, match=r"options.config has sizes=\(1, 2\) too"):
             GraphRunner(
                 model,
                 TWO,
                 sizes=(1,),
-                options=RunnerOptions(config=DispatchConfig(capture_sizes=(1, 2))),
+                options=RunnerOptions(config=DispatchConfig(sizes=(1, 2))),
             )
 
     def test_config_alone(self, make_runner, model):
-        config = DispatchConfig(capture_sizes=(2, 4), mode="FULL")
+        config = DispatchConfig(sizes=(2, 4), mode="FULL")
         options = RunnerOptions(config=config)
         runner = make_runner(model, TWO, sizes=None, mode=None, options=options)
         assert runner.config is config
@@ -296,7 +296,7 @@ class TestSettings:
     def test_config_and_arguments_go_together(self, make_runner, model):
         options = RunnerOptions(config=DispatchConfig(max_num_seqs=3))
         config = make_runner(model, TWO, sizes=(2, 4), options=options).config
-        assert config == DispatchConfig(capture_sizes=(2, 4), max_num_seqs=3, mode="FULL")
+        assert config == DispatchConfig(sizes=(2, 4), max_num_seqs=3, mode="FULL")
 
     @pytest.mark.parametrize("value", ["fresh", None, 3])
     def test_unknown_kind_of_outputs(self, make_runner, model, value):
@@ -328,7 +328,7 @@ class TestSettings:
 
     @pytest.mark.parametrize("sizes", [(0,), (-1,), (True,), (1.5,), ("x",), (9,)])
     def test_bad_sizes_are_refused(self, make_runner, model, sizes):
-        with pytest.raises(ConfigError, match="capture_sizes"):
+        with pytest.raises(ConfigError, match="sizes"):
             make_runner(model, TWO, sizes=sizes, max_num_tokens=8)
 
     def test_no_sizes_gives_an_eager_runner(self, make_runner, model):

@@ -53,7 +53,7 @@ def test_a_promoted_candidate_is_in_force(runner):
     shadow.poll()
     report = shadow.promote(max_graphs=9)
     assert [key.num_tokens for key in report.captured] == [3]
-    assert runner.config.capture_sizes == (3, 8)
+    assert runner.config.sizes == (3, 8)
     assert runner.lanes[0].lifecycle.budget.max_graphs == 9
     assert shadow.report().steps == 3
     serve(runner)
@@ -69,11 +69,11 @@ def test_a_promotion_that_fails_leaves_both(runner, backend):
     backend.capture_fault = None
     serve(runner)
     assert shadow.poll() == 3
-    assert runner.config.capture_sizes == (1, 2, 4, 8)
+    assert runner.config.sizes == (1, 2, 4, 8)
 
 
 def test_a_candidate_with_other_query_lengths_is_promoted(runner, backend):
-    config = attrs.evolve(runner.config, query_lens=(2,), capture_sizes=(6, 8))
+    config = attrs.evolve(runner.config, query_lens=(2,), sizes=(6, 8))
     shadow = runner.start_shadow(config=config)
     serve(runner)
     backend.capture_fault = ValueError("planted")

@@ -162,7 +162,7 @@ def test_a_lazy_runner_captures_new_sizes_when_they_are_asked_for(make_runner):
 
 def test_larger_sizes_need_room_that_was_made_for_them(runner, make_runner):
     with pytest.raises(ConfigError, match=r"at most 8.*buffer_rows=16"):
-        runner.swap(config=DispatchConfig(capture_sizes=(8, 16), mode="FULL"))
+        runner.swap(config=DispatchConfig(sizes=(8, 16), mode="FULL"))
     roomy = make_runner(
         double, max_num_tokens=16, options=RunnerOptions(buffers=BufferOptions(buffer_rows=16))
     )
@@ -197,7 +197,7 @@ def test_a_policy_by_name_takes_options_alone(make_runner):
 def test_a_copy_of_the_runner_is_made_as_it_stands_after_the_swap(runner, policy):
     runner.swap(sizes=(3, 6), max_graphs=5, policy=policy)
     other = copy.copy(runner)
-    assert other.config.capture_sizes == (3, 6)
+    assert other.config.sizes == (3, 6)
     assert other.lanes[0].lifecycle.budget.max_graphs == 5
     assert other.dispatcher.policy is policy
 
@@ -288,7 +288,7 @@ def test_impossible_changes_are_refused_before_anything_happens(runner):
         (UnknownNameError, "eviction", {"eviction": "oldest"}),
         (ConfigError, "object in force", {"policy": runner.dispatcher.policy}),
         (ConfigError, "given alone", {"config": runner.config, "sizes": (1, 2)}),
-        (ConfigError, "capture_sizes", {"sizes": (0,)}),
+        (ConfigError, "sizes", {"sizes": (0,)}),
     ):
         refused(runner, error, match, **change)
 
@@ -409,7 +409,7 @@ def test_recording_goes_on_over_a_swap(runner):
     runner.swap(sizes=(3, 6))
     served_by(runner, 5)
     with pytest.raises(ConfigError, match="Stop recording"):
-        runner.swap(config=DispatchConfig(capture_sizes=(3, 6), query_lens=(2,), mode="FULL"))
+        runner.swap(config=DispatchConfig(sizes=(3, 6), query_lens=(2,), mode="FULL"))
     runner.stop_recording()
     assert list(recorder.trace().column("num_tokens")) == [3, 5]
 

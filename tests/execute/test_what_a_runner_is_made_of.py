@@ -119,7 +119,7 @@ def test_plugin_selects_the_policy_where_the_user_names_none(policy):
     runner = runner_with(plugins, None, backend="tape")
     assert runner.dispatcher.policy_name == "smallest"
     assert isinstance(seen[0], DispatchConfig)
-    assert seen[0].capture_sizes == (4, 8)
+    assert seen[0].sizes == (4, 8)
     runner_with(plugins, "mine", backend="tape")
     runner_with(plugins, Mine(), backend="tape")
     assert len(seen) == 1
@@ -254,7 +254,7 @@ def test_observer_that_raises_disturbs_nothing(policy, caplog):
         ({"inputs": [StaticInput((None,), "int64")]}, "inputs must be a dictionary .* got 'list'"),
         ({"inputs": None, "example": torch.zeros(2)}, "example must be a dictionary"),
         ({"inputs": None, "example": (torch.zeros(2),)}, "example must be a dictionary"),
-        ({"sizes": 8}, r"capture_sizes must be a list .* One size: \[8\]"),
+        ({"sizes": 8}, r"sizes must be a list .* One size: \[8\]"),
         ({"options": {"strict": True}}, "options must be RunnerOptions"),
         ({"state": torch.zeros(3)}, r"state must be a list of tensors.*state=\[cache\]"),
     ],
@@ -269,12 +269,12 @@ def test_setting_of_a_wrong_kind_is_told_by_name(policy, settings, said):
 def test_sizes_given_once_serve_copies_too(policy):
     sizes = (size for size in (4, 8))
     runner = GraphRunner(lambda tokens: tokens, INPUTS, sizes=sizes, policy=policy)
-    assert copy.copy(runner).config.capture_sizes == (4, 8)
+    assert copy.copy(runner).config.sizes == (4, 8)
 
 
 def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
     runner = GraphRunner(lambda tokens: tokens, INPUTS, sizes=[4], policy=policy)
-    with pytest.raises(ConfigError, match="capture_sizes must be a list"):
+    with pytest.raises(ConfigError, match="sizes must be a list"):
         runner.swap(sizes=4)
     with pytest.raises(ConfigError, match="watcher must be None, or an object with enter"):
         runner.watch_steps(print)

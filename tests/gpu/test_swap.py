@@ -160,4 +160,4 @@ def test_a_shadow_prices_graphs_by_device_time(served):
     assert report.active_us > 0
     assert report.error_us is not None
     shadow.promote()
-    assert runner.config.capture_sizes == (1, 16, 32)
+    assert runner.config.sizes == (1, 16, 32)

@@ -40,16 +40,16 @@ def test_checked_sizes_are_sorted_and_unique(sizes):
     "bad", [0, -1, 2.5, 8.0, True, False, None, "eight", "2.5", [8], np.bool_(1)]
 )
 def test_a_bad_size_is_refused_with_setting_and_value(bad):
-    with pytest.raises(ConfigError, match="capture_sizes") as caught:
+    with pytest.raises(ConfigError, match="sizes") as caught:
         check_capture_sizes([4, bad])
-    assert caught.value.setting == "capture_sizes"
+    assert caught.value.setting == "sizes"
     assert caught.value.value is bad
 
 
 def test_text_and_python_agree():
     assert check_capture_sizes("8, 1,4,8") == check_capture_sizes([8, 1, 4, 8]) == (1, 4, 8)
     assert check_capture_sizes(["8", np.int64(4)]) == (4, 8)
-    with pytest.raises(ConfigError, match="capture_sizes"):
+    with pytest.raises(ConfigError, match="sizes"):
         check_capture_sizes("8,0")
 
 

@@ -14,7 +14,7 @@ from dispatchkit.keys.checks import check_count, check_flag, read_flag, whole_nu
 from dispatchkit.observe.recorder import StepRecorder
 from dispatchkit.observe.timeline import Timeline
 
-CONFIG = DispatchConfig(capture_sizes=(8,))
+CONFIG = DispatchConfig(sizes=(8,))
 VARIANTS = Variants((Axis("length", (4, 16)),), 8)
 
 
@@ -32,8 +32,8 @@ def without(fault, value):
 
 TAKERS = {
     "check_count": lambda value: check_count(value, "count"),
-    "capture size": lambda value: DispatchConfig(capture_sizes=[value]).capture_sizes[0],
-    "adapters": lambda value: DispatchConfig(capture_sizes=[4], max_loras=value).max_loras,
+    "capture size": lambda value: DispatchConfig(sizes=[value]).sizes[0],
+    "adapters": lambda value: DispatchConfig(sizes=[4], max_loras=value).max_loras,
     "bucket": lambda value: Axis("length", [value]).buckets[0],
     "value of an axis": lambda value: VARIANTS.of_values(0, {"length": value}).values[0],
     "adapters of a variant": lambda value: VARIANTS.facts(VARIANTS.of_buckets(value, (4,)))[0],

@@ -32,8 +32,8 @@ def test_plain_config_ends_at_its_largest_size():
 def test_stated_maximum_is_a_capture_size_too(limit):
     """A maximum off the step would else leave the largest batches, the usual ones, eager."""
     config = DispatchConfig(max_num_tokens=limit)
-    assert config.capture_sizes[-1] == limit
-    assert config.capture_sizes[0] == 1
+    assert config.sizes[-1] == limit
+    assert config.sizes[0] == 1
     assert config.max_num_tokens == limit
 
 
@@ -44,29 +44,29 @@ def test_large_limit_does_not_make_a_large_ladder():
 
 
 def test_given_sizes_set_the_limit():
-    config = DispatchConfig(capture_sizes=(16, 4, 4, 8))
-    assert config.capture_sizes == (4, 8, 16)
+    config = DispatchConfig(sizes=(16, 4, 4, 8))
+    assert config.sizes == (4, 8, 16)
     assert config.max_num_tokens == config.max_num_seqs == 16
 
 
 def test_explicit_list_is_kept_and_what_it_leaves_out_is_said():
     """Nothing is added to it; a warning names the range without a graph."""
     with pytest.warns(CaptureSizeWarning, match="17 to 64 tokens run eager. Add 64"):
-        config = DispatchConfig(capture_sizes=(8, 16), max_num_tokens=64)
-    assert config.capture_sizes == (8, 16)
+        config = DispatchConfig(sizes=(8, 16), max_num_tokens=64)
+    assert config.sizes == (8, 16)
 
 
 def test_no_sizes_mean_no_graphs_and_one_warning():
     """Where no size is left, start-up succeeds without graphs and says so once."""
     with pytest.warns(CaptureSizeWarning) as told:
-        config = DispatchConfig(capture_sizes=(), max_num_tokens=64)
+        config = DispatchConfig(sizes=(), max_num_tokens=64)
     assert len(told) == 1
     assert config.max_capture_size == 0
 
 
 def test_no_sizes_and_no_limit_say_nothing_about_batches():
-    with pytest.raises(ConfigError, match="max_num_tokens must be given when capture_sizes is"):
-        DispatchConfig(capture_sizes=())
+    with pytest.raises(ConfigError, match="max_num_tokens must be given when sizes are"):
+        DispatchConfig(sizes=())
 
 
 # -- values as a user writes them --------------------------------------------------------
@@ -76,7 +76,7 @@ def test_text_gives_what_numbers_give():
     """Command line, environment and Python must not differ."""
     text = DispatchConfig(
         mode="full-and-piecewise",
-        capture_sizes="8, 16,32",
+        sizes="8, 16,32",
         max_num_tokens="32",
         max_num_seqs=" 16 ",
         query_lens="1,4",
@@ -84,7 +84,7 @@ def test_text_gives_what_numbers_give():
     )
     assert text == DispatchConfig(
         mode=M.FULL_AND_PIECEWISE,
-        capture_sizes=[8, 16, 32],
+        sizes=[8, 16, 32],
         max_num_tokens=32,
         max_num_seqs=16,
         query_lens=(1, 4),
@@ -95,11 +95,11 @@ def test_text_gives_what_numbers_give():
 def test_numpy_numbers_become_plain_ones():
     np = pytest.importorskip("numpy")
     config = DispatchConfig(
-        capture_sizes=np.array([4, 8]), max_num_tokens=np.int64(8), max_num_seqs=np.int32(4)
+        sizes=np.array([4, 8]), max_num_tokens=np.int64(8), max_num_seqs=np.int32(4)
     )
     assert (config.max_num_tokens, config.max_num_seqs) == (8, 4)
     assert type(config.max_num_seqs) is int
-    assert {type(size) for size in config.capture_sizes} == {int}
+    assert {type(size) for size in config.sizes} == {int}
 
 
 @pytest.mark.parametrize("setting", ["max_num_tokens", "max_num_seqs", "max_loras"])
@@ -121,14 +121,14 @@ def test_zero_is_no_limit(setting):
 @pytest.mark.parametrize("sizes", [(0,), (-8, 8), (1.5,), (True,), ("x",), (8, None)])
 def test_bad_capture_size_is_refused(sizes):
     """Zero, negative, fractional, boolean or no number: named with setting and value."""
-    with pytest.raises(ConfigError, match="capture_sizes must be"):
-        DispatchConfig(capture_sizes=sizes)
+    with pytest.raises(ConfigError, match="sizes must be"):
+        DispatchConfig(sizes=sizes)
 
 
 def test_size_above_the_limit_is_refused_before_any_memory_is_taken():
     """What the buffers cannot hold is refused as a setting."""
     with pytest.raises(ConfigError, match=r"at most max_num_tokens \(16\), got 32"):
-        DispatchConfig(capture_sizes=(8, 32), max_num_tokens=16)
+        DispatchConfig(sizes=(8, 32), max_num_tokens=16)
 
 
 @pytest.mark.parametrize("lens", [(), (0,), (-1,), (1, 1), (2.5,), True, None, 3.5, "x", (1, True)])
@@ -153,10 +153,10 @@ def test_flag_is_a_bool(flag):
 
 
 def test_uniform_sizes_are_named_in_their_own_error():
-    with pytest.raises(ConfigError, match="uniform_capture_sizes must be"):
-        DispatchConfig(max_num_tokens=16, uniform_capture_sizes=(0,))
-    with pytest.raises(ConfigError, match=r"uniform_capture_sizes must be at most max_num_tokens"):
-        DispatchConfig(max_num_tokens=16, uniform_capture_sizes=(32,))
+    with pytest.raises(ConfigError, match="uniform_sizes must be"):
+        DispatchConfig(max_num_tokens=16, uniform_sizes=(0,))
+    with pytest.raises(ConfigError, match=r"uniform_sizes must be at most max_num_tokens"):
+        DispatchConfig(max_num_tokens=16, uniform_sizes=(32,))
 
 
 def test_unknown_setting_is_refused():
@@ -207,11 +207,11 @@ def test_accepted_config_is_in_order_and_within_its_limits(sizes, limit, seqs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureSizeWarning)
         try:
-            config = DispatchConfig(capture_sizes=sizes, max_num_tokens=limit, max_num_seqs=seqs)
+            config = DispatchConfig(sizes=sizes, max_num_tokens=limit, max_num_seqs=seqs)
         except ConfigError:
             assert max(sizes, default=0) > limit
             return
-    assert config.capture_sizes == tuple(sorted(set(sizes)))
+    assert config.sizes == tuple(sorted(set(sizes)))
     assert config.max_capture_size <= config.max_num_tokens == limit
     assert config.max_num_seqs == (limit if seqs is None else seqs)
 
@@ -219,10 +219,10 @@ def test_accepted_config_is_in_order_and_within_its_limits(sizes, limit, seqs):
 def test_derived_sizes_hold_whole_requests_and_a_full_batch():
     """A ladder for one query length has no size for most batches of another."""
     config = DispatchConfig(max_num_tokens=64, max_num_seqs=10, query_lens=(3, 2))
-    assert set(config.capture_sizes) >= {3, 6, 12, 24, 30, 2, 4, 8, 16, 20, 64}
-    assert DispatchConfig(max_num_tokens=64).capture_sizes == (1, 2, 4, *range(8, 65, 8))
+    assert set(config.sizes) >= {3, 6, 12, 24, 30, 2, 4, 8, 16, 20, 64}
+    assert DispatchConfig(max_num_tokens=64).sizes == (1, 2, 4, *range(8, 65, 8))
     assert DispatchConfig(max_num_tokens=600, max_num_seqs=70).max_capture_size == 512
-    assert 70 in DispatchConfig(max_num_tokens=600, max_num_seqs=70).capture_sizes
+    assert 70 in DispatchConfig(max_num_tokens=600, max_num_seqs=70).sizes
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "x"])
@@ -242,9 +242,9 @@ def test_settings_are_given_by_name():
 )
 def test_axes_that_are_none_or_have_the_same_name_are_refused(axes):
     with pytest.raises(ConfigError, match="Axis objects with different names"):
-        DispatchConfig(capture_sizes=(8,), axes=axes)
+        DispatchConfig(sizes=(8,), axes=axes)
 
 
 def test_sizes_of_uniform_batches_are_sorted_and_unique():
-    config = DispatchConfig(capture_sizes=(8, 16), uniform_capture_sizes=[16, 8, 8])
-    assert config.uniform_capture_sizes == (8, 16)
+    config = DispatchConfig(sizes=(8, 16), uniform_sizes=[16, 8, 8])
+    assert config.uniform_sizes == (8, 16)

@@ -9,7 +9,7 @@ from dispatchkit.keys import Axis, DispatchConfig
 from dispatchkit.observe.recorder import StepRecorder
 from dispatchkit.observe.trace import read_trace
 
-CONFIG = DispatchConfig(capture_sizes=[1, 2, 4, 8], max_loras=2, query_lens=(2,))
+CONFIG = DispatchConfig(sizes=[1, 2, 4, 8], max_loras=2, query_lens=(2,))
 
 
 def test_steps_come_back_in_order_with_their_facts():
@@ -93,7 +93,7 @@ def test_impossible_capacities_are_refused(capacity):
 def test_values_of_axes_are_columns_of_their_own():
     """The value itself where it is known, else one that means the same bucket."""
     axes = [Axis("length", (4, 16)), Axis("kind", (0, 7), exact=True)]
-    config = DispatchConfig(capture_sizes=[1, 2, 4, 8], max_loras=2, axes=axes)
+    config = DispatchConfig(sizes=[1, 2, 4, 8], max_loras=2, axes=axes)
     recorder = StepRecorder(config, capacity=3)
     recorder.add(1, 1, 0, config.variant(length=1, kind=0))  # overwritten by the fourth
     recorder.add(3, 3, 0, config.variant(2, length=9, kind=7))
@@ -114,7 +114,7 @@ def test_values_of_axes_are_columns_of_their_own():
 
 
 def test_values_beyond_what_a_trace_holds_stay_outside():
-    config = DispatchConfig(capture_sizes=[1], axes=[Axis("length", (4,))])
+    config = DispatchConfig(sizes=[1], axes=[Axis("length", (4,))])
     recorder = StepRecorder(config)
     recorder.add(1, 1, 0, config.variant(length=10**30))
     assert recorder.trace()[0].axes["length"] == 2**31 - 1

@@ -138,7 +138,7 @@ def test_far_from_what_was_measured_the_error_bar_says_so():
 
 # -- details --------------------------------------------------------------------------------
 
-CONFIG = DispatchConfig(capture_sizes=(1, 2, 4, 8), mode="FULL")
+CONFIG = DispatchConfig(sizes=(1, 2, 4, 8), mode="FULL")
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_states_of_graphs_are_mirrored(active):
 
 
 def test_graphs_that_only_the_candidate_has_count_as_there(active):
-    shadow = Shadow(active, policy(), DispatchConfig(capture_sizes=(3, 8), mode="FULL"))
+    shadow = Shadow(active, policy(), DispatchConfig(sizes=(3, 8), mode="FULL"))
     for size, us in ((2, 20.0), (4, 40.0), (8, 80.0)):
         measure(shadow, active, size, [us] * 3)
     shadow.follow([(3, 0, 0, 0, 2)] * 10)
@@ -232,7 +232,7 @@ def test_what_has_no_known_time_is_left_out_and_said(active):
 
 
 def test_steps_outside_the_candidates_limits_are_refused(active):
-    shadow = Shadow(active, policy(), DispatchConfig(capture_sizes=(4,), mode="FULL"))
+    shadow = Shadow(active, policy(), DispatchConfig(sizes=(4,), mode="FULL"))
     shadow.follow([(7, 0, 0, 0, 2), (3, 0, 0, 0, 2)])
     assert shadow.report().refused_steps == 1
 
@@ -320,7 +320,7 @@ def test_no_price_is_negative_however_far_it_lies_from_what_was_measured():
 
 def test_a_candidate_is_frozen_and_thawed_with_the_dispatcher_in_force():
     """Else it would seem to replay what nobody may capture any more."""
-    config = DispatchConfig(capture_sizes=(8,), max_num_tokens=8)
+    config = DispatchConfig(sizes=(8,), max_num_tokens=8)
     create = load_plugins().create_policy
     active = Dispatcher(create("vllm"), config, lazy=True)
     shadow = Shadow(active, create("vllm"))

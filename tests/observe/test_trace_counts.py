@@ -49,7 +49,7 @@ def test_vllms_table_is_read_out_of_a_log(tmp_path):
     """All tables of a log add up; its settings come along."""
     stats = read_cudagraph_stats(write(tmp_path / "server.log", LOG))
     assert stats.config_mode == "FULL_AND_PIECEWISE"
-    assert stats.capture_sizes == (1, 2, 4, 8)
+    assert stats.sizes == (1, 2, 4, 8)
     assert len(stats.rows) == 4
     assert stats.histogram().counts == {
         StepKind(6, uniform=True): 40,
@@ -162,4 +162,4 @@ def test_a_list_of_sizes_is_read_however_a_log_writes_it(tmp_path):
     path = tmp_path / "server.log"
     table = "| Unpadded Tokens | Padded Tokens | Num Paddings | Runtime Mode | Count |"
     path.write_text(f"- Capture sizes: [1 2 4, 8]\n{table}\n| 1 | 1 | 0 | FULL | 3 |\n")
-    assert read_cudagraph_stats(path).capture_sizes == (1, 2, 4, 8)
+    assert read_cudagraph_stats(path).sizes == (1, 2, 4, 8)

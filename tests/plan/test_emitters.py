@@ -20,10 +20,10 @@ SIZES = (1, 2, 4, 512)
 
 def test_our_own_form_is_code():
     made = emit(SIZES, "dispatchkit")
-    assert eval(made.text, {"DispatchConfig": DispatchConfig}).capture_sizes == SIZES  # noqa: S307
+    assert eval(made.text, {"DispatchConfig": DispatchConfig}).sizes == SIZES  # noqa: S307
     drafts = emit((8,), "dispatchkit", query_len=4)
     config = eval(drafts.text, {"DispatchConfig": DispatchConfig})  # noqa: S307
-    assert (config.capture_sizes, config.query_lens) == ((8,), (4,))
+    assert (config.sizes, config.query_lens) == ((8,), (4,))
 
 
 def test_vllm_gets_json_in_one_shell_word():

@@ -49,7 +49,7 @@ class Smallest(SmallestPolicy):
                 RuntimeMode.FULL,
                 BatchDescriptor(num_tokens=size, num_reqs=max(1, size // 2)),
             )
-            for size in config.capture_sizes
+            for size in config.sizes
         ]
 
 
@@ -341,9 +341,7 @@ def test_an_empty_list_of_sizes_is_a_list():
 
 def test_short_requests_run_in_decode_graphs_that_take_varying_lengths():
     trace = StepTrace({"num_tokens": [6, 9], "num_reqs": [2, 2], "max_query_len": [4, 8]})
-    config = DispatchConfig(
-        capture_sizes=(8, 16), max_num_tokens=16, query_lens=4, varlen_decode=True
-    )
+    config = DispatchConfig(sizes=(8, 16), max_num_tokens=16, query_lens=4, varlen_decode=True)
     scenario = Scenario(policy="vllm@0.33-manager", config=config)
     assert simulate(trace, scenario).modes == {"NONE": 0, "PIECEWISE": 1, "FULL": 1}
     rule = load_plugins().create_policy("vllm@0.33-manager")

@@ -75,7 +75,7 @@ class Learner:
 def test_a_policy_that_learns_is_told_times_and_its_change_is_seen() -> None:
     """In the order of the steps."""
     policy = Learner()
-    dispatcher = Dispatcher(policy, DispatchConfig(capture_sizes=[8]), lazy=True)
+    dispatcher = Dispatcher(policy, DispatchConfig(sizes=[8]), lazy=True)
     made = account_for(StepTrace({"num_tokens": [3, 3, 3, 0]}), dispatcher, MODEL)
     assert policy.told == [MODEL.step_us(3, 8)]
     assert made.modes() == {"NONE": 2, "PIECEWISE": 0, "FULL": 1}
@@ -97,7 +97,7 @@ def test_progress_is_told_to_the_end(trace: Any, plugins: Any) -> None:
 
 def test_bad_input_is_told(plugins: Any) -> None:
     """No tokens, or a step beyond the limit."""
-    config = DispatchConfig(capture_sizes=[8])
+    config = DispatchConfig(sizes=[8])
     dispatcher = Dispatcher(plugins.create_policy("vllm"), config, lazy=True)
     with pytest.raises(TraceError, match="no step with tokens"):
         account_for(StepTrace({"num_tokens": [0]}), dispatcher, MODEL)
@@ -109,7 +109,7 @@ def test_an_explanation_says_what_stands_behind_each_state(plugins: Any) -> None
     """On a live dispatcher: not captured, failed, switched off, ready."""
     from dispatchkit import explain
 
-    dispatcher = Dispatcher(plugins.create_policy("vllm"), DispatchConfig(capture_sizes=[8]))
+    dispatcher = Dispatcher(plugins.create_policy("vllm"), DispatchConfig(sizes=[8]))
     registry = dispatcher.registry
     assert explain(dispatcher, 3, 3, 1).because.startswith("state: its graph is declared")
     assert explain(dispatcher, 3, 3, 1).nearest

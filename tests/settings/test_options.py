@@ -28,7 +28,7 @@ NAMES = {kind.__name__: kind for kind in (Axis, RunnerOptions, DispatchConfig, *
 FULL = RunnerOptions(
     config=DispatchConfig(
         mode="FULL",
-        capture_sizes=[4, 8],
+        sizes=[4, 8],
         max_num_seqs=4,
         query_lens=(1, 2),
         axes=[Axis("length", (16, 64)), Axis("kind", (1, 3), exact=True)],
@@ -146,15 +146,15 @@ def test_evolve_derives_anew_from_what_was_asked_for() -> None:
         warnings.simplefilter("error")
         config = DispatchConfig(max_num_tokens=8)
         assert attrs.evolve(config, max_num_tokens=16) == DispatchConfig(max_num_tokens=16)
-        sized = DispatchConfig(capture_sizes=(2, 4))
-        assert attrs.evolve(sized, capture_sizes=(2, 16)).max_num_tokens == 16
+        sized = DispatchConfig(sizes=(2, 4))
+        assert attrs.evolve(sized, sizes=(2, 16)).max_num_tokens == 16
         large = DispatchConfig(max_num_tokens=4096)  # its sizes end at 512
-        assert attrs.evolve(large, mode="FULL").capture_sizes == large.capture_sizes
+        assert attrs.evolve(large, mode="FULL").sizes == large.sizes
 
 
 def test_evolve_warns_of_what_is_new_alone() -> None:
     with pytest.warns(CaptureSizeWarning, match="9 to 64"):
-        config = DispatchConfig(capture_sizes=(4, 8), max_num_tokens=64)
+        config = DispatchConfig(sizes=(4, 8), max_num_tokens=64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = attrs.evolve(config, mode=CUDAGraphMode.FULL)
@@ -165,7 +165,7 @@ def test_evolve_warns_of_what_is_new_alone() -> None:
 
 
 def test_configurations_are_equal_if_the_same_holds() -> None:
-    given = DispatchConfig(capture_sizes=(1, 2, 4, 8), max_num_tokens=8, max_num_seqs=8)
+    given = DispatchConfig(sizes=(1, 2, 4, 8), max_num_tokens=8, max_num_seqs=8)
     derived = DispatchConfig(max_num_tokens=8)
     assert given == derived
     assert hash(given) == hash(derived)
@@ -185,7 +185,7 @@ def written_for(**arguments: Any) -> str:
 def test_a_moved_keyword_is_refused_with_what_to_write(name: str) -> None:
     group = next(group for group, kind in GROUPS.items() if name in names_of(kind))
     value = getattr(getattr(FULL, group), name)
-    if name in ("mode", "max_num_tokens", "axes", "lanes"):
+    if name in ("sizes", "mode", "max_num_tokens", "axes"):
         refuse_moved({name: value})  # a runner's own arguments
         return
     made = eval(f"dict({written_for(**{name: value})})", dict(NAMES))  # noqa: S307

@@ -45,11 +45,11 @@ PLACES = [from_python, from_environment, from_file]
 VALUES: list[tuple[str, Any, Any]] = [
     ("policy", "adaptive", "adaptive"),
     ("mode", "full", CUDAGraphMode.FULL),
-    ("capture_sizes", [8, 1, 4], (1, 4, 8)),
+    ("sizes", [8, 1, 4], (1, 4, 8)),
     ("max_num_tokens", 64, 64),
     ("max_num_seqs", 8, 8),
     ("query_lens", [1, 4], (1, 4)),
-    ("uniform_capture_sizes", [4, 8], (4, 8)),
+    ("uniform_sizes", [4, 8], (4, 8)),
     ("varlen_decode", True, True),
     ("max_loras", 0, 0),
     ("lazy", False, False),
@@ -77,7 +77,7 @@ def test_axes_are_a_table_of_buckets_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "pyproject.toml"
     table = "length = [64, 16]\nkind = {buckets = [1, 3], exact = true}\n"
     path.write_text(f"[tool.dispatchkit.axes]\n{table}")
-    settings = load_settings(environ={}, start=tmp_path, capture_sizes=[1, 2])
+    settings = load_settings(environ={}, start=tmp_path, sizes=[1, 2])
     assert settings.dispatch_config().axes == (LENGTH, KIND)
     assert settings.runner_arguments()["options"].config.axes == (LENGTH, KIND)
     said = shown(settings["axes"])
@@ -92,11 +92,11 @@ def test_axes_are_a_table_of_buckets_in_the_file(tmp_path: Path) -> None:
 
 MISTAKES: list[tuple[str, Any]] = [
     ("polcy", "vllm"),
-    ("sizes", [1, 2]),
+    ("size", [1, 2]),
     ("mode", "FUL"),
-    ("capture_sizes", [4, 0]),
-    ("capture_sizes", [4, "x"]),
-    ("capture_sizes", [4, 1.5]),
+    ("sizes", [4, 0]),
+    ("sizes", [4, "x"]),
+    ("sizes", [4, 1.5]),
     ("max_num_tokens", 0),
     ("max_num_tokens", -3),
     ("max_num_tokens", 1.5),
@@ -180,9 +180,9 @@ def test_file_and_environment_that_differ_are_told_and_a_call_is_meant(tmp_path:
 
 def test_settings_that_contradict_each_other_name_both_sources(tmp_path: Path) -> None:
     """Sizes of the file, a limit of the environment."""
-    (tmp_path / "pyproject.toml").write_text("[tool.dispatchkit]\ncapture_sizes = [1, 512]\n")
+    (tmp_path / "pyproject.toml").write_text("[tool.dispatchkit]\nsizes = [1, 512]\n")
     settings = load_settings(environ={"DISPATCHKIT_MAX_NUM_TOKENS": "64"}, start=tmp_path)
-    with pytest.raises(ConfigError, match="capture_sizes must be at most max_num_tokens") as caught:
+    with pytest.raises(ConfigError, match="sizes must be at most max_num_tokens") as caught:
         settings.dispatch_config()
     notes = " ".join(caught.value.__notes__)
     assert "pyproject.toml" in notes

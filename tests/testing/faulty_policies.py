@@ -214,7 +214,7 @@ class PartsOfRequestsPolicy(SmallestPolicy):
         query_len = config.query_len
         extra = [
             GraphKey(FULL, BatchDescriptor(size, uniform=True, query_len=query_len))
-            for size in config.capture_sizes
+            for size in config.sizes
             if config.mode.separate_routine() and config.mode.has_full_cudagraphs()
         ]
         return keys + extra
@@ -226,7 +226,7 @@ class RunsOffTheLadderPolicy(SmallestPolicy):
 
     def declare(self, config):
         self.table = [
-            next(size for size in config.capture_sizes if size >= n)
+            next(size for size in config.sizes if size >= n)
             for n in range(1, config.max_capture_size + 1)
         ]
         return super().declare(config)

@@ -22,7 +22,7 @@ class PiecewiseOnlyPolicy(SmallestPolicy):
             return []
         return [
             GraphKey(PIECEWISE, BatchDescriptor(size, num_active_loras=loras))
-            for size in config.capture_sizes
+            for size in config.sizes
             for loras in range(config.max_loras + 1)
         ]
 

@@ -46,7 +46,7 @@ class TestOneBucket(PolicyTests):
 
 
 def test_a_larger_bucket_stands_in_for_the_smallest_or_none_does():
-    config = DispatchConfig(mode="FULL", capture_sizes=(4, 8))
+    config = DispatchConfig(mode="FULL", sizes=(4, 8))
     answers = []
     for policy in (SmallestPolicy(), OneBucketPolicy()):
         dispatcher = Dispatcher(policy, config)
@@ -119,7 +119,7 @@ def test_message_has_what_is_needed_to_try_it_again():
     policy, finding, _ = PLANTED[0]
     message = find(policy, finding).message
     assert "batch:  num_tokens=" in message
-    assert "config: mode=" in message or "config: capture_sizes=" in message
+    assert "config: mode=" in message or "config: sizes=" in message
 
 
 def test_same_seed_gives_the_same_verdict():

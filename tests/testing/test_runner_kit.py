@@ -99,7 +99,7 @@ class NothingReplays(RunnerTests):
     """A mode in which a step that is no list of pieces has no graphs."""
 
     def make_config(self):
-        return DispatchConfig(capture_sizes=(1, 2, 4, 8), max_num_tokens=8, mode="PIECEWISE")
+        return DispatchConfig(sizes=(1, 2, 4, 8), max_num_tokens=8, mode="PIECEWISE")
 
     def make_step(self):
         return lambda tokens, values: values * 2

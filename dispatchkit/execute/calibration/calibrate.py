@@ -340,7 +340,7 @@ def _state_kept(subject: Subject) -> Iterator[None]:
 
 def _eager_sizes(runner: GraphRunner) -> list[int]:
     """Return sizes to run eager: the captured ones and more up to the limit."""
-    sizes = set(runner.config.capture_sizes)
+    sizes = set(runner.config.sizes)
     size, limit = max(sizes), runner.config.max_num_tokens
     while size < limit:
         size = min(limit, size + max(1, size // 4))

@@ -45,7 +45,7 @@ class EverySize:
         }
         return [
             GraphKey(mode, BatchDescriptor(size))
-            for size in config.capture_sizes
+            for size in config.sizes
             for mode in _GRAPH_MODES
             if wanted[mode]
         ]
@@ -111,12 +111,12 @@ def measuring_subject(
             settings["sizes"] = sizes
         policy = settings.pop("policy", EverySize() if every_size else None)
         runner = GraphRunner(step, inputs, example=example, policy=policy, **settings)
-    wanted = runner.config.capture_sizes if sizes is None else check_capture_sizes(tuple(sizes))
+    wanted = runner.config.sizes if sizes is None else check_capture_sizes(tuple(sizes))
     if not wanted:
         raise ConfigError("sizes", wanted, "at least one size to measure")
     config = attrs.evolve(
         runner.config,
-        capture_sizes=wanted,
+        sizes=wanted,
         max_num_tokens=max(runner.config.max_num_tokens, *wanted, *eager_sizes, 1),
     )
     limits = attrs.evolve(runner.spec.options.memory, max_graphs=None, max_bytes=None)

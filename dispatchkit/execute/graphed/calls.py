@@ -90,7 +90,7 @@ class GraphedCalls:
             target if isinstance(target, torch.nn.Module) else None
         )
         given = {*settings, *given_in(settings["options"].config)}
-        self.grows: bool = given.isdisjoint({"sizes", "capture_sizes", "max_num_tokens"})
+        self.grows: bool = given.isdisjoint({"sizes", "max_num_tokens"})
         self.batch_dims = batch_dims
         self._forms: dict[Any, Form] = {}
         self._dims: dict[Any, list[int | None]] = {}

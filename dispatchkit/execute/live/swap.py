@@ -115,7 +115,7 @@ class Swapper:
         requests = self._requests
         asked = requests.config(
             config,
-            capture_sizes=sizes,
+            sizes=sizes,
             max_num_tokens=max_num_tokens,
             max_num_seqs=max_num_seqs,
             mode=mode,
@@ -152,7 +152,7 @@ class Swapper:
             start = time.perf_counter()
             asked = requests.config(
                 config,
-                capture_sizes=sizes,
+                sizes=sizes,
                 max_num_tokens=max_num_tokens,
                 max_num_seqs=max_num_seqs,
                 mode=mode,

@@ -15,6 +15,6 @@ class TestKit(PolicyTests):
 
 def test_it_is_chosen_by_name() -> None:
     policy = load_plugins().create_policy("smallest")
-    table = Dispatcher(policy, DispatchConfig(capture_sizes=(8, 16)), lazy=True, strict=True)
+    table = Dispatcher(policy, DispatchConfig(sizes=(8, 16)), lazy=True, strict=True)
     assert table.dispatch(9).padded_num_tokens == 16
     assert table.policy_name == "smallest"

@@ -29,7 +29,7 @@ from dispatchkit.testing import PolicyTests
 from dispatchkit_adaptive import AdaptivePolicy, StateError
 
 PLUGINS = load_plugins()
-CONFIG = DispatchConfig(mode="FULL", capture_sizes=(512, 768))
+CONFIG = DispatchConfig(mode="FULL", sizes=(512, 768))
 
 
 def key(size: int) -> GraphKey:
@@ -194,7 +194,7 @@ def test_what_did_not_run_to_its_end_teaches_nothing(facts: dict[str, Any]) -> N
 
 def test_larger_graphs_and_other_modes_are_arms_too() -> None:
     """PIECEWISE beats FULL at 64 tokens, and the graph of 128 beats that of 64."""
-    config = DispatchConfig(capture_sizes=(64, 128), max_num_tokens=128)
+    config = DispatchConfig(sizes=(64, 128), max_num_tokens=128)
     policy = adaptive()
     table = serve(policy, config)
     uniform, mixed = table.batch(60, uniform=1), table.batch(60)
@@ -213,7 +213,7 @@ def test_larger_graphs_and_other_modes_are_arms_too() -> None:
 
 def test_hard_constraints_stand_above_what_was_learnt() -> None:
     """Not even a mode that was measured to be faster is taken where it is not allowed."""
-    config = DispatchConfig(capture_sizes=(64,), max_num_tokens=64)
+    config = DispatchConfig(sizes=(64,), max_num_tokens=64)
     policy = adaptive()
     table = serve(policy, config)
     for each in table.graphs:

@@ -22,7 +22,7 @@ from dispatchkit_adaptive import AdaptivePolicy, Noise, rehearse
 
 PLUGINS = load_plugins()
 SIZES = (512, 768, 1024, 2048)
-CONFIG = DispatchConfig(mode="FULL", capture_sizes=SIZES)
+CONFIG = DispatchConfig(mode="FULL", sizes=SIZES)
 MLP = load_cost_model("mlp-h100")
 DRIFT = 1.5
 

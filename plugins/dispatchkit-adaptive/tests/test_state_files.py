@@ -18,7 +18,7 @@ from dispatchkit_adaptive import AdaptivePolicy, StateError
 from dispatchkit_adaptive import state as state_module
 
 PLUGINS = load_plugins(allow=["adaptive", "vllm"])
-CONFIG = DispatchConfig(capture_sizes=[4, 8])
+CONFIG = DispatchConfig(sizes=[4, 8])
 
 
 def learnt(steps: int = 40) -> AdaptivePolicy:

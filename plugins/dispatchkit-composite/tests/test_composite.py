@@ -32,7 +32,7 @@ from dispatchkit.testing import PolicyTests, batches, configs, graph_view, regis
 from dispatchkit_composite import CompositePolicy, Member, members_from_pyproject
 
 PLUGINS = load_plugins()
-CONFIG = DispatchConfig(mode="PIECEWISE", capture_sizes=(8, 16, 32))
+CONFIG = DispatchConfig(mode="PIECEWISE", sizes=(8, 16, 32))
 
 
 def piecewise(size: int) -> GraphKey:

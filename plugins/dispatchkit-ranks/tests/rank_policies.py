@@ -35,7 +35,7 @@ class AlwaysFull(Smallest):
     name = "always full"
 
     def declare(self, config):
-        return [GraphKey(RuntimeMode.FULL, BatchDescriptor(n)) for n in config.capture_sizes]
+        return [GraphKey(RuntimeMode.FULL, BatchDescriptor(n)) for n in config.sizes]
 
 
 class Wilful:
@@ -65,7 +65,7 @@ class Wilful:
 
 def make_dispatcher(policy=None, *, captured=True, sizes=SIZES, **settings):
     config = DispatchConfig(
-        capture_sizes=sizes, max_num_tokens=MAX_NUM_TOKENS, **{"query_lens": (1, 2), **settings}
+        sizes=sizes, max_num_tokens=MAX_NUM_TOKENS, **{"query_lens": (1, 2), **settings}
     )
     dispatcher = Dispatcher(policy or Smallest(), config)
     if captured:

@@ -15,7 +15,7 @@ from dispatchkit_ranks import Facts
 from dispatchkit_ranks.axis_facts import AxisFacts
 
 CONFIG = DispatchConfig(
-    capture_sizes=SIZES,
+    sizes=SIZES,
     max_num_tokens=MAX_NUM_TOKENS,
     query_lens=(2, 1, 4),
     varlen_decode=True,

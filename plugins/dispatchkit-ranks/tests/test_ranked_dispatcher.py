@@ -516,7 +516,7 @@ def test_switches_are_on_where_all_ranks_have_them_on():
 @pytest.mark.parametrize(
     ("odd", "what"),
     [
-        ({"sizes": (1, 4, 8)}, "config.capture_sizes"),
+        ({"sizes": (1, 4, 8)}, "config.sizes"),
         ({"max_loras": 3}, "config.max_loras"),
         ({"policy": Smallest(eager_below=5)}, "policy's answers"),
         ({"facts": {"model": "other"}}, "model"),

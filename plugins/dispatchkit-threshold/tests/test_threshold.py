@@ -33,7 +33,7 @@ class TestPiecewiseFirst(PolicyTests):
 
 
 def dispatcher(policy: ThresholdPolicy, mode: str = "FULL_AND_PIECEWISE") -> Dispatcher:
-    config = DispatchConfig(mode=mode, capture_sizes=SIZES)
+    config = DispatchConfig(mode=mode, sizes=SIZES)
     return Dispatcher(policy, config, lazy=True, strict=True)
 
 
@@ -54,7 +54,7 @@ def test_a_batch_that_may_use_no_graph_is_told_so() -> None:
 
 
 def test_sizes_that_no_batch_could_get_are_not_declared() -> None:
-    config = DispatchConfig(capture_sizes=SIZES, mode="PIECEWISE")
+    config = DispatchConfig(sizes=SIZES, mode="PIECEWISE")
     assert [key.num_tokens for key in ThresholdPolicy(9, 20).declare(config)] == [16, 32]
     assert [key.num_tokens for key in ThresholdPolicy(9, 16).declare(config)] == [16]
 
@@ -103,7 +103,7 @@ def test_bad_options_are_refused_by_name(options: dict[str, object], setting: st
 
 def test_the_limit_of_tokens_leaves_each_kind_of_batch_the_graph_it_is_padded_to():
     """Uniform batches have sizes of whole requests only: 24 is the one that holds 12 of them."""
-    config = DispatchConfig(capture_sizes=(8, 16, 24), max_num_tokens=24, query_lens=3)
+    config = DispatchConfig(sizes=(8, 16, 24), max_num_tokens=24, query_lens=3)
     dispatcher = Dispatcher(ThresholdPolicy(1, 12), config, lazy=True)
     assert str(dispatcher.dispatch(12, 4, 1).key) == "FULL tokens=24 reqs=8 uniform=3"
     assert dispatcher.dispatch(12).padded_num_tokens == 16

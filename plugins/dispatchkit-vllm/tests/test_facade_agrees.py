@@ -52,7 +52,7 @@ def native(dialect: str, setup: dict[str, Any], max_loras: int) -> Dispatcher:
     sizes = tuple(setup["sizes"])
     config = DispatchConfig(
         mode=setup["mode"],
-        capture_sizes=sizes,
+        sizes=sizes,
         max_num_tokens=max(sizes[-1], 48),
         max_num_seqs=setup["max_num_seqs"],
         query_lens=(setup["query_len"],),
@@ -156,7 +156,7 @@ def test_manager(setup, asked, varlen):
     config = native("vllm", setup, most).config
     config = DispatchConfig(
         mode=config.mode,
-        capture_sizes=config.capture_sizes,
+        sizes=config.sizes,
         max_num_tokens=config.max_num_tokens,
         max_num_seqs=config.max_num_seqs,
         query_lens=config.query_lens,

@@ -28,7 +28,7 @@ CASCADE = int(PIECEWISE)  # the ceiling of a batch with cascade attention
 
 
 def dispatcher(dialect: str = "vllm", *, captured: bool = True, **settings) -> Dispatcher:
-    settings = {"capture_sizes": (1, 2, 4, 8, 16), "max_num_seqs": 8, **settings}
+    settings = {"sizes": (1, 2, 4, 8, 16), "max_num_seqs": 8, **settings}
     made = Dispatcher(VllmPolicy(dialect), DispatchConfig(**settings))
     if captured:
         for key in made.registry:
@@ -100,7 +100,7 @@ def test_a_failed_key_falls_to_the_next_mode_and_never_to_a_larger_bucket():
 def test_graphs_of_an_earlier_configuration_are_not_looked_for():
     made = dispatcher(mode="FULL")
     assert made.dispatch(3).mode is FULL
-    made.swap(config=DispatchConfig(capture_sizes=(1, 2, 4, 8, 16), mode="PIECEWISE"))
+    made.swap(config=DispatchConfig(sizes=(1, 2, 4, 8, 16), mode="PIECEWISE"))
     assert full(4, num_reqs=4) in made.registry
     assert made.dispatch(3).reason == Reason.NOT_CAPTURED
     made.registry.captured(piecewise(4), "graph")
@@ -130,7 +130,7 @@ def test_more_requests_than_the_graph_holds_take_the_next_mode():
 def test_uniform_keys_hold_whole_requests_only():
     """No captured graph holds a part of a request."""
     for name in DIALECTS:
-        made = dispatcher(name, query_lens=(3,), capture_sizes=(1, 2, 4, 6, 8, 9, 16))
+        made = dispatcher(name, query_lens=(3,), sizes=(1, 2, 4, 6, 8, 9, 16))
         uniform = [key.descriptor for key in made.registry if key.descriptor.uniform]
         assert uniform, name
         assert all(each.num_tokens % 3 == 0 for each in uniform), name
@@ -148,12 +148,12 @@ def test_uniform_keys_hold_whole_requests_only():
     ],
 )
 def test_sizes_are_rounded_as_the_release_does(dialect, sizes):
-    made = dispatcher(dialect, query_lens=(3,), capture_sizes=(1, 2, 4, 8, 9, 15))
+    made = dispatcher(dialect, query_lens=(3,), sizes=(1, 2, 4, 8, 9, 15))
     assert tuple(sorted({key.num_tokens for key in made.registry})) == sizes
 
 
 def test_plain_full_is_rounded_by_the_newest_release_only():
-    settings = {"mode": "FULL", "query_lens": (3,), "capture_sizes": (1, 2, 4, 8)}
+    settings = {"mode": "FULL", "query_lens": (3,), "sizes": (1, 2, 4, 8)}
     assert {k.num_tokens for k in dispatcher("vllm", **settings).registry} == {3, 6}
     assert {k.num_tokens for k in dispatcher("vllm@0.13", **settings).registry} == {1, 2, 4, 8}
 
@@ -206,7 +206,7 @@ def test_without_graphs_for_no_adapters_such_batches_run_eager():
 
 
 def test_manager_searches_each_mode_for_itself():
-    made = dispatcher("vllm@0.33-manager", query_lens=(3,), capture_sizes=(1, 2, 4, 8, 16))
+    made = dispatcher("vllm@0.33-manager", query_lens=(3,), sizes=(1, 2, 4, 8, 16))
     assert made.dispatch(4, 2, False).key == piecewise(4)
     assert made.dispatch(6, 2, True).key == full(6, num_reqs=2, uniform=True, query_len=3)
     assert made.dispatch(9, 3, True).key == full(9, num_reqs=3, uniform=True, query_len=3)
@@ -221,7 +221,7 @@ def test_manager_serves_requests_of_varying_length():
 
 def test_drafter_knows_several_query_lengths():
     made = dispatcher(
-        "vllm-drafter", query_lens=(1, 3), uniform_capture_sizes=(3, 6, 12), max_num_tokens=16
+        "vllm-drafter", query_lens=(1, 3), uniform_sizes=(3, 6, 12), max_num_tokens=16
     )
     assert made.dispatch(3, 3, 1).key == full(4, uniform=True, query_len=1)
     assert made.dispatch(9, 3, 2).key == full(12, uniform=True, query_len=3)
@@ -231,7 +231,7 @@ def test_drafter_knows_several_query_lengths():
 
 def test_drafter_finds_the_larger_plain_graph_that_upstream_misses():
     """Where a larger FULL graph fits, a policy may take it."""
-    made = dispatcher("vllm-drafter", mode="FULL", query_lens=(3,), uniform_capture_sizes=(3, 6))
+    made = dispatcher("vllm-drafter", mode="FULL", query_lens=(3,), uniform_sizes=(3, 6))
     assert made.dispatch(6, 2, True).key == full(8)
 
 

@@ -29,7 +29,7 @@ class SmallestPolicy:
             return []
         mode = config.mode.mixed_mode().runtime_mode
         keys = []
-        for size in config.capture_sizes:
+        for size in config.sizes:
             num_reqs = min(size, config.max_num_seqs) if mode is RuntimeMode.FULL else None
             facts = BatchDescriptor(size, num_reqs, num_active_loras=config.max_loras)
             keys.append(GraphKey(mode, facts))

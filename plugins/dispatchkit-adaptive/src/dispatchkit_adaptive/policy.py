@@ -207,7 +207,7 @@ class AdaptivePolicy:
             keys.update(dict.fromkeys(islice(ready, self.max_sizes)))
         if base.key is not None:
             keys[base.key] = None
-        where = Piece.of(batch, band_of(batch.num_tokens, top, graphs.config.capture_sizes))
+        where = Piece.of(batch, band_of(batch.num_tokens, top, graphs.config.sizes))
         piece = where if allows_eager(batch) else None
         old = self._of_cell.get(batch)
         if len(keys) + (piece is not None) < 2 or (base.key is None and piece is None):

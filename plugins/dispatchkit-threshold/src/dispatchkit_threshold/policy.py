@@ -109,7 +109,7 @@ def _keys(
     for loras in counts:
         if mixed is not CUDAGraphMode.NONE:
             mode = mixed.runtime_mode
-            for size in useful(config.capture_sizes):
+            for size in useful(config.sizes):
                 reqs = min(size, config.max_num_seqs) if mode is RuntimeMode.FULL else None
                 yield GraphKey(mode, BatchDescriptor(size, reqs, num_active_loras=loras))
         if config.mode.decode_mode() is CUDAGraphMode.FULL and config.mode.separate_routine():
@@ -133,8 +133,8 @@ def _why_no_key(batch: Batch, graphs: GraphView) -> str:
 
 def _uniform_sizes(config: DispatchConfig, query_len: int) -> list[int]:
     """Return sizes of whole requests, of at most ``max_num_seqs`` of them."""
-    own = config.uniform_capture_sizes if query_len > 1 else None
-    sizes = config.capture_sizes if own is None else own
+    own = config.uniform_sizes if query_len > 1 else None
+    sizes = config.sizes if own is None else own
     return [
         size for size in sizes if size % query_len == 0 and size // query_len <= config.max_num_seqs
     ]

@@ -335,7 +335,7 @@ class GraphDecoder:
     def bucket(self, num_rows: int) -> int:
         """Return the smallest captured batch size for so many rows, or that number itself."""
         runner = next(iter(self._runners.values()), None)
-        sizes = () if runner is None else runner.config.capture_sizes
+        sizes = () if runner is None else runner.config.sizes
         return next((size for size in sizes if size >= num_rows), num_rows)
 
     def stats(self) -> DecoderStats:

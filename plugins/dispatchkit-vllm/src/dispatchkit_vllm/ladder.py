@@ -96,7 +96,7 @@ class Ladder:
     @classmethod
     def of(cls, dialect: Dialect, config: DispatchConfig) -> Ladder:
         """Apply a dialect to a configuration, rounding its sizes where the dialect does."""
-        sizes, query_len = config.capture_sizes, config.query_len
+        sizes, query_len = config.sizes, config.query_len
         if (
             dialect.rounding
             and rounds_for_query_len(config.mode, query_len, dialect.rounding)
@@ -105,7 +105,7 @@ class Ladder:
         ):
             rounded = round_sizes_for_query_len(sizes, query_len, generation=dialect.rounding)
             sizes = rounded.sizes
-        uniform_sizes = config.uniform_capture_sizes
+        uniform_sizes = config.uniform_sizes
         return cls(
             dialect=dialect,
             mode=config.mode,

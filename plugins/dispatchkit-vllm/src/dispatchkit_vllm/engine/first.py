@@ -199,7 +199,7 @@ def _install(
         mode,
         graphs,
         facts=lambda: {
-            "capture_sizes": tuple(sorted({key.num_tokens for key in graphs})),
+            "sizes": tuple(sorted({key.num_tokens for key in graphs})),
             "max_num_tokens": dispatcher._largest,  # noqa: SLF001
             "max_num_seqs": _config.max_num_seqs(config),
             "query_lens": (query_len,),

@@ -236,7 +236,7 @@ def _install(manager: Any, original: type[Any], later: list[str], counts: bool) 
         mode,
         graphs,
         facts=lambda: {
-            "capture_sizes": tuple(sorted(set(_config.capture_sizes(config)))),
+            "sizes": tuple(sorted(set(_config.capture_sizes(config)))),
             "max_num_tokens": max(largest, *_config.capture_sizes(config)),
             "max_num_seqs": _config.max_num_seqs(config),
             "query_lens": tuple(lens),

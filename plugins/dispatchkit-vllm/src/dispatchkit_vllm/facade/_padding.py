@@ -111,7 +111,7 @@ class PaddingDispatcher(FacadeBase):
             return
         config = DispatchConfig(
             mode=ladder.mode,
-            capture_sizes=tuple(sorted(ladder.sizes)),
+            sizes=tuple(sorted(ladder.sizes)),
             max_num_tokens=ladder.max_size,
             max_num_seqs=ladder.max_num_seqs,
             query_lens=ladder.query_lens,

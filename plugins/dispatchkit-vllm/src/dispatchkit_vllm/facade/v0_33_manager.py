@@ -93,7 +93,7 @@ class CudaGraphManager:
         ladder = self._ladder
         config = DispatchConfig(
             mode=ladder.mode,
-            capture_sizes=ladder.sizes,
+            sizes=ladder.sizes,
             max_num_tokens=ladder.max_size,
             max_num_seqs=ladder.max_num_seqs,
             query_lens=ladder.query_lens,
