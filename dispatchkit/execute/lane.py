@@ -52,17 +52,16 @@ class Chain:
             return True
         return any(graph.has_random_state for graph in graphs)
 
-    @contextmanager
-    def turn(self, lane: Lane) -> Iterator[None]:
-        """Have what is queued on a lane's stream wait for the chain, and be its last step."""
+    def begin(self, lane: Lane) -> Stream | None:
+        """Make a lane's stream wait for the last step of the chain; returns the stream."""
         stream = lane.last_stream
-        if stream is None:
-            yield
-            return
-        self._last.wait(stream)
-        try:
-            yield
-        finally:  # what raised may have queued a part
+        if stream is not None:
+            self._last.wait(stream)
+        return stream
+
+    def end(self, stream: Stream | None) -> None:
+        """Note that what was queued on a stream last is the last step of the chain."""
+        if stream is not None:
             self._last.record(stream)
 
 

@@ -57,7 +57,10 @@ def in_turn(launch: LaunchCall, chain: Chain, lane: Lane) -> LaunchCall:
     """Return a launch that waits for its turn among the steps of all lanes."""
 
     def launch_in_turn(graph: Any, stream: Any) -> int | None:
-        with chain.turn(lane):
+        own = chain.begin(lane)
+        try:
             return launch(graph, stream)
+        finally:  # what raised may have queued a part
+            chain.end(own)
 
     return launch_in_turn

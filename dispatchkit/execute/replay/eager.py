@@ -233,5 +233,8 @@ class EagerRunner:
                 lane.switch(handle)  # replays change the same state, and a capture restores it
             if chain is None or chain.disjoint_state:
                 return self._step(given)
-            with chain.turn(lane):
+            stream = chain.begin(lane)
+            try:
                 return self._step(given)
+            finally:
+                chain.end(stream)

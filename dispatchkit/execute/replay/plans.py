@@ -301,24 +301,23 @@ class GraphPlan:
     def _replay(self) -> None:
         """Launch by the graph itself; its first replay may tell that it can go directly."""
         step, lane, chain = self.step, self._lane, self._lane.chain
-        if chain is None or not chain.orders(step.graphs, has_effect=step.has_effect):
-            padded = self._replay_now()
-        else:
-            with chain.turn(lane):
-                padded = self._replay_now()
+        if chain is not None and not chain.orders(step.graphs, has_effect=step.has_effect):
+            chain = None
+        staging = step.input_path.staging
+        stream = None if chain is None else chain.begin(lane)
+        try:
+            if staging is not None and step.pieces is not None:
+                staging.queue_copy(step.key.num_tokens)  # before all pieces: it is in no graph
+            padded = step.launch()
+            if staging is not None and lane.last_stream is not None:
+                staging.note_launch(lane.last_stream)
+        finally:  # what raised may have queued a part
+            if chain is not None:
+                chain.end(stream)
         if not step.leaves:  # kept no longer than the graph where the graph has them
             self._padded = padded
         if self._may_go_direct:
             self._choose_launch()
-
-    def _replay_now(self) -> Sequence[Any]:
-        step, staging = self.step, self.step.input_path.staging
-        if staging is not None and step.pieces is not None:
-            staging.queue_copy(step.key.num_tokens)  # before all pieces: it is in no graph
-        padded = step.launch()
-        if staging is not None and self._lane.last_stream is not None:
-            staging.note_launch(self._lane.last_stream)
-        return padded
 
     def _make_result(self) -> Any:
         leaves = self._leaves
