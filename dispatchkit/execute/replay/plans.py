@@ -19,7 +19,7 @@ from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.io.axes import refused_in_place
 from dispatchkit.execute.io.outputs import builder, cut
 from dispatchkit.execute.io.transports import Transport, transport_of
-from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.lane import Chain, Lane
 from dispatchkit.execute.replay.check import Checker
 from dispatchkit.execute.replay.direct import direct_call, in_turn, noting, refused
 from dispatchkit.execute.replay.eager import EagerRunner
@@ -188,6 +188,7 @@ class GraphPlan:
         # None: by its own replay. A bound method of the plan here would be a reference cycle.
         self._launch: LaunchCall | None = None
         self._graph: Any = None
+        self._chain: Chain | None = None
         self._may_go_direct = True  # whether it draws random numbers: its first replay tells
         self._ready: Any = _NOT_READY
         self._make: Callable[[], Any] | None = None
@@ -276,6 +277,10 @@ class GraphPlan:
     def _choose_launch(self) -> None:
         step, lane = self.step, self._lane
         self._may_go_direct = any(graph.has_random_state for graph in step.graphs)
+        chain = lane.chain
+        if chain is not None and not chain.orders(step.graphs, has_effect=step.has_effect):
+            chain = None
+        self._chain = chain
         direct = direct_call(lane.backend, step)
         if isinstance(direct, str):
             self._launch, self._graph = None, None
@@ -283,8 +288,8 @@ class GraphPlan:
         launch, self._graph = direct
         if step.input_path.staging is not None:
             launch = noting(launch, step.input_path.staging, lane)
-        if lane.chain is not None and lane.chain.orders(step.graphs, has_effect=step.has_effect):
-            launch = in_turn(launch, lane.chain, lane)
+        if chain is not None:
+            launch = in_turn(launch, chain, lane)
         self._launch = launch
 
     def _choose_result(self, leaves: list[Any]) -> None:
@@ -300,9 +305,7 @@ class GraphPlan:
 
     def _replay(self) -> None:
         """Launch by the graph itself; its first replay may tell that it can go directly."""
-        step, lane, chain = self.step, self._lane, self._lane.chain
-        if chain is not None and not chain.orders(step.graphs, has_effect=step.has_effect):
-            chain = None
+        step, lane, chain = self.step, self._lane, self._chain
         staging = step.input_path.staging
         stream = None if chain is None else chain.begin(lane)
         try:
