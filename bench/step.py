@@ -548,7 +548,7 @@ def runner_group(sizes: list[int], rounds: int) -> None:
     cases = {
         "copies alone": lambda rows: torch._foreach_copy_(kept[rows], case.device[rows]),
         "runner, view": case.call(runner, case.device),
-        "runner, in place": runner.step,
+        "runner, in place": runner.run_in_place,
     }
     kept = {rows: [static[:rows] for static in case.static] for rows in case.sizes}
     tell("runner", in_turns(cases, sizes, rounds=rounds, together=50), "copies alone")
