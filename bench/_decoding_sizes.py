@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from _decoding_cases import OWN_PLANNED
 
 from dispatchkit.observe.trace import StepTrace, read_trace
-from dispatchkit.plan import plan_sizes
+
+from dispatchkit_plan import plan_sizes
 
 
 def trace_sizes(args: argparse.Namespace) -> list[int]:

@@ -21,9 +21,10 @@ import numpy as np
 from _common import emit
 
 from dispatchkit.observe.trace import TRACE_COLUMNS, read_trace
-from dispatchkit.plan import Scenario, free_tokens, plan_sizes, simulate
-from dispatchkit.plan.optimal import padding_costs, size_curve
-from dispatchkit.plan.workload import as_workload
+
+from dispatchkit_plan import Scenario, free_tokens, plan_sizes, simulate
+from dispatchkit_plan.optimal import padding_costs, size_curve
+from dispatchkit_plan.workload import as_workload
 
 TRACE = Path(__file__).parents[1] / "tests/data/traces/step_azure_conv_high.csv.gz"
 

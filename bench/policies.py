@@ -24,9 +24,9 @@ from typing import Any
 
 from dispatchkit import DispatchConfig, GraphKey, load_plugins
 from dispatchkit.observe.trace import read_trace
-from dispatchkit.plan.costs import CostModel, load_cost_model
 
 from dispatchkit_adaptive import rehearse
+from dispatchkit_plan.costs import CostModel, load_cost_model
 
 TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
 #: Word -> (cost model, capture sizes, fewest tokens, most tokens of a step).

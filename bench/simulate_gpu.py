@@ -43,11 +43,12 @@ from dispatchkit import (
 from dispatchkit.demo.decoder import DecoderShape
 from dispatchkit.demo.models import decoder, mlp
 from dispatchkit.demo.replay import resolve_device
-from dispatchkit.execute.calibration.calibrate import calibrate
-from dispatchkit.execute.calibration.graph_memory import MemoryMeter, forecast_graph_memory
 from dispatchkit.keys import DispatchConfig, default_capture_sizes
 from dispatchkit.observe.trace import StepTrace, read_trace
-from dispatchkit.plan import CostModel, Scenario, simulate
+
+from dispatchkit_plan import CostModel, Scenario, simulate
+from dispatchkit_plan.calibration.calibrate import calibrate
+from dispatchkit_plan.calibration.graph_memory import MemoryMeter, forecast_graph_memory
 
 BENCH = "simulate_gpu"
 IS_GPU = torch.cuda.is_available()

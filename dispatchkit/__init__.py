@@ -148,11 +148,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
-        from dispatchkit.distributions import install_hint
+        from dispatchkit.distributions import distribution_of, load_attribute
 
-        hint = install_hint("attribute", name)
-        if hint:  # an ImportError, since `from dispatchkit import` drops other messages
-            raise ImportError(f"{__name__}.{name} is not part of the core. {hint}", name=name)
+        if distribution_of("attribute", name) is not None:
+            # An ImportError where it is missing: `from dispatchkit import` drops other messages.
+            return load_attribute(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value  # the next access does not come here

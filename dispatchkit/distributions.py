@@ -1,12 +1,17 @@
 """Which distribution brings a name that the core does not have.
 
-The one place where the core names its own plugins: it imports none of them. The table serves
-the default policy and every message that says what to install.
+The one place where the core names its own plugins: it imports none of them, and loads one only
+when a user asks for a name of it. The table serves the default policy and every message that
+says what to install.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
+from typing import Any
+
+from dispatchkit.errors import MissingDistributionError
 
 #: The policy that is taken where neither the user nor a plugin chooses one.
 DEFAULT_POLICY = "vllm"
@@ -27,8 +32,22 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, str]] = {
         "predictive": "dispatchkit-predictive",
         "prometheus": "dispatchkit-prometheus",
     },
-    "command": {},
-    "attribute": {},
+    "command": dict.fromkeys(("calibrate", "plan", "report", "simulate"), "dispatchkit-plan"),
+    "attribute": dict.fromkeys(
+        (
+            "BUILTIN_COST_MODELS",
+            "calibrate",
+            "emit",
+            "explain_trace",
+            "forecast_graph_memory",
+            "load_cost_model",
+            "plan_sizes",
+            "save_cost_model",
+            "simulate",
+            "write_report",
+        ),
+        "dispatchkit-plan",
+    ),
 }
 
 
@@ -46,3 +65,25 @@ def install_hint(kind: str, name: str) -> str:
     if distribution is None:
         return ""
     return f"It comes with {distribution}. Run: pip install {distribution}."
+
+
+def load_attribute(name: str) -> Any:
+    """Return a Python name of one of our distributions.
+
+    Args:
+        name: A name of kind ``attribute``; the distribution's package has it.
+
+    Raises:
+        MissingDistributionError: The distribution is not installed.
+    """
+    distribution = DISTRIBUTIONS["attribute"][name]
+    package = distribution.replace("-", "_")
+    try:
+        module = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        hint = install_hint("attribute", name)
+        text = f"dispatchkit.{name} is not part of the core. {hint}"
+        raise MissingDistributionError(text, name=name) from None
+    return getattr(module, name)

@@ -264,6 +264,10 @@ class BackendUnavailableError(DispatchkitError, ImportError):
     """A backend cannot run here: torch, a driver or a device is missing."""
 
 
+class MissingDistributionError(DispatchkitError, ImportError):
+    """A name comes with a distribution that is not installed; the message says which."""
+
+
 class TraceError(DispatchkitError, ValueError):
     """A trace file cannot be read as one.
 

@@ -24,7 +24,6 @@ from typer.core import TyperGroup
 
 from dispatchkit._version import __version__
 from dispatchkit.cli.benching import bench
-from dispatchkit.cli.calibrating import calibrate
 from dispatchkit.cli.configuring import config
 from dispatchkit.cli.demo import demo
 from dispatchkit.cli.doctor import doctor
@@ -34,10 +33,7 @@ from dispatchkit.cli.listing import plugins, policies
 from dispatchkit.cli.new_policy import new_policy
 from dispatchkit.cli.options import COMMON, load_installed_plugins
 from dispatchkit.cli.output import complain
-from dispatchkit.cli.planning import plan
 from dispatchkit.cli.recording import record
-from dispatchkit.cli.reporting import report
-from dispatchkit.cli.simulating import simulate
 from dispatchkit.distributions import install_hint
 from dispatchkit.errors import DispatchkitError, UnknownNameError, shortened
 from dispatchkit.keys import CaptureSizeWarning
@@ -109,7 +105,7 @@ class Commands(TyperGroup):
                 single = typer.Typer(add_completion=False, rich_markup_mode="rich")
                 function = plugins.create_command(name)
                 summary = registered.summary or None
-                text = None if function.__doc__ else summary
+                text = help_of(function) or summary
                 single.command(name, help=text, short_help=summary)(function)
                 made[name] = typer.main.get_command(single)
             # Signatures that typer cannot read end in errors of many classes.
@@ -228,15 +224,11 @@ app.command("demo", help=help_of(demo))(demo)
 app.command("policies", help=help_of(policies))(policies)
 app.command("plugins", help=help_of(plugins))(plugins)
 app.command("explain", help=help_of(explain_batch))(explain_batch)
-app.command("plan", help=help_of(plan))(plan)
-app.command("simulate", help=help_of(simulate))(simulate)
-app.command("calibrate", help=help_of(calibrate))(calibrate)
 # What comes after the script is the script's own, options too.
 app.command("record", help=help_of(record), context_settings={"allow_interspersed_args": False})(
     record
 )
 app.command("bench", help=help_of(bench))(bench)
-app.command("report", help=help_of(report))(report)
 app.command("doctor", help=help_of(doctor))(doctor)
 app.command("new-policy", help=help_of(new_policy))(new_policy)
 app.add_typer(config, name="config", cls=Group)

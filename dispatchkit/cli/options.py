@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
-from dispatchkit.cli.output import complain
-from dispatchkit.distributions import DEFAULT_POLICY
-from dispatchkit.errors import ConfigError
+from dispatchkit.cli.output import complain, mention_problems, short_origin
+from dispatchkit.distributions import DEFAULT_POLICY, load_attribute
+from dispatchkit.errors import ConfigError, MissingDistributionError
 from dispatchkit.settings import SETTINGS, Settings, load_settings, shown
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "QueryLensOption",
     "SizesOption",
     "TraceArgument",
+    "dispatcher_of",
     "forget_plugins",
     "load_installed_plugins",
     "policy_name",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from dispatchkit.dispatch import Dispatcher
     from dispatchkit.keys import DispatchConfig
     from dispatchkit.plugins import PluginSet
 
@@ -91,9 +93,11 @@ def complete_modes(incomplete: str) -> list[str]:
 
 def complete_cost_models(incomplete: str) -> list[str]:
     """Return the built-in cost models that begin so, for the shell."""
-    from dispatchkit.plan.costs import BUILTIN_COST_MODELS
-
-    return [name for name in BUILTIN_COST_MODELS if name.startswith(incomplete)]
+    try:
+        models = load_attribute("BUILTIN_COST_MODELS")
+    except MissingDistributionError:
+        return []
+    return [name for name in models if name.startswith(incomplete)]
 
 
 PolicyOption = Annotated[
@@ -169,6 +173,18 @@ def settings_of(given: Mapping[str, Any] | None = None) -> Settings:
     for sentence in settings.disagreements():
         complain(f"Note: {sentence}")
     return settings
+
+
+def dispatcher_of(settings: Settings, config: DispatchConfig) -> Dispatcher:
+    """Return a dispatcher of the chosen policy, every declared graph taken as captured."""
+    from dispatchkit.dispatch import Dispatcher
+
+    plugins = load_installed_plugins(settings)
+    mention_problems(plugins)
+    name = policy_name(settings, plugins, config)
+    rule = plugins.create_policy(name, **settings["policy_options"])
+    origin = short_origin(plugins.get_policy(name).origin)
+    return Dispatcher(rule, config, lazy=True, origin=origin)
 
 
 def load_installed_plugins(settings: Settings | None = None) -> PluginSet:

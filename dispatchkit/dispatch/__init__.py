@@ -2,9 +2,10 @@
 
 from dispatchkit.dispatch.axes import PlainView, knows_axes
 from dispatchkit.dispatch.constraints import broken_constraint
+from dispatchkit.dispatch.cost_model import CostModel, StepCost, find_cost_model
 from dispatchkit.dispatch.decision import CalibrationRun, CellUpdate, Decision, Outcome, Reason
 from dispatchkit.dispatch.dispatcher import Dispatcher
-from dispatchkit.dispatch.explain import Explanation, MeasuredTime, StepCost, explain
+from dispatchkit.dispatch.explain import Explanation, MeasuredTime, explain
 from dispatchkit.dispatch.lanes import (
     LANE_TRAITS,
     KeyHomes,
@@ -37,6 +38,7 @@ __all__ = [
     "CalibratedPolicy",
     "CalibrationRun",
     "CellUpdate",
+    "CostModel",
     "Decision",
     "DescribedPolicy",
     "Dispatcher",
@@ -59,6 +61,7 @@ __all__ = [
     "StepCost",
     "broken_constraint",
     "explain",
+    "find_cost_model",
     "knows_axes",
     "lane_fault",
     "lane_homes",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import attrs
 
+from dispatchkit.dispatch.cost_model import StepCost
 from dispatchkit.dispatch.decision import Decision, Reason
 from dispatchkit.dispatch.dispatcher import Dispatcher
 from dispatchkit.keys.batch import Batch, GraphKey
@@ -27,31 +29,6 @@ class Candidate:
     chosen: bool
     why_not: str | None
     padding: int
-
-
-@attrs.frozen(kw_only=True)
-class StepCost:
-    """What a step costs by a cost model.
-
-    Attributes:
-        model: Name of the model.
-        step_us: Microseconds of the step as decided.
-        eager_us: Of the same step run eager.
-        lost_us: How much more the step takes than a graph of exactly its size; not below 0.
-        measured: The model was measured up to that size, rather than extended to it.
-    """
-
-    model: str
-    step_us: float
-    eager_us: float
-    lost_us: float
-    measured: bool
-
-    def __str__(self) -> str:
-        text = f"{self.step_us:,.0f} µs; eager {self.eager_us:,.0f} µs"
-        if self.lost_us:
-            text += f"; {self.lost_us:,.0f} µs more than a graph of its size"
-        return f"{text} ({self.model}{'' if self.measured else ', beyond what it measured'})"
 
 
 @attrs.frozen(kw_only=True)
@@ -135,6 +112,41 @@ class Explanation:
         if self.batch.num_tokens > self.largest:
             return f"a graph of {self.batch.num_tokens} tokens; the largest has {self.largest}"
         return "none declared for this kind of batch"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the explanation as plain values, ready for JSON."""
+        batch, decision = self.batch, self.decision
+        return {
+            "batch": {
+                "num_tokens": batch.num_tokens,
+                "num_reqs": batch.num_reqs,
+                "uniform": batch.uniform,
+                "query_len": batch.query_len,
+                "num_active_loras": batch.num_active_loras,
+                "axes": dict(self.axes),
+                "allowed_modes": [mode.name for mode in sorted(batch.allowed_modes)],
+            },
+            "decision": {
+                "mode": decision.mode.name,
+                "key": None if decision.key is None else str(decision.key),
+                "reason": decision.reason,
+                "padded_num_tokens": decision.padded_num_tokens,
+                "padding": decision.padding,
+            },
+            "because": self.because,
+            "nearest": self.nearest or None,
+            "policy": self.policy,
+            "candidates": [
+                {
+                    "key": str(each.key),
+                    "chosen": each.chosen,
+                    "why_not": each.why_not,
+                    "padding": each.padding,
+                }
+                for each in self.candidates
+            ],
+            "cost": None if self.cost is None else attrs.asdict(self.cost),
+        }
 
     def __str__(self) -> str:
         facts = [f"{self.batch.num_tokens} tokens"]

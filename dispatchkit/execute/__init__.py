@@ -20,10 +20,12 @@ from dispatchkit.execute.capture.graph import PlainCodeWarning
 from dispatchkit.execute.capture.report import CaptureReport
 from dispatchkit.execute.config_watcher import ConfigWatcher, SwapWarning
 from dispatchkit.execute.io.axes import AxisCut
-from dispatchkit.execute.io.static_input import StaticInput
+from dispatchkit.execute.io.sample_inputs import sample_inputs
+from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
 from dispatchkit.execute.lanes.lane_set import LaneCost, LanePolicyWarning, LaneStats, StepHandle
 from dispatchkit.execute.live.shadow import RunnerShadow
 from dispatchkit.execute.live.swap import SwapReport
+from dispatchkit.execute.preserve import preserved_state
 from dispatchkit.execute.replay.check import CheckWarning
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.splitting.markers import eager_region, graph_break
@@ -93,6 +95,9 @@ __all__ = [
     "get_forward_context",
     "graph_break",
     "graph_piece",
+    "inputs_from_example",
+    "preserved_state",
+    "sample_inputs",
     "set_capturing_enabled",
     "set_forward_context",
 ]

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from dispatchkit.backends.optional import features_of
-from dispatchkit.dispatch import Explanation, KeyHomes
+from dispatchkit.dispatch import CostModel, Explanation, KeyHomes, StepCost, find_cost_model
 from dispatchkit.dispatch import explain as explain_batch
 from dispatchkit.errors import RegistryError
 from dispatchkit.execute.capture.captured import CapturedKey
@@ -22,7 +22,6 @@ from dispatchkit.execute.report import progress_shower
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import RunnerStats
-from dispatchkit.plan.costs import CostModel, load_cost_model
 from dispatchkit.registry import KeyState
 
 
@@ -217,11 +216,11 @@ class Controls:
         decision = attrs.evolve(
             found.decision, reason=first.planner.own_reason(found.decision.reason)
         )
-        model = load_cost_model(cost_model) if isinstance(cost_model, str) else cost_model
+        model = None if cost_model is None else find_cost_model(cost_model)
         return attrs.evolve(
             found,
             decision=decision,
-            cost=None if model is None else model.cost_of(decision, num_tokens),
+            cost=None if model is None else StepCost.of(model, decision, num_tokens),
             times=first.timings.of(decision, found.batch),
         )
 

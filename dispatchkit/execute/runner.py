@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from dispatchkit.backends.base import GraphBackend
-from dispatchkit.dispatch import Dispatcher, Explanation, Lanes, Policy
+from dispatchkit.dispatch import CostModel, Dispatcher, Explanation, Lanes, Policy
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.report import CaptureReport
@@ -36,9 +36,7 @@ from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
-from dispatchkit.observe.shadow import StepTimes
 from dispatchkit.options import RunnerOptions, refuses_moved
-from dispatchkit.plan.costs import CostModel
 from dispatchkit.plugins import PolicyWithPlugins
 from dispatchkit.registry import GraphRegistry
 
@@ -425,6 +423,11 @@ class GraphRunner:
     # -- reading ------------------------------------------------------------------------
 
     @property
+    def can_split(self) -> bool:
+        """Whether the step is pieces, so that PIECEWISE graphs can be captured."""
+        return self._executor.work.step.can_split
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that the graphs take: their pool, and the outputs they share."""
         return self.controls.num_bytes
@@ -455,12 +458,15 @@ class GraphRunner:
             uniform: False for a mixed batch, True for a uniform decode batch.
             loras: Active adapters.
             ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
-            cost_model: Say what the step costs by this model too: one that ``calibrate`` made
-                of this runner, or the name of a built-in one or a file.
+            cost_model: Say what the step costs by this model too: an object, such as one that
+                ``calibrate`` made of this runner. With dispatchkit-plan installed also the name
+                of a model that it brings, or a file.
             axes: The value of each axis, by its name.
 
         Raises:
             DescriptorError: The batch is impossible.
+            ConfigError: ``cost_model`` is not one.
+            MissingDistributionError: It is a name or a file, and dispatchkit-plan is missing.
             UnknownNameError: There is no such cost model.
         """
         return self.controls.explain(
@@ -586,7 +592,7 @@ class GraphRunner:
     def start_shadow(
         self,
         *,
-        times: StepTimes | None = None,
+        times: CostModel | None = None,
         sample_every: int = 32,
         capacity: int = DEFAULT_CAPACITY,
         **change: Any,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         TraceStep,
         read_trace,
     )
+    from dispatchkit.observe.trace_arguments import trace_config, trace_variants
     from dispatchkit.observe.trace_counts import (
         CudagraphStats,
         SizeHistogram,
@@ -56,6 +57,8 @@ _HOME = {
     "read_trace": "trace",
     "read_steps": "workload_files",
     "read_workload": "workload_files",
+    "trace_config": "trace_arguments",
+    "trace_variants": "trace_arguments",
     "write_trace": "trace_writer",
 }
 
@@ -83,6 +86,8 @@ __all__ = [
     "read_steps",
     "read_trace",
     "read_workload",
+    "trace_config",
+    "trace_variants",
     "write_trace",
 ]
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.dispatch import Decision, Dispatcher, Outcome, Policy
+from dispatchkit.dispatch import CostModel, Decision, Dispatcher, Outcome, Policy
 from dispatchkit.errors import DescriptorError
 from dispatchkit.keys.config import DispatchConfig
-from dispatchkit.observe.shadow_prices import Arm, Prices, StepTimes, arm_of
+from dispatchkit.observe.shadow_prices import Arm, Prices, arm_of
 from dispatchkit.registry import KeyState
 
-__all__ = ["Difference", "Shadow", "ShadowReport", "StepTimes"]
+__all__ = ["Difference", "Shadow", "ShadowReport"]
 
 #: Tokens, requests, query class, adapters or variant, ceiling: the arguments of a dispatch.
 Facts = tuple[int, int, int, int, int]
@@ -159,7 +159,7 @@ class Shadow:
         config: DispatchConfig | None = None,
         *,
         origin: str = "",
-        times: StepTimes | None = None,
+        times: CostModel | None = None,
     ) -> None:
         self._active, self._times = active, times
         self.candidate: Dispatcher = Dispatcher(

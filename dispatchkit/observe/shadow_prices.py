@@ -13,9 +13,8 @@ import statistics
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Protocol
 
-from dispatchkit.dispatch import Decision
+from dispatchkit.dispatch import CostModel, Decision
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
@@ -29,14 +28,6 @@ EAGER_GROUP = 8
 _TO_SIGMA = 1.4826  # from the median distance to the median, for normal noise
 _OF_MEDIAN = 1.2533  # standard error of a median beside that of a mean
 _SCALE = "scale"  # stands for the cost model's level among what is estimated
-
-
-class StepTimes(Protocol):
-    """What a step costs, such as ``dispatchkit.plan.CostModel``."""
-
-    def step_us(self, num_tokens: int, captured: int | None, *, piecewise: bool = False) -> float:
-        """Return the microseconds of a step: of a graph of a size, or eager."""
-        ...
 
 
 def arm_of(decision: Decision, num_tokens: int) -> Arm:
@@ -65,7 +56,7 @@ class Prices:
         times: The cost model, if any.
     """
 
-    def __init__(self, samples: Mapping[Arm, list[float]], times: StepTimes | None) -> None:
+    def __init__(self, samples: Mapping[Arm, list[float]], times: CostModel | None) -> None:
         self._times = times
         self._estimates: dict[Hashable, tuple[float, float]] = {}
         # By what differs in size only: the sizes that have a price, and what it is known by.

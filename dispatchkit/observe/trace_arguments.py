@@ -1,15 +1,50 @@
-"""The arguments of each recorded step's ``dispatch`` under a configuration."""
+"""A trace as input of a dispatcher: the configuration that it fits into, its steps as arguments."""
 
 from __future__ import annotations
 
+import warnings
 from array import array
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from dispatchkit.errors import TraceError
+from dispatchkit.keys.capture_sizes import CaptureSizeWarning
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.observe.trace import AXIS_PREFIX, StepTrace
 
-__all__ = ["trace_variants"]
+__all__ = ["trace_config", "trace_variants"]
+
+
+def trace_config(
+    trace: StepTrace, *, sizes: Sequence[int] | None = None, mode: str = "FULL_AND_PIECEWISE"
+) -> DispatchConfig:
+    """Return the configuration that a trace fits into.
+
+    Limits are the trace's own; at least 256 requests, and tokens for the largest size. The
+    query length is the most frequent one of uniform decode steps.
+    """
+    names = trace.columns
+    tokens = max(trace.column("num_tokens"), default=1)
+    limit = max(tokens, 512 if sizes is None else max(sizes, default=1), 1)
+    query_lens: Counter[int] = Counter()
+    if "uniform_decode" in names and "max_query_len" in names:
+        pairs = zip(trace.column("uniform_decode"), trace.column("max_query_len"), strict=True)
+        query_lens = Counter(length for uniform, length in pairs if uniform and length)
+    most = max(trace.column("num_reqs"), default=1) if "num_reqs" in names else 1
+    given: dict[str, Any] = {} if sizes is None else {"sizes": tuple(sizes)}
+    loras = max(trace.column("num_active_loras"), default=0) if "num_active_loras" in names else 0
+    with warnings.catch_warnings():
+        # That large steps run eager is a result here, counted among the misses.
+        warnings.simplefilter("ignore", CaptureSizeWarning)
+        return DispatchConfig(
+            mode=mode,
+            max_num_tokens=limit,
+            max_num_seqs=min(max(most, 256), limit),
+            query_lens=query_lens.most_common(1)[0][0] if query_lens else 1,
+            max_loras=loras,
+            **given,
+        )
 
 
 def trace_variants(trace: StepTrace, config: DispatchConfig) -> array[Any]:

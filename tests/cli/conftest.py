@@ -23,10 +23,10 @@ class Outcome:
 
 @pytest.fixture(autouse=True)
 def _known_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Load the default policy's plugin alone, whatever else is installed here."""
+    """Load the plugins of the default policy and of planning, whatever else is installed here."""
     from dispatchkit.cli import options
 
-    monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm")
+    monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm,plan")
     monkeypatch.delenv("DISPATCHKIT_DISABLE", raising=False)
     options.forget_plugins()
     yield

@@ -228,7 +228,7 @@ def test_force_replaces_the_output(run: Any, folder: Path) -> None:
 
 # -- streams, signals and surroundings ----------------------------------------------------
 
-ENVIRON = {**os.environ, "DISPATCHKIT_PLUGINS": "vllm", "COLUMNS": "80"}
+ENVIRON = {**os.environ, "DISPATCHKIT_PLUGINS": "vllm,plan", "COLUMNS": "80"}
 
 
 def shell(line: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -123,7 +123,9 @@ def test_examples_in_help_are_of_their_command(run: Any) -> None:
 
     group: Any = module.typer.main.get_command(module.app)
     found = 0
-    for name, command in group.commands.items():
+    with group.make_context("dispatchkit", [], resilient_parsing=True) as ctx:
+        commands = {name: group.get_command(ctx, name) for name in group.list_commands(ctx)}
+    for name, command in commands.items():
         for one in getattr(command, "commands", {"": command}).values():
             for example in re.findall(r"Example: (dispatchkit .+)", one.help or ""):
                 words = shlex.split(example)[1:]

@@ -222,7 +222,8 @@ def test_an_explanation_tells_what_such_steps_took(make_runner, learning):
 def test_an_explanation_tells_the_cost_by_a_model(make_runner):
     """One that the caller has, or a built-in one by name."""
     from dispatchkit.errors import UnknownNameError
-    from dispatchkit.plan import CostModel
+
+    from dispatchkit_plan import CostModel
 
     model = CostModel(
         name="mine", eager_us=[(1, 90.0), (8, 100.0)], graph_us=[(1, 10.0), (8, 80.0)]

@@ -32,8 +32,9 @@ from dispatchkit.observe import (
     read_trace,
     read_workload,
 )
-from dispatchkit.plan import load_cost_model
 from dispatchkit.settings import SETTINGS, load_settings
+
+from dispatchkit_plan import load_cost_model
 
 pytestmark = pytest.mark.slow
 
@@ -167,7 +168,7 @@ def test_500_traces_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_500_cost_models(tmp_path: Path) -> None:
-    from dispatchkit.plan import save_cost_model
+    from dispatchkit_plan import save_cost_model
 
     good = tmp_path / "good.json"
     save_cost_model(load_cost_model("lm-decode-h100"), good)

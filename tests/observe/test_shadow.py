@@ -12,11 +12,12 @@ from dispatchkit import Decision, DispatchConfig, Dispatcher, load_plugins
 from dispatchkit.dispatch import Outcome
 from dispatchkit.errors import PolicyError
 from dispatchkit.keys import CaptureSizeWarning
-from dispatchkit.observe import read_trace
+from dispatchkit.observe import read_trace, trace_config
 from dispatchkit.observe.recorder import StepRecorder
 from dispatchkit.observe.shadow import Shadow
 from dispatchkit.observe.shadow_prices import Prices
-from dispatchkit.plan import CostModel, Noise, load_cost_model, trace_config
+
+from dispatchkit_plan import CostModel, Noise, load_cost_model
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 TRUE = load_cost_model("lm-decode-h100")

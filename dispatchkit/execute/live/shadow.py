@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from dispatchkit.dispatch import CostModel
 from dispatchkit.errors import ConfigError, RegistryError
 from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.live.swap import Swapper, SwapReport
 from dispatchkit.execute.live.taps import StepTaps
 from dispatchkit.keys.checks import check_count
 from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
-from dispatchkit.observe.shadow import Shadow, ShadowReport, StepTimes
+from dispatchkit.observe.shadow import Shadow, ShadowReport
 
 
 class RunnerShadow:
@@ -107,7 +108,7 @@ def start_shadow(
     swapper: Swapper,
     lock: threading.RLock,
     *,
-    times: StepTimes | None = None,
+    times: CostModel | None = None,
     sample_every: int = 32,
     capacity: int = DEFAULT_CAPACITY,
     **change: Any,

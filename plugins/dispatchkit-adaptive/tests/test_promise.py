@@ -16,9 +16,9 @@ import pytest
 from hypothesis import strategies as st
 
 from dispatchkit import DispatchConfig, GraphKey, load_plugins
-from dispatchkit.plan.costs import load_cost_model
 
 from dispatchkit_adaptive import AdaptivePolicy, Noise, rehearse
+from dispatchkit_plan.costs import load_cost_model
 
 PLUGINS = load_plugins()
 SIZES = (512, 768, 1024, 2048)

@@ -278,7 +278,8 @@ def second_runner(engine: CpuEngine) -> bool:
 def traces(engine: CpuEngine) -> bool:
     """Steps were recorded, and a plan can be made of them."""
     from dispatchkit.observe import read_trace
-    from dispatchkit.plan import plan_sizes
+
+    from dispatchkit_plan import plan_sizes
 
     log = engine.station.log
     log.flush()

@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from dispatchkit.observe import read_trace
-from dispatchkit.plan import plan_sizes
 
+from dispatchkit_plan import plan_sizes
 from dispatchkit_vllm.engine.steplog import StepLog
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

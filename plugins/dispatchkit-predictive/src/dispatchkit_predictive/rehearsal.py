@@ -10,8 +10,7 @@ import attrs
 from dispatchkit import Dispatcher, GraphKey, load_plugins
 from dispatchkit.errors import ConfigError, TraceError
 from dispatchkit.keys import check_count
-from dispatchkit.observe import StepTrace
-from dispatchkit.plan import trace_config
+from dispatchkit.observe import StepTrace, trace_config
 
 from dispatchkit_predictive.foresight import Foresight
 from dispatchkit_predictive.predictor import KeyPredictor

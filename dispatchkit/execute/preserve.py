@@ -1,0 +1,34 @@
+"""Run a step any number of times without a trace: what it changes is put back at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.step.state import Known, Snapshot, restored
+
+
+@contextmanager
+def preserved_state(runner: GraphRunner) -> Iterator[None]:
+    """Put back at the end what the runner's step changes, declared or found at capture.
+
+    That is its state (a key/value cache), undeclared writes that its graphs keep alive, and
+    random generators. The device is waited for first.
+
+    Args:
+        runner: Captured, so that its undeclared writes are known.
+    """
+    state = runner.spec.state
+    snapshot = Snapshot(torch.device(runner.backend.torch_device), state.generators)
+    for storage in Known(state.tensors):
+        snapshot.save(storage)
+    for captured in runner.lanes[0].lifecycle.live().values():
+        for held in captured.holds:
+            if isinstance(held, torch.UntypedStorage):
+                snapshot.save(held)
+    with restored(snapshot):
+        yield
+        runner.backend.synchronize()

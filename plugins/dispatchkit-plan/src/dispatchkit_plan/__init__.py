@@ -1,0 +1,125 @@
+"""Capture sizes that fit the traffic: planner, simulation, calibration, reports.
+
+Names are loaded on first use. Calibration runs a model and imports torch; nothing else does.
+Hints, cost models and the memory forecast do not import numpy either. Reports are in
+``dispatchkit_plan.report``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from dispatchkit_plan.calibration.calibrate import calibrate, load_runner
+    from dispatchkit_plan.calibration.graph_memory import MemoryMeter, forecast_graph_memory
+    from dispatchkit_plan.commands.accounting import explain_trace
+    from dispatchkit_plan.costs import (
+        BUILTIN_COST_MODELS,
+        CostModel,
+        Curve,
+        load_cost_model,
+        save_cost_model,
+    )
+    from dispatchkit_plan.emitters import EMITTERS, Emitted, emit
+    from dispatchkit_plan.hedge import Hedge, HedgeChoice
+    from dispatchkit_plan.hints import Hint, free_tokens, hint
+    from dispatchkit_plan.memory import MemoryForecast, MemorySample, forecast_memory
+    from dispatchkit_plan.planner import plan_sizes
+    from dispatchkit_plan.report.write import write_report
+    from dispatchkit_plan.results import Plan, PlannedFamily, RivalResult
+    from dispatchkit_plan.rivals import (
+        rival_sizes,
+        vllm_default_sizes,
+        vllm_interactivity_sizes,
+    )
+    from dispatchkit_plan.scenario import Noise, Scenario
+    from dispatchkit_plan.simulation import Simulation, simulate, simulate_all
+    from dispatchkit_plan.token_budget import TokenBudget
+
+_HOME = {
+    "BUILTIN_COST_MODELS": "costs",
+    "CostModel": "costs",
+    "Curve": "costs",
+    "EMITTERS": "emitters",
+    "Emitted": "emitters",
+    "Hedge": "hedge",
+    "HedgeChoice": "hedge",
+    "Hint": "hints",
+    "MemoryForecast": "memory",
+    "MemoryMeter": "calibration.graph_memory",
+    "MemorySample": "memory",
+    "Noise": "scenario",
+    "Plan": "results",
+    "PlannedFamily": "results",
+    "RivalResult": "results",
+    "Scenario": "scenario",
+    "Simulation": "simulation",
+    "TokenBudget": "token_budget",
+    "calibrate": "calibration.calibrate",
+    "emit": "emitters",
+    "explain_trace": "commands.accounting",
+    "forecast_graph_memory": "calibration.graph_memory",
+    "forecast_memory": "memory",
+    "free_tokens": "hints",
+    "hint": "hints",
+    "load_cost_model": "costs",
+    "load_runner": "calibration.calibrate",
+    "plan_sizes": "planner",
+    "rival_sizes": "rivals",
+    "save_cost_model": "costs",
+    "simulate": "simulation",
+    "simulate_all": "simulation",
+    "vllm_default_sizes": "rivals",
+    "vllm_interactivity_sizes": "rivals",
+    "write_report": "report.write",
+}
+
+__all__ = [
+    "BUILTIN_COST_MODELS",
+    "EMITTERS",
+    "CostModel",
+    "Curve",
+    "Emitted",
+    "Hedge",
+    "HedgeChoice",
+    "Hint",
+    "MemoryForecast",
+    "MemoryMeter",
+    "MemorySample",
+    "Noise",
+    "Plan",
+    "PlannedFamily",
+    "RivalResult",
+    "Scenario",
+    "Simulation",
+    "TokenBudget",
+    "calibrate",
+    "emit",
+    "explain_trace",
+    "forecast_graph_memory",
+    "forecast_memory",
+    "free_tokens",
+    "hint",
+    "load_cost_model",
+    "load_runner",
+    "plan_sizes",
+    "rival_sizes",
+    "save_cost_model",
+    "simulate",
+    "simulate_all",
+    "vllm_default_sizes",
+    "vllm_interactivity_sizes",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value

@@ -1,0 +1,117 @@
+"""Budgets of a plan: a number of graphs, or what they may take of memory or start-up time."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import attrs
+import numpy as np
+
+from dispatchkit.errors import ConfigError
+from dispatchkit.keys import check_count
+
+from dispatchkit_plan.costs import CostModel, Curve
+from dispatchkit_plan.optimal import FloatArray, IntArray
+
+__all__ = ["Budget", "make_budget"]
+
+
+@attrs.frozen(eq=False)
+class Budget:
+    """One limit: a number of graphs, or a price per candidate and a sum."""
+
+    graphs: int | None
+    setting: str = ""
+    limit: float = 0.0
+    price: FloatArray | None = None
+
+
+def make_budget(
+    graphs: int | None,
+    memory_bytes: float | None,
+    capture_time_s: float | None,
+    bytes_per_graph: float | None,
+    capture_s_per_graph: float | None,
+    model: CostModel | None,
+    candidates: IntArray,
+) -> Budget:
+    """Return the one budget that was given, checked.
+
+    Args:
+        graphs: Number of graphs.
+        memory_bytes: Memory for all graphs.
+        capture_time_s: Time for all captures.
+        bytes_per_graph: Memory of each graph, before a cost model's.
+        capture_s_per_graph: Time of each capture, before a cost model's.
+        model: May hold prices by size.
+        candidates: Sizes that may be captured.
+
+    Raises:
+        ConfigError: None or several were given, one is not possible, or a price is missing.
+    """
+    given = {
+        name: value
+        for name, value in [
+            ("graphs", graphs),
+            ("memory_bytes", memory_bytes),
+            ("capture_time_s", capture_time_s),
+        ]
+        if value is not None
+    }
+    if len(given) != 1:
+        raise ConfigError(
+            "budget",
+            given or None,
+            "exactly one of graphs, memory_bytes and capture_time_s",
+            "Several would contradict each other; plan for the tighter one."
+            if given
+            else "For example graphs=24, or --graphs 24 on the command line.",
+        )
+    if graphs is not None:
+        graphs = check_count(graphs, "graphs")
+        if graphs > len(candidates):
+            raise ConfigError(
+                "graphs",
+                graphs,
+                f"at most {len(candidates)}, the different sizes there are",
+                "Lower it, raise max_size, or plan with a smaller alignment.",
+            )
+        return Budget(graphs)
+    if memory_bytes is not None:
+        curve, flat = (model.graph_bytes if model else None), bytes_per_graph
+        setting, limit, scale, per = "memory_bytes", memory_bytes, 1.0, "bytes_per_graph"
+    else:
+        assert_time = capture_time_s if capture_time_s is not None else 0.0
+        curve, flat = (model.capture_us if model else None), capture_s_per_graph
+        setting, limit, scale, per = "capture_time_s", assert_time, 1e-6, "capture_s_per_graph"
+    if not _positive(limit):
+        raise ConfigError(setting, limit, "a number above 0")
+    return Budget(
+        None, setting, float(limit), _prices(setting, per, curve, flat, scale, candidates)
+    )
+
+
+def _positive(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Compared, and not asked whether it is finite: that would make a float of any number.
+    return number and 0 < value <= sys.float_info.max
+
+
+def _prices(
+    setting: str,
+    per: str,
+    curve: Curve | None,
+    flat: float | None,
+    scale: float,
+    candidates: IntArray,
+) -> FloatArray:
+    if flat is not None:
+        if not _positive(flat):
+            raise ConfigError(per, flat, "a number above 0")
+        return np.full(len(candidates), float(flat))
+    if curve is None:
+        raise ConfigError(
+            per, None, f"given for {setting}", "A calibrated cost model may hold it as well."
+        )
+    return np.array([curve(int(size)) * scale for size in candidates])

@@ -1,0 +1,346 @@
+"""Measure what a step costs on this device, eager and replayed, size by size.
+
+The step is put into a runner of its own, with a graph for every size and mode, so that the
+runner it came from keeps its graphs, counters and policy. What the step changes (a key/value
+cache) is saved before and put back after; random generators too.
+
+A step's time is what it adds to a sequence of steps, host and device together:
+
+- ``queued``: steps follow each other without waiting, the device is waited for at the end. A
+  step then takes as long as the slower of host and device.
+- ``waited``: the result of each step is waited for before the next, as by a loop that reads
+  the tokens it sampled. A step then takes as long as both in a row, where they do not overlap.
+
+On a device without timing events (the tape) times are host times, and the model says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from dispatchkit.backends import GraphBackend
+from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.execute import GraphRunner, StaticInput, preserved_state, sample_inputs
+from dispatchkit.keys import GraphKey, RuntimeMode, check_count
+
+from dispatchkit_plan.calibration.graph_memory import (
+    MemoryMeter,
+    measuring_subject,
+    quietly,
+)
+from dispatchkit_plan.costs import CostModel
+
+__all__ = ["DEFAULT_MODEL", "Pace", "calibrate", "load_runner"]
+
+#: What is measured where no model is named: the demo's decoder.
+DEFAULT_MODEL = "dispatchkit.demo.models:decoder"
+_STEADY = 0.25  # largest spread of samples, as a share of the median, that is called steady
+
+Pace = Literal["queued", "waited"]
+#: A sample takes at least so long, so that its first and last step count for little.
+_SAMPLE_US = 5_000.0
+_MAX_STEPS = 200
+_LEAD_IN = 2
+
+Arm = tuple[RuntimeMode, int]  # how, and how many tokens
+
+
+def calibrate(
+    step: Any,
+    *,
+    inputs: Mapping[str, StaticInput] | None = None,
+    example: Mapping[str, torch.Tensor] | None = None,
+    sizes: Sequence[int] | None = None,
+    eager_sizes: Sequence[int] | None = None,
+    make_inputs: Callable[[int], Mapping[str, torch.Tensor]] | None = None,
+    pace: Pace = "queued",
+    samples: int = 7,
+    name: str = "",
+    progress: Callable[[int, int], None] | None = None,
+    **settings: Any,
+) -> CostModel:
+    """Measure a step at every size, eager and replayed, and what its graphs take.
+
+    Args:
+        step: A GraphRunner, which is left as it is, or what one is made of: a function, a
+            module, or pieces.
+        inputs: Static inputs, where the step is no runner.
+        example: One tensor for each input, in place of ``inputs``.
+        sizes: Sizes to capture and to replay; the runner's own by default.
+        eager_sizes: Sizes to run eager; by default those of ``sizes`` and more up to the
+            runner's ``max_num_tokens``.
+        make_inputs: Returns the inputs of a call with so many rows. By default random
+            numbers where an input holds fractions, its fill elsewhere: rows of nobody.
+        pace: ``queued`` or ``waited``, see above.
+        samples: Samples of each size and mode; the median counts.
+        name: Name of the model; by default step and device.
+        progress: Told (done, total) samples.
+        settings: More settings of the runner (``backend``, ``state``, ``mode``...).
+
+    Returns:
+        The model; ``save_cost_model`` writes it.
+
+    Raises:
+        ConfigError: A setting cannot be used, or the step has no mode with graphs.
+        CaptureError: No size could be captured.
+    """
+    if pace not in ("queued", "waited"):
+        raise ConfigError("pace", pace, "'queued' or 'waited'")
+    samples = check_count(samples, "samples")
+    asked = () if eager_sizes is None else [check_count(n, "eager_sizes") for n in eager_sizes]
+    with quietly():
+        subject = measuring_subject(
+            step, inputs=inputs, example=example, sizes=sizes, eager_sizes=asked, **settings
+        )
+        runner = subject.runner
+        if not len(runner.registry):
+            raise ConfigError("mode", str(runner.config.mode), "a mode with graphs to measure")
+        graphs = _capture(runner)
+        eager = sorted(set(asked)) or _eager_sizes(runner)
+        device = torch.device(runner.backend.torch_device)
+        make = make_inputs or (lambda size: sample_inputs(subject.specs, size, device))
+        with preserved_state(runner):
+            arms = [(RuntimeMode.NONE, size) for size in eager]
+            arms += [(key.mode, key.num_tokens) for key in graphs.captured]
+            times = _measure(runner, arms, make, pace, samples, progress)
+        source = _source(runner, graphs, times, pace, samples)
+        runner.clear()
+    info = runner.backend.device_info()
+    curves = {
+        mode: [(size, us.median) for (one, size), us in times.items() if one is mode]
+        for mode in RuntimeMode
+    }
+    full, pieces = curves[RuntimeMode.FULL], curves[RuntimeMode.PIECEWISE]
+    return CostModel(
+        name=name or f"{_step_name(step)} on {info.get('device', runner.backend.name)}",
+        eager_us=curves[RuntimeMode.NONE],
+        graph_us=full or pieces,
+        piecewise_us=pieces if full and pieces else None,
+        graph_bytes=graphs.bytes_per_graph,
+        capture_us=graphs.us_per_graph,
+        source=source,
+        clock="device" if runner.backend.capabilities.device_timing else "host",
+    )
+
+
+def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> GraphRunner:
+    """Return the runner that an importable function makes.
+
+    Args:
+        model: ``module:function``; the function takes no argument and returns a GraphRunner.
+        folder: Where to look for the module first.
+
+    Raises:
+        ConfigError: It is not of that form, there is no such module or function, or what
+            the function returns is no GraphRunner.
+    """
+    form = "'module:function', of a function that returns a GraphRunner"
+    module_name, _, function = model.partition(":")
+    if not module_name or not function:
+        raise ConfigError("model", model, form)
+    before = list(sys.path)
+    if folder is not None:
+        sys.path.insert(0, str(folder))
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in function.split("."):
+            found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there and lacks something itself
+        raise ConfigError("model", model, form, f"There is no module {error.name!r}.") from error
+    except AttributeError as error:
+        raise ConfigError("model", model, form, f"{error}.") from error
+    finally:
+        sys.path[:] = before
+    runner = found() if callable(found) else found
+    if not isinstance(runner, GraphRunner):
+        raise ConfigError("model", model, form, f"It gave a {type(runner).__name__}.")
+    return runner
+
+
+# -- graphs -------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Graphs:
+    """What was captured, and what it took.
+
+    Attributes:
+        captured: Keys with a graph.
+        failed: The others, with the reason.
+        bytes_per_graph: (size, bytes), each size's shared evenly by its graphs.
+        us_per_graph: (size, microseconds), likewise.
+    """
+
+    captured: list[GraphKey]
+    failed: dict[GraphKey, str]
+    bytes_per_graph: list[tuple[int, float]]
+    us_per_graph: list[tuple[int, float]]
+
+
+def _capture(runner: GraphRunner) -> _Graphs:
+    runner.warm_up()  # libraries are loaded and set up here, not in the first capture
+    meter = MemoryMeter(runner)
+    captured: list[GraphKey] = []
+    failed: dict[GraphKey, str] = {}
+    num_bytes, times = [], []
+    before = 0
+    for size in sorted({key.num_tokens for key in runner.registry}, reverse=True):
+        keys = [key for key in runner.registry if key.num_tokens == size]
+        report = runner.capture(keys)
+        failed |= report.failed | report.skipped
+        done = [key for key in keys if runner.has(key)]
+        captured += done
+        if done:
+            now = meter.pool_bytes()
+            num_bytes.append((size, max(0, now - before) / len(done)))
+            times.append((size, report.seconds * 1e6 / len(done)))
+            before = now
+    if not captured:
+        key, why = next(iter(failed.items()))
+        raise CaptureError(
+            f"No size of the step could be captured; the first to fail was {key}, {why}. "
+            "What is measured must run in a GraphRunner first.",
+            key=str(key),
+            reason="error",
+        )
+    # The driver's own memory grows in large blocks now and then: each graph has its share.
+    share = meter.driver_bytes() / len(captured)
+    return _Graphs(captured, failed, [(size, own + share) for size, own in num_bytes], times)
+
+
+# -- times --------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Times:
+    """Microseconds of a step: the median, and how far the middle half of the samples is apart."""
+
+    median: float
+    spread: float
+
+
+def _measure(
+    runner: GraphRunner,
+    arms: Sequence[Arm],
+    make: Callable[[int], Mapping[str, torch.Tensor]],
+    pace: Pace,
+    samples: int,
+    progress: Callable[[int, int], None] | None,
+) -> dict[Arm, _Times]:
+    """Time every arm; they take turns, so that a drift of the device's clock meets all alike."""
+    tensors = {size: dict(make(size)) for _, size in arms}
+    take = {"queued": _queued, "waited": _waited}[pace]
+    found: dict[Arm, list[float]] = {arm: [] for arm in arms}
+    num_steps: dict[Arm, int] = {}
+    for mode, size in arms:
+        run = _run(runner, mode, tensors[size])
+        take(runner.backend, run, 1)
+        once = take(runner.backend, run, 3)
+        num_steps[mode, size] = max(3, min(_MAX_STEPS, math.ceil(_SAMPLE_US / max(once, 1.0))))
+    for turn in range(samples):
+        for index, (mode, size) in enumerate(arms):
+            if progress is not None:
+                progress(turn * len(arms) + index, samples * len(arms))
+            run = _run(runner, mode, tensors[size])
+            found[mode, size].append(take(runner.backend, run, num_steps[mode, size]))
+    if progress is not None:
+        progress(samples * len(arms), samples * len(arms))
+    return {arm: _summary(us) for arm, us in found.items()}
+
+
+def _run(
+    runner: GraphRunner, mode: RuntimeMode, tensors: Mapping[str, torch.Tensor]
+) -> Callable[[], Any]:
+    """Return one step in a mode: the whole call, as its user makes it."""
+    call: Callable[..., Any] = functools.partial(runner, ceiling=int(mode))
+    return lambda: call(**tensors)
+
+
+def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
+    """Return microseconds a step takes among others like it, none waited for."""
+    start, end = backend.new_event(timing=True), backend.new_event(timing=True)
+    backend.synchronize()
+    for _ in range(_LEAD_IN):
+        run()  # the first step after idling waits for its launch, the others do not
+    start.record()
+    for _ in range(steps):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_us(end) / steps
+
+
+def _steadiness(times: Mapping[Arm, _Times]) -> str:
+    """Return a sentence on how far the samples of the worst size are apart."""
+    worst = max(time.spread for time in times.values())
+    if worst <= _STEADY:
+        return f"The middle half of them lies within {worst:.1%} of the median at worst."
+    return (
+        f"Unsteady: the middle half of them spreads over {worst:.2g} times the median at worst. "
+        "Measure again while nothing else runs."
+    )
+
+
+def _waited(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
+    """Return microseconds a step takes from call to result, each waited for."""
+    run()
+    backend.synchronize()
+    start = time.perf_counter_ns()
+    for _ in range(steps):
+        run()
+        backend.synchronize()
+    return (time.perf_counter_ns() - start) / 1e3 / steps
+
+
+def _summary(us: list[float]) -> _Times:
+    ordered = sorted(us)
+    middle = statistics.median(ordered)
+    quarter = len(ordered) // 4
+    spread = ordered[-1 - quarter] - ordered[quarter]
+    return _Times(middle, spread / middle if middle else 0.0)
+
+
+def _eager_sizes(runner: GraphRunner) -> list[int]:
+    """Return sizes to run eager: the captured ones and more up to the limit."""
+    sizes = set(runner.config.sizes)
+    size, limit = max(sizes), runner.config.max_num_tokens
+    while size < limit:
+        size = min(limit, size + max(1, size // 4))
+        sizes.add(size)
+    return sorted(sizes)
+
+
+def _source(
+    runner: GraphRunner, graphs: _Graphs, times: Mapping[Arm, _Times], pace: Pace, samples: int
+) -> str:
+    info = ", ".join(f"{key} {value}" for key, value in runner.backend.device_info().items())
+    clock = {"queued": "timing events", "waited": "host clock, each step to its end"}[pace]
+    if not runner.backend.capabilities.device_timing:
+        clock = "host clock, of no device"
+    text = (
+        f"Backend {runner.backend.name}: {info}. Steps {pace} ({clock}); medians of "
+        f"{samples} samples. {_steadiness(times)}"
+    )
+    if graphs.failed:
+        listed = "; ".join(f"{key}: {why}" for key, why in list(graphs.failed.items())[:3])
+        text += f" Not captured: {len(graphs.failed)} keys ({listed})."
+    return text
+
+
+def _step_name(step: Any) -> str:
+    if isinstance(step, GraphRunner):
+        return "runner"
+    return getattr(step, "__name__", type(step).__name__)

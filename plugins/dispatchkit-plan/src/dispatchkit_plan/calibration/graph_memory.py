@@ -1,0 +1,256 @@
+"""What graphs take in memory: measured, and forecast from a few before all are captured.
+
+A graph takes memory in three places: the pool that torch reserves for it, the outputs that
+graphs share, and the driver, which keeps a launchable form of each. Torch does not see the
+last; here it is what the device has given away beyond what torch reserved.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+
+from dispatchkit.dispatch import Decision, GraphView, Reason
+from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.execute import GraphRunner, StaticInput, inputs_from_example
+from dispatchkit.keys import (
+    Batch,
+    BatchDescriptor,
+    DispatchConfig,
+    GraphKey,
+    RuntimeMode,
+    check_capture_sizes,
+    check_count,
+)
+
+from dispatchkit_plan.memory import SEGMENT_BYTES, MemoryForecast, MemorySample, forecast_memory
+
+__all__ = ["MemoryMeter", "Subject", "forecast_graph_memory", "measuring_subject"]
+
+_GRAPH_MODES = (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
+
+
+class EverySize:
+    """A policy for measuring: each size in each mode that the step can run in."""
+
+    name = "measure"
+
+    def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
+        """Return one key for each size and mode."""
+        wanted = {
+            RuntimeMode.FULL: config.mode.has_full_cudagraphs(),
+            RuntimeMode.PIECEWISE: config.mode.has_piecewise_cudagraphs(),
+        }
+        return [
+            GraphKey(mode, BatchDescriptor(size))
+            for size in config.sizes
+            for mode in _GRAPH_MODES
+            if wanted[mode]
+        ]
+
+    def decide(self, batch: Batch, graphs: GraphView) -> Decision:
+        """Choose the highest allowed mode at the smallest size that has a graph."""
+        for mode in _GRAPH_MODES:
+            if batch.allows(mode):
+                for key in graphs.covering(batch, mode):
+                    if graphs.is_ready(key):
+                        return Decision.replay(key)
+        return Decision.eager(Reason.CEILING)
+
+
+@attrs.frozen
+class Subject:
+    """A runner made to be measured, and what it was made of.
+
+    Attributes:
+        runner: Without a budget, with graphs only where they are asked for.
+        specs: Its inputs by name.
+    """
+
+    runner: GraphRunner
+    specs: Mapping[str, StaticInput]
+
+
+def measuring_subject(
+    step: Any,
+    *,
+    inputs: Mapping[str, StaticInput] | None = None,
+    example: Mapping[str, torch.Tensor] | None = None,
+    sizes: Sequence[int] | None = None,
+    eager_sizes: Sequence[int] = (),
+    every_size: bool = True,
+    **settings: Any,
+) -> Subject:
+    """Return a runner of its own for a step; a runner that is given stays as it is.
+
+    Args:
+        step: A GraphRunner, or what one is made of.
+        inputs: Static inputs, where the step is no runner.
+        example: One tensor for each input, in place of ``inputs``.
+        sizes: Sizes to capture; the runner's own by default.
+        eager_sizes: Further sizes that must be allowed.
+        every_size: Declare every size in every mode, rather than what its policy declares.
+        settings: More settings of the runner.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+    """
+    if isinstance(step, GraphRunner):
+        if inputs is not None or example is not None or settings:
+            given = sorted([*settings, *(["inputs"] if inputs is not None else [])])
+            raise ConfigError(
+                "step", step, "a function where more is given", f"A runner has its own {given}."
+            )
+        runner = step
+    else:
+        if sizes is not None:
+            settings["sizes"] = sizes
+        policy = settings.pop("policy", EverySize() if every_size else None)
+        runner = GraphRunner(step, inputs, example=example, policy=policy, **settings)
+    wanted = runner.config.sizes if sizes is None else check_capture_sizes(tuple(sizes))
+    if not wanted:
+        raise ConfigError("sizes", wanted, "at least one size to measure")
+    config = attrs.evolve(
+        runner.config,
+        sizes=wanted,
+        max_num_tokens=max(runner.config.max_num_tokens, *wanted, *eager_sizes, 1),
+    )
+    limits = attrs.evolve(runner.spec.options.memory, max_graphs=None, max_bytes=None)
+    spec = attrs.evolve(
+        runner.spec,
+        backend=runner.backend,
+        lazy=False,
+        options=attrs.evolve(
+            runner.spec.options, config=config, memory=limits, strict=False, check=0
+        ),
+    )
+    if every_size:
+        spec = spec.having_policy(EverySize(), None)
+    return Subject(
+        runner=GraphRunner(**spec.arguments()),
+        specs=spec.inputs or inputs_from_example(spec.example or {}),
+    )
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Hold back warnings of sizes and modes: what runs how is asked for when measuring."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class MemoryMeter:
+    """Tells what the graphs captured since it was made have taken.
+
+    Args:
+        runner: Whose graphs.
+    """
+
+    def __init__(self, runner: GraphRunner) -> None:
+        self._runner = runner
+        self._device = torch.device(runner.backend.torch_device)
+        self._pool = runner.num_bytes
+        self._held = self._in_use()
+        self._outside = self._outside_torch()
+
+    def _in_use(self) -> int:
+        if self._device.type != "cuda":
+            return self._runner.num_bytes
+        return torch.cuda.memory_allocated(self._device)
+
+    def _outside_torch(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        self._runner.backend.synchronize()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)
+
+    def pool_bytes(self) -> int:
+        """Return what torch reserved for the graphs: their pool, and the outputs they share."""
+        return self._runner.num_bytes - self._pool
+
+    def held_bytes(self) -> int:
+        """Return what of torch's memory the graphs keep in use while none runs.
+
+        Whatever else allocates meanwhile counts too.
+        """
+        return max(0, self._in_use() - self._held)
+
+    def driver_bytes(self) -> int:
+        """Return what the driver took besides, of the whole device: others' share too."""
+        return max(0, self._outside_torch() - self._outside)
+
+
+def forecast_graph_memory(
+    step: Any,
+    *,
+    samples: int = 10,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> MemoryForecast:
+    """Forecast what the graphs of a runner will take, from capturing a few of its sizes.
+
+    The largest size, the smallest and some between are captured into a pool of their own,
+    which is given back at the end.
+
+    Args:
+        step: A GraphRunner, which is left as it is, or what one is made of.
+        samples: Most sizes to capture, at least 2.
+        progress: Told (done, total) captured sizes.
+        options: ``inputs``, ``example``, ``sizes`` and further settings of the runner, where
+            the step is none.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+        CaptureError: One of the sizes could not be captured.
+    """
+    samples = check_count(samples, "samples", minimum=2)
+    with quietly():
+        runner = measuring_subject(step, every_size=False, **options).runner
+        keys: dict[int, list[GraphKey]] = {}
+        for key in runner.registry:
+            if key.mode is RuntimeMode.FULL or runner.can_split:
+                keys.setdefault(key.num_tokens, []).append(key)
+        sizes = sorted(keys, reverse=True)
+        if len(sizes) < 2:
+            raise ConfigError("sizes", sizes, "at least two, to forecast some from others")
+        runner.warm_up()
+        meter = MemoryMeter(runner)
+        taken = []
+        chosen = _spread(sizes, samples)
+        try:
+            for done, size in enumerate(chosen):
+                if progress is not None:
+                    progress(done, len(chosen))
+                report = runner.capture(keys[size])
+                for key, why in (report.failed | report.skipped).items():
+                    raise CaptureError(
+                        f"{key} could not be captured ({why}), so that its memory is not known.",
+                        key=str(key),
+                    )
+                pool, held = meter.pool_bytes(), meter.held_bytes()
+                taken.append(MemorySample(size, pool, held, meter.driver_bytes()))
+        finally:
+            runner.clear()
+    if progress is not None:
+        progress(len(chosen), len(chosen))
+    is_device = torch.device(runner.backend.torch_device).type == "cuda"
+    # Other devices, the tape too, hand out what is asked for and no whole segments.
+    return forecast_memory(taken, sizes, segment_bytes=SEGMENT_BYTES if is_device else 0)
+
+
+def _spread(sizes: Sequence[int], count: int) -> list[int]:
+    """Return about so many of the sizes, the largest first, in even ratios down to the smallest.
+
+    In ratios, since it is around powers of two that libraries take another kernel, with
+    other needs of memory.
+    """
+    largest, smallest = sizes[0], sizes[-1]
+    wanted = [largest * (smallest / largest) ** (i / (count - 1)) for i in range(count)]
+    return sorted({min(sizes, key=lambda size: abs(size - want)) for want in wanted}, reverse=True)

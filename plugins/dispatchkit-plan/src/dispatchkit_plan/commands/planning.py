@@ -1,0 +1,221 @@
+"""``plan``: capture sizes that fit a trace. Needs numpy, no torch and no device."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from dispatchkit.cli import (
+    JsonOption,
+    TraceArgument,
+    complain,
+    console,
+    print_json,
+    progress,
+    table,
+)
+from dispatchkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dispatchkit_plan import Emitted, Plan
+
+
+class FitOn(enum.StrEnum):
+    """Which steps are planned on."""
+
+    ALL = "all"
+    FIRST_HALF = "first-half"
+
+
+def plan(
+    trace: TraceArgument,
+    graphs: Annotated[
+        int | None, typer.Option("--graphs", metavar="N", help="How many graphs may be captured.")
+    ] = None,
+    memory_bytes: Annotated[
+        float | None,
+        typer.Option(
+            "--memory-bytes",
+            metavar="BYTES",
+            help="How much memory they may take; instead of --graphs.",
+        ),
+    ] = None,
+    capture_time_s: Annotated[
+        float | None,
+        typer.Option(
+            "--capture-time-s",
+            metavar="SECONDS",
+            help="How long capturing may take; instead of --graphs.",
+        ),
+    ] = None,
+    bytes_per_graph: Annotated[
+        float | None,
+        typer.Option(
+            "--bytes-per-graph", metavar="BYTES", help="Memory of one graph, for --memory-bytes."
+        ),
+    ] = None,
+    capture_s_per_graph: Annotated[
+        float | None,
+        typer.Option(
+            "--capture-s-per-graph",
+            metavar="SECONDS",
+            help="Seconds for one graph, for --capture-time-s.",
+        ),
+    ] = None,
+    max_size: Annotated[
+        int,
+        typer.Option(
+            "--max-size",
+            metavar="N",
+            help="Largest size; always captured, counted among the graphs.",
+        ),
+    ] = 512,
+    fit_on: Annotated[
+        FitOn,
+        typer.Option(
+            "--fit-on",
+            metavar="WHICH",
+            help="Plan on all steps, or on the first half and judge on the rest.",
+        ),
+    ] = FitOn.ALL,
+    keyed: Annotated[
+        bool, typer.Option("--keyed", metavar="", help="Plan uniform decode and mixed steps apart.")
+    ] = False,
+    align: Annotated[
+        int, typer.Option("--align", metavar="N", help="Only multiples of N tokens.")
+    ] = 1,
+    cost_model: Annotated[
+        str | None,
+        typer.Option(
+            "--cost-model", metavar="FILE", help="Minimise time by this model, rather than padding."
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="ENGINE",
+            help="Print settings to paste: dispatchkit, vllm, sglang, tensorrt-llm.",
+        ),
+    ] = None,
+    query_len: Annotated[
+        int | None,
+        typer.Option(
+            "--query-len",
+            metavar="N",
+            help="Tokens per request in decode steps, for --engine; 1 where it is not given.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the capture sizes that fit a trace, and compare them with known lists.
+
+    Example: dispatchkit plan trace.csv.gz --graphs 24 --fit-on first-half
+    """
+    for flag, given, needs, needed in (
+        ("--query-len", query_len, "--engine", engine),
+        ("--bytes-per-graph", bytes_per_graph, "--memory-bytes", memory_bytes),
+        ("--capture-s-per-graph", capture_s_per_graph, "--capture-time-s", capture_time_s),
+    ):
+        if given is not None and needed is None:
+            raise ConfigError(flag, given, f"left out without {needs}")
+    from dispatchkit.observe import read_workload
+
+    from dispatchkit_plan import emit, load_cost_model, plan_sizes
+
+    with progress() as tell:
+        tell("reading the trace", 0, 1)
+        workload = read_workload(trace)
+        tell("reading the trace", 1, 1)
+    made = plan_sizes(
+        workload,
+        graphs=graphs,
+        memory_bytes=memory_bytes,
+        capture_time_s=capture_time_s,
+        bytes_per_graph=bytes_per_graph,
+        capture_s_per_graph=capture_s_per_graph,
+        max_size=max_size,
+        fit_on="all" if fit_on is FitOn.ALL else "first-half",
+        keyed=keyed,
+        align=align,
+        cost_model=None if cost_model is None else load_cost_model(cost_model),
+    )
+    settings = (
+        None
+        if engine is None
+        else emit(made, engine, query_len=1 if query_len is None else query_len)
+    )
+    if as_json:
+        value: dict[str, Any] = made.to_json()
+        if settings is not None:
+            value["settings"] = settings.to_json()
+        print_json(value)
+        return
+    show(made, console())
+    if settings is not None:
+        show_settings(settings, console())
+    for warning in made.warnings:
+        complain(f"Warning: {warning}")
+
+
+def show(made: Plan, out: Console) -> None:
+    """Print a plan, readable at 80 columns."""
+    graphs = "1 graph" if made.num_graphs == 1 else f"{made.num_graphs} graphs"
+    out.print(Text(f"Sizes to capture ({graphs}, up to {made.max_size} tokens)", style="bold"))
+    for family in made.families:
+        listed = ", ".join(map(str, family.sizes))
+        label = _kind(family.uniform, family.num_active_loras)
+        text = f"{label}: {listed}" if label else listed
+        out.print(Padding(Text(text), (0, 0, 0, 2), expand=False))
+    over = made.num_steps_over / made.num_steps
+    out.print(
+        Text(
+            f"\nPadding {made.waste_pct:.2f}% of the real tokens, judged on {made.judged_on} "
+            f"({made.num_steps:,} steps); {over:.1%} of them are larger and run eager."
+        )
+    )
+    if made.objective != "padding":
+        out.print(Text(f"Minimised {made.objective}: {made.excess_pct:.2f}% above the best."))
+    if made.future is not None:
+        out.print(
+            Text(
+                f"For later traffic (padding {made.future.waste_pct:.2f}% on these steps): "
+                f"{', '.join(map(str, made.future.sizes))}"
+            )
+        )
+    if made.token_budget is not None:
+        out.print(Text(f"Size {made.token_budget.size}: {made.token_budget.reason}"))
+    rows = [
+        [
+            name,
+            rival.num_graphs,
+            f"{rival.waste_pct:.2f}%",
+            rival.matched_by if rival.matched_by is not None else "not reached",
+        ]
+        for name, rival in made.rivals.items()
+    ]
+    out.print()
+    columns = ["Known list", "Graphs", "Padding", "Planned graphs that match it"]
+    out.print(table(columns, rows, right=[1, 2, 3]))
+
+
+def _kind(uniform: bool | None, num_active_loras: int | None) -> str:
+    words = {None: "", True: "uniform decode", False: "mixed"}[uniform]
+    if num_active_loras is None:
+        return words
+    return f"{words or 'any'}, {num_active_loras} adapters"
+
+
+def show_settings(settings: Emitted, out: Console) -> None:
+    """Print settings of an engine, to paste."""
+    out.print(Text(f"\nFor {settings.engine} (sizes count {settings.means})", style="bold"))
+    print(settings.text)  # whole lines: what is pasted must not be wrapped
+    for note in settings.notes:
+        out.print(Text(note))
+    out.print(Text(f"Form: {settings.source}"))

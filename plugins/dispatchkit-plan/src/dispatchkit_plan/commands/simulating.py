@@ -1,0 +1,171 @@
+"""``simulate``: a trace under policies, sizes and budgets, without a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from dispatchkit.cli import (
+    AxesOption,
+    CostModelOption,
+    JsonOption,
+    ModeOption,
+    SizesOption,
+    TraceArgument,
+    console,
+    load_installed_plugins,
+    mention_problems,
+    policy_name,
+    print_json,
+    progress,
+    settings_of,
+    table,
+)
+from dispatchkit.errors import ConfigError
+
+from dispatchkit_plan.commands.accounting import config_for, note_unused_axes
+
+if TYPE_CHECKING:
+    from dispatchkit_plan import Simulation
+
+
+def simulate(
+    trace: TraceArgument,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            help="The policy that decides; give several to compare them.",
+            show_default=False,
+        ),
+    ] = None,
+    sizes: SizesOption = None,
+    mode: ModeOption = None,
+    axes: AxesOption = None,
+    max_graphs: Annotated[
+        str | None, typer.Option("--max-graphs", metavar="N", help="Most live graphs on a lane.")
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option("--max-bytes", metavar="N", help="Most memory of live graphs on a lane."),
+    ] = None,
+    eviction: Annotated[
+        str | None, typer.Option("--eviction", metavar="WHICH", help="Goes first: lru or benefit.")
+    ] = None,
+    capture_after: Annotated[
+        str | None,
+        typer.Option("--capture-after", metavar="N", help="Asked for so often, then captured."),
+    ] = None,
+    lanes: Annotated[
+        int, typer.Option("--lanes", metavar="N", help="Lanes that take the steps in turn.")
+    ] = 1,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="Of the noise of measured times.")
+    ] = 0,
+    cost_model: CostModelOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what would become of a trace under a policy: modes, padding, time, memory.
+
+    With several policies they are shown side by side. `dispatchkit report` draws what --json
+    prints.
+
+    Example: dispatchkit simulate trace.csv.gz --policy vllm --policy adaptive
+    """
+    given = {
+        "sizes": sizes,
+        "mode": mode,
+        "axes": axes,
+        "max_graphs": max_graphs,
+        "max_bytes": max_bytes,
+        "eviction": eviction,
+        "capture_after": capture_after,
+        "cost_model": cost_model,
+    }
+    settings = settings_of(given)
+    from dispatchkit.observe import read_steps
+
+    from dispatchkit_plan import Scenario
+    from dispatchkit_plan import simulate as run_scenario
+
+    rows = read_steps(trace)
+    config = config_for(rows, settings)
+    note_unused_axes(rows, config)
+    plugins = load_installed_plugins(settings)
+    mention_problems(plugins)
+    names = list(dict.fromkeys(policy or [policy_name(settings, plugins, config)]))
+    options = settings["policy_options"]
+    sampling = settings.chosen("runner").get("sample_every")
+    if options and len(names) > 1:
+        raise ConfigError("policy_options", options, "left out where policies are compared")
+    scenarios = [
+        Scenario(
+            policy=name,
+            policy_options=options,
+            max_graphs=settings["max_graphs"],
+            max_bytes=settings["max_bytes"],
+            eviction=settings["eviction"],
+            capture_after=settings["capture_after"],
+            lanes=lanes,
+            cost_model=settings["cost_model"],
+            seed=seed,
+            config=config,
+            label=name,
+            **({} if sampling is None else {"sample_every": sampling}),
+        )
+        for name in names
+    ]
+    found = []
+    with progress() as tell:
+        for index, scenario in enumerate(scenarios):
+            tell("simulating", index, len(scenarios))
+            found.append(run_scenario(rows, scenario, plugins=plugins))
+    if as_json:
+        values = [one.to_json() for one in found]
+        print_json(values[0] if len(values) == 1 else values)
+    else:
+        show(found, trace, console())
+
+
+def show(found: list[Simulation], trace: Path, out: Console) -> None:
+    """Print simulations side by side, readable at 80 columns."""
+    first = found[0]
+    out.print(
+        Text(f"{trace}: {first.num_steps:,} steps; costs by {first.cost_model}", style="bold")
+    )
+    lines: list[tuple[str, Any]] = [
+        ("graphs", lambda one: f"{one.num_graphs:,}"),
+        ("FULL", lambda one: f"{one.modes['FULL']:,}"),
+        ("PIECEWISE", lambda one: f"{one.modes['PIECEWISE']:,}"),
+        ("eager", lambda one: f"{one.modes['NONE']:,}"),
+        ("hit rate", lambda one: f"{one.hit_rate:.1%}"),
+        ("padding", lambda one: f"{one.waste_pct:.2f}%"),
+        ("captures", lambda one: f"{one.captures:,}"),
+        ("evictions", lambda one: f"{one.evictions:,}"),
+        ("steps measured", lambda one: f"{one.measured:,}"),
+        ("policy errors", lambda one: f"{one.policy_errors:,}"),
+        ("device time", lambda one: f"{one.time_s:.4g} s"),
+        ("all eager", lambda one: f"{one.eager_time_s:.4g} s"),
+        ("busiest lane", lambda one: f"{one.busiest_lane_s:.4g} s"),
+        ("capture time", lambda one: _known(one.capture_time_s, "{:.4g} s")),
+        ("graph memory", lambda one: _known(one.memory_bytes, "{:,} bytes")),
+    ]
+    rows = [[name, *(value(one) for one in found)] for name, value in lines]
+    reasons = dict.fromkeys(reason for one in found for reason in one.misses)
+    rows += [
+        [f"eager: {reason}", *(f"{one.misses.get(reason, 0):,}" for one in found)]
+        for reason in reasons
+    ]
+    columns = ["", *(one.label for one in found)]
+    out.print(table(columns, rows, right=range(1, len(columns))))
+    for note in dict.fromkeys(note for one in found for note in one.notes):
+        out.print(Text(f"Note: {note}"))
+
+
+def _known(value: float | None, form: str) -> str:
+    return "not known" if value is None else form.format(value)

@@ -1,0 +1,335 @@
+"""Cost models: how long a step takes, eager at its own size or replayed at a captured one.
+
+A model is two measured curves, microseconds over tokens, with straight lines between the
+points. It is a JSON file::
+
+    {"format": "dispatchkit-cost-model", "version": 1, "name": "lm-decode-h100",
+     "source": "who measured what, where, with which versions",
+     "eager_us": [[1, 4182.0], [64, 6489.0]],
+     "graph_us": [[1, 1167.0], [64, 1942.0]]}
+
+Optional: ``piecewise_us``, the same kind of curve, for steps whose graphs are pieces with eager
+work between them; ``graph_bytes`` and ``capture_us`` for what one more captured graph of that
+size takes in memory and in start-up time; ``clock``: ``device``, or ``host`` where there was no
+device to measure.
+
+The curves are the time of a whole step. Of what lies outside the measured sizes the model says
+that it does: ``covers``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.files import write_whole
+from dispatchkit.keys import whole_number
+
+__all__ = [
+    "BUILTIN_COST_MODELS",
+    "COST_MODEL_FORMAT",
+    "COST_MODEL_VERSION",
+    "CostModel",
+    "Curve",
+    "load_cost_model",
+    "save_cost_model",
+]
+
+COST_MODEL_FORMAT = "dispatchkit-cost-model"
+COST_MODEL_VERSION = 1
+_MAX_FILE_BYTES = 16 * 1024 * 1024
+_LARGEST = 1 << 53  # of whole numbers that floats hold exactly: 285 years, 9 petabytes
+_CURVES = ("eager_us", "graph_us", "piecewise_us", "graph_bytes", "capture_us")
+
+
+@attrs.frozen
+class Curve:
+    """Straight lines between measured points (tokens, value).
+
+    Below the first point the first value holds. Above the last one the last line goes on,
+    never downwards; one point alone is a constant.
+
+    Attributes:
+        points: (tokens, value), ascending in tokens.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    @property
+    def first(self) -> int:
+        """Smallest measured size."""
+        return self.points[0][0]
+
+    @property
+    def last(self) -> int:
+        """Largest measured size."""
+        return self.points[-1][0]
+
+    def __call__(self, num_tokens: float) -> float:
+        """Return the value at a size."""
+        points = self.points
+        if num_tokens <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
+            if num_tokens == x1:
+                return y1  # not by way of y0, which would round
+            if num_tokens < x1:
+                return y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0)
+        slope = max(0.0, (y1 - y0) / (x1 - x0))
+        return y1 + slope * (num_tokens - x1)
+
+    def table(self, max_tokens: int) -> list[float]:
+        """Return the values at 0..max_tokens."""
+        return [self(n) for n in range(max_tokens + 1)]
+
+
+def _curve(setting: str, points: Any) -> Curve:
+    allowed = "a list of [tokens, value] pairs, each size once, values finite and not negative"
+    if isinstance(points, Curve):
+        points = points.points
+    try:
+        pairs = [(point[0], point[1]) for point in points if len(point) == 2]
+        short = len(pairs) != len(points)
+    except (TypeError, KeyError, IndexError):
+        raise ConfigError(setting, points, allowed) from None
+    if short or not pairs:
+        raise ConfigError(setting, points, allowed)
+    for size, value in pairs:
+        sized = whole_number(size) is not None and 1 <= size <= _LARGEST
+        valued = isinstance(value, int | float) and not isinstance(value, bool)
+        # Compared, and not asked whether it is finite: that would make a float of any number.
+        if not sized or not valued or not 0 <= value <= _LARGEST:
+            raise ConfigError(setting, [size, value], allowed)
+    pairs.sort()
+    if len({size for size, _ in pairs}) != len(pairs):
+        raise ConfigError(setting, [list(pair) for pair in pairs], allowed)
+    return Curve(tuple((int(size), float(value)) for size, value in pairs))
+
+
+def _eager(points: Any) -> Curve:
+    return _curve("eager_us", points)
+
+
+def _graph(points: Any) -> Curve:
+    return _curve("graph_us", points)
+
+
+def _piecewise(points: Any) -> Curve | None:
+    return None if points is None else _curve("piecewise_us", points)
+
+
+def _bytes(points: Any) -> Curve | None:
+    return None if points is None else _curve("graph_bytes", points)
+
+
+def _capture(points: Any) -> Curve | None:
+    return None if points is None else _curve("capture_us", points)
+
+
+@attrs.frozen(kw_only=True)
+class CostModel:
+    """What a step costs, eager and replayed, over its tokens.
+
+    Attributes:
+        name: Name for tables and messages.
+        eager_us: Eager step at its exact size.
+        graph_us: Replay of a graph captured at that size, the whole step as one graph where
+            the step can be captured so.
+        piecewise_us: A step of that size as graphs with eager pieces between them; None:
+            the same as ``graph_us``.
+        graph_bytes: Memory that one more graph of that size takes; None: not measured.
+        capture_us: Time that capturing one takes; None: not measured.
+        source: Who measured what, on which device, with which versions.
+        clock: ``device``, or ``host`` for times of a stand-in without a device, which say
+            nothing of one.
+
+    Units: microseconds, bytes.
+    """
+
+    name: str = attrs.field(validator=attrs.validators.instance_of(str))
+    eager_us: Curve = attrs.field(converter=_eager)
+    graph_us: Curve = attrs.field(converter=_graph)
+    piecewise_us: Curve | None = attrs.field(default=None, converter=_piecewise)
+    graph_bytes: Curve | None = attrs.field(default=None, converter=_bytes)
+    capture_us: Curve | None = attrs.field(default=None, converter=_capture)
+    source: str = attrs.field(default="", validator=attrs.validators.instance_of(str))
+    clock: str = attrs.field(default="device")
+
+    @clock.validator
+    def _check_clock(self, attribute: attrs.Attribute[str], value: Any) -> None:
+        if value not in ("device", "host"):
+            raise ConfigError("clock", value, "'device' or 'host'")
+
+    @classmethod
+    def from_measurements(
+        cls, name: str, rows: Iterable[tuple[int, float, float]], *, source: str = ""
+    ) -> CostModel:
+        """Return a model of (size, eager_us, graph_us) rows, each measured at that size."""
+        measured = list(rows)
+        return cls(
+            name=name,
+            eager_us=[(size, eager) for size, eager, _ in measured],
+            graph_us=[(size, graph) for size, _, graph in measured],
+            source=source,
+        )
+
+    def covers(self, num_tokens: int) -> bool:
+        """Whether both curves were measured up to that size."""
+        return num_tokens <= min(self.eager_us.last, self.graph_us.last)
+
+    def step_us(
+        self,
+        num_tokens: int,
+        captured: int | None,
+        *,
+        best: bool = False,
+        piecewise: bool = False,
+    ) -> float:
+        """Return the time of one step.
+
+        Args:
+            num_tokens: Tokens of the step.
+            captured: Size of the graph that serves it; None runs eager.
+            best: Run eager where that is faster than the graph.
+            piecewise: The graph is pieces with eager work between them.
+        """
+        eager = self.eager_us(num_tokens)
+        if captured is None:
+            return eager
+        curve = self.piecewise_us if piecewise and self.piecewise_us else self.graph_us
+        graph = curve(captured)
+        return min(graph, eager) if best else graph
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the model as what its file holds."""
+        data: dict[str, Any] = {
+            "format": COST_MODEL_FORMAT,
+            "version": COST_MODEL_VERSION,
+            "name": self.name,
+            "source": self.source,
+            "clock": self.clock,
+        }
+        for field in _CURVES:
+            curve: Curve | None = getattr(self, field)
+            if curve is not None:
+                data[field] = [list(point) for point in curve.points]
+        return data
+
+    @classmethod
+    def from_json(cls, data: Any, *, where: str = "cost model") -> CostModel:
+        """Return the model that a file's content describes.
+
+        Raises:
+            ConfigError: It is no cost model, of an unknown version, or has bad points.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != COST_MODEL_FORMAT:
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ConfigError(
+                f"{where}: format",
+                found,
+                repr(COST_MODEL_FORMAT),
+                "A cost model is a JSON object; `dispatchkit calibrate` writes one.",
+            )
+        if data.get("version") != COST_MODEL_VERSION:
+            raise ConfigError(
+                f"{where}: version",
+                data.get("version"),
+                str(COST_MODEL_VERSION),
+                "It was written by another version of dispatchkit; calibrate again.",
+            )
+        known = {"format", "version", "name", "source", "clock", *_CURVES}
+        odd = sorted(set(data) - known)
+        if odd:
+            raise UnknownNameError(f"{where}: field", odd[0], known)
+        missing = [field for field in ("name", "eager_us", "graph_us") if field not in data]
+        if missing:
+            raise ConfigError(f"{where}: {missing[0]}", None, "there")
+        try:
+            return cls(
+                name=data["name"],
+                source=data.get("source", ""),
+                clock=data.get("clock", "device"),
+                **{field: data[field] for field in _CURVES if field in data},
+            )
+        except (TypeError, ConfigError) as error:
+            if isinstance(error, TypeError):
+                raise ConfigError(f"{where}: name", data["name"], "text") from None
+            error.add_note(f"In {where}.")
+            raise
+
+
+def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:
+    """Return a built-in cost model by its name, or the one in a file.
+
+    Raises:
+        UnknownNameError: Neither a built-in model nor a file has that name.
+        ConfigError: The file is no cost model; the message names it.
+    """
+    name = os.fspath(name_or_path)
+    if name in BUILTIN_COST_MODELS:
+        return BUILTIN_COST_MODELS[name]
+    try:
+        with Path(name).open("rb") as stream:
+            raw = stream.read(_MAX_FILE_BYTES + 1)
+    except (FileNotFoundError, ValueError):
+        raise UnknownNameError(
+            "cost model", name, BUILTIN_COST_MODELS, "Or give the path of a file."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            "cost model", name, f"a file that can be read ({error.strerror})"
+        ) from error
+    if len(raw) > _MAX_FILE_BYTES:
+        raise ConfigError(name, f"over {_MAX_FILE_BYTES} bytes", "a cost model file")
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(name, "a file that is not JSON", f"JSON ({error})") from error
+    return CostModel.from_json(data, where=name)
+
+
+def save_cost_model(model: CostModel, path: str | os.PathLike[str]) -> None:
+    """Write a model to a file, which has its name only once it is whole.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    write_whole(path, json.dumps(model.to_json(), indent=2) + "\n")
+
+
+_H100 = "One NVIDIA H100 80GB, torch 2.11 (CUDA 13), Python 3.12; medians of device time. {}"
+_LM_ROWS: Sequence[tuple[int, float, float]] = (
+    (1, 4182.0, 1167.0),
+    (64, 6489.0, 1942.0),
+    (256, 6340.0, 4264.0),
+    (320, 5861.0, 5441.0),
+    (512, 8220.0, 7649.0),
+)
+
+BUILTIN_COST_MODELS: Mapping[str, CostModel] = {
+    "lm-decode-h100": CostModel.from_measurements(
+        "lm-decode-h100",
+        _LM_ROWS,
+        source=_H100.format(
+            "Decode step of a 16-layer decoder, model width 2048, at 1 to 512 sequences. "
+            "Nothing was measured above 512 tokens."
+        ),
+    ),
+    "mlp-h100": CostModel(
+        name="mlp-h100",
+        eager_us=[(385, 1135.0), (513, 1445.0), (769, 1946.0), (1025, 2507.0)],
+        graph_us=[(512, 1330.0), (768, 1900.0), (1024, 2425.0), (2048, 4890.0)],
+        source=_H100.format(
+            "8-layer MLP, width 4096: eager just above a bucket, graph at the next one. "
+            "Below 385 (eager) and 512 (graph) tokens nothing was measured."
+        ),
+    ),
+}
+"""Models that come along, measured on the hardware that their source names."""

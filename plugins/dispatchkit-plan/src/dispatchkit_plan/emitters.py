@@ -1,0 +1,197 @@
+"""A plan as settings of an engine, ready to paste.
+
+The engines mean different things by their lists, and each emitter says which: vLLM's sizes
+count tokens of any step, SGLang's and TensorRT-LLM's count requests of decode steps. With a
+drafter the two differ by the tokens per request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.keys import check_count
+
+from dispatchkit_plan.results import Plan
+
+__all__ = ["EMITTERS", "Emitted", "emit"]
+
+
+@attrs.frozen
+class Emitted:
+    """Settings for one engine.
+
+    Attributes:
+        engine: Name of the engine.
+        text: What to paste.
+        sizes: The sizes in it.
+        means: What the engine counts with them, in words.
+        notes: What else to know; one sentence each.
+        source: Where the form is documented.
+    """
+
+    engine: str
+    text: str
+    sizes: tuple[int, ...]
+    means: str
+    notes: tuple[str, ...]
+    source: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as JSON holds them."""
+        return attrs.asdict(self)
+
+
+def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Emitted:
+    """Return a plan as settings of an engine.
+
+    Args:
+        plan: A plan, of which the hedged sizes are taken, or sizes in tokens.
+        engine: ``dispatchkit``, ``vllm``, ``sglang``, ``sglang-legacy`` or ``tensorrt-llm``.
+        query_len: Tokens of a request in a uniform decode step: 1, and with a drafter 1 plus
+            its tokens. Engines that count requests get sizes divided by it.
+
+    Raises:
+        UnknownNameError: There is no such engine.
+        ConfigError: There are no sizes.
+    """
+    try:
+        make = EMITTERS[engine]
+    except KeyError:
+        raise UnknownNameError("engine", engine, EMITTERS) from None
+    query_len = check_count(query_len, "query_len")
+    notes: tuple[str, ...] = ()
+    if isinstance(plan, Plan):
+        chosen = plan.robust
+        sizes = chosen.sizes
+        if len(chosen.families) > 1:
+            if engine in _DECODE_ONLY:
+                decode = [f.sizes for f in chosen.families if f.uniform]
+                sizes = tuple(sorted({size for part in decode for size in part}))
+            else:
+                notes = (
+                    (
+                        "Planned by kind of step; this engine takes one list for all kinds, so "
+                        "it captures more graphs than planned."
+                    ),
+                )
+    else:
+        sizes = tuple(sorted({check_count(size, "size") for size in plan}))
+    if not sizes:
+        raise ConfigError("sizes", (), "at least one size to emit")
+    made = make(sizes, query_len)
+    return attrs.evolve(made, notes=(*made.notes, *notes))
+
+
+def _per_request(sizes: tuple[int, ...], query_len: int) -> tuple[int, ...]:
+    return tuple(sorted({-(-size // query_len) for size in sizes}))
+
+
+def _dispatchkit(sizes: tuple[int, ...], query_len: int) -> Emitted:
+    listed = ", ".join(map(str, sizes)) + ("," if len(sizes) == 1 else "")
+    query = f", query_lens=({query_len},)" if query_len > 1 else ""
+    return Emitted(
+        engine="dispatchkit",
+        text=f"DispatchConfig(sizes=({listed}){query})",
+        sizes=sizes,
+        means="tokens of a step, of any kind",
+        notes=(),
+        source="dispatchkit.keys.DispatchConfig",
+    )
+
+
+def _vllm(sizes: tuple[int, ...], query_len: int) -> Emitted:
+    config = json.dumps({"cudagraph_capture_sizes": list(sizes)})
+    notes = [
+        "Leave max_cudagraph_capture_size unset: with a list it must equal the last size.",
+        (
+            "With FULL_AND_PIECEWISE each size is captured for mixed steps and, up to "
+            "max_num_seqs x tokens per request, again for uniform decode."
+        ),
+    ]
+    if query_len > 1:
+        notes.append(
+            f"With {query_len} tokens per request vLLM rounds every size up to a multiple of "
+            f"{query_len}: plan with align={query_len}."
+        )
+    return Emitted(
+        engine="vllm",
+        text=f"--compilation-config '{config}'",
+        sizes=sizes,
+        means="tokens of a step, of any kind",
+        notes=tuple(notes),
+        source="docs.vllm.ai, api/vllm/config/compilation: CompilationConfig."
+        "cudagraph_capture_sizes (0.11 to 0.19 read)",
+    )
+
+
+_SGLANG_NOTES = (
+    "Decode steps only: plan from those alone (the uniform family of a keyed plan).",
+    "With data-parallel attention each rank counts its own requests.",
+)
+
+
+def _sglang(sizes: tuple[int, ...], query_len: int) -> Emitted:
+    requests = _per_request(sizes, query_len)
+    return Emitted(
+        engine="sglang",
+        text=f"--cuda-graph-bs-decode {' '.join(map(str, requests))}",
+        sizes=requests,
+        means="requests of a decode step",
+        notes=(
+            (
+                "Releases before the flags were split by phase (up to 0.5.12 or so) call it "
+                "--cuda-graph-bs; emit sglang-legacy for them."
+            ),
+            *_SGLANG_NOTES,
+        ),
+        source="sgl-project/sglang, python/sglang/srt/server_args.py: cuda_graph_bs_decode",
+    )
+
+
+def _sglang_legacy(sizes: tuple[int, ...], query_len: int) -> Emitted:
+    requests = _per_request(sizes, query_len)
+    return Emitted(
+        engine="sglang-legacy",
+        text=f"--cuda-graph-bs {' '.join(map(str, requests))}",
+        sizes=requests,
+        means="requests of a decode step",
+        notes=("Newer releases call it --cuda-graph-bs-decode.", *_SGLANG_NOTES),
+        source="docs.sglang.ai, advanced_features/server_arguments: --cuda-graph-bs",
+    )
+
+
+def _tensorrt_llm(sizes: tuple[int, ...], query_len: int) -> Emitted:
+    requests = _per_request(sizes, query_len)
+    listed = ", ".join(map(str, requests))
+    return Emitted(
+        engine="tensorrt-llm",
+        text=f"cuda_graph_config:\n  enable_padding: true\n  batch_sizes: [{listed}]\n",
+        sizes=requests,
+        means="requests of a decode (generation-only) step",
+        notes=(
+            "YAML for `trtllm-serve --config FILE` (older releases: --extra_llm_api_options).",
+            "Without enable_padding only exactly these batch sizes replay a graph.",
+            (
+                "Leave max_batch_size of cuda_graph_config unset: with a list it must equal the "
+                "largest size."
+            ),
+        ),
+        source="nvidia.github.io/TensorRT-LLM, llm-api/reference/DecodeCudaGraphConfig (1.3 read)",
+    )
+
+
+EMITTERS: Mapping[str, Callable[[tuple[int, ...], int], Emitted]] = {
+    "dispatchkit": _dispatchkit,
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "sglang-legacy": _sglang_legacy,
+    "tensorrt-llm": _tensorrt_llm,
+}
+"""Emitters by engine name."""
+
+_DECODE_ONLY = frozenset({"sglang", "sglang-legacy", "tensorrt-llm"})

@@ -1,0 +1,243 @@
+"""Hedging: plan for traffic like the trace, not for the trace.
+
+The optimal sizes of a trace overfit it. Planned on one minute and used in the next, they may
+pad a size that was not seen before to the largest graph. So the planner optimises for a
+mixture instead: the trace's own histogram, the same histogram with each size spread over its
+surroundings, and a little of every size (small ones more: proportional to 1/size).
+
+How much of each is not a constant. The trace is cut into blocks; every mixture on a short list
+is planned on the first blocks and judged on the next one, and so on through the trace. The
+mixtures that did best are averaged: one that was worse by 3% counts about a third. Nothing but
+the trace that is planned on is looked at.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from dispatchkit.errors import ConfigError
+
+from dispatchkit_plan.objective import Objective
+from dispatchkit_plan.optimal import FloatArray, IntArray, size_curve
+
+__all__ = [
+    "FALLBACK_HEDGE",
+    "HEDGE_CANDIDATES",
+    "MIN_VALIDATION_STEPS",
+    "NO_HEDGE",
+    "Hedge",
+    "HedgeChoice",
+    "choose_hedge",
+]
+
+MIN_VALIDATION_STEPS = 300
+"""Fewest steps whose blocks say anything: fifty in each of six."""
+
+_BLOCKS = 6
+_PLAN_SIZES = range(8, 65)  # numbers of sizes that a hedge is judged at
+_SHARPNESS = 30.0  # weight exp(-30 x) of a mixture whose excess was larger by a factor e^x
+_SMOOTH_PCT = 0.3  # added to an excess before its logarithm: 0 and 0.1% are the same
+_MAX_CANDIDATES = 512
+
+
+@attrs.frozen
+class Hedge:
+    """A mixture of the trace and what resembles it.
+
+    Attributes:
+        own: Share of the trace's own histogram.
+        spread: (width, share) pairs: each size spread evenly over ±width of itself.
+        prior: Share of a histogram proportional to 1/size over all sizes.
+    """
+
+    own: float
+    spread: tuple[tuple[float, float], ...] = ()
+    prior: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        shares = [self.own, self.prior, *(share for _, share in self.spread)]
+        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+            raise ConfigError("hedge", shares, "shares of at least 0 that add up to 1")
+        for width, _ in self.spread:
+            if not 0 < width < 1:
+                raise ConfigError("hedge spread width", width, "between 0 and 1")
+
+    def apply(self, demand: FloatArray, *, weight: float | None = None) -> FloatArray:
+        """Return the demand to plan for, of the same total.
+
+        Args:
+            demand: Batches per size, index 0..N.
+            weight: Total of the prior; that of the demand when not given.
+        """
+        top = len(demand) - 1
+        total = float(demand[1:].sum())
+        mixed = self.own * demand
+        for width, share in self.spread:
+            if share:
+                mixed = mixed + share * _spread(demand, width)
+        if self.prior:
+            sizes = np.arange(1, top + 1)
+            mixed[1:] += (
+                self.prior
+                * (total if weight is None else weight)
+                * ((1 / sizes) / (1 / sizes).sum())
+            )
+        mixed[0] = 0.0
+        return mixed
+
+    def to_json(self) -> dict[str, object]:
+        """Return the shares, rounded for reading."""
+        return {
+            "own": round(self.own, 4),
+            "spread": [[width, round(share, 4)] for width, share in self.spread if share],
+            "prior": round(self.prior, 4),
+        }
+
+
+def _spread(demand: FloatArray, width: float) -> FloatArray:
+    """Spread each size evenly over the whole numbers within ±width of it."""
+    top = len(demand) - 1
+    sizes = np.flatnonzero(demand[1:]) + 1
+    low = np.maximum(1, np.ceil(sizes * (1 - width) - 1e-9)).astype(np.int64)
+    high = np.minimum(top, np.floor(sizes * (1 + width) + 1e-9)).astype(np.int64)
+    share = demand[sizes] / (high - low + 1)
+    edges = np.zeros(top + 2)
+    np.add.at(edges, low, share)
+    np.add.at(edges, high + 1, -share)
+    spread: FloatArray = np.maximum(np.cumsum(edges)[: top + 1], 0.0)
+    return spread
+
+
+NO_HEDGE = Hedge(own=1.0)
+"""Plan for exactly the trace."""
+
+FALLBACK_HEDGE = Hedge(own=0.6, spread=((0.25, 0.38),), prior=0.02)
+"""Used where nothing can be validated: the order of the steps is unknown, or they are few."""
+
+_WIDTHS = (0.12, 0.25, 0.5)
+HEDGE_CANDIDATES: tuple[Hedge, ...] = tuple(
+    Hedge(own=(1 - prior) * (1 - share), spread=((width, (1 - prior) * share),), prior=prior)
+    for prior in (0.003, 0.03)
+    for width, share in [
+        (_WIDTHS[0], 0.0),
+        *((width, share) for width in _WIDTHS for share in (0.4, 1.0)),
+    ]
+)
+"""Mixtures that validation chooses among; all hold a little of every size."""
+
+
+@attrs.frozen
+class HedgeChoice:
+    """Which hedge is planned with, and why.
+
+    Attributes:
+        hedge: The mixture.
+        validated: Whether it was chosen on held-out blocks of the trace.
+        expected_excess_pct: Mean excess on the held-out blocks by number of sizes, of the
+            mixture that did best; empty when not validated.
+        reason: One sentence for people.
+    """
+
+    hedge: Hedge
+    validated: bool
+    reason: str
+    expected_excess_pct: tuple[tuple[int, float], ...] = ()
+
+
+def choose_hedge(steps: IntArray, candidates: IntArray, objective: Objective) -> HedgeChoice:
+    """Return the hedge that did best on later blocks of the same steps.
+
+    Args:
+        steps: Tokens of each step in the order they ran, all at most the largest candidate.
+        candidates: Sizes that may be captured.
+        objective: What a plan minimises.
+    """
+    if len(steps) < MIN_VALIDATION_STEPS:
+        return HedgeChoice(
+            FALLBACK_HEDGE,
+            validated=False,
+            reason=f"{len(steps)} steps are too few to validate a hedge "
+            f"({MIN_VALIDATION_STEPS} needed); the standard one is used.",
+        )
+    top = int(candidates[-1])
+    considered = _thinned(candidates, steps)
+    edges = [len(steps) * block // _BLOCKS for block in range(_BLOCKS + 1)]
+    blocks = [
+        np.bincount(steps[start:end], minlength=top + 1).astype(np.float64)
+        for start, end in itertools.pairwise(edges)
+    ]
+    levels = [k for k in _PLAN_SIZES if k <= len(considered)] or [len(considered)]
+    excess = np.array(
+        [
+            [
+                _excesses(
+                    hedge.apply(sum_of(blocks[:at])), considered, objective, blocks[at], levels
+                )
+                for hedge in HEDGE_CANDIDATES
+            ]
+            for at in range(1, _BLOCKS)
+        ]
+    )  # (folds, hedges, levels)
+    score = np.log(excess + _SMOOTH_PCT).mean(axis=(0, 2))
+    weights = np.exp(-_SHARPNESS * (score - score.min()))
+    weights /= weights.sum()
+    best = int(score.argmin())
+    return HedgeChoice(
+        _average(HEDGE_CANDIDATES, weights),
+        validated=True,
+        reason=f"{len(HEDGE_CANDIDATES)} mixtures, each planned on the first blocks of the "
+        f"trace and judged on the next, {_BLOCKS - 1} times.",
+        expected_excess_pct=tuple(
+            (k, float(value)) for k, value in zip(levels, excess[:, best].mean(axis=0), strict=True)
+        ),
+    )
+
+
+def sum_of(blocks: Sequence[FloatArray]) -> FloatArray:
+    """Return the sum of histograms."""
+    total: FloatArray = np.sum(blocks, axis=0)
+    return total
+
+
+def _thinned(candidates: IntArray, steps: IntArray) -> IntArray:
+    """Return few enough candidates to plan with seventy times over."""
+    if len(candidates) <= _MAX_CANDIDATES:
+        return candidates
+    kept = np.linspace(0, len(candidates) - 1, _MAX_CANDIDATES // 2).astype(np.int64)
+    sizes, counts = np.unique(steps, return_counts=True)
+    common = sizes[np.argsort(-counts, kind="stable")][: _MAX_CANDIDATES // 2]
+    at_least = np.searchsorted(candidates, common)
+    thinned: IntArray = candidates[np.unique(np.concatenate([kept, at_least]))]
+    return thinned
+
+
+def _excesses(
+    demand: FloatArray,
+    candidates: IntArray,
+    objective: Objective,
+    held_out: FloatArray,
+    levels: Sequence[int],
+) -> list[float]:
+    curve = size_curve(
+        candidates, objective.costs(candidates, demand), levels[-1], monotone=objective.monotone
+    )
+    return [objective.excess_pct(curve.sizes(k), held_out) for k in levels]
+
+
+def _average(hedges: Sequence[Hedge], weights: FloatArray) -> Hedge:
+    spread = dict.fromkeys(_WIDTHS, 0.0)
+    for hedge, weight in zip(hedges, weights, strict=True):
+        for width, share in hedge.spread:
+            spread[width] += float(weight) * share
+    own = float(sum(w * h.own for h, w in zip(hedges, weights, strict=True)))
+    prior = float(sum(w * h.prior for h, w in zip(hedges, weights, strict=True)))
+    total = own + prior + sum(spread.values())
+    return Hedge(
+        own=own / total,
+        spread=tuple((width, share / total) for width, share in spread.items()),
+        prior=prior / total,
+    )

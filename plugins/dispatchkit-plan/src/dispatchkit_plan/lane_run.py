@@ -1,0 +1,283 @@
+"""One lane of a simulation: its steps through one dispatcher, counted."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+
+import attrs
+import numpy as np
+
+from dispatchkit.dispatch import Decision, Dispatcher, Outcome
+from dispatchkit.errors import ConfigError
+from dispatchkit.keys import DispatchConfig, GraphKey, RuntimeMode
+from dispatchkit.observe import StepTrace, trace_variants
+
+from dispatchkit_plan.costs import CostModel
+from dispatchkit_plan.optimal import IntArray
+from dispatchkit_plan.scenario import Scenario
+
+__all__ = ["PENDING", "LaneRun", "Steps", "Tally"]
+
+#: The runner's word for a step that ran eager since its graph is to be captured later.
+PENDING = "capture_pending"
+_NO_GRAPH = object()  # stands where a captured graph would
+_MAX_DENSE_CELLS = 1 << 24
+
+
+@attrs.frozen(eq=False)
+class Steps:
+    """The arguments of each step's ``dispatch``, as arrays (steps,).
+
+    With axes ``loras`` are variants.
+    """
+
+    num_tokens: IntArray
+    num_reqs: IntArray
+    uniform: IntArray
+    loras: IntArray
+    has_order: bool = True
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    @classmethod
+    def of(cls, trace: StepTrace, config: DispatchConfig) -> Steps:
+        """Return the steps of a trace that have tokens.
+
+        Raises:
+            ConfigError: One is larger than the configuration allows.
+            TraceError: An axis of the configuration has no column.
+        """
+        names = trace.columns
+
+        def column(name: str) -> IntArray:
+            if name not in names:
+                return np.zeros(len(trace), dtype=np.int64)
+            return np.array(trace.column(name), dtype=np.int64)
+
+        tokens, uniform = column("num_tokens"), column("uniform_decode")
+        if tokens.size and tokens.max() > config.max_num_tokens:
+            raise ConfigError(
+                "max_num_tokens",
+                config.max_num_tokens,
+                f"at least {int(tokens.max())}, the largest step of {trace.source}",
+            )
+        lengths = column("max_query_len") if "max_query_len" in names else uniform
+        query = np.zeros(len(trace), dtype=np.int64)
+        for number, length in enumerate(config.query_lens, start=1):
+            query[(uniform == 1) & (lengths == length)] = number
+        if config.varlen_decode and "max_query_len" in names:
+            short = (query == 0) & (lengths > 0) & (lengths <= config.query_len)
+            query[short] = config.num_query_classes - 1
+        some = tokens > 0
+        return cls(
+            tokens[some],
+            np.minimum(column("num_reqs"), config.max_num_seqs)[some],
+            query[some],
+            np.array(trace_variants(trace, config), dtype=np.int64)[some],
+            trace.has_order,
+        )
+
+    def every(self, first: int, stride: int) -> Steps:
+        """Return the steps that one lane gets."""
+        part = slice(first, None, stride)
+        return Steps(
+            self.num_tokens[part], self.num_reqs[part], self.uniform[part], self.loras[part]
+        )
+
+
+@attrs.define(eq=False)
+class Tally:
+    """A decision with how often it was taken and what a step under it costs."""
+
+    decision: Decision
+    time_us: float
+    count: int = 0
+
+
+class LaneRun:
+    """One lane's steps through one dispatcher."""
+
+    dispatcher: Dispatcher
+    model: CostModel
+    scenario: Scenario
+    measured: int
+    evictions: int
+    captures: int
+    live_bytes: float
+    peak_bytes: float
+    capture_us: float
+
+    def __init__(
+        self, dispatcher: Dispatcher, model: CostModel, scenario: Scenario, chance: random.Random
+    ) -> None:
+        self.dispatcher, self.model, self.scenario = dispatcher, model, scenario
+        self._chance = chance
+        self.tallies: dict[int, Tally] = {}
+        self.measured = self.captures = self.evictions = 0
+        self.capture_us = self.live_bytes = self.peak_bytes = 0.0
+        self.pending: Counter[int] = Counter()  # eager steps before a capture, by tokens
+        self._asked: Counter[GraphKey] = Counter()
+        self._live: OrderedDict[GraphKey, int] = OrderedDict()  # key to its replays
+        if not scenario.is_lazy:
+            largest_first = sorted(dispatcher.registry, key=lambda key: -key.num_tokens)
+            for key in largest_first:
+                self._capture(key)
+                dispatcher.registry.captured(key, _NO_GRAPH)
+
+    def serve(self, steps: Steps) -> None:
+        """Run the lane's steps."""
+        if self.dispatcher.policy_parts.learns:
+            self._serve_learning(steps)
+        elif self.scenario.is_lazy:
+            self._serve_lazy(steps)
+        else:
+            for tally, count in self._decide_all(steps)[0]:
+                tally.count += count
+
+    # -- a policy that does not learn: every different batch once -------------------------
+
+    def _decide_all(self, steps: Steps) -> tuple[list[tuple[Tally, int]], list[Tally], IntArray]:
+        """Decide each different batch once.
+
+        Returns:
+            (tally, steps) pairs; the tallies by number; each step's number.
+        """
+        num_uniform, num_loras = int(steps.uniform.max()) + 1, int(steps.loras.max()) + 1
+        cell = (steps.num_tokens * num_uniform + steps.uniform) * num_loras + steps.loras
+        number, cells = _numbered(cell)
+        dispatch = self.dispatcher.dispatch
+        tallies = []
+        for packed in cells.tolist():
+            rest, loras = divmod(packed, num_loras)
+            tokens, uniform = divmod(rest, num_uniform)
+            tallies.append(self._tally(dispatch(tokens, 0, uniform, loras), tokens))
+        # A cell's decision holds up to a number of requests; beyond it the batch is asked for.
+        bounds = np.array([tally.decision.max_num_reqs for tally in tallies], dtype=np.int64)
+        beyond = np.flatnonzero(steps.num_reqs > bounds[number])
+        if len(beyond):
+            most = int(steps.num_reqs.max()) + 1
+            odd, packs = _numbered(number[beyond] * most + steps.num_reqs[beyond])
+            number[beyond] = odd + len(tallies)
+            for packed in packs.tolist():
+                which, reqs = divmod(packed, most)
+                rest, loras = divmod(int(cells[which]), num_loras)
+                tokens, uniform = divmod(rest, num_uniform)
+                tallies.append(self._tally(dispatch(tokens, reqs, uniform, loras), tokens))
+        counts = np.bincount(number, minlength=len(tallies)).tolist()
+        return list(zip(tallies, counts, strict=True)), tallies, number
+
+    def _serve_lazy(self, steps: Steps) -> None:
+        _, tallies, number = self._decide_all(steps)
+        keys = [tally.decision.key for tally in tallies]
+        live, use = self._live, self._use
+        for which in number.tolist():
+            tally, key = tallies[which], keys[which]
+            if key is None:
+                tally.count += 1
+            elif key in live:
+                tally.count += 1
+                live[key] += 1
+                live.move_to_end(key)
+            elif use(key):
+                tally.count += 1
+            else:
+                self.pending[tally.decision.num_tokens] += 1
+
+    # -- a policy that learns: every step, in order ---------------------------------------
+
+    def _serve_learning(self, steps: Steps) -> None:
+        dispatch, tallies = self.dispatcher.dispatch, self.tallies
+        sample_every = self.scenario.sample_every
+        last_sample = -sample_every
+        rows = zip(
+            steps.num_tokens.tolist(),
+            steps.num_reqs.tolist(),
+            steps.uniform.tolist(),
+            steps.loras.tolist(),
+            strict=True,
+        )
+        live, is_lazy = self._live, self.scenario.is_lazy
+        for step, (tokens, reqs, uniform, loras) in enumerate(rows):
+            decision = dispatch(tokens, reqs, uniform, loras)
+            tally = tallies.get(id(decision)) or self._tally(decision, tokens)
+            key = decision.key
+            if is_lazy and key is not None:
+                if key in live:
+                    live[key] += 1
+                    live.move_to_end(key)
+                elif not self._use(key):
+                    self.pending[tokens] += 1
+                    continue  # it ran eager and teaches nothing of its graph
+            tally.count += 1
+            if decision.timed and (decision.one_shot or step - last_sample >= sample_every):
+                last_sample = step
+                self.measured += 1
+                time_us = self.scenario.noise.measured(tally.time_us, self._chance)
+                batch = self.dispatcher.batch(tokens, reqs, uniform, loras)
+                self.dispatcher.observe(Outcome(batch, decision, time_us, step=step + 1))
+
+    # -- both -----------------------------------------------------------------------------
+
+    def _tally(self, decision: Decision, num_tokens: int) -> Tally:
+        # By identity: a bound decision belongs to one cell, and so has one time. The tally
+        # keeps it alive, so that its id stays its own.
+        tally = self.tallies.get(id(decision))
+        if tally is None:
+            captured = None if decision.key is None else decision.key.num_tokens
+            piecewise = decision.mode is RuntimeMode.PIECEWISE
+            time_us = self.model.step_us(num_tokens, captured, piecewise=piecewise)
+            tally = Tally(decision, time_us)
+            self.tallies[id(decision)] = tally
+        return tally
+
+    def _use(self, key: GraphKey) -> bool:
+        """Capture a graph that is asked for, after making room for it; False: not yet."""
+        scenario, live = self.scenario, self._live
+        self._asked[key] += 1
+        if self._asked[key] < scenario.capture_after:
+            return False
+        need = self._bytes_of(key)
+        limit = scenario.max_bytes
+        if limit is not None and need > limit:
+            raise ConfigError(
+                "max_bytes",
+                limit,
+                f"at least {need:.0f}, what the graph of {key} takes by {self.model.name}",
+            )
+        while live and (
+            (scenario.max_graphs is not None and len(live) >= scenario.max_graphs)
+            or (limit is not None and self.live_bytes + need > limit)
+        ):
+            victim = next(iter(live))
+            if scenario.eviction == "benefit":
+                victim = min(live, key=lambda one: live[one] / one.num_tokens)
+            del live[victim]
+            self.live_bytes -= self._bytes_of(victim)
+            self.evictions += 1
+        self._capture(key)
+        return True
+
+    def _capture(self, key: GraphKey) -> None:
+        self._live[key] = 1
+        self.captures += 1
+        self.live_bytes += self._bytes_of(key)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.model.capture_us is not None:
+            self.capture_us += self.model.capture_us(key.num_tokens)
+
+    def _bytes_of(self, key: GraphKey) -> float:
+        return 0.0 if self.model.graph_bytes is None else self.model.graph_bytes(key.num_tokens)
+
+
+def _numbered(values: IntArray) -> tuple[IntArray, IntArray]:
+    """Return (each entry's number, the different values by number)."""
+    top = int(values.max()) + 1
+    if top <= _MAX_DENSE_CELLS:  # by counting, without the sort that np.unique does
+        different = np.flatnonzero(np.bincount(values, minlength=top))
+        table = np.zeros(top, dtype=np.int64)
+        table[different] = np.arange(len(different))
+        return table[values], different
+    different, number = np.unique(values, return_inverse=True)
+    return number.astype(np.int64), different

@@ -1,0 +1,155 @@
+"""What a plan minimises: padded tokens, or the time of a cost model.
+
+Both say the same two things: what a batch of n costs at a captured size, and what it would
+cost with a graph at exactly its size. The excess of the first over the second, in per cent,
+is how good a set of sizes is; counted in tokens it is the padding waste.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import attrs
+import numpy as np
+
+from dispatchkit.errors import ConfigError
+
+from dispatchkit_plan.costs import CostModel
+from dispatchkit_plan.optimal import (
+    FloatArray,
+    IntArray,
+    close_upper,
+    padding_costs,
+    served_costs,
+)
+
+__all__ = ["Objective", "PaddingObjective", "TimeObjective", "padded_sizes", "waste_pct"]
+
+
+def padded_sizes(sizes: Sequence[int], max_size: int) -> IntArray:
+    """Return the captured size that serves each batch of 0..max_size tokens.
+
+    Args:
+        sizes: Ascending captured sizes; the last is at least ``max_size``.
+        max_size: Largest batch.
+    """
+    ladder = np.asarray(sizes, dtype=np.int64)
+    padded = ladder[np.searchsorted(ladder, np.arange(max_size + 1))]
+    padded[0] = 0  # an empty batch needs no graph
+    return padded
+
+
+class PaddingObjective:
+    """Tokens run, padding included."""
+
+    monotone = True
+    name = "padding"
+
+    def costs(self, candidates: IntArray, demand: FloatArray) -> FloatArray:
+        """Return the cost matrix for ``optimal.size_curve``."""
+        return padding_costs(candidates, demand)
+
+    def at_sizes(self, sizes: Sequence[int], max_size: int) -> FloatArray:
+        """Return the cost of one batch of each size 0..max_size under captured sizes."""
+        return padded_sizes(sizes, max_size).astype(np.float64)
+
+    def exact(self, max_size: int) -> FloatArray:
+        """Return the cost of one batch of each size with a graph at exactly that size."""
+        return np.arange(max_size + 1, dtype=np.float64)
+
+    def excess_pct(self, sizes: Sequence[int], demand: FloatArray) -> float:
+        """Return the cost above that of exact sizes, in per cent; 0 without demand."""
+        return _excess(self, sizes, demand)
+
+
+@attrs.frozen
+class TimeObjective:
+    """Time under a cost model.
+
+    Attributes:
+        model: What a step costs.
+        dispatch: ``always`` replays a graph whenever one is large enough; ``best`` runs
+            eager where the model says that is faster.
+    """
+
+    model: CostModel
+    dispatch: Literal["always", "best"] = attrs.field(default="always")
+
+    def __attrs_post_init__(self) -> None:
+        if self.dispatch not in ("always", "best"):
+            raise ConfigError("dispatch", self.dispatch, "'always' or 'best'")
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return f"time under {self.model.name}, graph {self.dispatch}"
+
+    @property
+    def monotone(self) -> bool:
+        """Whether a larger graph never takes less time, up to the last measured size."""
+        values = [value for _, value in self.model.graph_us.points]
+        return values == sorted(values)
+
+    def costs(self, candidates: IntArray, demand: FloatArray) -> FloatArray:
+        """Return the cost matrix for ``optimal.size_curve``."""
+        graph = np.array([self.model.graph_us(int(size)) for size in candidates])
+        if self.dispatch == "always":
+            return _constant_costs(candidates, demand, graph)
+        eager = np.array(self.model.eager_us.table(len(demand) - 1))
+        return served_costs(candidates, demand, np.minimum(graph[:, None], eager[None, :]))
+
+    def at_sizes(self, sizes: Sequence[int], max_size: int) -> FloatArray:
+        """Return the cost of one batch of each size 0..max_size under captured sizes."""
+        by_size = {int(size): self.model.graph_us(int(size)) for size in sizes}
+        padded = padded_sizes(sizes, max_size)
+        cost = np.array([by_size.get(int(size), 0.0) for size in padded])
+        return self._choose(cost, max_size)
+
+    def exact(self, max_size: int) -> FloatArray:
+        """Return the cost of each size with a graph at that size, or eager if faster."""
+        graph = np.array(self.model.graph_us.table(max_size))
+        eager = np.array(self.model.eager_us.table(max_size))
+        exact: FloatArray = np.minimum(graph, eager)
+        exact[0] = 0.0
+        return exact
+
+    def excess_pct(self, sizes: Sequence[int], demand: FloatArray) -> float:
+        """Return the cost above that of exact sizes, in per cent; 0 without demand."""
+        return _excess(self, sizes, demand)
+
+    def _choose(self, graph: FloatArray, max_size: int) -> FloatArray:
+        if self.dispatch == "always":
+            return graph
+        cost: FloatArray = np.minimum(graph, np.array(self.model.eager_us.table(max_size)))
+        return cost
+
+
+Objective = PaddingObjective | TimeObjective
+
+
+def _constant_costs(candidates: IntArray, demand: FloatArray, price: FloatArray) -> FloatArray:
+    """Return the cost matrix when a candidate costs the same whatever it serves."""
+    below = np.concatenate([[0.0], np.cumsum(demand[1:])])[candidates]
+    before = np.concatenate([[0.0], below[:-1]])
+    cost: FloatArray = price[:, None] * (below[:, None] - before[None, :])
+    close_upper(cost)
+    return cost
+
+
+def _excess(objective: Objective, sizes: Sequence[int], demand: FloatArray) -> float:
+    top = len(demand) - 1
+    floor = float(objective.exact(top)[1:] @ demand[1:])
+    if floor <= 0:
+        return 0.0
+    return 100.0 * (float(objective.at_sizes(sizes, top)[1:] @ demand[1:]) - floor) / floor
+
+
+def waste_pct(sizes: Sequence[int], demand: FloatArray) -> float:
+    """Return padded tokens per cent of the real ones.
+
+    Args:
+        sizes: Ascending captured sizes, the last at least the largest size with demand.
+        demand: Batches per size, index 0..N.
+    """
+    return _excess(PaddingObjective(), sizes, demand)

@@ -1,0 +1,395 @@
+"""From a trace to capture sizes: what to capture, how good that is, and what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import attrs
+import numpy as np
+
+from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.keys import check_count
+from dispatchkit.observe import SizeHistogram, StepTrace
+
+from dispatchkit_plan.budgets import Budget, make_budget
+from dispatchkit_plan.costs import CostModel
+from dispatchkit_plan.families import (
+    Family,
+    joint_curve,
+    served_excess_pct,
+    split_families,
+)
+from dispatchkit_plan.hedge import FALLBACK_HEDGE, NO_HEDGE, Hedge, HedgeChoice, choose_hedge
+from dispatchkit_plan.objective import Objective, PaddingObjective, TimeObjective
+from dispatchkit_plan.optimal import FloatArray, IntArray, best_sizes_within, size_curve
+from dispatchkit_plan.results import Plan, PlannedFamily, RivalResult
+from dispatchkit_plan.rivals import rival_sizes
+from dispatchkit_plan.token_budget import TokenBudget, weigh_token_budget
+from dispatchkit_plan.workload import FitOn, Workload, as_workload
+
+__all__ = ["Plan", "PlannedFamily", "RivalResult", "plan_sizes"]
+
+MAX_SIZE_LIMIT = 1 << 20
+MIN_STEPS = 1000
+"""Fewer steps than this are called too few to plan from."""
+
+_SAME_STEPS = (
+    "Planned and judged on the same steps, so `sizes` fit just these. For later traffic, use "
+    "the hedged sizes in `future`."
+)
+_MAX_CANDIDATES = 1024
+_DENSE_UP_TO = 256
+
+
+def plan_sizes(
+    data: StepTrace | SizeHistogram | Workload,
+    *,
+    graphs: int | None = None,
+    memory_bytes: float | None = None,
+    capture_time_s: float | None = None,
+    max_size: int = 512,
+    fit_on: FitOn = "all",
+    keyed: bool | Literal["uniform", "uniform+loras"] = False,
+    hedge: Hedge | Literal["auto", "none"] = "auto",
+    cost_model: CostModel | None = None,
+    dispatch: Literal["always", "best"] = "always",
+    align: int = 1,
+    token_budget: int | Literal["auto"] | None = "auto",
+    bytes_per_graph: float | None = None,
+    capture_s_per_graph: float | None = None,
+    lora_overhead: float = 0.0,
+    separate_base: bool = True,
+    max_uniform_size: int | None = None,
+    curve_to: int = 64,
+) -> Plan:
+    """Return the best capture sizes for a trace under one budget.
+
+    Planned on all steps, ``sizes`` are the exact optimum of those steps, and ``future`` holds
+    hedged ones. Planned on the first half, they are hedged, and judged on the second half,
+    which nothing before that looked at.
+
+    Args:
+        data: A step trace or a histogram.
+        graphs: Number of graphs; exactly one of this and the next two.
+        memory_bytes: Memory that the graphs may take. Needs ``bytes_per_graph``, or a cost
+            model that has ``graph_bytes``.
+        capture_time_s: Time that capturing may take. Needs ``capture_s_per_graph``, or a
+            cost model that has ``capture_us``.
+        max_size: Largest size, always captured and counted among the graphs; larger steps
+            run eager.
+        fit_on: ``all``, or ``first-half``.
+        keyed: Plan uniform decode and mixed steps apart (``True`` or ``"uniform"``), or also
+            by LoRA count (``"uniform+loras"``), out of one number of graphs.
+        hedge: ``auto`` (validated on the steps planned on), ``none``, or a mixture.
+        cost_model: Minimise time instead of padding.
+        dispatch: With a cost model: ``always`` replay, or run eager where that is ``best``.
+        align: Only multiples of this many tokens, ``max_size`` among them.
+        token_budget: A size above max_size to weigh one graph for; ``auto`` takes the most
+            frequent one. It is captured only if the cost model says that it pays, and weighed
+            only where the budget is a number of graphs: it takes the place of one.
+        bytes_per_graph: Memory per graph, for ``memory_bytes``.
+        capture_s_per_graph: Time per graph, for ``capture_time_s``.
+        lora_overhead: Extra cost of a graph per adapter it is captured for, as a share.
+        separate_base: Steps without adapters never run in graphs captured for some.
+        max_uniform_size: Largest uniform batch (vLLM: max_num_seqs x query_len); limits
+            how many graphs the keyed rivals are counted with.
+        curve_to: Last number of graphs of the curve, at least.
+
+    Raises:
+        ConfigError: A setting is out of range, budgets contradict each other, or one does
+            not hold even the largest graph.
+        TraceError: No step has at most max_size tokens.
+
+    Units: tokens, bytes, seconds.
+    """
+    max_size = check_count(max_size, "max_size")
+    if max_size > MAX_SIZE_LIMIT:
+        raise ConfigError("max_size", max_size, f"at most {MAX_SIZE_LIMIT}")
+    work = as_workload(data)
+    fit, judged, judged_on = work.split(fit_on)
+    objective: Objective = (
+        PaddingObjective() if cost_model is None else TimeObjective(cost_model, dispatch)
+    )
+    demand = fit.demand(max_size)
+    if not demand[1:].any():
+        raise TraceError(
+            work.source,
+            None,
+            f"no step planned on has at most {max_size} tokens, the largest size; the "
+            f"smallest has {int(fit.num_tokens.min())}. Raise max_size.",
+        )
+    warnings = _warnings(fit, demand, max_size)
+    candidates = _candidates(max_size, align, fit, warnings)
+    if token_budget != "auto" and token_budget is not None:
+        token_budget = check_count(token_budget, "token_budget", minimum=max_size + 1)
+    planner = _Planner(
+        fit=fit,
+        judged=judged,
+        judged_on=judged_on,
+        fit_on=fit_on,
+        max_size=max_size,
+        objective=objective,
+        candidates=candidates,
+        budget=make_budget(
+            graphs,
+            memory_bytes,
+            capture_time_s,
+            bytes_per_graph,
+            capture_s_per_graph,
+            cost_model,
+            candidates,
+        ),
+        families=split_families(
+            fit, max_size, by_uniform=bool(keyed), by_loras=keyed == "uniform+loras"
+        ),
+        judged_families=split_families(
+            judged, max_size, by_uniform=bool(keyed), by_loras=keyed == "uniform+loras"
+        ),
+        keyed=bool(keyed),
+        token_budget=token_budget,
+        lora_overhead=lora_overhead,
+        separate_base=separate_base,
+        max_uniform_size=max_uniform_size or max_size,
+        curve_to=check_count(curve_to, "curve_to"),
+    )
+    choice = _hedge_choice(hedge, fit, candidates, max_size, objective)
+    if not choice.validated and hedge == "auto":
+        warnings.append(choice.reason)
+    if fit_on == "all" and hedge == "auto":
+        exact = HedgeChoice(
+            NO_HEDGE, validated=False, reason="The exact optimum of the steps planned on."
+        )
+        future = planner.plan(choice, warnings, future=None)
+        warnings = [
+            *warnings,
+            _SAME_STEPS,
+        ]
+        return planner.plan(exact, warnings, future=future)
+    return planner.plan(choice, warnings, future=None)
+
+
+def _hedge_choice(
+    hedge: Hedge | Literal["auto", "none"],
+    fit: Workload,
+    candidates: IntArray,
+    max_size: int,
+    objective: Objective,
+) -> HedgeChoice:
+    if isinstance(hedge, Hedge):
+        return HedgeChoice(hedge, validated=False, reason="The mixture that was asked for.")
+    if hedge == "none":
+        return HedgeChoice(NO_HEDGE, validated=False, reason="None was asked for.")
+    if hedge != "auto":
+        raise ConfigError("hedge", hedge, "'auto', 'none' or a Hedge")
+    if not fit.ordered:
+        return HedgeChoice(
+            FALLBACK_HEDGE,
+            validated=False,
+            reason="A histogram has no order, so no hedge can be validated on later steps; "
+            "the standard one is used.",
+        )
+    return choose_hedge(fit.num_tokens[fit.num_tokens <= max_size], candidates, objective)
+
+
+def _warnings(fit: Workload, demand: FloatArray, max_size: int) -> list[str]:
+    warnings = []
+    usable, total = int(demand[1:].sum()), fit.num_steps
+    if fit.axes:
+        warnings.append(
+            f"The steps have values of {', '.join(fit.axes)}: each size is a graph for each "
+            "combination of buckets, and the budget counts sizes."
+        )
+    if usable < MIN_STEPS:
+        warnings.append(
+            f"Too short: {usable} steps of at most {max_size} tokens to plan on, fewer than "
+            f"{MIN_STEPS}. Record longer before relying on the plan."
+        )
+    if usable < total / 2:
+        warnings.append(
+            f"{total - usable} of {total} steps are above {max_size} tokens and run eager "
+            "under every plan; a larger max_size may be worth more than other sizes."
+        )
+    return warnings
+
+
+def _candidates(max_size: int, align: int, fit: Workload, warnings: list[str]) -> IntArray:
+    align = check_count(align, "align")
+    if max_size % align:
+        near = [max_size - max_size % align, max_size - max_size % align + align]
+        raise ConfigError(
+            "align",
+            align,
+            f"a divisor of max_size ({max_size}), which is always captured",
+            f"With this alignment, max_size may be {' or '.join(str(n) for n in near if n)}.",
+        )
+    every = np.arange(align, max_size + 1, align, dtype=np.int64)
+    if len(every) <= _MAX_CANDIDATES:
+        return every
+    sizes, counts = np.unique(fit.num_tokens[fit.num_tokens <= max_size], return_counts=True)
+    common = sizes[np.argsort(-counts, kind="stable")][: _MAX_CANDIDATES // 4]
+    grid = np.linspace(0, len(every) - 1, _MAX_CANDIDATES // 2).astype(np.int64)
+    kept = np.unique(
+        np.concatenate(
+            [grid, np.arange(min(_DENSE_UP_TO, len(every))), np.searchsorted(every, common)]
+        )
+    )
+    warnings.append(
+        f"Of {len(every)} possible sizes {len(kept)} are considered: the smallest, the most "
+        "frequent, and an even grid."
+    )
+    considered: IntArray = every[kept]
+    return considered
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Planner:
+    """Everything that plans of one request share, but for the hedge."""
+
+    fit: Workload
+    judged: Workload
+    judged_on: str
+    fit_on: FitOn
+    max_size: int
+    objective: Objective
+    candidates: IntArray
+    budget: Budget
+    families: Sequence[Family]
+    judged_families: Sequence[Family]
+    keyed: bool
+    token_budget: int | Literal["auto"] | None
+    lora_overhead: float
+    separate_base: bool
+    max_uniform_size: int
+    curve_to: int
+
+    def plan(self, choice: HedgeChoice, warnings: Sequence[str], *, future: Plan | None) -> Plan:
+        """Return the plan under one hedge, judged."""
+        warnings = list(warnings)
+        tokens: TokenBudget | None = None
+        if self.keyed:
+            families, curve = self._keyed(choice.hedge)
+        else:
+            families, curve, tokens = self._single(choice.hedge)
+        num_graphs = sum(len(family.sizes) for family in families)
+        distinct = int((self.fit.demand(self.max_size)[1:] > 0).sum())
+        if num_graphs > distinct * len(families):
+            warnings.append(
+                f"{num_graphs} graphs for {distinct} different sizes in the steps planned "
+                "on: the rest guards against sizes not seen yet."
+            )
+        over = self.judged.num_tokens > self.max_size
+        padding = PaddingObjective()
+        return Plan(
+            sizes=tuple(sorted({size for family in families for size in family.sizes})),
+            families=tuple(families),
+            num_graphs=num_graphs,
+            max_size=self.max_size,
+            waste_pct=self._judge(families, padding),
+            excess_pct=self._judge(families, self.objective),
+            curve=tuple(curve),
+            rivals=self._rivals(curve),
+            fit_on=self.fit_on,
+            judged_on=self.judged_on,
+            hedge=choice,
+            future=future,
+            num_steps=self.judged.num_steps,
+            num_steps_over=int(self.judged.counts[over].sum()),
+            token_budget=tokens,
+            objective=self.objective.name,
+            warnings=tuple(warnings),
+        )
+
+    def _judge(self, families: Sequence[PlannedFamily], objective: Objective) -> float:
+        plans = {
+            (family.uniform, family.num_active_loras): [
+                size for size in family.sizes if size <= self.max_size
+            ]
+            for family in families
+        }
+        return served_excess_pct(plans, self.judged_families, objective)
+
+    def _single(
+        self, hedge: Hedge
+    ) -> tuple[list[PlannedFamily], list[tuple[int, float]], TokenBudget | None]:
+        demand = hedge.apply(self.fit.demand(self.max_size))
+        cost = self.objective.costs(self.candidates, demand)
+        graphs = self.budget.graphs
+        levels = min(len(self.candidates), max(self.curve_to, graphs or 1))
+        curve = size_curve(self.candidates, cost, levels, monotone=self.objective.monotone)
+        if graphs is None and self.budget.price is not None:
+            sizes, _ = best_sizes_within(
+                self.candidates,
+                cost,
+                self.budget.price,
+                self.budget.limit,
+                setting=self.budget.setting,
+            )
+        else:
+            sizes = curve.sizes(graphs or 1)
+        tokens = weigh_token_budget(
+            self.fit, self.max_size, self.token_budget, self.objective, curve, graphs
+        )
+        if tokens is not None and tokens.pays:
+            sizes = (*curve.sizes(len(sizes) - 1), tokens.size)
+        judged = self.judged.demand(self.max_size)
+        padding = PaddingObjective()
+        wastes = [(k, padding.excess_pct(curve.sizes(k), judged)) for k in range(1, levels + 1)]
+        return [PlannedFamily(None, None, sizes)], wastes, tokens
+
+    def _keyed(self, hedge: Hedge) -> tuple[list[PlannedFamily], list[tuple[int, float]]]:
+        graphs = self.budget.graphs
+        levels = min(2 * len(self.candidates), max(self.curve_to, graphs or 1))
+        joint = joint_curve(
+            self.families,
+            self.candidates,
+            self.objective,
+            hedge,
+            levels,
+            lora_overhead=self.lora_overhead,
+            separate_base=self.separate_base,
+        )
+        curve = []
+        within = None
+        padding = PaddingObjective()
+        for k in range(joint.fewest, levels + 1):
+            families = [PlannedFamily(*group) for group in joint.plan(k)]
+            curve.append((k, self._judge(families, padding)))
+            if graphs is None and self._price(families) <= self.budget.limit:
+                within = families  # the largest that fits: more graphs are never worse
+        if graphs is not None:
+            return [PlannedFamily(*group) for group in joint.plan(graphs)], curve
+        if within is None:
+            raise ConfigError(
+                self.budget.setting,
+                self.budget.limit,
+                f"enough for {joint.fewest} graphs, one for each kind of step",
+            )
+        return within, curve
+
+    def _price(self, families: Sequence[PlannedFamily]) -> float:
+        if self.budget.price is None:
+            return 0.0
+        price = dict(zip(self.candidates.tolist(), self.budget.price.tolist(), strict=True))
+        return float(sum(price[size] for family in families for size in family.sizes))
+
+    def _rivals(self, curve: Sequence[tuple[int, float]]) -> dict[str, RivalResult]:
+        demand = self.judged.demand(self.max_size)
+        results = {}
+        for name, sizes in rival_sizes(self.max_size).items():
+            waste = PaddingObjective().excess_pct(sizes, demand)
+            count = len(sizes)
+            if self.keyed:
+                count += sum(size <= self.max_uniform_size for size in sizes)
+            results[name] = RivalResult(count, waste, _matched_by(curve, waste))
+        return results
+
+
+def _matched_by(curve: Sequence[tuple[int, float]], waste: float) -> int | None:
+    """Return the fewest graphs from which on the whole curve is at least as good."""
+    matched = None
+    for graphs, planned in reversed(curve):
+        if planned > waste + 1e-9:
+            break
+        matched = graphs
+    return matched

@@ -1,0 +1,40 @@
+"""What this distribution registers with dispatchkit: commands, loaded when they are asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dispatchkit.hookspecs import CommandSpec, hookimpl
+
+
+def _loader(module: str, name: str) -> Callable[[], Any]:
+    return lambda: getattr(importlib.import_module(f"dispatchkit_plan.commands.{module}"), name)
+
+
+@hookimpl
+def dispatchkit_register_commands() -> Sequence[CommandSpec]:
+    """Register the commands of planning and reporting."""
+    return [
+        CommandSpec(
+            "calibrate",
+            _loader("calibrating", "calibrate"),
+            summary="Measure what a step costs on this device, into a cost-model file.",
+        ),
+        CommandSpec(
+            "plan",
+            _loader("planning", "plan"),
+            summary="Find the capture sizes that fit a trace.",
+        ),
+        CommandSpec(
+            "report",
+            _loader("reporting", "report"),
+            summary="Write one HTML file of a trace, simulations or live statistics.",
+        ),
+        CommandSpec(
+            "simulate",
+            _loader("simulating", "simulate"),
+            summary="Say what would become of a trace under a policy.",
+        ),
+    ]

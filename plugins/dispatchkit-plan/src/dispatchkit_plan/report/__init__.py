@@ -1,0 +1,54 @@
+"""Reports to look at: one self-contained HTML file of a trace, simulations or a live runner.
+
+Names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dispatchkit_plan.report.account import Account, AccountedDecision, account_for
+    from dispatchkit_plan.report.from_account import report_of_account, waste_plan
+    from dispatchkit_plan.report.from_simulations import report_of_simulations
+    from dispatchkit_plan.report.live import LiveStatistics, report_of_statistics
+    from dispatchkit_plan.report.page import Report, render
+    from dispatchkit_plan.report.write import write_report
+
+_HOME = {
+    "Account": "account",
+    "AccountedDecision": "account",
+    "LiveStatistics": "live",
+    "Report": "page",
+    "account_for": "account",
+    "render": "page",
+    "report_of_account": "from_account",
+    "report_of_simulations": "from_simulations",
+    "report_of_statistics": "live",
+    "waste_plan": "from_account",
+    "write_report": "write",
+}
+
+__all__ = [
+    "Account",
+    "AccountedDecision",
+    "LiveStatistics",
+    "Report",
+    "account_for",
+    "render",
+    "report_of_account",
+    "report_of_simulations",
+    "report_of_statistics",
+    "waste_plan",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value

@@ -1,0 +1,345 @@
+"""A report of a trace under one policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+
+from dispatchkit.errors import DispatchkitError
+
+from dispatchkit_plan.report.account import Account, AccountedDecision
+from dispatchkit_plan.report.charts import Band, Bars, Line, Lines, Pairs, Series, Shares, Stacked
+from dispatchkit_plan.report.page import Figure, Missing, Report, Table, Tile
+
+__all__ = ["MODE_NAMES", "WastePlan", "report_of_account", "waste_figure", "waste_plan"]
+
+MODE_NAMES: Mapping[str, tuple[str, str]] = {
+    "FULL": ("FULL", "full"),
+    "PIECEWISE": ("PIECEWISE", "piecewise"),
+    "NONE": ("eager", "eager"),
+}
+_MAX_ROWS = 200
+LEAST_WASTE = 0.01
+"""Less padding, in per cent, is as good as none; a logarithmic axis has no zero."""
+
+WastePlan = tuple[Sequence[tuple[int, float]], Mapping[str, tuple[int, float]]]
+"""(graphs, waste) of the planner's curve; (graphs, waste) of known lists, by name."""
+
+
+def waste_plan(source: object, max_size: int) -> WastePlan | str:
+    """Return the planner's curve for a trace with known lists on it, or why there is none."""
+    try:
+        from dispatchkit_plan import plan_sizes
+
+        plan = plan_sizes(source, graphs=1, max_size=max_size, hedge="none")  # type: ignore[arg-type]
+    except DispatchkitError as error:
+        return f"The curve of the planner is missing: {error}"
+    rivals = {name: (one.num_graphs, one.waste_pct) for name, one in plan.rivals.items()}
+    return plan.curve, rivals
+
+
+def waste_figure(
+    plan: WastePlan | str, own: Sequence[tuple[str, int, float]], max_size: int
+) -> Figure | Missing:
+    """Return waste against number of graphs, with vLLM's points and one's own on the curve."""
+    title = "Waste against number of graphs"
+    if isinstance(plan, str):
+        return Missing("waste", title, plan)
+    curve, rivals = plan
+    names = {"vllm-default": "vLLM default", "vllm-interactivity": "vLLM interactivity"}
+    marks = [
+        Line(
+            f"{names.get(name, name)} ({graphs})",
+            "eager" if name == "vllm-default" else "other",
+            ((float(graphs), max(waste, LEAST_WASTE)),),
+            marked=True,
+        )
+        for name, (graphs, waste) in rivals.items()
+    ]
+    marks += [
+        Line(
+            f"{name} ({graphs})",
+            "piecewise",
+            ((float(graphs), max(waste, LEAST_WASTE)),),
+            marked=True,
+        )
+        for name, graphs, waste in own
+    ]
+    best = tuple((float(graphs), waste) for graphs, waste in curve if waste >= LEAST_WASTE)
+    lines = (Line("best sizes for this traffic", "full", best), *marks)
+    rows = [(name, str(graphs), f"{waste:.2f}%") for name, (graphs, waste) in rivals.items()]
+    rows += [(name, str(graphs), f"{waste:.2f}%") for name, graphs, waste in own]
+    rows += [("planned", str(graphs), f"{waste:.2f}%") for graphs, waste in curve]
+    return Figure(
+        "waste",
+        title,
+        f"Padding as per cent of the real tokens, over steps of at most {max_size} tokens and one "
+        "list of sizes for all kinds of steps. The line is the best that any list of so many sizes "
+        "reaches on this trace: a point above it computes padding that other sizes would save.",
+        Lines(
+            label=title,
+            lines=lines,
+            x_label="graphs captured (sizes)",
+            y_label="padding",
+            unit="%",
+        ),
+        Table(("List", "Graphs", "Padding"), tuple(rows), right=(1, 2)),
+    )
+
+
+def report_of_account(account: Account, *, plan: WastePlan | str) -> Report:
+    """Return the report of a trace under one policy.
+
+    Args:
+        account: What became of the trace.
+        plan: What ``waste_plan`` says of the same trace.
+    """
+    steps, modes = account.num_steps, account.modes()
+    replayed = 1.0 - modes["NONE"] / steps
+    speed = account.eager_time_s / account.time_s if account.time_s else 1.0
+    own = _own_point(account)
+    return Report(
+        title=f"{PurePath(account.source).name} under {account.policy.partition(' ')[0]}",
+        summary=(
+            f"Of {steps:,} steps {replayed:.1%} replay a graph, with padding of "
+            f"{account.waste_pct:.2f}% of their real tokens; the rest run eager, each for a reason "
+            "named below."
+        ),
+        facts=(
+            ("Trace", account.source),
+            ("Policy", account.policy),
+            ("Mode", str(account.config.mode)),
+            ("Sizes", _brief(account.config.sizes)),
+            ("Cost model", account.cost_model),
+        ),
+        tiles=(
+            Tile("Steps", f"{steps:,}", f"{account.num_graphs} graphs declared"),
+            Tile("Replayed", f"{replayed:.1%}", f"{modes['NONE']:,} steps eager"),
+            Tile(
+                "Padding", f"{account.waste_pct:.2f}%", f"{account.padding:,} above the real tokens"
+            ),
+            Tile("Device time", f"{account.time_s:.3g} s", f"{speed:.2f}x as fast as eager"),
+        ),
+        figures=(
+            _padding(account),
+            _tokens(account),
+            _over_time(account),
+            waste_figure(plan, own, account.config.max_capture_size),
+            _times(account),
+            _reasons(account),
+        ),
+        tables=(_decisions(account),),
+        notes=tuple(_notes(account)),
+    )
+
+
+def _brief(sizes: Sequence[int]) -> str:
+    if len(sizes) <= 12:
+        return ", ".join(map(str, sizes)) or "none"
+    head = ", ".join(map(str, sizes[:5]))
+    return f"{head}, … {sizes[-1]} ({len(sizes)} sizes)"
+
+
+def _own_point(account: Account) -> list[tuple[str, int, float]]:
+    sizes = account.config.sizes
+    return [("this run", len(sizes), account.waste_pct)] if sizes and account.real_tokens else []
+
+
+def _by_bucket(account: Account) -> dict[int, list[AccountedDecision]]:
+    groups = account.by(lambda one: one.bucket)
+    return {bucket: groups[bucket] for bucket in sorted(groups, key=lambda one: one or 0) if bucket}
+
+
+def _padding(account: Account) -> Figure | Missing:
+    title = "Padding over sizes"
+    buckets = _by_bucket(account)
+    if not buckets:
+        return Missing("padding", title, "No step replayed a graph, so nothing was padded.")
+    shares, rows = [], []
+    for bucket, group in buckets.items():
+        real = sum(one.steps * one.num_tokens for one in group)
+        extra = sum(one.steps * one.decision.padding for one in group)
+        steps = sum(one.steps for one in group)
+        shares.append(100.0 * extra / real)
+        rows.append((str(bucket), f"{steps:,}", f"{real:,}", f"{extra:,}", f"{shares[-1]:.1f}%"))
+    worst = max(zip(shares, buckets, strict=True))
+    return Figure(
+        "padding",
+        title,
+        "Padded tokens of each bucket, as per cent of its real ones. "
+        f"Bucket {worst[1]} has the most, {worst[0]:.0f}%.",
+        Stacked(
+            label=title,
+            categories=tuple(map(str, buckets)),
+            series=(Series("padding", "padding", tuple(shares)),),
+            x_label="bucket (tokens)",
+            y_label="padding, % of real tokens",
+            unit="%",
+        ),
+        Table(
+            ("Bucket", "Steps", "Real tokens", "Padding", "% of real"), tuple(rows), (0, 1, 2, 3, 4)
+        ),
+    )
+
+
+def _tokens(account: Account) -> Figure | Missing:
+    title = "Tokens over sizes"
+    buckets = _by_bucket(account)
+    if not buckets:
+        return Missing("tokens", title, "No step replayed a graph.")
+    real = [sum(one.steps * one.num_tokens for one in group) for group in buckets.values()]
+    extra = [sum(one.steps * one.decision.padding for one in group) for group in buckets.values()]
+    most = max(zip(extra, buckets, strict=True))
+    return Figure(
+        "tokens",
+        title,
+        "Rows computed in each bucket, and so where padding costs most: "
+        f"bucket {most[1]}, with {most[0]:,} rows of padding.",
+        Stacked(
+            label=title,
+            categories=tuple(map(str, buckets)),
+            series=(
+                Series("real tokens", "full", tuple(map(float, real))),
+                Series("padding", "padding", tuple(map(float, extra))),
+            ),
+            x_label="bucket (tokens)",
+            y_label="rows computed",
+            unit="rows",
+        ),
+    )
+
+
+def _over_time(account: Account) -> Figure | Missing:
+    title = "Mode share over time"
+    if not account.has_order:
+        why = f"{PurePath(account.source).name} counts steps and not their order."
+        return Missing("modes", title, why)
+    ends, done, rows = [], 0, []
+    for part in account.bins:
+        done += sum(part.modes.values())
+        ends.append(done)
+        rows.append((f"{done:,}", *(f"{part.modes[mode]:,}" for mode in MODE_NAMES)))
+    series = tuple(
+        Series(name, css, tuple(float(part.modes[mode]) for part in account.bins))
+        for mode, (name, css) in MODE_NAMES.items()
+    )
+    return Figure(
+        "modes",
+        title,
+        "What the steps run as, in the order they came.",
+        Shares(label=title, ends=tuple(ends), series=series),
+        Table(
+            ("Up to step", *(name for name, _ in MODE_NAMES.values())), tuple(rows), (0, 1, 2, 3)
+        ),
+    )
+
+
+def _times(account: Account) -> Figure | Missing:
+    title = "Time per bucket and arm"
+    buckets = _by_bucket(account)
+    if not buckets:
+        return Missing("times", title, "No step replayed a graph.")
+    replay, eager, rows = [], [], []
+    for bucket, group in buckets.items():
+        steps = sum(one.steps for one in group)
+        mine = sum(one.total_us for one in group) / steps
+        other = sum(one.steps * one.eager_us for one in group) / steps
+        replay.append(mine)
+        eager.append(other)
+        rows.append(
+            (
+                str(bucket),
+                f"{steps:,}",
+                f"{mine:,.0f}",
+                f"{other:,.0f}",
+                f"{other / mine:.2f}x" if mine else "",
+            )
+        )
+    slower = sum(mine > other for mine, other in zip(replay, eager, strict=True))
+    return Figure(
+        "times",
+        title,
+        f"A step by cost model {account.cost_model}: replayed, padding included, and eager at its "
+        f"own size. In {slower} of {len(buckets)} buckets eager would be faster.",
+        Pairs(
+            label=title,
+            categories=tuple(map(str, buckets)),
+            series=(
+                Series("replay", "full", tuple(replay)),
+                Series("eager", "eager", tuple(eager)),
+            ),
+            x_label="bucket (tokens)",
+            y_label="µs per step",
+            unit="µs",
+        ),
+        Table(("Bucket", "Steps", "Replay µs", "Eager µs", "Gain"), tuple(rows), (0, 1, 2, 3, 4)),
+    )
+
+
+def _reasons(account: Account) -> Figure:
+    bands, rows = [], []
+    for (mode, reason), group in account.by(
+        lambda one: (one.decision.mode.name, one.decision.reason)
+    ).items():
+        steps = sum(one.steps for one in group)
+        name, css = MODE_NAMES[mode]
+        share = steps / account.num_steps
+        why = account.explain(group[0]).because
+        bands.append(
+            Band(f"{name}: {reason}", ((css, float(steps), f"{steps:,} steps"),), f"{share:.1%}")
+        )
+        rows.append((name, reason, f"{steps:,}", why))
+    colours = tuple((css, name) for name, css in MODE_NAMES.values())
+    return Figure(
+        "reasons",
+        "Reasons",
+        "Why steps run as they do, by number of steps. Every eager step has one.",
+        Bars(label="Reasons", bands=tuple(bands), colours=colours, whole=float(account.num_steps)),
+        Table(("Runs as", "Reason", "Steps", "Behind it"), tuple(rows), (2,)),
+    )
+
+
+def _decisions(account: Account) -> tuple[str, str, Table]:
+    rows = []
+    for one in account.decisions[:_MAX_ROWS]:
+        answer = account.explain(one)
+        rows.append(
+            (
+                str(one.num_tokens),
+                f"decode of {answer.batch.query_len}" if answer.batch.uniform else "mixed",
+                f"{one.steps:,}",
+                "eager" if one.decision.key is None else str(one.decision.key),
+                str(one.decision.reason),
+                str(one.decision.padding),
+                f"{one.step_us:,.0f}",
+                f"{one.total_us / 1e3:,.1f}",
+                answer.nearest or "-",
+            )
+        )
+    columns = (
+        "Tokens",
+        "Kind",
+        "Steps",
+        "Runs as",
+        "Reason",
+        "Padding",
+        "µs/step",
+        "ms in all",
+        "Nearest graph that would have caught it",
+    )
+    table = Table(columns, tuple(rows), (0, 2, 5, 6, 7), total=len(account.decisions))
+    return "Decisions", "Each different decision, those that take most time first.", table
+
+
+def _notes(account: Account) -> list[str]:
+    notes = [
+        "Every declared graph is taken as captured: what the policy would do, not what was done.",
+        f"Times come from cost model {account.cost_model}, measured on the hardware that it names.",
+    ]
+    over = sum(one.steps for one in account.decisions if one.num_tokens > account.covered_to)
+    if over:
+        notes.append(
+            f"{over:,} steps are above {account.covered_to} tokens, the last measured size; their "
+            "times go on in a straight line."
+        )
+    return notes

@@ -1,0 +1,260 @@
+"""A report of simulations side by side, as ``dispatchkit simulate --json`` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dispatchkit.errors import ConfigError
+
+from dispatchkit_plan.report.charts import Band, Bars, Line, Lines
+from dispatchkit_plan.report.from_account import LEAST_WASTE, MODE_NAMES
+from dispatchkit_plan.report.page import Figure, Missing, Report, Table, Tile
+
+__all__ = ["report_of_simulations"]
+
+_NUMBERS = (
+    "num_steps",
+    "real_tokens",
+    "padding_tokens",
+    "num_graphs",
+    "captures",
+    "evictions",
+    "time_s",
+    "eager_time_s",
+)
+_OPTIONAL_NUMBERS = ("capture_time_s", "memory_bytes")
+_A_SIMULATION = "a simulation, as `dispatchkit simulate --json` prints it"
+_REASON_COLOURS = ("eager", "padding", "other", "piecewise", "full")
+
+
+def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> Report:
+    """Return the report of one or several simulations of a trace.
+
+    Args:
+        rows: What ``Simulation.to_json`` gives of each.
+        source: Name of the trace, or of the file they come from.
+
+    Raises:
+        ConfigError: A row is no simulation.
+    """
+    checked = [_checked(row, source) for row in rows]
+    if not checked:
+        raise ConfigError(source, [], "at least one simulation")
+    best = min(checked, key=lambda row: row["time_s"])
+    first = checked[0]
+    speed = best["eager_time_s"] / best["time_s"] if best["time_s"] else 1.0
+    notes = []
+    for note in dict.fromkeys(note for row in checked for note in row["notes"]):
+        of = [row["label"] for row in checked if note in row["notes"]]
+        notes.append(note if len(of) == len(checked) else f"{', '.join(of)}: {note}")
+    names = ", ".join(row["label"] for row in checked)
+    several = len(checked) > 1
+    return Report(
+        title=f"Simulation of {source}",
+        summary=(
+            f"{names} on the same {first['num_steps']:,} steps, without a device."
+            + (f" Least device time: {best['label']}." if several else "")
+        ),
+        facts=(
+            ("Scenarios", str(len(checked))),
+            ("Cost model", ", ".join(dict.fromkeys(str(row["cost_model"]) for row in checked))),
+        ),
+        tiles=(
+            Tile("Steps", f"{first['num_steps']:,}", "in each scenario"),
+            Tile("Least time", f"{best['time_s']:.3g} s", best["label"]),
+            Tile("Against eager", f"{speed:.2f}x", f"eager takes {best['eager_time_s']:.3g} s"),
+            Tile("Its padding", f"{best['waste_pct']:.2f}%", "of the real tokens"),
+        ),
+        figures=(
+            _modes(checked),
+            _time(checked),
+            _waste(checked),
+            _reasons(checked),
+            Missing(
+                "padding",
+                "Padding over sizes",
+                "A simulation holds totals only. `dispatchkit report TRACE` shows each size, and "
+                "the mode share over time.",
+            ),
+        ),
+        tables=(_table(checked),),
+        notes=tuple(notes),
+    )
+
+
+def _checked(row: Any, source: str) -> dict[str, Any]:
+    """Return a row with all that is used of it, of the right types."""
+    if not isinstance(row, Mapping):
+        raise ConfigError(source, row, _A_SIMULATION)
+    made = dict(row)
+    for name in _OPTIONAL_NUMBERS:
+        if made.setdefault(name, None) is not None:
+            _check_number(made[name], f"{source}: {name}")
+    for name in _NUMBERS:
+        _check_number(made.get(name), f"{source}: {name}")
+    for name in ("modes", "misses"):
+        counts = made.get(name)
+        if not isinstance(counts, Mapping) or not all(
+            isinstance(value, int) and 0 <= value < 10**18 for value in counts.values()
+        ):
+            raise ConfigError(f"{source}: {name}", counts, "a table of counts, in " + _A_SIMULATION)
+    made["label"] = str(made.get("label") or made.get("policy") or "?")
+    made["cost_model"] = str(made.get("cost_model", "?"))
+    notes = made.get("notes")
+    made["notes"] = [str(note) for note in notes] if isinstance(notes, list) else []
+    real = made["real_tokens"]
+    made["waste_pct"] = 100.0 * made["padding_tokens"] / real if real else 0.0
+    return made
+
+
+def _check_number(value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
+        raise ConfigError(where, value, "a number, in " + _A_SIMULATION)
+
+
+def _modes(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    bands = []
+    for row in rows:
+        total = row["num_steps"] or 1
+        parts = tuple(
+            (css, row["modes"].get(mode, 0) / total, f"{name} {row['modes'].get(mode, 0):,} steps")
+            for mode, (name, css) in MODE_NAMES.items()
+        )
+        hit = 1.0 - row["modes"].get("NONE", 0) / total
+        bands.append(Band(row["label"], parts, f"{hit:.1%} replayed"))
+    return Figure(
+        "modes",
+        "Mode share",
+        "What the steps ran as in each scenario.",
+        Bars(
+            label="Mode share",
+            bands=tuple(bands),
+            colours=tuple((css, name) for name, css in MODE_NAMES.values()),
+        ),
+    )
+
+
+def _time(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    bands = [
+        Band(
+            row["label"],
+            (("full", row["time_s"], f"{row['time_s']:.4g} s"),),
+            f"{row['time_s']:.3g} s, {row['eager_time_s'] / row['time_s']:.2f}x"
+            if row["time_s"]
+            else "0 s",
+        )
+        for row in rows
+    ]
+    slowest = max(row["eager_time_s"] for row in rows)
+    eager = Band("all eager", (("eager", slowest, f"{slowest:.4g} s"),), f"{slowest:.3g} s")
+    return Figure(
+        "times",
+        "Time of the whole trace",
+        "Device time by the cost model, and that of the same steps all eager.",
+        Bars(label="Time of the whole trace", bands=(*bands, eager)),
+    )
+
+
+def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    def point(row: Mapping[str, Any]) -> tuple[float, float]:
+        # Graphs are given up only to make room: those that are left are the most there were.
+        held = max(0.0, row["captures"] - row["evictions"])
+        return held, max(row["waste_pct"], LEAST_WASTE)
+
+    return Figure(
+        "waste",
+        "Waste against number of graphs",
+        "Padding as per cent of the real tokens, over the most graphs that each scenario held at "
+        "a time, all modes and kinds of batches together.",
+        Lines(
+            label="Waste against number of graphs",
+            lines=tuple(
+                Line(
+                    row["label"],
+                    "eager" if row["label"] == "vllm" else "piecewise",
+                    (point(row),),
+                    marked=True,
+                )
+                for row in rows
+            ),
+            x_label="graphs held",
+            y_label="padding",
+            unit="%",
+        ),
+    )
+
+
+def _reasons(rows: Sequence[Mapping[str, Any]]) -> Figure | Missing:
+    names = list(dict.fromkeys(reason for row in rows for reason in row["misses"]))
+    if not names:
+        return Missing("reasons", "Reasons for eager", "No step of any scenario ran eager.")
+    css = {name: _REASON_COLOURS[i % len(_REASON_COLOURS)] for i, name in enumerate(names)}
+    bands = tuple(
+        Band(
+            row["label"],
+            tuple(
+                (
+                    css[name],
+                    float(row["misses"].get(name, 0)),
+                    f"{row['misses'].get(name, 0):,} {name}",
+                )
+                for name in names
+            ),
+            f"{sum(row['misses'].values()):,} eager",
+        )
+        for row in rows
+    )
+    table = Table(
+        ("Scenario", *map(str, names)),
+        tuple(
+            (row["label"], *(f"{row['misses'].get(name, 0):,}" for name in names)) for row in rows
+        ),
+        tuple(range(1, len(names) + 1)),
+    )
+    return Figure(
+        "reasons",
+        "Reasons for eager",
+        "Why steps ran eager, as a share of all steps.",
+        Bars(
+            label="Reasons for eager",
+            bands=bands,
+            whole=float(max(row["num_steps"] for row in rows)),
+            colours=tuple((css[name], str(name)) for name in names),
+        ),
+        table,
+    )
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str, Table]:
+    def optional(value: Any, form: str) -> str:
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        return form.format(value) if known else "-"
+
+    cells = tuple(
+        (
+            row["label"],
+            f"{row['time_s']:.4g}",
+            f"{row['eager_time_s'] / row['time_s']:.2f}x" if row["time_s"] else "-",
+            f"{row['waste_pct']:.2f}%",
+            f"{row['num_graphs']:,}",
+            f"{row['captures']:,}",
+            f"{row['evictions']:,}",
+            optional(row.get("capture_time_s"), "{:.3g}"),
+            optional(row.get("memory_bytes"), "{:,}"),
+        )
+        for row in rows
+    )
+    columns = (
+        "Scenario",
+        "Time (s)",
+        "Than eager",
+        "Padding",
+        "Graphs",
+        "Captures",
+        "Evictions",
+        "Capture (s)",
+        "Memory (bytes)",
+    )
+    table = Table(columns, cells, tuple(range(1, len(columns))))
+    return "Scenarios", "All numbers side by side.", table

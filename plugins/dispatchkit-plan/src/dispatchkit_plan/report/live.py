@@ -1,0 +1,316 @@
+"""Statistics of a runner that serves, sampled now and then, and the report of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from dispatchkit.errors import ConfigError
+from dispatchkit.files import write_whole
+from dispatchkit.keys import whole_number
+
+from dispatchkit_plan.report.account import MAX_BINS
+from dispatchkit_plan.report.charts import Band, Bars, Pairs, Series, Shares, Stacked
+from dispatchkit_plan.report.from_account import MODE_NAMES
+from dispatchkit_plan.report.page import Figure, Missing, Report, Table, Tile
+
+__all__ = ["STATISTICS_FORMAT", "LiveStatistics", "report_of_statistics"]
+
+STATISTICS_FORMAT = "dispatchkit-statistics"
+STATISTICS_VERSION = 1
+MAX_SAMPLES = 1024
+"""Samples that are kept: with one more, every second one goes."""
+_TOKENS = re.compile(r"\btokens=(\d{1,9})\b")
+_NOT_STATISTICS = "statistics, as LiveStatistics.save writes them"
+
+
+class LiveStatistics:
+    """Samples of a runner's counters, in order; each sample costs one reading, no step.
+
+    A server may sample for weeks: of more than ``MAX_SAMPLES`` the first and every second one
+    after it are kept. Counters only grow, so that the others take nothing with them but how
+    things went between.
+
+    Example::
+
+        live = LiveStatistics()
+        for batch in batches:
+            runner(batch)
+            if enough_time_has_passed:
+                live.sample(runner)
+        live.save("statistics.json")      # then: dispatchkit report statistics.json
+
+    Attributes:
+        policy: Name of the policy, as of the last sample.
+        samples: Counters of each sample, as plain values.
+        arms: What a learning policy had measured by the last sample.
+    """
+
+    def __init__(self) -> None:
+        self.policy: str = ""
+        self.samples: list[dict[str, Any]] = []
+        self.arms: list[dict[str, Any]] = []
+
+    def sample(self, runner: Any) -> None:
+        """Read a GraphRunner's counters, and what its policy has learnt."""
+        self.policy = runner.dispatcher.policy_name
+        self.samples.append(attrs.asdict(runner.stats()))
+        if len(self.samples) > MAX_SAMPLES:
+            self.samples = self.samples[::2]
+        explains = runner.dispatcher.policy_parts.explain
+        if explains is not None:
+            self.arms = [attrs.asdict(bucket) for bucket in explains() if attrs.has(type(bucket))]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the samples as their file holds them."""
+        return {
+            "format": STATISTICS_FORMAT,
+            "version": STATISTICS_VERSION,
+            "policy": self.policy,
+            "samples": self.samples,
+            "arms": _finite(self.arms),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the samples to a file, which has its name only once it is whole.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
+    """Return the report of live statistics.
+
+    Args:
+        data: What ``LiveStatistics.to_json`` gives.
+        source: Name of the file, for messages.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if data.get("version") != STATISTICS_VERSION:
+        raise ConfigError(f"{source}: version", data.get("version"), str(STATISTICS_VERSION))
+    samples = data.get("samples")
+    if not isinstance(samples, list) or not samples:
+        raise ConfigError(f"{source}: samples", samples, "at least one, in " + _NOT_STATISTICS)
+    for sample in samples:
+        _check_sample(sample, source)
+    last = samples[-1]
+    steps = last["steps"] or 1
+    replayed = 1.0 - last["steps_by_mode"].get("NONE", 0) / steps
+    padding = last["padded_tokens"] - last["real_tokens"]
+    real = sum(last["hit_tokens"].values())  # of the steps that replayed a graph
+    share = 100.0 * padding / real if real else 0.0
+    policy = str(data.get("policy") or "?")
+    return Report(
+        title=f"Live statistics of {policy}",
+        summary=(
+            f"Of {last['steps']:,} steps {replayed:.1%} replayed a graph, with padding of "
+            f"{share:.2f}% of their real tokens."
+        ),
+        facts=(("Source", source), ("Policy", policy), ("Samples", f"{len(samples):,}")),
+        tiles=(
+            Tile("Steps", f"{last['steps']:,}", f"{last['failed_steps']:,} failed"),
+            Tile("Replayed", f"{replayed:.1%}", f"{len(last['hits'])} graphs in use"),
+            Tile("Padding", f"{share:.2f}%", f"{padding:,} tokens"),
+            Tile(
+                "Captures",
+                f"{last['captures']:,}",
+                f"{last['capture_failures']:,} failed, {last['evictions']:,} evicted",
+            ),
+        ),
+        figures=(
+            _padding(last),
+            _over_time(samples),
+            Missing(
+                "waste",
+                "Waste against number of graphs",
+                "Counters do not hold the sizes of batches. Record a trace (`dispatchkit record`), "
+                "then `dispatchkit report TRACE`.",
+            ),
+            _times(data.get("arms"), source),
+            _reasons(last),
+        ),
+        notes=("These are counts of a runner at work, since it was made.",),
+    )
+
+
+def _check_sample(sample: Any, source: str) -> None:
+    if not isinstance(sample, Mapping):
+        raise ConfigError(f"{source}: sample", sample, "a table, in " + _NOT_STATISTICS)
+    counts = (
+        "steps",
+        "real_tokens",
+        "padded_tokens",
+        "captures",
+        "capture_failures",
+        "evictions",
+        "failed_steps",
+    )
+    for name in counts:
+        _check_count(sample.get(name), f"{source}: {name}")
+    for name in ("steps_by_mode", "hits", "hit_tokens", "eager_by_reason"):
+        table = sample.get(name)
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{source}: {name}", table, "a table, in " + _NOT_STATISTICS)
+        for value in table.values():
+            _check_count(value, f"{source}: {name}")
+
+
+def _check_count(value: Any, where: str) -> None:
+    number = whole_number(value)
+    if number is None or not 0 <= number < 10**18:
+        raise ConfigError(where, value, "a count, in " + _NOT_STATISTICS)
+
+
+def _padding(last: Mapping[str, Any]) -> Figure | Missing:
+    title = "Padding over sizes"
+    buckets: dict[int, list[int]] = {}
+    for key, steps in last["hits"].items():
+        found = _TOKENS.search(key)
+        if found and int(found[1]):
+            sums = buckets.setdefault(int(found[1]), [0, 0])
+            sums[0] += steps
+            sums[1] += last["hit_tokens"].get(key, 0)
+    buckets = {size: sums for size, sums in sorted(buckets.items()) if sums[0]}
+    if not buckets:
+        return Missing("padding", title, "No step replayed a graph, so nothing was padded.")
+    shares = [
+        100.0 * max(0, size * steps - real) / real if real else 0.0
+        for size, (steps, real) in buckets.items()
+    ]
+    rows = tuple(
+        (str(size), f"{steps:,}", f"{real:,}", f"{size * steps - real:,}")
+        for size, (steps, real) in buckets.items()
+    )
+    return Figure(
+        "padding",
+        title,
+        "Padded tokens of each bucket, as per cent of its real ones.",
+        Stacked(
+            label=title,
+            categories=tuple(map(str, buckets)),
+            series=(Series("padding", "padding", tuple(shares)),),
+            x_label="bucket (tokens)",
+            y_label="padding, % of real tokens",
+            unit="%",
+        ),
+        Table(("Bucket", "Steps", "Real tokens", "Padding"), rows, (0, 1, 2, 3)),
+    )
+
+
+def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | Missing:
+    ends: list[int] = []
+    parts: list[dict[str, int]] = []
+    before: Mapping[str, int] = {}
+    # Evenly, with the last one: more bars than that could not be told apart.
+    bars = min(MAX_BINS, len(samples))
+    for number in range(1, bars + 1):
+        sample = samples[number * len(samples) // bars - 1]
+        now = sample["steps_by_mode"]
+        part = {mode: now.get(mode, 0) - before.get(mode, 0) for mode in MODE_NAMES}
+        if any(count > 0 for count in part.values()):
+            ends.append((ends[-1] if ends else 0) + sum(max(0, one) for one in part.values()))
+            parts.append({mode: max(0, count) for mode, count in part.items()})
+        before = now
+    if not parts:
+        return Missing("modes", "Mode share over time", "No step has run yet.")
+    series = tuple(
+        Series(name, css, tuple(float(part[mode]) for part in parts))
+        for mode, (name, css) in MODE_NAMES.items()
+    )
+    return Figure(
+        "modes",
+        "Mode share over time",
+        f"What the steps ran as, between one sample and the next ({len(samples):,} samples).",
+        Shares(label="Mode share over time", ends=tuple(ends), series=series),
+    )
+
+
+def _times(buckets: Any, source: str) -> Figure | Missing:
+    title = "Time per bucket and arm"
+    rows, names, replay, eager = [], [], [], []
+    for bucket in buckets if isinstance(buckets, list) else ():
+        if not isinstance(bucket, Mapping) or not isinstance(bucket.get("arms"), list):
+            raise ConfigError(f"{source}: arms", bucket, "a bucket with its arms")
+        sizes = bucket.get("sizes")
+        name = "-".join(map(str, sizes)) if isinstance(sizes, list | tuple) else "?"
+        best: dict[bool, float] = {}
+        for arm in bucket["arms"]:
+            us = arm.get("median_us") if isinstance(arm, Mapping) else None
+            if isinstance(us, bool) or not isinstance(us, int | float) or not 0 < us < 1e15:
+                continue
+            is_eager = arm.get("arm") == "eager"
+            best[is_eager] = min(us, best.get(is_eager, us))
+            rows.append((name, str(arm.get("arm")), f"{us:,.0f}", str(arm.get("samples", ""))))
+        if best:
+            names.append(name)
+            replay.append(best.get(False, 0.0))
+            eager.append(best.get(True, 0.0))
+    if not names:
+        return Missing(
+            "times",
+            title,
+            "The policy measures no steps. With one that learns, such as adaptive, its medians "
+            "are shown here.",
+        )
+    return Figure(
+        "times",
+        title,
+        "Medians that the policy measured: the fastest graph, and eager.",
+        Pairs(
+            label=title,
+            categories=tuple(names),
+            series=(
+                Series("replay", "full", tuple(replay)),
+                Series("eager", "eager", tuple(eager)),
+            ),
+            x_label="batches of (tokens)",
+            y_label="µs per step",
+            unit="µs",
+        ),
+        Table(("Batches", "Arm", "Median µs", "Samples"), tuple(rows), (2, 3)),
+    )
+
+
+def _reasons(last: Mapping[str, Any]) -> Figure:
+    bands = []
+    total = last["steps"] or 1
+    replays = {mode: last["steps_by_mode"].get(mode, 0) for mode in ("FULL", "PIECEWISE")}
+    rows = [(MODE_NAMES[mode][0], "hit", MODE_NAMES[mode][1], n) for mode, n in replays.items()]
+    rows += [("eager", reason, "eager", n) for reason, n in last["eager_by_reason"].items()]
+    for name, reason, css, steps in sorted(rows, key=lambda row: -row[3]):
+        if steps:
+            band = Band(
+                f"{name}: {reason}",
+                ((css, float(steps), f"{steps:,} steps"),),
+                f"{steps / total:.1%}",
+            )
+            bands.append(band)
+    return Figure(
+        "reasons",
+        "Reasons",
+        "Why steps ran as they did, by number of steps.",
+        Bars(
+            label="Reasons",
+            bands=tuple(bands),
+            colours=tuple((css, name) for name, css in MODE_NAMES.values()),
+            whole=float(last["steps"]),
+        ),
+    )

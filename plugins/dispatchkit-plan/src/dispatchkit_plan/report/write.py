@@ -1,0 +1,68 @@
+"""One call from what there is to a page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import dispatchkit
+from dispatchkit.errors import ConfigError
+from dispatchkit.files import write_whole
+
+from dispatchkit_plan.report.account import Account
+from dispatchkit_plan.report.from_account import report_of_account
+from dispatchkit_plan.report.from_simulations import report_of_simulations
+from dispatchkit_plan.report.live import LiveStatistics, report_of_statistics
+from dispatchkit_plan.report.page import Report, render
+from dispatchkit_plan.report.picture import figure_of, render_figure
+
+if TYPE_CHECKING:
+    from dispatchkit_plan import Simulation
+
+__all__ = ["as_report", "write_report"]
+
+
+def as_report(source: Report | Account | LiveStatistics | Sequence[Simulation]) -> Report:
+    """Return what a page shows of an account, of live statistics or of simulations.
+
+    Raises:
+        ConfigError: It is nothing of the kind.
+    """
+    if isinstance(source, Report):
+        return source
+    if isinstance(source, Account):
+        return report_of_account(
+            source, plan="Give `plan=waste_plan(trace, max_size)` to report_of_account for it."
+        )
+    if isinstance(source, LiveStatistics):
+        return report_of_statistics(source.to_json(), source="a live runner")
+    if isinstance(source, list | tuple):
+        return report_of_simulations([one.to_json() for one in source], source="a trace")
+    raise ConfigError(
+        "source", source, "a Report, an Account, LiveStatistics or a list of simulations"
+    )
+
+
+def write_report(
+    source: Report | Account | LiveStatistics | Sequence[Simulation],
+    path: str | os.PathLike[str],
+    *,
+    figure: str | None = None,
+) -> None:
+    """Write a report as one HTML file, whole or not at all; or one figure of it, as SVG.
+
+    Args:
+        source: What to report of.
+        path: The file to write.
+        figure: Name of the figure to write alone, such as ``"waste"``.
+
+    Raises:
+        ConfigError: The file cannot be written, the source is nothing to report of, or there is
+            no such figure in the report.
+    """
+    report = as_report(source)
+    if figure is None:
+        write_whole(path, render(report, version=dispatchkit.__version__))
+    else:
+        write_whole(path, render_figure(figure_of(report, figure)))

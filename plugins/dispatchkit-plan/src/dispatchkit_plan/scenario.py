@@ -1,0 +1,103 @@
+"""What is simulated: a policy, sizes, budgets and costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+
+from dispatchkit.dispatch import Policy
+from dispatchkit.errors import ConfigError
+from dispatchkit.keys import DispatchConfig, check_count
+
+from dispatchkit_plan.costs import CostModel
+
+__all__ = ["Eviction", "Noise", "Scenario"]
+
+Eviction = Literal["lru", "benefit"]
+
+
+@attrs.frozen
+class Noise:
+    """How measured times differ from true ones.
+
+    Attributes:
+        relative: Standard deviation, as a share of the time.
+        outliers: Share of measurements that are outliers.
+        factor: How many times as long those take.
+    """
+
+    relative: float = 0.10
+    outliers: float = 0.01
+    factor: float = 10.0
+
+    def measured(self, time_us: float, chance: random.Random) -> float:
+        """Return what would be measured of a step that takes so long."""
+        seen = time_us * max(0.2, chance.gauss(1.0, self.relative))
+        return seen * self.factor if chance.random() < self.outliers else seen
+
+
+@attrs.frozen(kw_only=True)
+class Scenario:
+    """What a trace is run under.
+
+    Attributes:
+        policy: Name of an installed policy, or a policy.
+        policy_options: Its options, where it is given by name.
+        sizes: Capture sizes; the policy's default list when not given.
+        mode: Which runtime modes decode and mixed batches use.
+        max_graphs: Most live graphs on a lane. With it or ``max_bytes``, graphs are captured
+            when they are first asked for and evicted to make room; without, all are captured
+            before the first step.
+        max_bytes: Most memory of live graphs on a lane, by the cost model's ``graph_bytes``.
+        eviction: Who goes first: ``lru``, the one not used for longest, or ``benefit``, the
+            one with the fewest replays for its size.
+        capture_after: How often a graph must be asked for before it is captured; until then
+            its steps run eager. Above 1, nothing is captured before the first step.
+        lanes: Steps are dealt to so many lanes in turn, each with graphs of its own.
+        cost_model: A cost model, or the name of a built-in one or a file.
+        sample_every: Of the steps that a learning policy wants timed, one in so many is;
+            those that it asks for one by one always are.
+        noise: How measured times differ from true ones.
+        seed: Of the noise.
+        config: A whole configuration, in place of ``sizes`` and ``mode``.
+        label: Name in comparisons; the policy's when empty.
+    """
+
+    policy: str | Policy = "vllm"
+    policy_options: Mapping[str, Any] = attrs.field(factory=dict)
+    sizes: tuple[int, ...] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(tuple)
+    )
+    mode: str = "FULL_AND_PIECEWISE"
+    max_graphs: int | None = None
+    max_bytes: int | None = None
+    eviction: Eviction = "lru"
+    capture_after: int = 1
+    lanes: int = 1
+    cost_model: CostModel | str = "lm-decode-h100"
+    sample_every: int = 64
+    noise: Noise = Noise()
+    seed: int = 0
+    config: DispatchConfig | None = None
+    label: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        for setting in ("lanes", "capture_after", "sample_every", "max_graphs", "max_bytes"):
+            if getattr(self, setting) is not None:
+                # Of text too, which becomes a number; the class is frozen.
+                object.__setattr__(self, setting, check_count(getattr(self, setting), setting))
+        if self.eviction not in ("lru", "benefit"):
+            raise ConfigError("eviction", self.eviction, "'lru' or 'benefit'")
+        if self.config is not None and self.sizes is not None:
+            raise ConfigError(
+                "sizes", self.sizes, "left out beside config", "The config has sizes of its own."
+            )
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether graphs are captured when they are asked for, not before the first step."""
+        bounded = self.max_graphs is not None or self.max_bytes is not None
+        return bounded or self.capture_after > 1

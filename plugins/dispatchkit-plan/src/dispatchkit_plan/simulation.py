@@ -1,0 +1,268 @@
+"""A trace under a policy, without a device: what would run, what would it take?
+
+The real dispatcher decides; only the device is missing. Times come from a cost model, and a
+learning policy sees them with noise, as it would see measured ones. What is reported is counted
+in true times.
+
+A policy that does not learn is a function of the batch. So each different batch is decided
+once and counted, and a million steps take no longer than their table. With a budget of graphs
+the order matters: who is live is followed step by step. With a learning policy the decision
+itself is taken at every step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from dispatchkit.dispatch import Dispatcher, Policy
+from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.keys import DispatchConfig, RuntimeMode
+from dispatchkit.observe import StepTrace, trace_config
+from dispatchkit.plugins import PluginSet, load_plugins
+
+from dispatchkit_plan.costs import CostModel, load_cost_model
+from dispatchkit_plan.lane_run import PENDING, LaneRun, Steps
+from dispatchkit_plan.scenario import Scenario
+
+__all__ = ["Simulation", "simulate", "simulate_all"]
+
+
+@attrs.frozen(kw_only=True)
+class Simulation:
+    """What came of a trace under a scenario.
+
+    Attributes:
+        label: The scenario's name.
+        policy: Name of the policy.
+        num_steps: Steps of the trace.
+        modes: Steps by the runtime mode they ran in.
+        misses: Eager steps by reason.
+        real_tokens: Tokens of the steps that replayed a graph, before padding.
+        padding_tokens: What was added to them.
+        num_graphs: Keys that the policy declared, on all lanes.
+        captures: Graphs captured, again after an eviction too.
+        evictions: Graphs given up for room.
+        probes: Steps that ran under a one-shot decision of a learning policy.
+        measured: Steps whose time a learning policy was told.
+        policy_errors: Faults of the policy; the steps concerned ran eager.
+        time_s: Device time of all steps, by the cost model.
+        eager_time_s: The same if every step ran eager.
+        busiest_lane_s: Device time of the lane with most: the least that all take together
+            if lanes do not slow each other down.
+        capture_time_s: Time of all captures; None where the cost model has no ``capture_us``.
+        memory_bytes: Most memory that live graphs took, all lanes together; None where the
+            cost model has no ``graph_bytes``.
+        cost_model: Name of the cost model.
+        notes: What to know about the numbers.
+    """
+
+    label: str
+    policy: str
+    num_steps: int
+    modes: Mapping[str, int]
+    misses: Mapping[str, int]
+    real_tokens: int
+    padding_tokens: int
+    num_graphs: int
+    captures: int
+    evictions: int
+    probes: int
+    measured: int
+    policy_errors: int
+    time_s: float
+    eager_time_s: float
+    busiest_lane_s: float
+    capture_time_s: float | None
+    memory_bytes: int | None
+    cost_model: str
+    notes: tuple[str, ...]
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the steps that replayed a graph."""
+        return 1.0 - self.modes["NONE"] / self.num_steps
+
+    @property
+    def waste_pct(self) -> float:
+        """Padded tokens per cent of the real ones, over the steps that replayed a graph."""
+        return 100.0 * self.padding_tokens / self.real_tokens if self.real_tokens else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON holds it."""
+        data = attrs.asdict(self)
+        return {
+            **data,
+            "modes": dict(self.modes),
+            "misses": dict(self.misses),
+            "notes": list(self.notes),
+            "hit_rate": round(self.hit_rate, 6),
+            "waste_pct": round(self.waste_pct, 4),
+        }
+
+
+def simulate_all(
+    trace: StepTrace, scenarios: Iterable[Scenario], *, plugins: PluginSet | None = None
+) -> list[Simulation]:
+    """Return a trace under several scenarios, to be looked at side by side."""
+    plugins = plugins or load_plugins()
+    return [simulate(trace, scenario, plugins=plugins) for scenario in scenarios]
+
+
+def simulate(
+    trace: StepTrace, scenario: Scenario | None = None, *, plugins: PluginSet | None = None
+) -> Simulation:
+    """Return what would come of a trace under a scenario.
+
+    Args:
+        trace: Steps; those without tokens are left out.
+        scenario: Policy, sizes, budget, costs; the default policy's defaults when not given.
+        plugins: Where policies are found by name; loaded when needed.
+
+    Raises:
+        TraceError: No step has tokens.
+        UnknownNameError: The policy is not installed, or there is no such cost model.
+        ConfigError: A setting cannot be used.
+        PolicyError: The policy refuses the configuration.
+    """
+    scenario = scenario or Scenario()
+    model = (
+        scenario.cost_model
+        if isinstance(scenario.cost_model, CostModel)
+        else load_cost_model(scenario.cost_model)
+    )
+    config = scenario.config or trace_config(trace, sizes=scenario.sizes, mode=scenario.mode)
+    steps = Steps.of(trace, config)
+    if not len(steps):
+        raise TraceError(trace.source, None, "has no step with tokens in it.")
+    if scenario.max_bytes is not None and model.graph_bytes is None:
+        raise ConfigError(
+            "max_bytes",
+            scenario.max_bytes,
+            f"left out with cost model {model.name!r}, which has no graph_bytes",
+            "Calibrate one, or limit max_graphs.",
+        )
+    lanes = min(scenario.lanes, len(steps))
+    runs = []
+    for lane, policy in enumerate(_policies(scenario, lanes, plugins)):
+        dispatcher = Dispatcher(policy, config, lazy=scenario.is_lazy)
+        run = LaneRun(dispatcher, model, scenario, random.Random(scenario.seed + lane))
+        run.serve(steps.every(lane, lanes))
+        dispatcher.close()
+        runs.append(run)
+    return _merged(runs, steps, model, scenario, config)
+
+
+def _policies(scenario: Scenario, lanes: int, plugins: PluginSet | None) -> list[Policy]:
+    """Return one policy for each lane: what one has learnt is its lane's own."""
+    if isinstance(scenario.policy, str):
+        found = plugins or load_plugins()
+        return [
+            found.create_policy(scenario.policy, **scenario.policy_options) for _ in range(lanes)
+        ]
+    if lanes > 1:
+        raise ConfigError(
+            "lanes",
+            lanes,
+            "1 with a policy object",
+            "Give the policy by name: each lane needs one of its own.",
+        )
+    return [scenario.policy]
+
+
+def _merged(
+    runs: Sequence[LaneRun],
+    steps: Steps,
+    model: CostModel,
+    scenario: Scenario,
+    config: DispatchConfig,
+) -> Simulation:
+    modes: Counter[str] = Counter({mode.name: 0 for mode in RuntimeMode})
+    misses: Counter[str] = Counter()
+    real = padding = probes = 0
+    lane_us = []
+    for run in runs:
+        total_us = 0.0
+        for tally in run.tallies.values():
+            decision, count = tally.decision, tally.count
+            modes[decision.mode.name] += count
+            total_us += tally.time_us * count
+            probes += count * decision.one_shot
+            if decision.key is None:
+                misses[str(decision.reason)] += count
+            else:
+                real += decision.num_tokens * count
+                padding += decision.padding * count
+        for num_tokens, count in run.pending.items():
+            modes[RuntimeMode.NONE.name] += count
+            misses[PENDING] += count
+            total_us += model.eager_us(num_tokens) * count
+        lane_us.append(total_us)
+    first = runs[0].dispatcher
+    learns = callable(getattr(first.policy, "observe", None))
+    return Simulation(
+        label=scenario.label or first.policy_name,
+        policy=first.policy_name,
+        num_steps=len(steps),
+        modes=dict(modes),
+        misses={reason: count for reason, count in misses.most_common() if count},
+        real_tokens=real,
+        padding_tokens=padding,
+        num_graphs=sum(len(run.dispatcher.registry) for run in runs),
+        captures=sum(run.captures for run in runs),
+        evictions=sum(run.evictions for run in runs),
+        probes=probes,
+        measured=sum(run.measured for run in runs),
+        policy_errors=sum(run.dispatcher.num_policy_errors for run in runs),
+        time_s=sum(lane_us) / 1e6,
+        eager_time_s=_eager_us(steps, model.eager_us) / 1e6,
+        busiest_lane_s=max(lane_us) / 1e6,
+        capture_time_s=None
+        if model.capture_us is None
+        else sum(run.capture_us for run in runs) / 1e6,
+        memory_bytes=None
+        if model.graph_bytes is None
+        else round(sum(run.peak_bytes for run in runs)),
+        cost_model=model.name,
+        notes=tuple(_notes(steps, model, scenario, config, learns=learns)),
+    )
+
+
+def _eager_us(steps: Steps, eager: Callable[[float], float]) -> float:
+    sizes, counts = np.unique(steps.num_tokens, return_counts=True)
+    return float(sum(eager(int(n)) * int(count) for n, count in zip(sizes, counts, strict=True)))
+
+
+def _notes(
+    steps: Steps, model: CostModel, scenario: Scenario, config: DispatchConfig, *, learns: bool
+) -> Iterable[str]:
+    if not steps.has_order and (learns or scenario.is_lazy or scenario.lanes > 1):
+        yield (
+            "The file counts steps and not their order, so they are spread evenly; captures, "
+            "evictions and what a policy learns depend on the order."
+        )
+    last = min(model.eager_us.last, model.graph_us.last)
+    over = int((steps.num_tokens > last).sum())
+    if over:
+        yield (
+            f"{over} of {len(steps)} steps are above {last} tokens, the last measured size of "
+            f"{model.name}; their times go on in a straight line."
+        )
+    if model.clock != "device":
+        yield f"{model.name} holds times of a host without a device: they say nothing of one."
+    if model.graph_bytes is None:
+        yield f"{model.name} has no graph_bytes: memory is not predicted."
+    if scenario.lanes > 1:
+        yield (
+            "Lanes get the steps in turn; how far they slow each other down is not modelled: "
+            "the truth lies between busiest_lane_s and time_s."
+        )
+    if config.axes:
+        yield f"{model.name} knows tokens alone: padding along an axis costs nothing here."
+    if not config.sizes:
+        yield "There are no capture sizes: every step runs eager."

@@ -1,0 +1,138 @@
+"""What the planner reads of a trace: steps by size, in order where the order is known."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+import numpy as np
+
+from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.observe import SizeHistogram, StepTrace
+
+from dispatchkit_plan.optimal import BoolArray, FloatArray, IntArray
+
+__all__ = ["FitOn", "Workload", "as_workload"]
+
+FitOn = Literal["all", "first-half"]
+
+
+@attrs.frozen(eq=False)
+class Workload:
+    """Steps as arrays: one entry a step, or one entry a kind of step with its count.
+
+    Attributes:
+        num_tokens: Tokens before padding.
+        counts: Steps that each entry stands for.
+        uniform: 1 for uniform decode, 0 for mixed; None where not recorded.
+        num_active_loras: Active adapters.
+        ordered: Entries are single steps in the order they ran.
+        source: Where they came from, for messages.
+        axes: Names of the axes that the steps have values of; sizes are planned without them.
+
+    Shapes: all arrays (entries,).
+    """
+
+    num_tokens: IntArray
+    counts: IntArray
+    uniform: IntArray | None
+    num_active_loras: IntArray
+    ordered: bool
+    source: str
+    axes: tuple[str, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps."""
+        return int(self.counts.sum())
+
+    def chosen(self, mask: IntArray | BoolArray | slice) -> Workload:
+        """Return the entries that a mask or slice chooses."""
+        return attrs.evolve(
+            self,
+            num_tokens=self.num_tokens[mask],
+            counts=self.counts[mask],
+            uniform=None if self.uniform is None else self.uniform[mask],
+            num_active_loras=self.num_active_loras[mask],
+        )
+
+    def demand(self, max_size: int) -> FloatArray:
+        """Return the number of steps per size 0..max_size; larger ones are left out."""
+        small = self.num_tokens <= max_size
+        return np.bincount(
+            self.num_tokens[small],
+            weights=self.counts[small].astype(np.float64),
+            minlength=max_size + 1,
+        ).astype(np.float64)
+
+    def split(self, fit_on: FitOn) -> tuple[Workload, Workload, str]:
+        """Return (steps to plan on, steps to judge on, the latter in words).
+
+        Raises:
+            ConfigError: Halves are asked of something without an order.
+        """
+        if fit_on == "all":
+            return self, self, "all steps, the ones planned on"
+        if fit_on != "first-half":
+            raise ConfigError("fit_on", fit_on, "'all' or 'first-half'")
+        if not self.ordered:
+            raise ConfigError(
+                "fit_on",
+                fit_on,
+                "'all' for a file of counts, whose order is unknown",
+                "A step trace can be cut into halves.",
+            )
+        middle = len(self.num_tokens) // 2
+        if not middle:
+            raise TraceError(self.source, None, "one step has no halves to plan and judge on.")
+        return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "second half"
+
+
+def as_workload(data: StepTrace | SizeHistogram | Workload) -> Workload:
+    """Return a trace or histogram as arrays; steps without tokens are left out.
+
+    Raises:
+        TraceError: It has no step with tokens.
+    """
+    if isinstance(data, Workload):
+        return data
+    if isinstance(data, StepTrace):
+        size = len(data)
+        names = data.columns
+        tokens = (
+            np.frombuffer(data.column("num_tokens"), dtype=np.int64)
+            if size
+            else np.zeros(0, np.int64)
+        )
+        work = Workload(
+            num_tokens=tokens,
+            counts=np.ones(size, dtype=np.int64),
+            uniform=np.array(data.column("uniform_decode"), dtype=np.int64)
+            if "uniform_decode" in names
+            else None,
+            num_active_loras=np.array(data.column("num_active_loras"), dtype=np.int64)
+            if "num_active_loras" in names
+            else np.zeros(size, dtype=np.int64),
+            ordered=data.has_order,
+            source=data.source,
+            axes=data.axes,
+        )
+    else:
+        kinds = sorted(
+            data.counts,
+            key=lambda kind: (kind.num_tokens, str(kind.uniform), kind.num_active_loras),
+        )
+        work = Workload(
+            num_tokens=np.array([kind.num_tokens for kind in kinds], dtype=np.int64),
+            counts=np.array([data.counts[kind] for kind in kinds], dtype=np.int64),
+            uniform=np.array([kind.uniform for kind in kinds], dtype=np.int64)
+            if data.knows_uniform
+            else None,
+            num_active_loras=np.array([k.num_active_loras for k in kinds], dtype=np.int64),
+            ordered=False,
+            source=data.source,
+        )
+    work = work.chosen((work.num_tokens > 0) & (work.counts > 0))
+    if not len(work.num_tokens):
+        raise TraceError(work.source, None, "has no step with tokens in it; nothing to plan.")
+    return work

@@ -1,0 +1,44 @@
+"""A way to run the command line with the plugins of this distribution and the default policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import attrs
+import pytest
+
+pytest.importorskip("typer", minversion="0.20")
+pytest.importorskip("dispatchkit_vllm")
+
+
+@attrs.frozen
+class Outcome:
+    """Exit code and what went to the two streams."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Outcome]]:
+    """Run a command in this process; unexpected exceptions come through."""
+    from dispatchkit.cli import options
+    from dispatchkit.cli import run as run_app
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm,plan")
+    monkeypatch.delenv("DISPATCHKIT_DISABLE", raising=False)
+    options.forget_plugins()
+
+    def call(*args: str) -> Outcome:
+        capsys.readouterr()
+        code = run_app(args)
+        said = capsys.readouterr()
+        return Outcome(code, said.out, said.err)
+
+    yield call
+    options.forget_plugins()
