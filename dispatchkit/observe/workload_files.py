@@ -1,7 +1,8 @@
-"""Reading whatever a user has of their traffic: the one way in for plan, simulate and report.
+"""Reading whatever a user has of their traffic: the one way in for every command.
 
-A file is told by its content: a step trace, a histogram, or the log of a server. What else a log
-can hold is added to ``parse_log``.
+Files that others wrote are read here and not in dispatchkit-plan, since ``dispatchkit demo``
+replays them as well. The content says what a file is: a step trace, a histogram, or the log of a
+server. Further forms of logs are added to ``parse_log``.
 """
 
 from __future__ import annotations

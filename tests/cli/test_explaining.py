@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.resources import files
 from typing import Any
@@ -198,3 +199,17 @@ def test_values_that_fit_no_axis_are_refused(run: Any, args: list[str], says: st
     assert (done.code, done.out) == (2, "")
     assert says in done.err
     assert run("explain", "3", "--value", "length=20").code == 2
+
+
+def test_without_dispatchkit_plan_a_batch_has_no_cost_and_the_rest_says_what_to_install(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "dispatchkit_plan", None)  # as if it were not installed
+    assert explain(run, "3", "--sizes", "4,8")["cost"] is None
+    text = run("explain", "3", "--sizes", "4,8")
+    assert text.code == 0
+    assert "Cost" not in text.out
+    for args in (["3", "--cost-model", "mlp-h100"], ["--trace", TRACE]):
+        done = run("explain", *args)
+        assert (done.code, done.out) == (2, "")
+        assert "Run: pip install dispatchkit-plan." in done.err

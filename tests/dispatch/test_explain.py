@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from dispatchkit.dispatch import Decision, Dispatcher, Explanation, Reason, explain
-from dispatchkit.dispatch.explain import Candidate, MeasuredTime, StepCost
+from dispatchkit.dispatch import Decision, Dispatcher, Explanation, Reason, StepCost, explain
+from dispatchkit.dispatch.explain import Candidate, MeasuredTime
 from dispatchkit.keys import Batch, BatchDescriptor, DispatchConfig, GraphKey, RuntimeMode
 
 KEY = GraphKey(RuntimeMode.PIECEWISE, BatchDescriptor(8))

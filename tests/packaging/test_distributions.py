@@ -155,6 +155,27 @@ def test_the_check_of_public_names_lets_public_ones_pass() -> None:
     assert breaches("import dispatchkit\nfrom dispatchkit.errors import ConfigError\n") == []
 
 
+def test_the_table_of_distributions_is_what_they_bring() -> None:
+    """A message that names the wrong distribution would send its reader astray."""
+    from dispatchkit import load_plugins
+    from dispatchkit.distributions import DISTRIBUTIONS, load_attribute
+
+    loaded = load_plugins(environ={})
+    brought = {
+        "policy": loaded.policies,
+        "lane policy": loaded.lane_policies,
+        "observer": loaded.observers,
+        "command": loaded.commands,
+    }
+    for kind, known in brought.items():
+        for name, distribution in DISTRIBUTIONS[kind].items():
+            assert known[name].origin.distribution == distribution, name
+    own = {one.origin.distribution for one in loaded.commands.values()}
+    assert own <= set(DISTRIBUTIONS["command"].values())  # none is left out
+    for name in DISTRIBUTIONS["attribute"]:
+        assert load_attribute(name) is not None
+
+
 def test_all_distributions_have_one_version_and_the_changelog_names_it() -> None:
     """What a release begins with."""
     spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
