@@ -375,7 +375,7 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
         "runner, view, by position": case.call(view, case.device, by_name=False),
         "runner, view, without the copy node": case.call(by_torch, case.device),
         "runner, owned": case.call(owned, case.device),
-        "runner, in place": view.step,
+        "runner, in place": view.run_in_place,
     }
     others = {"make_graphed_callables": case.graphed}
     if compile_too:
@@ -482,7 +482,7 @@ def nodes_group(sizes: list[int], rounds: int) -> None:
             "bare replay": case.bare_replay(),
             "bare launch": case.bare_launch(),
             "runner, view": case.call(view, case.device),
-            "runner, in place": view.step,
+            "runner, in place": view.run_in_place,
         }
         samples = in_turns(cases, sizes, rounds=rounds, together=10 if num_ops < 100 else 2)
         tell("nodes", samples, "by hand", operations=num_ops)

@@ -154,7 +154,8 @@ class InputTransportTests:
             kinds += ["refused", "refused in place"]
         runner, number = bench.runner(), 0
         for first, second in product(kinds, kinds):
-            for kind, rows in ((first, 7), (second, 3), ("call", 2), ("in place", 1)):
+            steps = (first, 7), (second, 3), ("in place", 8), ("call", 3), ("call", 8)
+            for kind, rows in (*steps, ("in place", 2), ("call", 1)):
                 number += 1
                 bench.run_and_compare(runner, rows, number, kind)
         reasons = runner.stats().eager_by_reason

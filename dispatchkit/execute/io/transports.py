@@ -142,10 +142,7 @@ class CopyTransport:
         if buffers.clean_from <= num_rows and self.bucket <= buffers.clean_to:
             buffers.clean_from = num_rows
             return
-        buffers.mark_written(num_rows)
-        if num_rows < self.bucket:
-            self.fill()
-            buffers.mark_filled(num_rows, self.bucket)
+        _fill_stale_rows(self)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
         """Copy a batch, and fill behind it if asked to; marks nothing in the buffers."""
@@ -233,10 +230,7 @@ class StagedTransport:
         if buffers.clean_from <= num_rows and self.bucket <= buffers.clean_to:
             buffers.clean_from = num_rows
             return
-        buffers.mark_written(num_rows)
-        if num_rows < self.bucket:
-            self.fill()
-            buffers.mark_filled(num_rows, self.bucket)
+        _fill_stale_rows(self)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
         """Write and copy a batch, and fill behind it if asked to; marks nothing."""
@@ -267,6 +261,15 @@ class StagedTransport:
                     self._kept_tails.append((as_array(stale), staging.fill_arrays[name]))
         for stale, fill in self._kept_tails:
             stale[...] = fill
+
+
+def _fill_stale_rows(transport: CopyTransport | StagedTransport) -> None:
+    """Fill behind rows that are in place."""
+    buffers, num_rows = transport.buffers, transport.num_rows
+    buffers.mark_written(num_rows)
+    if num_rows < transport.bucket:
+        transport.fill()
+        buffers.mark_filled(num_rows, transport.bucket)
 
 
 class NodeTransport:
