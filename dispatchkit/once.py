@@ -18,5 +18,7 @@ class Once:
 
     def first(self, key: Hashable = "") -> bool:
         """Return True for the first call with a key, and False from then on."""
+        if key in self._seen:
+            return False
         own = object()
         return self._seen.setdefault(key, own) is own

@@ -32,6 +32,7 @@ from dispatchkit.execute.setup import RunnerSpec, merge_config
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.keys.axes import Axis
 from dispatchkit.keys.batch import GraphKey
+from dispatchkit.keys.checks import check_flag
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import RunnerStats
@@ -121,8 +122,7 @@ class GraphRunner:
             if by_name is not None and not isinstance(by_name, Mapping):
                 allowed = "a dictionary by the names of the step's parameters"
                 raise ConfigError(name, type(by_name).__name__, allowed)
-        if not isinstance(lazy, bool):  # a word would count as true, "no" as well
-            raise ConfigError("lazy", lazy, "True or False")
+        lazy = check_flag(lazy, "lazy")
         if outputs not in ("owned", "view"):
             raise ConfigError("outputs", outputs, "'owned' or 'view'")
         config = merge_config(

@@ -459,7 +459,7 @@ class Broken:
 def test_faulty_lane_policy_loses_no_step(make_lanes, answer):
     runner = make_lanes(lane_policy=Broken(answer))
     runner.capture()
-    with pytest.warns(LanePolicyWarning, match="Policy 'broken', choose: .*Told once"):
+    with pytest.warns(LanePolicyWarning, match="Policy 'broken', choose: .*Warned once"):
         handle = runner.submit(torch.ones(2, 8))
     assert same(handle.result(), network(torch.ones(2, 8)))
     runner.submit(torch.ones(2, 8))

@@ -20,6 +20,7 @@ from dispatchkit.execute.capture.live_graphs import LiveGraphs
 from dispatchkit.execute.lane import Lane
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCounters
+from dispatchkit.once import Once
 from dispatchkit.options import MemoryOptions
 
 # Evictions for each graph there is room for, after which churn is warned of.
@@ -154,7 +155,7 @@ class MemoryBudget:
     ) -> None:
         self._lane, self._graphs, self._counters = lane, graphs, counters
         self._forecast = forecast
-        self._is_churn_warned = False
+        self._once = Once()
         self.limits: MemoryOptions = limits
         self.score: Callable[[CapturedKey], float] | None = None
 
@@ -245,10 +246,8 @@ class MemoryBudget:
     def warn_of_churn(self) -> None:
         """Warn once when most captured graphs are evicted again."""
         evictions, room = self._counters.evictions, self.limits.max_graphs or 1
-        if self._is_churn_warned or evictions < _CHURN * max(room, 4):
-            return
-        if evictions > 0.5 * self._counters.captures:
-            self._is_churn_warned = True
+        is_churn = evictions >= _CHURN * max(room, 4) and evictions > 0.5 * self._counters.captures
+        if is_churn and self._once.first():
             warnings.warn(
                 f"{evictions} of {self._counters.captures} captured graphs were evicted again: "
                 "the batches need more graphs than the budget holds. Raise max_graphs or "

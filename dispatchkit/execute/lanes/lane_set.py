@@ -30,6 +30,7 @@ from dispatchkit.execute.io.calls import CallReader
 from dispatchkit.execute.lanes.chooser import LaneChooser
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.keys.batch import GraphKey
+from dispatchkit.once import Once
 from dispatchkit.registry import KeyState
 
 #: Tokens, requests, kind, adapters and allowed modes of a step, as ``dispatch`` takes them.
@@ -265,7 +266,7 @@ class LaneSet(Sequence[Executor]):
         self._current_stream_handle = self._backend.current_stream_handle
         self._queues: tuple[LaneQueue, ...] = ()
         self._caller: tuple[int, Stream] | None = None
-        self._is_fault_warned = False
+        self._once = Once()
         self.num_faults = 0
 
     @overload
@@ -385,13 +386,12 @@ class LaneSet(Sequence[Executor]):
 
     def _warn(self, error: PolicyError) -> None:
         """Warn of the first fault of the lane policy."""
-        if self._is_fault_warned:
+        if not self._once.first():
             return
-        self._is_fault_warned = True
         first = self._first
         first.notices.policy_at_fault(error, None, first.dispatcher.epoch)
         warnings.warn(
-            f"{error}. Such steps run on the least busy lane. Told once; "
+            f"{error}. Such steps run on the least busy lane. Warned once; "
             "runner.lanes.num_faults counts them.",
             LanePolicyWarning,
             stacklevel=5,

@@ -26,6 +26,7 @@ from dispatchkit.execute.replay.check_state import (
     tolerance,
 )
 from dispatchkit.execute.step.state import Snapshot
+from dispatchkit.keys.checks import whole_number
 from dispatchkit.options import FIRST
 
 # A bucket is another shape than the batch, and other kernels may compute it: results differ
@@ -62,12 +63,13 @@ class Checker:
         self._is_first_alone = every == FIRST
         if self._is_first_alone:
             every = 1
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        number = whole_number(every)
+        if number is None or number < 1:
             raise ConfigError("check", every, "0 (off), a whole number of at least 1, or 'first'")
-        self._every, self._snapshot, self._facts = every, snapshot, facts
+        self._every, self._snapshot, self._facts = number, snapshot, facts
         self._state = StateCheck(state, RELATIVE, ABSOLUTE)
         #: Steps that run eager are to be noted: only where every replay is compared.
-        self.notes_eager: bool = every == 1 and not self._is_first_alone
+        self.notes_eager: bool = number == 1 and not self._is_first_alone
         # Steps compared already: unpadded, padded.
         self._compared: tuple[WeakSet[CapturedKey], ...] = (WeakSet(), WeakSet())
         self._count = 0

@@ -24,6 +24,7 @@ from dispatchkit.execute.step.reasons import (
 )
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCounters
+from dispatchkit.once import Once
 
 _ABOUT_PADDING = (
     " Or its rows depend on each other, so that padding counts: then declare fill values, use "
@@ -70,7 +71,7 @@ class EagerRunner:
         self._inputs, self._axes, self._row_count = inputs, axes, row_count
         self._lifecycle, self._counters, self._checker = lifecycle, counters, checker
         self._backend = lane.backend
-        self._warned: set[str] = set()
+        self._once = Once()
         self.strict = strict
         self.exact: Decision | None = None
 
@@ -138,7 +139,7 @@ class EagerRunner:
         Raises:
             NoGraphError: The runner is strict.
         """
-        if not self.strict and reason in self._warned:
+        if not self.strict and not self._once.first(reason):
             return
         near = sorted(self._lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
         nearest = tuple(str(key) for key in near[:3])
@@ -151,10 +152,9 @@ class EagerRunner:
                 reason=reason,
                 nearest=nearest,
             )
-        self._warned.add(reason)
         warnings.warn(
             f"Steps run eager, reason {reason}; the first had {what}. {have} "
-            "Told once; runner.stats() counts them, runner.explain() says why.",
+            "Warned once; runner.stats() counts them, runner.explain() says why.",
             EagerStepWarning,
             stacklevel=2,
         )
