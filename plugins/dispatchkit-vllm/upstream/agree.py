@@ -1,0 +1,116 @@
+"""Ask a published dispatcher, its facade and the policy ``vllm`` in front of it the same questions.
+
+Prints how many questions there were and how many answers differed; exit code 1 if any did. It is
+run by ``run.py`` with the sources of a release in front of the path.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["DISPATCHKIT_POLICY"] = "vllm"
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+from dispatchkit_vllm.engine import first
+from dispatchkit_vllm.facade import dispatcher_for
+
+MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "NONE")
+SIZES = (1, 2, 4, 8, 16)
+
+
+def config(mode: str, query_len: int, max_loras: int) -> Any:
+    """Return a configuration with what the dispatchers read."""
+    sizes = [size * query_len for size in SIZES]
+    table = [next(size for size in sizes if size >= count) for count in range(sizes[-1] + 1)]
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes,
+            max_cudagraph_capture_size=sizes[-1],
+            cudagraph_mode=CUDAGraphMode[mode],
+            is_attention_compiled_piecewise=lambda: True,
+            bs_to_padded_graph_size=[0, *table[1:]],
+            compile_sizes=None,
+            cudagraph_specialize_lora=True,
+        ),
+        pad_for_cudagraph=lambda count: table[count] if count else 0,
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        num_speculative_tokens=query_len - 1,
+        speculative_config=(
+            SimpleNamespace(num_speculative_tokens=query_len - 1) if query_len > 1 else None
+        ),
+        lora_config=(
+            SimpleNamespace(max_loras=max_loras, specialize_active_lora=True) if max_loras else None
+        ),
+        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1, rank=0),
+        device_config=SimpleNamespace(device_type="cpu"),
+        additional_config={},
+    )
+
+
+def answer(dispatcher: Any, facts: dict[str, Any]) -> Any:
+    """Return what a dispatcher answers, each call being a step."""
+    if hasattr(dispatcher, "station"):
+        dispatcher.station.open()
+    try:
+        return dispatcher.dispatch(**facts)
+    except AssertionError:
+        return "AssertionError"
+
+
+def questions(max_loras: int) -> list[dict[str, Any]]:
+    """Return the arguments of every call, in the form of this release."""
+    takes = inspect.signature(CudagraphDispatcher.dispatch).parameters
+    full = {CUDAGraphMode.FULL}
+    found = []
+    for tokens, uniform, loras, limited in itertools.product(
+        range(1, 40), (False, True), range(max_loras + 1), (False, True)
+    ):
+        facts: dict[str, Any] = {
+            "num_tokens": tokens,
+            "uniform_decode": uniform,
+            "has_lora": loras > 0,
+        }
+        if "num_active_loras" in takes:
+            facts["num_active_loras"] = loras
+        if "invalid_modes" in takes:
+            facts["invalid_modes"] = full if limited else None
+        else:
+            facts["disable_full" if "disable_full" in takes else "use_cascade_attn"] = limited
+        found.append(facts)
+    return found
+
+
+def main() -> int:
+    """Ask."""
+    asked = differing = 0
+    shown: list[str] = []
+    kinds = (
+        CudagraphDispatcher,
+        dispatcher_for(CudagraphDispatcher),
+        first.dispatcher_class(CudagraphDispatcher),
+    )
+    for mode, query_len, max_loras in itertools.product(MODES, (1, 2), (0, 3)):
+        made = [kind(config(mode, query_len, max_loras)) for kind in kinds]
+        for one in made:
+            one.initialize_cudagraph_keys(CUDAGraphMode[mode], query_len)
+        for facts in questions(max_loras):
+            answers = [answer(one, facts) for one in made]
+            asked += 1
+            if answers[1:] != answers[:1] * 2:
+                differing += 1
+                shown.append(f"{mode} {query_len} {facts}: {answers}")
+    sys.stdout.write(json.dumps({"asked": asked, "differing": differing}) + "\n")
+    sys.stderr.write("\n".join(shown[:5]) + "\n")
+    return differing > 0 or asked == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
