@@ -67,11 +67,12 @@ def install_hint(kind: str, name: str) -> str:
     return f"It comes with {distribution}. Run: pip install {distribution}."
 
 
-def load_attribute(name: str) -> Any:
+def load_attribute(name: str, what: str = "") -> Any:
     """Return a Python name of one of our distributions.
 
     Args:
         name: A name of kind ``attribute``; the distribution's package has it.
+        what: What a message calls it; ``dispatchkit.<name>`` by default.
 
     Raises:
         MissingDistributionError: The distribution is not installed.
@@ -84,6 +85,6 @@ def load_attribute(name: str) -> Any:
         if error.name != package:
             raise
         hint = install_hint("attribute", name)
-        text = f"dispatchkit.{name} is not part of the core. {hint}"
+        text = f"{what or f'dispatchkit.{name}'} is not part of the core. {hint}"
         raise MissingDistributionError(text, name=name) from None
     return getattr(module, name)

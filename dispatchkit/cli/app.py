@@ -34,8 +34,13 @@ from dispatchkit.cli.new_policy import new_policy
 from dispatchkit.cli.options import COMMON, load_installed_plugins
 from dispatchkit.cli.output import complain
 from dispatchkit.cli.recording import record
-from dispatchkit.distributions import install_hint
-from dispatchkit.errors import DispatchkitError, UnknownNameError, shortened
+from dispatchkit.distributions import distribution_of, install_hint
+from dispatchkit.errors import (
+    DispatchkitError,
+    MissingDistributionError,
+    UnknownNameError,
+    shortened,
+)
 from dispatchkit.keys import CaptureSizeWarning
 
 if TYPE_CHECKING:
@@ -82,6 +87,8 @@ class Commands(TyperGroup):
             plugins = self._plugins()
             known = install_hint if plugins is None else plugins.hint
             hint = known("command", name)
+            if distribution_of("command", name) is not None:
+                raise MissingDistributionError(f"There is no command {name!r} here. {hint}")
             raise UnknownNameError("command", name, self.list_commands(ctx), hint)
         return super().resolve_command(ctx, args)
 

@@ -128,7 +128,7 @@ def explain_batch(
                 raise ConfigError(flag, value, "left out beside --trace, which has its own")
         if highest is not RuntimeMode.FULL:
             raise ConfigError("--ceiling", ceiling, "left out beside --trace")
-        explain_trace = load_attribute("explain_trace")  # of dispatchkit-plan
+        explain_trace = load_attribute("explain_trace", "explain --trace")
         explain_trace(trace, settings, show_all=show_all, as_json=as_json)
         return
     if show_all:

@@ -100,7 +100,8 @@ def find_cost_model(model: CostModel | str) -> CostModel:
         UnknownNameError: No model and no file has that name.
     """
     if isinstance(model, str):
-        found: CostModel = load_attribute("load_cost_model")(model)
+        load = load_attribute("load_cost_model", f"Looking up cost model {model!r}")
+        found: CostModel = load(model)
         return found
     if not isinstance(model, CostModel):
         raise ConfigError("cost_model", model, _ALLOWED)

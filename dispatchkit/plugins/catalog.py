@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from dispatchkit.distributions import install_hint
+from dispatchkit.distributions import distribution_of, install_hint
 from dispatchkit.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -63,7 +63,9 @@ class Catalog:
 
     def hint(self, kind: str, name: str) -> str:
         """Say where a missing name may be: plugins not loaded, or a distribution to install."""
-        near = nearest_names(name, {info.name for info in self.absent})
+        near = {*nearest_names(name, {info.name for info in self.absent})}
+        if (brings := distribution_of(kind, name)) is not None:
+            near |= {info.name for info in self.absent if info.distribution == brings}
         ordered = sorted(self.absent, key=lambda info: info.name not in near)
         parts = [
             f"It may be in plugin {info.name!r} ({info.origin}), {info.state}: {info.reason}"

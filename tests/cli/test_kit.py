@@ -133,6 +133,18 @@ def test_an_unknown_command_says_which_distribution_brings_it(
     assert "pip install" not in run("foresee").err
 
 
+def test_a_command_of_a_plugin_that_is_not_loaded_names_the_plugin(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is installed: nothing is to be installed."""
+    pytest.importorskip("dispatchkit_plan")
+    monkeypatch.setenv("DISPATCHKIT_PLUGINS", "vllm")
+    done = run("simulate", "trace.csv")
+    assert (done.code, done.out) == (2, "")
+    assert "There is no command 'simulate' here. It may be in plugin 'plan'" in done.err
+    assert "pip install" not in done.err
+
+
 def test_a_python_name_says_which_distribution_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import dispatchkit
 
