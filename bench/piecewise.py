@@ -36,7 +36,8 @@ from torch._dynamo.utils import counters
 
 from dispatchkit import BatchDescriptor, GraphRunner, StaticInput, split_module
 from dispatchkit.execute import set_forward_context
-from dispatchkit.integrations import torch_compile
+
+from dispatchkit_compile import torch_compile
 
 BENCH = "piecewise"
 AT = ["piecewise_bench::attend"]

@@ -30,12 +30,9 @@ if TYPE_CHECKING:
         StepState,
         declare_support,
         eager_piece,
-        eager_region,
-        graph_break,
         graph_piece,
     )
     from dispatchkit.execute.graphed import graphed
-    from dispatchkit.execute.splitting.split import split_module
     from dispatchkit.hookspecs import hookimpl
     from dispatchkit.keys import (
         Axis,
@@ -90,14 +87,11 @@ _HOME = {
     "allowed_modes_code": "keys",
     "declare_support": "execute",
     "eager_piece": "execute",
-    "eager_region": "execute",
     "explain": "dispatch",
-    "graph_break": "execute",
     "graph_piece": "execute",
     "graphed": "execute.graphed",
     "hookimpl": "hookspecs",
     "load_plugins": "plugins",
-    "split_module": "execute.splitting.split",
 }
 
 # Spelt out, since type checkers and linters read it without running the module.
@@ -134,14 +128,11 @@ __all__ = [
     "allowed_modes_code",
     "declare_support",
     "eager_piece",
-    "eager_region",
     "explain",
-    "graph_break",
     "graph_piece",
     "graphed",
     "hookimpl",
     "load_plugins",
-    "split_module",
 ]
 
 

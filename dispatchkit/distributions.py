@@ -33,21 +33,24 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, str]] = {
         "prometheus": "dispatchkit-prometheus",
     },
     "command": dict.fromkeys(("calibrate", "plan", "report", "simulate"), "dispatchkit-plan"),
-    "attribute": dict.fromkeys(
-        (
-            "BUILTIN_COST_MODELS",
-            "calibrate",
-            "emit",
-            "explain_trace",
-            "forecast_graph_memory",
-            "load_cost_model",
-            "plan_sizes",
-            "save_cost_model",
-            "simulate",
-            "write_report",
+    "attribute": {
+        **dict.fromkeys(("eager_region", "graph_break", "split_module"), "dispatchkit-compile"),
+        **dict.fromkeys(
+            (
+                "BUILTIN_COST_MODELS",
+                "calibrate",
+                "emit",
+                "explain_trace",
+                "forecast_graph_memory",
+                "load_cost_model",
+                "plan_sizes",
+                "save_cost_model",
+                "simulate",
+                "write_report",
+            ),
+            "dispatchkit-plan",
         ),
-        "dispatchkit-plan",
-    ),
+    },
 }
 
 

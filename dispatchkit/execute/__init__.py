@@ -14,12 +14,14 @@ except ImportError as _error:
         "https://download.pytorch.org/whl/cpu)."
     ) from _error
 
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode
 from dispatchkit.execute.capture.budget import ChurnWarning
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.graph import PlainCodeWarning
 from dispatchkit.execute.capture.report import CaptureReport
 from dispatchkit.execute.config_watcher import ConfigWatcher, SwapWarning
 from dispatchkit.execute.io.axes import AxisCut
+from dispatchkit.execute.io.inputs import RESERVED_NAMES, InputSet
 from dispatchkit.execute.io.sample_inputs import sample_inputs
 from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
 from dispatchkit.execute.lanes.lane_set import LaneCost, LanePolicyWarning, LaneStats, StepHandle
@@ -28,12 +30,12 @@ from dispatchkit.execute.live.swap import SwapReport
 from dispatchkit.execute.preserve import preserved_state
 from dispatchkit.execute.replay.check import CheckWarning
 from dispatchkit.execute.runner import GraphRunner
-from dispatchkit.execute.splitting.markers import eager_region, graph_break
+from dispatchkit.execute.setup import make_backend
 from dispatchkit.execute.step.pieces import Piece, eager_piece, graph_piece
 from dispatchkit.execute.step.ranges import NvtxRanges
 from dispatchkit.execute.step.reasons import EagerStepWarning
-from dispatchkit.execute.step.state import StepState
-from dispatchkit.execute.step.support import ModeDowngradeWarning, declare_support
+from dispatchkit.execute.step.state import StepState, storage_of
+from dispatchkit.execute.step.support import ModeDowngradeWarning, declare_support, limited_support
 from dispatchkit.execute.wrapper.context import (
     ForwardContext,
     NoForwardContextError,
@@ -55,6 +57,7 @@ from dispatchkit.execute.wrapper.graph_wrapper import (
 from dispatchkit.observe.counters import RunnerStats
 
 __all__ = [
+    "RESERVED_NAMES",
     "AxisCut",
     "BackendDevice",
     "CaptureReport",
@@ -62,10 +65,12 @@ __all__ = [
     "CheckWarning",
     "ChurnWarning",
     "ConfigWatcher",
+    "DispatchMode",
     "EagerStepWarning",
     "ForwardContext",
     "GraphRunner",
     "GraphWrapper",
+    "InputSet",
     "LaneCost",
     "LanePolicyWarning",
     "LaneStats",
@@ -90,14 +95,15 @@ __all__ = [
     "capturing_is_enabled",
     "declare_support",
     "eager_piece",
-    "eager_region",
     "forward_context_is_available",
     "get_forward_context",
-    "graph_break",
     "graph_piece",
     "inputs_from_example",
+    "limited_support",
+    "make_backend",
     "preserved_state",
     "sample_inputs",
     "set_capturing_enabled",
     "set_forward_context",
+    "storage_of",
 ]

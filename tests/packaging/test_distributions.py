@@ -80,6 +80,18 @@ def test_development_set_up_installs_the_plugin(plugin: Path) -> None:
     assert [line for line in lines if pattern.fullmatch(line.strip())], plugin.name
 
 
+def test_products_are_extras_of_the_core_and_all_takes_each() -> None:
+    """`pip install 'dispatchkit[ranks]'` is how the pages install one."""
+    core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = core["optional-dependencies"]
+    products = {"compile", "plan", "ranks", "transformers"}
+    assert {plugin.name.removeprefix("dispatchkit-") for plugin in PLUGINS} >= products
+    for product in products:
+        assert extras[product] == [f"dispatchkit-{product}>=0.1"]
+    (everything,) = extras["all"]
+    assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == set(extras) - {"all"}
+
+
 @each_plugin
 def test_import_contracts_cover_the_plugin(plugin: Path) -> None:
     """Contracts look only at the packages named as roots."""

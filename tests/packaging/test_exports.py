@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import dispatchkit
+from dispatchkit.distributions import DISTRIBUTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Rooms that run a step import torch; their names resolve only where it is installed.
@@ -23,6 +24,17 @@ def test_every_exported_name_is_found_in_its_room(name: str) -> None:
     assert name in dispatchkit._HOME
     assert getattr(dispatchkit, name) is not None
     assert name in dir(dispatchkit)
+
+
+@pytest.mark.parametrize(("name", "distribution"), sorted(DISTRIBUTIONS["attribute"].items()))
+def test_a_name_of_another_distribution_is_the_one_of_its_package(
+    name: str, distribution: str
+) -> None:
+    """Code that imports it from here goes on working once it has left the core."""
+    pytest.importorskip("torch")
+    package = pytest.importorskip(distribution.replace("-", "_"))
+    assert getattr(dispatchkit, name) is getattr(package, name)
+    assert name not in dispatchkit.__all__  # `import *` works without the distribution
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -17,9 +17,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_structure
 
-from dispatchkit.backends.watching.dispatch_mode import DispatchMode
-from dispatchkit.execute.io.inputs import RESERVED_NAMES
-from dispatchkit.execute.splitting.tracing import (
+from dispatchkit.execute import RESERVED_NAMES, DispatchMode, storage_of
+
+from dispatchkit_compile.tracing import (
     Held,
     Input,
     Result,
@@ -29,7 +29,6 @@ from dispatchkit.execute.splitting.tracing import (
     example_of,
     size_source,
 )
-from dispatchkit.execute.step.state import storage_of
 
 __all__ = ["GraphArguments", "PlainReason", "read_arguments"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from dispatchkit.observe.counters import RunnerStats
+from dispatchkit.observe import RunnerStats
 
 __all__ = ["CompiledStats"]
 

@@ -12,8 +12,8 @@ from torch import fx
 from torch._library.custom_ops import CustomOpDef
 
 from dispatchkit.errors import ConfigError, UnknownNameError, nearest_names
-from dispatchkit.execute.step.support import limited_support
-from dispatchkit.keys.modes import AttentionSupport
+from dispatchkit.execute import limited_support
+from dispatchkit.keys import AttentionSupport
 
 __all__ = ["SplitRules", "function_name", "node_support", "op_name"]
 

@@ -14,8 +14,9 @@ from torch import nn  # noqa: E402
 from dispatchkit import GraphRunner, StaticInput, graph_piece, split_module  # noqa: E402
 from dispatchkit.execute import EagerStepWarning, PlainCodeWarning  # noqa: E402
 from dispatchkit.execute.wrapper.context import set_forward_context  # noqa: E402
-from dispatchkit.integrations import torch_compile  # noqa: E402
 from dispatchkit.keys import BatchDescriptor  # noqa: E402
+
+from dispatchkit_compile import torch_compile  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,9 +19,10 @@ from dispatchkit.errors import ConfigError, InputError, NoGraphError, UnknownNam
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
 from dispatchkit.execute.step.support import ModeDowngradeWarning, declare_support  # noqa: E402
 from dispatchkit.execute.wrapper.context import set_forward_context  # noqa: E402
-from dispatchkit.integrations import torch_compile  # noqa: E402
-from dispatchkit.integrations.torch_compile import PlainReason  # noqa: E402
 from dispatchkit.keys import BatchDescriptor  # noqa: E402
+
+from dispatchkit_compile import torch_compile  # noqa: E402
+from dispatchkit_compile.torch_compile import PlainReason  # noqa: E402
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 TAPE = {"device_backend": "tape", "sizes": SIZES}

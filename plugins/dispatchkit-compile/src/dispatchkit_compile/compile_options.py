@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
-from dispatchkit.execute.splitting.split import SplitRules
-from dispatchkit.keys.checks import check_flag
-from dispatchkit.keys.modes import AttentionSupport, CUDAGraphMode
+from dispatchkit.keys import AttentionSupport, CUDAGraphMode, check_flag
 from dispatchkit.options import RunnerOptions, refuse_moved
+
+from dispatchkit_compile.split import SplitRules
 
 __all__ = ["CompileOptions"]
 
@@ -19,10 +19,10 @@ __all__ = ["CompileOptions"]
 _MODES_OF_INDUCTOR = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 #: Options that have another place, and where that is.
 _ELSEWHERE = {
-    "skip_guards": "Give dispatchkit.integrations.torch_compile.compile(skip_guards=True), or "
+    "skip_guards": "Give dispatchkit_compile.compile(skip_guards=True), or "
     "the option guard_filter_fn=torch.compiler.skip_all_guards_unsafe of torch.compile itself.",
     "dynamic": "It is an argument of torch.compile itself; better is to mark the batch "
-    "dimension, as dispatchkit.integrations.torch_compile.compile does.",
+    "dimension, as dispatchkit_compile.compile does.",
     "fullgraph": "It is an argument of torch.compile itself.",
     "backend": "The device's backend is the option device_backend.",
 }

@@ -18,11 +18,12 @@ import torch
 from torch import fx
 
 from dispatchkit.errors import ConfigError, InputError
-from dispatchkit.execute.splitting.tracing import mark_batch
-from dispatchkit.integrations.compile_options import CompileOptions
-from dispatchkit.integrations.compiled_graph import CompiledGraph
-from dispatchkit.integrations.compiled_stats import CompiledStats
-from dispatchkit.integrations.graph_arguments import PlainReason
+
+from dispatchkit_compile.compile_options import CompileOptions
+from dispatchkit_compile.compiled_graph import CompiledGraph
+from dispatchkit_compile.compiled_stats import CompiledStats
+from dispatchkit_compile.graph_arguments import PlainReason
+from dispatchkit_compile.tracing import mark_batch
 
 __all__ = [
     "Backend",

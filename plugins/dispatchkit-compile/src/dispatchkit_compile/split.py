@@ -18,11 +18,13 @@ import torch
 from torch import fx
 
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
-from dispatchkit.execute.splitting.markers import BREAK, REGION_BEGIN, REGION_END
-from dispatchkit.execute.splitting.rules import SplitRules, function_name, node_support, op_name
-from dispatchkit.execute.splitting.stages import Stage, source_of
-from dispatchkit.execute.splitting.tracing import (
+from dispatchkit.execute import Piece, StaticInput, inputs_from_example
+from dispatchkit.keys import AttentionSupport
+
+from dispatchkit_compile.markers import BREAK, REGION_BEGIN, REGION_END
+from dispatchkit_compile.rules import SplitRules, function_name, node_support, op_name
+from dispatchkit_compile.stages import Stage, source_of
+from dispatchkit_compile.tracing import (
     Constant,
     Held,
     Input,
@@ -33,8 +35,6 @@ from dispatchkit.execute.splitting.tracing import (
     example_of,
     trace,
 )
-from dispatchkit.execute.step.pieces import Piece
-from dispatchkit.keys.modes import AttentionSupport
 
 __all__ = ["SplitRules", "split_graph", "split_module"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_unflatten
 
-from dispatchkit.execute.splitting.rules import function_name, op_name
-from dispatchkit.execute.splitting.tracing import Input, Role, Size
+from dispatchkit_compile.rules import function_name, op_name
+from dispatchkit_compile.tracing import Input, Role, Size
 
 __all__ = ["Stage", "source_of"]
 

@@ -25,10 +25,11 @@ from dispatchkit import (  # noqa: E402
 )
 from dispatchkit.errors import CaptureError, ConfigError, UnknownNameError  # noqa: E402
 from dispatchkit.execute.capture.captured import GraphPart  # noqa: E402
-from dispatchkit.execute.splitting import markers, tracing  # noqa: E402
-from dispatchkit.execute.splitting import split as splitting  # noqa: E402
 from dispatchkit.execute.step import support  # noqa: E402
 from dispatchkit.execute.step.pieces import Step  # noqa: E402
+
+from dispatchkit_compile import markers, tracing  # noqa: E402
+from dispatchkit_compile import split as splitting  # noqa: E402
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 SLOTS, WIDTH = 4, 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dispatchkit.execute.wrapper.context import ForwardContext
-from dispatchkit.keys.modes import RuntimeMode, allowed_modes_code
+from dispatchkit.execute import ForwardContext
+from dispatchkit.keys import RuntimeMode, allowed_modes_code
 
 __all__ = ["facts_of"]
 

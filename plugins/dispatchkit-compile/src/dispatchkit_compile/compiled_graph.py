@@ -18,25 +18,29 @@ import attrs
 import torch
 from torch import fx
 
-from dispatchkit.backends.base import GraphBackend
+from dispatchkit.backends import GraphBackend
 from dispatchkit.errors import ConfigError, InputError, NoGraphError
-from dispatchkit.execute.io.inputs import InputSet
-from dispatchkit.execute.io.static_input import StaticInput
-from dispatchkit.execute.runner import GraphRunner
-from dispatchkit.execute.setup import make_backend
-from dispatchkit.execute.splitting.split import SplitRules, split_graph
-from dispatchkit.execute.splitting.tracing import example_of
-from dispatchkit.execute.step.pieces import Piece
-from dispatchkit.execute.step.reasons import EagerStepWarning
-from dispatchkit.execute.wrapper.context import forward_context_is_available, get_forward_context
-from dispatchkit.integrations.batch_facts import facts_of
-from dispatchkit.integrations.compile_options import CompileOptions
-from dispatchkit.integrations.compiled_stats import CompiledStats
-from dispatchkit.integrations.graph_arguments import PlainReason, read_arguments
-from dispatchkit.integrations.piece_compilers import piece_compiler
-from dispatchkit.keys.modes import CUDAGraphMode
+from dispatchkit.execute import (
+    EagerStepWarning,
+    GraphRunner,
+    InputSet,
+    Piece,
+    StaticInput,
+    forward_context_is_available,
+    get_forward_context,
+    make_backend,
+)
+from dispatchkit.keys import CUDAGraphMode
 from dispatchkit.once import Once
 from dispatchkit.options import DERIVED
+
+from dispatchkit_compile.batch_facts import facts_of
+from dispatchkit_compile.compile_options import CompileOptions
+from dispatchkit_compile.compiled_stats import CompiledStats
+from dispatchkit_compile.graph_arguments import PlainReason, read_arguments
+from dispatchkit_compile.piece_compilers import piece_compiler
+from dispatchkit_compile.split import SplitRules, split_graph
+from dispatchkit_compile.tracing import example_of
 
 __all__ = ["CompiledGraph"]
 

@@ -1,1 +1,0 @@
-"""From a step in plain Python to pieces."""

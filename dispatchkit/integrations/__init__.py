@@ -1,1 +1,0 @@
-"""dispatchkit behind other front ends: ``torch_compile`` is a backend of ``torch.compile``."""

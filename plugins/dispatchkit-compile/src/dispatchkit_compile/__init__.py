@@ -1,0 +1,72 @@
+"""Splitting of models into graph and eager pieces, and a backend for ``torch.compile``.
+
+Names are loaded on first use: whoever only marks a model's code does not load Dynamo.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dispatchkit_compile.markers import eager_region, graph_break
+    from dispatchkit_compile.rules import SplitRules
+    from dispatchkit_compile.split import split_module
+    from dispatchkit_compile.torch_compile import (
+        Backend,
+        CompiledGraph,
+        CompiledModel,
+        CompiledStats,
+        CompileOptions,
+        PlainReason,
+        backend,
+        compile,  # noqa: A004 - as torch.compile is called
+        compiled_graphs,
+    )
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Backend": "torch_compile",
+    "CompileOptions": "torch_compile",
+    "CompiledGraph": "torch_compile",
+    "CompiledModel": "torch_compile",
+    "CompiledStats": "torch_compile",
+    "PlainReason": "torch_compile",
+    "SplitRules": "rules",
+    "backend": "torch_compile",
+    "compile": "torch_compile",
+    "compiled_graphs": "torch_compile",
+    "eager_region": "markers",
+    "graph_break": "markers",
+    "split_module": "split",
+}
+
+__all__ = [
+    "Backend",
+    "CompileOptions",
+    "CompiledGraph",
+    "CompiledModel",
+    "CompiledStats",
+    "PlainReason",
+    "SplitRules",
+    "backend",
+    "compile",
+    "compiled_graphs",
+    "eager_region",
+    "graph_break",
+    "split_module",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
