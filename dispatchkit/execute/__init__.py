@@ -32,6 +32,7 @@ from dispatchkit.execute.replay.check import CheckWarning
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.setup import make_backend
 from dispatchkit.execute.step.pieces import Piece, eager_piece, graph_piece
+from dispatchkit.execute.step.python_state import declare_bookkeeping
 from dispatchkit.execute.step.ranges import NvtxRanges
 from dispatchkit.execute.step.reasons import EagerStepWarning
 from dispatchkit.execute.step.state import StepState, storage_of
@@ -93,6 +94,7 @@ __all__ = [
     "WrapperRules",
     "capture_counter",
     "capturing_is_enabled",
+    "declare_bookkeeping",
     "declare_support",
     "eager_piece",
     "forward_context_is_available",

@@ -17,7 +17,12 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit.execute.step.python_state import PythonState, is_same, restore  # noqa: E402
+from dispatchkit.execute.step.python_state import (  # noqa: E402
+    PythonState,
+    declare_bookkeeping,
+    is_same,
+    restore,
+)
 
 COUNT = 0
 TABLE: dict[str, Any] = {"kept": 1}
@@ -387,3 +392,22 @@ def test_any_mutation_of_nested_containers_is_put_back(
     restore(changed)
     assert _copied(nest) == then
     assert before.changes() == ()
+
+
+def test_notes_of_a_declared_class_are_no_state_of_the_step() -> None:
+    """A piece that notes where it failed must not lose that when a failed run is undone."""
+
+    @declare_bookkeeping
+    class Piece:
+        def __init__(self) -> None:
+            self.failed_at = ""
+
+    class Derived(Piece):
+        pass
+
+    pieces = [Piece(), Derived(), Plain()]
+    state = PythonState({"step": functools.partial(len, pieces)})
+    for piece in pieces[:2]:
+        piece.failed_at = "here"
+    pieces[2].n = 1
+    assert [entry.key for entry in state.changes()] == ["n"]

@@ -23,7 +23,7 @@ import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import attrs
 import torch
@@ -32,6 +32,8 @@ from dispatchkit.execute.step.modules import codes_of, functions_of
 
 #: Most containers that are recorded. The walk goes breadth first: those near the step come first.
 MAX_CONTAINERS: Final = 50_000
+
+_Class = TypeVar("_Class")
 
 MISSING: Final = object()
 """Stands for an entry that is not there."""
@@ -42,6 +44,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "nump
 _OWN_ROOMS = tuple(
     f"dispatchkit.{room}" for room in ("execute", "dispatch", "registry", "observe", "backends")
 )
+_BOOKKEEPING_CLASSES: set[type] = set()
 _CONTAINERS = (dict, list, set, deque, bytearray)
 #: What every module keeps of its own, hooks among it, beside its members.
 _BOOKKEEPING = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -54,6 +57,16 @@ _FUNCTIONS = (
 )
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _WRITES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME"})
+
+
+def declare_bookkeeping(cls: type[_Class]) -> type[_Class]:
+    """Declare that what objects of a class hold is no state of the step that reaches them.
+
+    Their attributes, and those of subclasses, are neither compared nor put back: for callables
+    that a runner is given as pieces, and that keep notes about their calls. A class decorator.
+    """
+    _BOOKKEEPING_CLASSES.add(cls)
+    return cls
 
 
 @attrs.frozen
@@ -650,8 +663,10 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
     """
     cls = type(value)
     owner = cls.__qualname__
-    if any(base.__module__.startswith(_OWN_ROOMS) for base in cls.__mro__) or (
-        _is_library(cls) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace))
+    if (
+        any(base.__module__.startswith(_OWN_ROOMS) for base in cls.__mro__)
+        or not _BOOKKEEPING_CLASSES.isdisjoint(cls.__mro__)
+        or (_is_library(cls) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)))
     ):
         return
     if isinstance(value, torch.jit.ScriptModule) and hasattr(value, "_concrete_type"):

@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_unflatten
 
+from dispatchkit.execute import declare_bookkeeping
+
 from dispatchkit_compile.rules import function_name, op_name
 from dispatchkit_compile.tracing import Input, Role, Size
 
@@ -26,6 +28,7 @@ def source_of(role: Role) -> tuple[str, Any]:
     return "held", role.index
 
 
+@declare_bookkeeping
 class Stage:
     """What a piece does: brings the values together, runs its operations, hands on.
 
