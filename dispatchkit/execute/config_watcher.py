@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from dispatchkit.errors import ConfigError, DispatchkitError
 from dispatchkit.execute.live.swap import SwapReport
-from dispatchkit.execute.live.swap_requests import serving_config
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.options import MemoryOptions, names_of
 from dispatchkit.settings import SETTINGS, load_settings
@@ -104,7 +105,7 @@ class ConfigWatcher:
         config = {name: changed.pop(name) for name in tuple(changed) if _is_dispatch(name)}
         _refuse_fixed({name: changed[name] for name in changed if name not in _SWAPPED})
         if config:
-            changed["config"] = serving_config(self._runner.swapper.asked_config, config)
+            changed["config"] = attrs.evolve(self._runner.swapper.asked_config, **config)
         if "policy" in changed and settings.is_given("policy_options"):
             changed["policy_options"] = settings["policy_options"]
         return changed

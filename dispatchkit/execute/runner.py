@@ -522,7 +522,7 @@ class GraphRunner:
             policy_options: Options for a policy by name; alone, for the one in force.
             config: A whole configuration, in place of the next four.
             sizes: Capture sizes.
-            max_num_tokens: Largest batch in tokens; sizes stay as they are.
+            max_num_tokens: Largest batch in tokens; sizes that were given stay as they are.
             max_num_seqs: Most requests of a batch.
             mode: Which runtime modes decode and mixed batches use.
             max_graphs: Most live graphs; None for no limit.

@@ -53,7 +53,8 @@ def _list_of_sizes(value: Any, name: str) -> tuple[int, ...]:
 class DispatchConfig:
     """Sizes, limits and modes of one dispatcher.
 
-    Two are equal if the same holds under both, whether it was given or derived. ``attrs.evolve``
+    Two are equal if the same holds under both: equal sizes, given or derived, and equal limits,
+    stated or not. ``attrs.evolve``
     keeps what was asked for: what was derived is derived again from the changed settings.
 
     Attributes:
@@ -102,14 +103,12 @@ class DispatchConfig:
         or_none(check_count),
         About("Largest batch in tokens.", "largest capture size"),
         alias="max_num_tokens",
-        eq=False,
     )
     _max_num_seqs: int | None = setting(
         None,
         or_none(check_count),
         About("Most requests of a batch.", "max_num_tokens"),
         alias="max_num_seqs",
-        eq=False,
     )
     query_lens: tuple[int, ...] = attrs.field(
         default=(1,),

@@ -25,6 +25,7 @@ from dispatchkit import (  # noqa: E402
     load_plugins,
 )
 from dispatchkit.errors import ConfigError  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
 
 INPUTS = {"x": StaticInput((None, 2), "float32")}
 NAMES = {name: getattr(dispatchkit, name) for name in dispatchkit.__all__}
@@ -165,7 +166,7 @@ def test_lanes_keep_what_was_asked_for_and_do_not_warn_again():
 
 
 def test_swaps_keep_what_was_asked_for():
-    """A limit that follows from the sizes grows with them, and serves all that it served."""
+    """What follows from the sizes follows the new ones, and a limit that was stated stays."""
     options = RunnerOptions(config=DispatchConfig(max_num_seqs=2))
     runner = make(sizes=None, max_num_tokens=8, options=options)
     runner.swap(mode="FULL_DECODE_ONLY", max_graphs=5)
@@ -176,9 +177,14 @@ def test_swaps_keep_what_was_asked_for():
     sized = make(sizes=(2, 4, 8))
     sized.swap(sizes=(4, 8))
     assert asked(sized) == "DispatchConfig(mode='FULL', sizes=(4, 8))"
+    sized.swap(sizes=(4,))
+    assert not sized.config.has_token_limit
+    with pytest.warns(EagerStepWarning, match="above_largest_size"):
+        sized(torch.ones(9, 2))
+    limited = make(max_num_tokens=8, sizes=(2, 8))
     with pytest.warns(UserWarning, match="5 to 8 tokens run eager"):
-        sized.swap(sizes=(4,))
-    assert sized.config.max_num_tokens == 8
+        limited.swap(sizes=(4,))
+    assert limited.config.max_num_tokens == 8
 
 
 def test_state_is_declared_once_and_not_printed():

@@ -165,11 +165,14 @@ def test_evolve_warns_of_what_is_new_alone() -> None:
 
 
 def test_configurations_are_equal_if_the_same_holds() -> None:
-    given = DispatchConfig(sizes=(1, 2, 4, 8), max_num_tokens=8, max_num_seqs=8)
+    given = DispatchConfig(sizes=(1, 2, 4, 8), max_num_tokens=8)
     derived = DispatchConfig(max_num_tokens=8)
     assert given == derived
     assert hash(given) == hash(derived)
     assert repr(derived) == "DispatchConfig(max_num_tokens=8)"
+    # Where no limit is stated, a larger batch is no error.
+    assert DispatchConfig(sizes=(1, 2, 4, 8)) != given
+    assert attrs.evolve(derived, max_num_seqs=8) != derived
 
 
 # -- keywords that moved ------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 import attrs
@@ -135,7 +135,7 @@ class SwapRequests:
         """
         changes = {name: value for name, value in settings.items() if value is not None}
         if config is None:
-            config = serving_config(self.asked_config, changes) if changes else self.asked_config
+            config = attrs.evolve(self.asked_config, **changes) if changes else self.asked_config
         elif changes:
             hint = "These settings are part of the config."
             raise ConfigError("config", sorted(changes), "given alone", hint)
@@ -181,18 +181,6 @@ class SwapRequests:
                 "Make the runner with options=RunnerOptions(buffers=BufferOptions(buffer_rows="
                 f"{largest})) to have room for it later.",
             )
-
-
-def serving_config(asked: DispatchConfig, changes: Mapping[str, Any]) -> DispatchConfig:
-    """Return a configuration with other settings, for callers that send batches meanwhile.
-
-    A limit that follows from the sizes grows with them, and never shrinks below batches that
-    were allowed so far.
-    """
-    config = attrs.evolve(asked, **changes)
-    if "max_num_tokens" not in changes and config.max_num_tokens < asked.max_num_tokens:
-        config = attrs.evolve(config, max_num_tokens=asked.max_num_tokens)
-    return config
 
 
 def no_change() -> ConfigError:

@@ -110,7 +110,7 @@ def test_graphs_of_an_earlier_configuration_are_not_looked_for():
 @pytest.mark.parametrize("bad", [-1, 2.5, 99, "3", None])
 def test_what_is_no_batch_is_refused(bad):
     with pytest.raises(DescriptorError):
-        dispatcher().dispatch(bad)
+        dispatcher(max_num_tokens=16).dispatch(bad)
 
 
 def test_no_graph_and_no_eager_is_an_error_above_the_sizes_too():

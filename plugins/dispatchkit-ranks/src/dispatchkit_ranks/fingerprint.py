@@ -50,6 +50,8 @@ def fingerprint(
     fields = attrs.fields(type(config))
     names = [field.name for field in fields if not field.name.startswith("_")]
     facts = {f"config.{name}": str(getattr(config, name)) for name in names}
+    # One rank would raise where another runs eager.
+    facts["config states limits"] = f"{config.has_token_limit}, {config.has_request_limit}"
     facts["policy"] = dispatcher.policy_name
     facts["policy's distribution"] = dispatcher.policy_origin or "none"
     dialect = getattr(policy or dispatcher.policy, "dialect", None)
