@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from unittest.mock import Mock
 
 import pytest
@@ -584,3 +585,15 @@ def test_one_byte_that_is_really_another_is_found():
     with pytest.warns(CheckWarning):
         runner(torch.full((4,), 8.0))
     assert runner.stats().eager_by_reason == {"check_failed": 1}
+
+
+def test_a_replaced_weight_that_a_replay_finds_is_counted_once(make_runner, quiet):
+    """The step ran eager then, so that there is nothing to compare."""
+    step, runner = moving_step(make_runner)
+    x = torch.ones(3, 4)
+    runner(x)
+    step.first = torch.nn.Parameter(torch.full((4,), 2.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckWarning)
+        same(runner(x), step(x))
+    assert runner.stats().eager_by_reason == {"weights_replaced": 1}

@@ -12,13 +12,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import dispatchkit  # noqa: E402
 from dispatchkit import CellUpdate, Decision, GraphRunner, RunnerOptions, StaticInput  # noqa: E402
 from dispatchkit.backends.tape.backend import TapeBackend  # noqa: E402
 from dispatchkit.backends.tape.graph import TapeGraph  # noqa: E402
 from dispatchkit.testing import OneBucketPolicy  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "dispatchkit"
+# Where it was imported from: the source tree, or an installed wheel.
+PACKAGE = Path(dispatchkit.__file__).resolve().parent
 
 
 def listed(way: str) -> list[list[str]]:
@@ -42,7 +44,7 @@ def stack_at(call: Callable[[], object], reached: CodeType) -> list[str]:
             return
         stack = []
         while (frame := frame.f_back) is not None:
-            path = Path(frame.f_code.co_filename)
+            path = Path(frame.f_code.co_filename).resolve()
             if path.is_relative_to(PACKAGE):
                 stack.append(f"{path.relative_to(PACKAGE).as_posix()}: {frame.f_code.co_name}")
         stacks.append(stack[::-1])

@@ -19,7 +19,7 @@ class TestInputsOnADevice(InputTransportTests):
 
     def test_what_a_node_takes_needs_no_event(self, bench, monkeypatch):
         """Without host inputs, and with those that are the node's own data."""
-        if any(bench.runner().input_path(bench.key(size)) != "node" for size in (1, 8)):
+        if any(bench.runner().controls.input_path(bench.key(size)) != "node" for size in (1, 8)):
             pytest.skip("Its graphs copy pinned memory, or have no node.")
         monkeypatch.setattr(Staging, "note_launch", None)
         runner = bench.runner()

@@ -23,6 +23,7 @@ from dispatchkit import GraphRunner, StaticInput, load_plugins  # noqa: E402
 from dispatchkit.errors import ConfigError  # noqa: E402
 
 from dispatchkit_prometheus import PrometheusObserver, dashboard, watch  # noqa: E402
+from dispatchkit_prometheus.engine import EngineCollector  # noqa: E402
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -245,7 +246,8 @@ def test_the_readme_lists_every_metric(registry: CollectorRegistry) -> None:
     told = {name for family in collector.collect() for name in _names(family)}
     rare = {family.name for family in _families(observer)}
     rare = {name if name.endswith("seconds") else f"{name}_total" for name in rare}
-    assert listed == told | rare
+    of_engines = {name for family in EngineCollector().collect() for name in _names(family)}
+    assert listed == told | rare | of_engines
 
 
 def test_names_are_taken_when_the_first_runner_is_watched(registry: CollectorRegistry) -> None:
