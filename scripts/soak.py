@@ -99,9 +99,10 @@ class Soak:
         )
         self.lane_backend = faulty_device(device, self.faults)
         generator = torch.Generator().manual_seed(seed)
-        self.laned_weight = torch.randn(4, 4, generator=generator).to(device)
+        # Not through self: what else it holds changes in Python, and such steps run eager.
+        self.laned_weight = weight = torch.randn(4, 4, generator=generator).to(device)
         self.laned = GraphRunner(
-            lambda x: torch.relu(x @ self.laned_weight),
+            lambda x: torch.relu(x @ weight),
             {"x": StaticInput((None, 4), "float32")},
             sizes=LANE_SIZES,
             mode="FULL",

@@ -41,15 +41,16 @@ def test_everything_at_once_gives_eager_results_with_faults_at_random(soak):
     for event in set(soak.EVENTS):
         assert told["happened"][f"event: {event}"] > 0, told
     assert told["by_mode"].keys() == {"NONE", "PIECEWISE", "FULL"}
+    assert told["lanes"]["by_mode"]["FULL"] > 0, told
 
 
-def test_many_steps_with_a_swap_in_each_hundred_leave_resources_flat(soak, is_nightly):
+def test_many_steps_and_swaps_leave_resources_flat(soak, is_nightly):
     """The long run: 20,000 steps, and a million in the nightly profile."""
     steps = 1_000_000 if is_nightly else 20_000
     told = soak.run(steps, seed=0, every=16)
     assert told["steps"] + told["raised"] == steps
     assert told["replayed"] > 0.8, told
-    assert told["swaps"] > steps // 100, told
+    assert told["swaps"] > steps // 125, told
 
 
 @pytest.mark.parametrize("fault", ["skips a launch", "launches twice", "keeps a graph"])
