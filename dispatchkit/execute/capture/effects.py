@@ -75,6 +75,7 @@ class PythonEffects:
         self._pieces = tuple(pieces)
         self._state: PythonState | None = None
         #: Entries that the step changed in a first call, by container and key.
+        self._begun: tuple[PythonState, bool] | None = None
         self._watch: ValueWatch | None = None
         self._watched: PythonState | None = None
         self._replaced: Counter[str] = Counter()
@@ -134,22 +135,31 @@ class PythonEffects:
                 reason=Reason.PYTHON_STATE,
             )
         before = self.state()
+        self._begun = before, graphs_alone
         try:
             yield
-        except BaseException:
-            restore(before.changes())
-            raise
-        changed = before.changes()
-        if not changed:
+            self.check_run()
+        finally:
+            self._begun = None
+            if changed := before.changes():
+                restore(changed)
+                self._state = None
+
+    def check_run(self) -> None:
+        """Look at what one run has changed, before another one changes it back.
+
+        Raises:
+            PythonChangedError: There was something that no replay would change.
+        """
+        if self._begun is None:
             return
-        error = PythonChangedError(changed)
-        restore(changed)
-        self._state = None
-        if graphs_alone:
+        before, graphs_alone = self._begun
+        changed = before.changes()
+        if changed and graphs_alone:
             reached = PythonState(self._roots(graphs_alone=True)).containers()
-            if not any(id(entry.record.target) in reached for entry in changed):
-                return
-        raise error
+            changed = tuple(one for one in changed if id(one.record.target) in reached)
+        if changed:
+            raise PythonChangedError(changed)
 
     def check(
         self,

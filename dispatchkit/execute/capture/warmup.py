@@ -262,6 +262,7 @@ class Warmups:
             for tensor in watch.written:
                 self._written.add(tensor)
             self._note_hidden_writes(contents, snapshot)
+            self.effects.check_run()
             self._peaks[family] = (watch.peak_bytes, key.num_tokens)
             left = self._warmups - 1
             compiled = watch.compiled_code()
