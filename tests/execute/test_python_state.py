@@ -309,6 +309,26 @@ def test_what_only_another_thread_of_the_owner_changes_is_left_alone() -> None:
     assert [one.path for one in before.changes()] == ["step.weight"]
 
 
+def test_a_method_s_owner_may_go_on_in_its_own_call() -> None:
+    class Server:
+        def __init__(self) -> None:
+            self.weight, self.tokens = torch.ones(2), torch.zeros(2)
+
+        def step(self, x: Any) -> Any:
+            return x * self.weight
+
+        def __call__(self) -> None:
+            self.tokens = self.step(self.tokens)
+
+    server = Server()
+    before = PythonState({"step": server.step})
+    server()
+    assert before.changes() == ()
+    called = PythonState({"step": server})
+    server()
+    assert [one.path for one in called.changes()] == ["step.tokens"]
+
+
 def test_attributes_by_made_up_names_are_seen() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:

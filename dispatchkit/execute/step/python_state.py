@@ -41,9 +41,6 @@ MISSING: Final = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # Libraries whose globals and class attributes are no state of a step.
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "attr", "attrs"}
-_OWN_ROOMS = tuple(
-    f"dispatchkit.{room}" for room in ("execute", "dispatch", "registry", "observe", "backends")
-)
 _BOOKKEEPING_CLASSES: set[type] = set()
 _CONTAINERS = (dict, list, set, deque, bytearray)
 #: What every module keeps of its own, hooks among it, beside its members.
@@ -138,6 +135,8 @@ class PythonState:
         self._callables: list[Any] = []
         self._kept: list[Any] = []
         self._classes: set[type] = set()
+        # Those of objects that the step may call, and not only methods of them.
+        self._called: set[type] = set()
         self._names: set[str] | None = None
         self._records_of: dict[int, list[Record]] = {}
         # Objects that need no attribute to be reached: roots, cells, globals, classes.
@@ -155,6 +154,8 @@ class PythonState:
             self._kept.append(found.value)  # so that no identity is used again
             if not isinstance(found.value, type):
                 self._classes.add(type(found.value))
+                if not found.is_owner:
+                    self._called.add(type(found.value))
             if isinstance(found.value, torch.nn.Module):
                 self.modules.append(found.value)
             elif isinstance(found.value, _FUNCTIONS) and not found.is_method:
@@ -235,6 +236,8 @@ class PythonState:
                 methods.setdefault(fn.__name__, set()).add(fn.__code__)
         # What stands in a closure, a global or an attribute may be called by any name.
         codes = {fn.__code__ for one in self._callables for fn in functions_of(one)}
+        for cls in self._called:
+            codes |= {fn.__code__ for fn in _methods(cls) if fn.__name__ in _CALLS}
         found = set(_ALWAYS_READ)
         waiting = list(found)
         while codes or waiting:
@@ -285,6 +288,7 @@ class _Found:
         is_installed: It was found in the code of an installed package, of whose globals only
             plain containers are followed: such a package names half of itself somewhere.
         is_method: It is a function of a class.
+        is_owner: A method is bound to it; whether it is called itself is not known by that.
     """
 
     value: Any
@@ -294,6 +298,7 @@ class _Found:
     is_entry: bool = False
     is_installed: bool = False
     is_method: bool = False
+    is_owner: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -524,8 +529,10 @@ def _is_named(record: Record, key: Any, names: set[str]) -> bool:
     return record.kind not in _NAMED or key in names
 
 
+#: Methods by which an object is called.
+_CALLS = frozenset({"forward", "__call__"})
 #: What a module's call looks up without its class naming it.
-_ALWAYS_READ = frozenset({"forward", "__call__", "training"}) | {
+_ALWAYS_READ = frozenset({"training"}) | {
     name for name, value in vars(torch.nn.Module()).items() if isinstance(value, OrderedDict)
 }
 #: Names in code that reaches attributes by other names than those it has built in.
@@ -664,7 +671,7 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
     cls = type(value)
     owner = cls.__qualname__
     if (
-        any(base.__module__.startswith(_OWN_ROOMS) for base in cls.__mro__)
+        _is_ours(cls)
         or not _BOOKKEEPING_CLASSES.isdisjoint(cls.__mro__)
         or (_is_library(cls) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)))
     ):
@@ -701,10 +708,11 @@ def _of_class(cls: type) -> Iterator[Record | _Found]:
 
 def _of_function(fn: Any, found: _Found) -> Iterator[Record | _Found]:
     """Yield what a function refers to: bound objects, cells, globals, defaults."""
-    held = [getattr(fn, "__self__", None)]
+    owner = getattr(fn, "__self__", None)
+    yield _Found(owner, found.path, "", None, found.is_entry, is_owner=True)
     if isinstance(fn, functools.partial):
-        held += [fn.func, *fn.args, *fn.keywords.values()]
-    yield from (_Found(one, found.path, "", None, found.is_entry) for one in held)
+        for one in (fn.func, *fn.args, *fn.keywords.values()):
+            yield _Found(one, found.path, "", None, found.is_entry)
     for plain in functions_of(fn):
         if _is_library(plain):
             continue
@@ -750,6 +758,22 @@ def _methods(cls: type) -> tuple[types.FunctionType, ...]:
         for fn in _own_functions(base)
         if fn.__name__ != "__init__"
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_ours(cls: type) -> bool:
+    """Return whether a class, or a base of it, is of dispatchkit or a plugin of it.
+
+    Runners, backends and decoders keep books that no step reads. The demonstration's models and
+    the kits' are modules like any other.
+    """
+    for base in cls.__mro__:
+        top, _, rest = base.__module__.partition(".")
+        if top.startswith("dispatchkit_"):
+            return True
+        if top == "dispatchkit" and rest.partition(".")[0] not in ("demo", "testing"):
+            return True
+    return False
 
 
 @functools.cache
