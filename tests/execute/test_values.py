@@ -12,8 +12,10 @@ torch = pytest.importorskip("torch")
 
 from torch.nn.utils import parametrize  # noqa: E402
 
+from dispatchkit import GraphRunner, StaticInput  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
 from dispatchkit.execute.step.python_state import PythonState  # noqa: E402
-from dispatchkit.execute.step.values import ValueWatch  # noqa: E402
+from dispatchkit.execute.step.values import VALUES_AT_ONCE, ValueWatch  # noqa: E402
 
 
 class Adapter(torch.nn.Module):
@@ -75,7 +77,9 @@ def test_an_assignment_is_found_before_the_next_replay(case: str) -> None:
     model = Adapter()
     watch = _watch(model)
     assert all(watch.is_unchanged() for _ in range(3 * watch.num_values))
+    assert not watch.is_due
     AT_ONCE[case](model)
+    assert watch.is_due
     assert not watch.is_unchanged()
     assert watch.changes()
 
@@ -87,8 +91,8 @@ def test_anything_else_is_found_within_one_turn(case: str) -> None:
         watch = _watch(model)
         assert all(watch.is_unchanged() for _ in range(begun))
         IN_TURN[case](model)
-        found = [watch.is_unchanged() for _ in range(watch.num_values)]
-        assert not all(found)
+        turn = -(-watch.num_values // VALUES_AT_ONCE)
+        assert not all([watch.is_unchanged() for _ in range(turn)])
         assert watch.changes()
 
 
@@ -122,10 +126,29 @@ def test_what_the_step_changes_itself_is_compared_at_every_replay() -> None:
     always = [one for one in state.values_read() if one.path == "model.enabled"]
     watch = ValueWatch(state, always)
     for _ in range(3):
+        assert watch.is_due
         assert watch.is_unchanged()
     model.enabled = False
     assert not watch.is_unchanged()
     assert [one.path for one in watch.changes()] == ["model.enabled", "model.enabled"]
+
+
+def test_a_changed_number_is_found_within_the_stated_number_of_replays() -> None:
+    model = Adapter().eval()
+    runner = GraphRunner(
+        model, {"x": StaticInput((None, 2), "float32")}, sizes=[2], mode="FULL", backend="tape"
+    )
+    with torch.no_grad():
+        runner.capture()
+        x = torch.ones(2, 2)
+        runner(x)
+        model.scale = 4.0
+        bound = next(iter(runner.lifecycle.live().values())).values.num_values + 2 * VALUES_AT_ONCE
+        with pytest.warns(EagerStepWarning, match="value_changed"):
+            for _ in range(bound):
+                runner(x)
+        torch.testing.assert_close(runner(x), model(x))
+    assert runner.stats().eager_by_reason["value_changed"] == 1
 
 
 def test_hooks_of_torch_leave_compiled_modules_alone() -> None:

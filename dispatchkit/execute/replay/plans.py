@@ -26,6 +26,7 @@ from dispatchkit.execute.replay.eager import EagerRunner
 from dispatchkit.execute.replay.timing import Timer
 from dispatchkit.execute.step.guard import Guard, Watched, difference
 from dispatchkit.execute.step.reasons import DOWNGRADES
+from dispatchkit.execute.step.values import VALUES_AT_ONCE
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCount
 
@@ -180,7 +181,7 @@ class GraphPlan:
         self.count: StepCount = count
         self._guard, self._is_owned = guard, is_owned
         self.transport: Transport | None = None
-        self._lane = step.lane
+        self._lane, self._values = step.lane, step.values
         self._had_autocast = step.guard[0] is not None
         self._modules: tuple[Watched, ...] = guard.watched(step.guard)
         # A step without modules pays for none.
@@ -211,7 +212,8 @@ class GraphPlan:
             reason = self.guard_reason()
             if reason:
                 return self.eager.run_for(reason, tensors, self.num_tokens, step.key)
-        if not step.values.is_unchanged():
+        values = self._values
+        if (values.is_due or not step.hits % VALUES_AT_ONCE) and not values.is_unchanged():
             reason = self.eager.replaced(step)
             if reason:
                 return self.eager.run_for(reason, tensors, self.num_tokens, step.key)

@@ -1,16 +1,16 @@
 """Values and tensors that graphs have built in, compared with what Python would read now.
 
 A graph keeps the address of each weight and the result of each branch of its capture. Replacing a
-weight, switching an adapter or changing a field of a configuration has no effect on it. So each
-replay first compares one such value, in turn; and where torch reports that a parameter, buffer or
-submodule was assigned, the next replay compares all of them.
+weight, switching an adapter or changing a field of a configuration has no effect on it. So every
+eighth replay of a graph compares eight such values, in turn; and where torch reports that a
+parameter, buffer or submodule was assigned, the next replay compares all of them.
 
 How soon a change is seen:
 
 - a parameter, buffer or submodule that is assigned (also by ``load_state_dict(assign=True)``), and
   a value that the step itself was seen to change: before the next result;
 - anything else (``.data = ...``, ``swap_tensors``, ``_parameters[...] = ...``, a number, a flag):
-  within ``ValueWatch.num_values`` replays.
+  within ``num_values + 2 * VALUES_AT_ONCE`` replays of one graph.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Final
 
 import torch
 from torch.nn.modules import module as torch_module
 
 from dispatchkit.execute.step.python_state import Entry, PythonState, is_same
+
+#: How many values one comparison takes; a graph's replays make one in each so many.
+VALUES_AT_ONCE: Final = 8
 
 
 class ValueWatch:
@@ -35,12 +38,12 @@ class ValueWatch:
         always: Entries to compare at every replay: those that the step is known to change.
 
     Attributes:
-        is_unchanged: Called before each replay; compares the next value in turn. False: ask
-            ``changes``.
-        num_values: How many values there are, which is how many replays one turn takes.
+        is_due: The next replay of any graph must call ``is_unchanged``; otherwise each graph's
+            replays do so now and then.
+        num_values: How many values there are.
     """
 
-    is_unchanged: Callable[[], bool]
+    is_due: bool
 
     def __init__(self, state: PythonState | None = None, always: Iterable[Entry] = ()) -> None:
         self._checks = [] if state is None else [_Check(one) for one in state.values_read()]
@@ -51,6 +54,15 @@ class ValueWatch:
             _WATCHES.setdefault(module, weakref.WeakSet()).add(self)
         _listen()
 
+    def is_unchanged(self) -> bool:
+        """Compare the next values in turn; False: something changed, ask ``changes``."""
+        if self._is_marked:
+            return False
+        turn = self._turn
+        return all(check.is_unchanged() for check in self._always) and all(
+            check.is_unchanged() for check in itertools.islice(turn, VALUES_AT_ONCE)
+        )
+
     def changes(self) -> tuple[Entry, ...]:
         """Compare everything, and return what is different; the turn begins anew."""
         self._rewind()
@@ -60,23 +72,11 @@ class ValueWatch:
 
     def mark(self) -> None:
         """Compare everything before the next replay."""
-        self.is_unchanged = _false
+        self._is_marked = self.is_due = True
 
     def _rewind(self) -> None:
-        if not self._checks and not self._always:
-            self.is_unchanged = _true
-            return
-        # An iterator of the runtime, not a generator, which an exception would end for good.
-        turn = map(_Check.is_unchanged, itertools.cycle(self._checks or self._always))
-        if not self._always:
-            self.is_unchanged = turn.__next__
-            return
-        always = self._always
-
-        def is_unchanged() -> bool:
-            return next(turn) and all(check.is_unchanged() for check in always)
-
-        self.is_unchanged = is_unchanged
+        self._turn = itertools.cycle(self._checks)
+        self._is_marked, self.is_due = False, bool(self._always)
 
 
 class _Check:
@@ -108,14 +108,6 @@ def _address_of(value: Any) -> int | None:
         return value.data_ptr()
     except RuntimeError:  # a wrapper without memory of its own
         return None
-
-
-#: Says always that nothing changed; no Python runs for it in a step.
-_true: Callable[[], bool] = itertools.repeat(True).__next__
-
-
-def _false() -> bool:
-    return False
 
 
 # -- assignments that torch reports ---------------------------------------------------------------
