@@ -671,7 +671,7 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
     cls = type(value)
     owner = cls.__qualname__
     if (
-        _is_ours(cls)
+        _is_ours(cast("Any", cls))
         or not _BOOKKEEPING_CLASSES.isdisjoint(cls.__mro__)
         or (_is_library(cls) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)))
     ):
@@ -761,7 +761,7 @@ def _methods(cls: type) -> tuple[types.FunctionType, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_ours(cls: type) -> bool:
+def _is_ours(cls: Any) -> bool:
     """Return whether a class, or a base of it, is of dispatchkit or a plugin of it.
 
     Runners, backends and decoders keep books that no step reads. The demonstration's models and
