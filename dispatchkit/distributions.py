@@ -31,6 +31,7 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, str]] = {
     "observer": {
         "predictive": "dispatchkit-predictive",
         "prometheus": "dispatchkit-prometheus",
+        "prometheus-engine": "dispatchkit-prometheus",
     },
     "command": dict.fromkeys(("calibrate", "plan", "report", "simulate"), "dispatchkit-plan"),
     "attribute": {

@@ -232,6 +232,10 @@ def second_runner(engine: CpuEngine) -> bool:
         runner = SimpleNamespace(cudagraph_manager=object())
         return say("second runner is refused by name", bool(worker.why_not(runner)), why=unknown)
     config = engine.runner.vllm_config
+    # A CPU has no pool of graphs; nothing is captured into this one.
+    module.ModelCudaGraphManager.replaces.__init__.__globals__[
+        "current_platform"
+    ].get_global_graph_pool = object
 
     def manager() -> Any:
         found = module.ModelCudaGraphManager(config, "cpu", CUDAGraphMode.FULL_AND_PIECEWISE, 1)

@@ -224,7 +224,8 @@ class Station:
             return None
         self.answer = answer
         if self.timer is not None:
-            self.timer.expect(answer.decision, (num_tokens, num_reqs, kind, loras, ceiling))
+            # As the policy was asked when the cell was filled: without a number of requests.
+            self.timer.expect(answer.decision, (num_tokens, 0, kind, loras, ceiling))
         return answer
 
     def close(

@@ -152,7 +152,7 @@ class StepTimer:
             return
         self._step += 1
         decision, asked = expected
-        if not decision.timed and self._step < self._due:
+        if not decision.one_shot and self._step < self._due:
             return
         self._due = self._step + SAMPLE_EVERY * max(
             1, int(getattr(self._dispatcher.policy, "pace", 1))
