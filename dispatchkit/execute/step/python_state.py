@@ -668,10 +668,10 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
     torch, and what is made to carry attributes, are entered. The runner that a step's owner holds
     is no state of the step either.
     """
-    cls = type(value)
+    cls: Any = type(value)
     owner = cls.__qualname__
     if (
-        _is_ours(cast("Any", cls))
+        _is_ours(cls)
         or not _BOOKKEEPING_CLASSES.isdisjoint(cls.__mro__)
         or (_is_library(cls) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)))
     ):
