@@ -27,7 +27,7 @@ from dispatchkit.execute.replay.eager import EagerRunner
 from dispatchkit.execute.replay.planner import Planner
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.replay.timing import Timings
-from dispatchkit.execute.setup import RunnerSpec, honoured, make_backend, make_policy
+from dispatchkit.execute.setup import RunnerSpec, make_backend, make_policy, resolve_supported_mode
 from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.keys.config import DispatchConfig
@@ -79,7 +79,7 @@ def make_workload(spec: RunnerSpec) -> Workload:
     static = InputSet(inputs, device) if axes is None else axes.smallest
     names = () if axes is None else axes.names
     step = Step(spec.step, static.names, options.buffers.row_count, names)
-    config, reasons = honoured(options.config, step, backend)
+    config, reasons = resolve_supported_mode(options.config, step, backend)
     guard = Guard(device.type, step.modules)
     return Workload(spec, backend, static, axes, step, guard, config, reasons)
 

@@ -179,7 +179,7 @@ class Lane:
         self.handle, self.last_stream = handle, current
         self.stream_argument = ctypes.c_void_p(handle)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block until the lane's steps are done; nothing of it is in flight afterwards."""
         if self.last_stream is not None:
             self.last_stream.synchronize()
@@ -203,14 +203,14 @@ class Lane:
         for reference in self._peers:
             peer = reference()
             if peer is not None:
-                peer.settle()
+                peer.synchronize()
         self.order()
         try:
             yield
         finally:
             if self._peers:
                 self.backend.current_stream().synchronize()
-                self.settle()
+                self.synchronize()
 
     def set_rows(self, num_rows: int) -> None:
         """Tell graphs the true row count, through its device value."""

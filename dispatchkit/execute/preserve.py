@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from dispatchkit.execute.runner import GraphRunner
-from dispatchkit.execute.step.state import Known, Snapshot, restored
+from dispatchkit.execute.step.state import StorageSet, Snapshot, restored
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def preserved_state(runner: GraphRunner) -> Iterator[None]:
     """
     state = runner.spec.state
     snapshot = Snapshot(torch.device(runner.backend.torch_device), state.generators)
-    for storage in Known(state.tensors):
+    for storage in StorageSet(state.tensors):
         snapshot.save(storage)
     for captured in runner.lanes[0].lifecycle.live().values():
         for held in captured.holds:

@@ -99,7 +99,7 @@ def merge_config(config: DispatchConfig, **arguments: Any) -> DispatchConfig:
     return attrs.evolve(config, **given) if given else config
 
 
-def honoured(
+def resolve_supported_mode(
     config: DispatchConfig, step: Step, backend: GraphBackend
 ) -> tuple[DispatchConfig, tuple[str, ...]]:
     """Return the configuration with the closest mode that step and backend can do, and why.

@@ -92,7 +92,7 @@ def test_invalidation_while_replays_are_in_flight(make_runner, quiet, lanes):
 
 def test_missing_wait_before_the_release_shows(make_runner, quiet, monkeypatch):
     """The test above would fail if an invalidation did not wait for what is in flight."""
-    monkeypatch.setattr(Lane, "settle", lambda self: None)
+    monkeypatch.setattr(Lane, "synchronize", lambda self: None)
     wrong = 0
     for seed in SEEDS:
         runner, layers, results, want = in_flight(make_runner, seed, 1)

@@ -237,7 +237,7 @@ class MemoryBudget:
         limit = self.limits.max_bytes
         if limit is None or (taken := self._lane.num_bytes()) <= limit:
             return
-        self._lane.settle()
+        self._lane.synchronize()
         step.release()
         if self._lane.num_bytes() > limit:
             self.clear_pool()

@@ -36,7 +36,7 @@ from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.python_state import Entry
-from dispatchkit.execute.step.state import Known, Snapshot, restored
+from dispatchkit.execute.step.state import Snapshot, StorageSet, restored
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
@@ -300,7 +300,7 @@ class Capturer:
     ) -> CapturedKey:
         """Capture piece by piece, replaying each so that eager pieces see real values."""
         views = self._warmups.views(key, key.num_tokens)
-        stable = Known(view for view in views.values() if isinstance(view, torch.Tensor))
+        stable = StorageSet(view for view in views.values() if isinstance(view, torch.Tensor))
         compiled = self._warmups.compiled_code(key)
         parts: list[GraphPart | EagerPart] = []
         graphs: list[CapturedGraph] = []
@@ -351,7 +351,7 @@ class Capturer:
         return self._warmups.is_state(leaf) or self._warmups.is_scratch(leaf)
 
     def _link(
-        self, index: int, value: Any, stable: Known, admission: Admission | None
+        self, index: int, value: Any, stable: StorageSet, admission: Admission | None
     ) -> tuple[Link, Any]:
         """Return how a value reaches the graph of a piece, and the static form of it."""
         leaves, spec = tree_flatten(value)

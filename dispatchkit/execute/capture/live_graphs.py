@@ -125,6 +125,6 @@ class LiveGraphs:
     def _release(self, step: CapturedKey) -> None:
         if any(one is step for one in self.by_key().values()):
             return
-        step.lane.settle()
+        step.lane.synchronize()
         step.lane.forget_plans()  # the views in them would keep its outputs
         step.release()

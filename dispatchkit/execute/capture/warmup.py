@@ -27,9 +27,9 @@ from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import (
     CompiledCode,
     ContentWatch,
-    Known,
     Snapshot,
     StepState,
+    StorageSet,
     WriteWatch,
     is_dense,
 )
@@ -94,9 +94,9 @@ class Warmups:
         self._backend = lane.backend
         self._features = features_of(lane.backend)
         self._row_count, self._axes = row_count, axes
-        self._state = Known(state.tensors)
-        self._written = Known()  # by any watched warmup, beside the declared state
-        self._scratch = Known(state.scratch)
+        self._state = StorageSet(state.tensors)
+        self._written = StorageSet()  # by any watched warmup, beside the declared state
+        self._scratch = StorageSet(state.scratch)
         self._state_limit = state_limit_bytes
         self._batch_dims = output_batch_dims
         self._warmups = warmups
@@ -236,7 +236,7 @@ class Warmups:
         notes = None
         family = family_of(key)
         if self._warmups and family not in self._peaks:
-            own = Known(lane.buffers_of(key).tensors)
+            own = StorageSet(lane.buffers_of(key).tensors)
             if lane.row_count is not None:
                 own.add(lane.row_count)
             if (unwatched := self._features.unwatched_captures) is not None:
@@ -315,7 +315,7 @@ class Warmups:
         """Run the step once at the key's size, on what its static inputs hold."""
         return self._run(self.views(key, key.num_tokens))
 
-    def _reached(self, inputs: Known) -> Iterator[torch.Tensor]:
+    def _reached(self, inputs: StorageSet) -> Iterator[torch.Tensor]:
         """Yield the tensors that the step reaches and is not known to write."""
         for entry in self.effects.state().values_read():
             value = entry.before

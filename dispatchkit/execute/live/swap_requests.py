@@ -13,7 +13,7 @@ from dispatchkit.dispatch.acceptance import Proposal
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.live.taps import StepTaps
-from dispatchkit.execute.setup import RunnerSpec, honoured, make_policy
+from dispatchkit.execute.setup import RunnerSpec, make_policy, resolve_supported_mode
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.options import MemoryOptions, settings_of
@@ -109,7 +109,9 @@ class SwapRequests:
             )
         in_force, reasons = executor.dispatcher.config, executor.mode_reasons
         if asked != self.asked_config:
-            in_force, reasons = honoured(asked, executor.work.step, executor.work.backend)
+            in_force, reasons = resolve_supported_mode(
+                asked, executor.work.step, executor.work.backend
+            )
         if policy is None and options is not None:
             named = executor.spec.named_policy
             policy = self._policy_name() if named is None else named

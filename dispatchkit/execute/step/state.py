@@ -106,7 +106,7 @@ def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
 
 
-class Known:
+class StorageSet:
     """Storages by identity, kept alive so that an identity is never somebody else's.
 
     Args:
@@ -225,8 +225,8 @@ class WriteWatch(DispatchMode):
     def __init__(
         self,
         *,
-        inputs: Known,
-        ignore: Sequence[Known],
+        inputs: StorageSet,
+        ignore: Sequence[StorageSet],
         snapshot: Snapshot,
         limit: int,
         meter: bool = True,
