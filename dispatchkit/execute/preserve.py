@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from dispatchkit.execute.runner import GraphRunner
-from dispatchkit.execute.step.state import StorageSet, Snapshot, restored
+from dispatchkit.execute.step.state import Snapshot, StorageSet, restored
 
 
 @contextmanager
