@@ -170,6 +170,7 @@ def test_planted_corruption_is_found_and_its_key_put_out_of_use(make_runner, key
         same(runner(x, rate), step(x, rate))  # eager from now on
 
 
+@pytest.mark.usefixtures("unwatched")
 def test_memory_that_has_moved_is_found_before_results_differ(make_runner, quiet):
     """A recorded address that is another now is told, and the step runs eager."""
     step, runner = moving_step(make_runner)
@@ -564,6 +565,7 @@ def test_results_and_state_of_one_byte_are_compared_as_coarsely_as_they_are(dtyp
     assert runner.stats().steps_by_mode["FULL"] == 2
 
 
+@pytest.mark.usefixtures("unwatched")
 def test_one_byte_that_is_really_another_is_found():
     scale = torch.ones(())
     held = [scale]

@@ -227,7 +227,18 @@ def test_an_iterator_that_moved_is_named_and_cannot_be_put_back() -> None:
     def numbers() -> Iterator[int]:
         yield from range(5)
 
-    for iterator in (itertools.count(), iter([1, 2, 3]), numbers(), iter(range(4))):
+    iterators = (
+        itertools.count(),
+        itertools.repeat(1, 5),
+        itertools.cycle([1, 2]),
+        itertools.chain([1], [2, 3]),
+        itertools.islice(iter([1, 2, 3]), 2),
+        itertools.accumulate(itertools.repeat(1)),
+        iter([1, 2, 3]),
+        numbers(),
+        iter(range(4)),
+    )
+    for iterator in iterators:
         holder = Holder(iterator, lambda one: next(one.value))
         before = PythonState({"holder": holder})
         holder()
@@ -431,3 +442,21 @@ def test_notes_of_a_declared_class_are_no_state_of_the_step() -> None:
         piece.failed_at = "here"
     pieces[2].n = 1
     assert [entry.key for entry in state.changes()] == ["n"]
+
+
+def test_what_bookkeeping_wraps_is_part_of_the_step() -> None:
+    @declare_bookkeeping
+    class Compiled:
+        def __init__(self, model: Any) -> None:
+            self.__wrapped__, self.calls = model, 0
+
+        def __call__(self) -> None:
+            self.calls += 1
+            self.__wrapped__()
+
+    plain = Plain()
+    compiled = Compiled(lambda: setattr(plain, "n", plain.n + 1))
+    for step in (compiled, functools.partial(compiled)):
+        state = PythonState({"step": step})
+        step()
+        assert [entry.key for entry in state.changes()] == ["n"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import array
 import dis
 import functools
+import gc
 import pathlib
 import random
 import sys
@@ -60,7 +61,8 @@ def declare_bookkeeping(cls: type[_Class]) -> type[_Class]:
     """Declare that what objects of a class hold is no state of the step that reaches them.
 
     Their attributes, and those of subclasses, are neither compared nor put back: for callables
-    that a runner is given as pieces, and that keep notes about their calls. A class decorator.
+    that a runner is given as pieces, and that keep notes about their calls. What
+    an object has in ``__wrapped__`` is part of the step still. A class decorator.
     """
     _BOOKKEEPING_CLASSES.add(cls)
     return cls
@@ -569,17 +571,42 @@ def _put_bytes(target: Any, value: bytes) -> None:
 
 
 def _iterator(one: Any) -> Any:
-    """Return where an iterator stands, without moving it."""
+    """Return where an iterator stands, without moving it.
+
+    ``count`` and ``repeat`` show it in their ``repr``, others of ``itertools`` in the iterators
+    and values that they hold. What they count in numbers of their own is not seen: where a
+    ``cycle`` stands after its first turn, or an ``islice`` between two items that it takes.
+    """
     if isinstance(one, types.GeneratorType):
         frame = one.gi_frame
         if frame is None:
             return "finished"
         held = tuple(v if is_plain(v) else id(v) for v in frame.f_locals.values())
         return repr((frame.f_lasti, held))
-    reduced = one.__reduce__()
-    return repr([part if is_plain(part) else id(part) for part in reduced[1:]]) + (
-        repr(one) if type(one).__module__ == "itertools" else ""
-    )
+    if type(one).__module__ == "itertools":  # its __reduce__ is deprecated
+        return repr((repr(one), _held_by_iterator(gc.get_referents(one))))
+    return repr([part if is_plain(part) else id(part) for part in one.__reduce__()[1:]])
+
+
+def _held_by_iterator(values: Iterable[Any]) -> list[Any]:
+    """Return what tells whether an iterator moved, by the objects that it holds."""
+    return [
+        value
+        if is_plain(value)
+        else _iterator(value)
+        if _is_iterator(value)
+        else _held_by_iterator(value)
+        if isinstance(value, tuple)
+        else (id(value), len(value))
+        if isinstance(value, list)
+        else id(value)
+        for value in values
+    ]
+
+
+def _is_iterator(value: Any) -> bool:
+    """Return whether a value is an iterator of the runtime or of itertools."""
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
 
 
 _SET = _whole(frozenset, _put_set)
@@ -656,7 +683,7 @@ def _kind_of(value: Any) -> Kind | None:
             return kind
     if isinstance(value, torch.Tensor):
         return _GRADIENT if value.is_leaf and value.requires_grad else None
-    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+    if _is_iterator(value):
         return _ITERATOR
     return _numpy_kind(value)
 
@@ -666,15 +693,15 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
 
     Objects of libraries have state of their own, such as a logger's cache: only modules of
     torch, and what is made to carry attributes, are entered. The runner that a step's owner holds
-    is no state of the step either.
+    is no state of the step either, nor what was declared to be bookkeeping.
     """
     cls: Any = type(value)
     owner = cls.__qualname__
-    if (
-        _is_ours(cls)
-        or not _BOOKKEEPING_CLASSES.isdisjoint(cls.__mro__)
-        or (_is_library(cls) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)))
-    ):
+    if _is_ours(cls) or not _BOOKKEEPING_CLASSES.isdisjoint(cls.__mro__):
+        if (wrapped := getattr(value, "__wrapped__", None)) is not None:
+            yield _Found(wrapped, path, "", None)
+        return
+    if _is_library(cls) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)):
         return
     if isinstance(value, torch.jit.ScriptModule) and hasattr(value, "_concrete_type"):
         for name, module in value.named_modules():

@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 from dispatchkit import (  # noqa: E402
     GraphRunner,
     RunnerOptions,
+    StaticInput,
 )
 from dispatchkit.errors import ConfigError, InputError, NoGraphError, UnknownNameError  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
@@ -664,3 +665,19 @@ def test_nothing_compiled_yet_is_said():
     compiled = torch_compile.compile(lambda x: x + 1, **TAPE)
     assert str(compiled) == "nothing compiled yet"
     assert compiled.stats() == []
+
+
+def test_a_compiled_model_inside_a_runner_is_captured_and_its_weights_are_watched():
+    """What the backend counts and binds is no state of the step; what it compiled is reached."""
+    model = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    compiled = torch_compile.compile(model, **TAPE)
+    x = torch.randn(5, WIDTH)
+    compiled(x)
+    inputs = {"x": StaticInput((None, WIDTH), "float32")}
+    runner = GraphRunner(lambda x: compiled(x) + 1, inputs, sizes=[8], mode="FULL", backend="tape")
+    assert runner.capture().failed == {}
+    torch.testing.assert_close(runner(x=x), model(x) + 1)
+    model.bias = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+    with pytest.warns(EagerStepWarning, match="weights_replaced"):
+        torch.testing.assert_close(runner(x=x), model(x) + 1)
+    assert runner.stats().steps_by_mode["FULL"] == 1

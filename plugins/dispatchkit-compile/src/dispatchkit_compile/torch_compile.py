@@ -152,6 +152,7 @@ class CompiledModel:
         if not callable(model):
             raise ConfigError("model", model, "a module or a function")
         self.model, self.backend = model, backend
+        self.__wrapped__ = model  # for ``inspect``, and for a runner whose step calls this
         self.num_uncompiled: int = 0
         self._batch = None if batch is None else dict(batch)
         self._signature = inspect.Signature()
