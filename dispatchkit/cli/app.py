@@ -13,6 +13,7 @@ import functools
 import inspect
 import io
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -298,18 +299,34 @@ def run(args: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
+#: What a value should have been, by what click (``integer``) and typer (``int``) call its type.
+_WANTED: dict[str, str] = {
+    "int": "a whole number",
+    "integer": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "boolean": "true or false",
+}
+_NOT_VALID: re.Pattern[str] = re.compile(r"'(?P<value>.*)' is not a valid (?P<type>\w+)")
+
+
 def _with_value(error: Any, text: str) -> str:
-    """Return the text of a mistake with the value that was given, which pydantic leaves out."""
+    """Return the text of a mistake with the value that was given and what is allowed.
+
+    Some versions of typer read values by pydantic, whose errors leave the value out; others by
+    click, whose text names it.
+    """
     details = getattr(error.__cause__ or error.__context__, "errors", None)
-    if not callable(details) or not (found := details()):
-        return text
-    one = found[0]
-    wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-    allowed = wanted.get(str(one.get("type", "")).partition("_")[0])
-    shown = shortened(repr(one.get("input")))
     name = text.partition("'")[2].partition("'")[0]
-    if allowed is not None and name:
-        return f"{name} must be {allowed}, got {shown}"
+    if callable(details) and (found := details()):
+        kind, given = str(found[0].get("type", "")).partition("_")[0], found[0].get("input")
+    elif plain := _NOT_VALID.search(text.partition(": ")[2]):
+        kind, given = plain["type"], plain["value"]
+    else:
+        return text
+    shown = shortened(repr(given))
+    if kind in _WANTED and name:
+        return f"{name} must be {_WANTED[kind]}, got {shown}"
     text = text.replace("Value error, ", "")
     return text if shown in text else f"{text}, got {shown}"
 

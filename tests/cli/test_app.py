@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from dispatchkit import __version__
 from dispatchkit.errors import ConfigError
@@ -79,6 +80,24 @@ def test_a_wrong_command_line_is_bad_input(run: Any, args: list[str], says: str)
     assert done.out == ""
     assert says in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("'1.5' is not a valid integer.", "-n must be a whole number, got '1.5'."),
+        ("'1.5' is not a valid int.", "-n must be a whole number, got '1.5'."),
+        ("'lots' is not a valid float.", "-n must be a number, got 'lots'."),
+        ("'it''s' is not a valid boolean.", "-n must be true or false, got"),
+        ("'x' is not one of 'a', 'b'.", "Invalid value for '-n': 'x' is not one of 'a', 'b'."),
+    ],
+)
+def test_a_wrong_value_is_told_alike_whichever_version_reads_it(said: str, wanted: str) -> None:
+    """Versions of click and typer word it differently."""
+    from dispatchkit.cli.app import _as_ours
+
+    error = typer.BadParameter(said, param_hint="'-n'")
+    assert _as_ours(error).format_message().startswith(wanted)
 
 
 def test_a_command_of_a_plugin_is_a_command(run: Any, plugins_with: Any) -> None:
