@@ -5,6 +5,7 @@ Whatever else a test wants (torch, numpy, rich, ...) it asks for with ``pytest.i
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -40,6 +41,12 @@ def pytest_report_header() -> str:
     spec = importlib.util.find_spec("dispatchkit")
     where = spec.origin if spec is not None else "not importable"
     return f"dispatchkit: {where}; hypothesis profile: {PROFILE}"
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of later garbage collections, which tests ask for by hundreds."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
