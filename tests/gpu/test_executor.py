@@ -347,6 +347,7 @@ def test_call_inside_the_callers_capture_passes_straight_through(step):
 # -- first captures, which go by their warmup -------------------------------------------------
 
 
+@pytest.mark.usefixtures("unwatched")
 def test_first_graph_holds_what_its_warmup_was_given():
     """Weights that the step lets go of, and memory that it made in the warmup."""
     weights, made = [weight_of()], []

@@ -286,7 +286,7 @@ class Capturer:
             facts=self.facts_now(path.buffers) if self._notes_facts else None,
             has_effect=draws or warmups.writes(),
             axis_cuts=warmups.axis_cuts(key, outputs),
-            values=warmups.effects.watch(),
+            values=warmups.effects.watch(graphs_alone=key.mode is RuntimeMode.PIECEWISE),
             pieces=pieces,
             own_bytes=own_bytes,
         )

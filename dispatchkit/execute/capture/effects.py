@@ -76,14 +76,15 @@ class PythonEffects:
         self._state: PythonState | None = None
         #: Entries that the step changed in a first call, by container and key.
         self._begun: tuple[PythonState, bool] | None = None
-        self._watch: ValueWatch | None = None
-        self._watched: PythonState | None = None
+        # With the state it was made of: of whole steps, and of graph pieces alone.
+        self._watches: dict[bool, tuple[PythonState, ValueWatch]] = {}
         self._replaced: Counter[str] = Counter()
         self._first: dict[tuple[int, Any], Entry] = {}
 
     def forget(self) -> None:
         """Look anew at what the step reaches: it may be something else from now on."""
-        self._state = self._watch = self._watched = None
+        self._state = None
+        self._watches.clear()
 
     def _roots(self, *, graphs_alone: bool = False) -> dict[str, Any]:
         return {
@@ -96,12 +97,19 @@ class PythonEffects:
             self._state = PythonState(self._roots())
         return self._state
 
-    def watch(self) -> ValueWatch:
-        """Return what watches the values that a graph made now has built in."""
+    def watch(self, *, graphs_alone: bool = False) -> ValueWatch:
+        """Return what watches the values that a graph made now has built in.
+
+        Args:
+            graphs_alone: Eager pieces read their values anew at each replay.
+        """
         state = self.state()
-        if self._watch is None or self._watched is not state:
-            self._watch, self._watched = ValueWatch(state, self._changed_once()), state
-        return self._watch
+        made_of, watch = self._watches.get(graphs_alone, (None, None))
+        if watch is None or made_of is not state:
+            read = PythonState(self._roots(graphs_alone=True)) if graphs_alone else state
+            watch = ValueWatch(read, self._changed_once())
+            self._watches[graphs_alone] = (state, watch)
+        return watch
 
     def note_replaced(self, entries: Iterable[Entry]) -> None:
         """Count entries that were found to be replaced after a capture."""
