@@ -95,6 +95,8 @@ class Entry:
         """Return a function that reads the entry, and its two arguments."""
         if self.record.kind.get is None:
             return (lambda target, key: self.now()), self.record.target, self.key
+        if self.record.kind.get is _get_item and self.before is not None:
+            return dict.get, self.record.target, self.key  # a missing entry reads as None
         return self.record.kind.get, self.record.target, self.key
 
     @property

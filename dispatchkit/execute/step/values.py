@@ -58,10 +58,11 @@ class ValueWatch:
         """Compare the next values in turn; False: something changed, ask ``changes``."""
         if self._is_marked:
             return False
-        turn = self._turn
-        return all(check.is_unchanged() for check in self._always) and all(
-            check.is_unchanged() for check in itertools.islice(turn, VALUES_AT_ONCE)
-        )
+        # By map: what a generator expression adds is half of a comparison.
+        for always in self._always:
+            if not always.is_unchanged():
+                return False
+        return all(map(_Check.is_unchanged, itertools.islice(self._turn, VALUES_AT_ONCE)))
 
     def changes(self) -> tuple[Entry, ...]:
         """Compare everything, and return what is different; the turn begins anew."""
