@@ -295,6 +295,7 @@ def test_random_steps_are_compared_where_they_can_be(make_runner):
 
 
 def test_samples_only(make_runner):
+    """With ``check=5`` every fifth replay is compared."""
     ran = Mock()
 
     def step(x):

@@ -165,6 +165,7 @@ CASES: dict[str, tuple[Any, Callable[[Holder], Any], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_run_changes_is_found_and_put_back(case: str) -> None:
+    """Each kind of container is compared, named, and restored entry by entry."""
     value, change, path = CASES[case]
     holder = Holder(value, change)
     before = PythonState({"holder": holder})
@@ -300,6 +301,8 @@ def test_equal_plain_values_are_unchanged_and_other_objects_are_not() -> None:
 
 
 def test_what_only_another_thread_of_the_owner_changes_is_left_alone() -> None:
+    """What no code of the step names is neither compared nor put back."""
+
     class Engine:
         def __init__(self) -> None:
             self.queue: list[int] = []

@@ -183,6 +183,7 @@ def _num_replays(way: Any) -> int:
 def test_any_stateful_module_computes_what_eager_computes(
     way: str, parts: tuple[str, ...], calls: list[tuple[int, Any]]
 ) -> None:
+    """Results and all state are those of a twin that runs plainly, after every call."""
     torch.manual_seed(0)
     model = Model(parts).eval()
     twin = copy.deepcopy(model)

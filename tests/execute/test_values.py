@@ -74,6 +74,7 @@ IN_TURN: dict[str, Callable[[Adapter], Any]] = {
 
 @pytest.mark.parametrize("case", AT_ONCE)
 def test_an_assignment_is_found_before_the_next_replay(case: str) -> None:
+    """torch reports it, and the next replay compares everything."""
     model = Adapter()
     watch = _watch(model)
     assert all(watch.is_unchanged() for _ in range(3 * watch.num_values))
@@ -86,6 +87,7 @@ def test_an_assignment_is_found_before_the_next_replay(case: str) -> None:
 
 @pytest.mark.parametrize("case", IN_TURN)
 def test_anything_else_is_found_within_one_turn(case: str) -> None:
+    """Whatever value had its turn when the change was made."""
     for begun in range(3):
         model = Adapter()
         watch = _watch(model)
@@ -121,6 +123,7 @@ def test_an_equal_number_is_no_change() -> None:
 
 
 def test_what_the_step_changes_itself_is_compared_at_every_replay() -> None:
+    """A flag that a first call flips may be set again by the caller."""
     model = Adapter()
     state = PythonState({"model": model})
     always = [one for one in state.values_read() if one.path == "model.enabled"]
@@ -134,6 +137,7 @@ def test_what_the_step_changes_itself_is_compared_at_every_replay() -> None:
 
 
 def test_a_changed_number_is_found_within_the_stated_number_of_replays() -> None:
+    """From then on results are eager's."""
     model = Adapter().eval()
     runner = GraphRunner(
         model, {"x": StaticInput((None, 2), "float32")}, sizes=[2], mode="FULL", backend="tape"

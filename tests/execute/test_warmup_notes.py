@@ -73,6 +73,7 @@ def tape():
 
 
 def test_first_capture_goes_by_its_warmup_and_holds_what_that_was_given(make_runner, tape):
+    """A cache that the warmup fills is kept, and read by the graph."""
     weight, made = torch.eye(4), []
 
     def step(x):
