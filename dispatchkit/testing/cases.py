@@ -78,7 +78,7 @@ class Case:
         lines = [problem]
         if batch is not None:
             lines.append(f"  batch:  {_short(batch)}")
-        lines.append(f"  config: {_short(self.config)}")
+        lines.append(f"  config: {self.config!r}")
         odd = [
             f"{key} ({self.graphs.why_not(key)})" for key in self.keys if self.graphs.why_not(key)
         ]
@@ -94,12 +94,12 @@ class Case:
                 yield from filter(self.graphs.is_ready, self.graphs.covering(batch, mode))
 
 
-def _short(facts: Any) -> str:
-    """The attributes of an object that differ from their default."""
+def _short(batch: Batch) -> str:
+    """The facts of a batch that differ from their defaults."""
     parts = [
         f"{field.name}={value!s}"
-        for field in attrs.fields(type(facts))
-        if (value := getattr(facts, field.name)) != field.default
+        for field in attrs.fields(Batch)
+        if (value := getattr(batch, field.name)) != field.default
     ]
     return ", ".join(parts)
 
@@ -201,7 +201,7 @@ class CaseRunner:
             return None  # its right
         except Exception as error:
             problem = f"declare raised {type(error).__name__}: {error}"
-            raise AssertionError(f"{problem}\n  config: {_short(config)}") from error
+            raise AssertionError(f"{problem}\n  config: {config!r}") from error
         odd = [key for key in keys if not isinstance(key, GraphKey)]
         if odd:
             raise AssertionError(f"declare returned {odd[0]!r}, which is no GraphKey")

@@ -119,7 +119,7 @@ def test_message_has_what_is_needed_to_try_it_again():
     policy, finding, _ = PLANTED[0]
     message = find(policy, finding).message
     assert "batch:  num_tokens=" in message
-    assert "config: mode=" in message or "config: sizes=" in message
+    assert "config: DispatchConfig(" in message
 
 
 def test_same_seed_gives_the_same_verdict():
