@@ -112,9 +112,9 @@ def test_notes_are_of_the_warmup_just_before(make_runner, tape, keys):
     runner.warm_up()
     runner.capture([keys.full(4)])
     assert tape.ways == ["watched"]
-    runner.invalidate()
+    runner.invalidate()  # which has the next warmup watched anew, so that it has notes
     runner.capture([keys.full(4)])
-    assert tape.ways == ["watched", "watched"]
+    assert tape.ways == ["watched", "by notes"]
 
 
 def test_pieces_are_watched_each(make_runner, tape):

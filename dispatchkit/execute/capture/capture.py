@@ -143,12 +143,13 @@ class Capturer:
         Raises:
             CaptureError: The step has Python state, or this was its first call.
         """
+        if self._warmups.effects.refresh():
+            self._watch_again()
         try:
             return self._contained_once(key, run)
         except PythonChangedError as error:
             changed = error
-        self._warmups.watch_again(key)
-        self._maker.forget()
+        self._watch_again()
         buffers = self._lane.buffers_of(key)
         with self._set_up(key) as snapshot:
 
@@ -163,6 +164,10 @@ class Capturer:
 
             self._warmups.effects.check(changed, snapshot, on_rows, on_other_rows)
         return self._contained_once(key, run)
+
+    def _watch_again(self) -> None:
+        self._warmups.watch_again()
+        self._maker.forget()
 
     def _contained_once(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
         made = None

@@ -116,6 +116,11 @@ class PythonEffects:
         self._replaced.update(str(entry) for entry in entries)
         self.forget()
 
+    def refresh(self) -> bool:
+        """Return whether what the step reaches is another than at the last capture."""
+        known = self._state
+        return self.state() is not known
+
     def _changed_once(self) -> tuple[Entry, ...]:
         """Return the entries that a first call changes, as they are now."""
         wanted = self._first

@@ -128,9 +128,9 @@ class Warmups:
             self._peaks.pop(family, None)
         self._compiled.clear()
 
-    def watch_again(self, key: GraphKey) -> None:
-        """Watch the next warmup of a key's family: its step reaches other tensors now."""
-        self._peaks.pop(family_of(key), None)
+    def watch_again(self) -> None:
+        """Watch the next warmup of each family: the step reaches other tensors now."""
+        self._peaks.clear()
 
     def compiled_code(self, key: GraphKey) -> CompiledCode | None:
         """Return what is known of functions of torch.compile that a key's step calls, if any."""
