@@ -117,7 +117,9 @@ MANAGER = Dialect(
     caps_uniform_reqs=True,
     uniform_needs_separate=True,
     varies_query_len=True,
-    traits=_TRAITS,
+    # Graphs of a query length have other sizes than those of mixed batches, so that one more token
+    # may find a smaller graph.
+    traits=_TRAITS - {"monotone"},
 )
 DRAFTER = Dialect(
     name="vllm-drafter",
