@@ -74,11 +74,12 @@ class PythonEffects:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = tuple(pieces)
         self._state: PythonState | None = None
-        #: Entries that the step changed in a first call, by container and key.
+        # Within ``contained``: what was reached before, and whether graphs alone count.
         self._begun: tuple[PythonState, bool] | None = None
         # With the state it was made of: of whole steps, and of graph pieces alone.
         self._watches: dict[bool, tuple[PythonState, ValueWatch]] = {}
         self._replaced: Counter[str] = Counter()
+        # Entries that the step changed in a first call, by container and key.
         self._first: dict[tuple[int, Any], Entry] = {}
 
     def forget(self) -> None:
