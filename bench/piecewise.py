@@ -34,10 +34,9 @@ from _common import emit, emit_all, interleaved
 from torch import nn
 from torch._dynamo.utils import counters
 
-from dispatchkit import BatchDescriptor, GraphRunner, StaticInput, split_module
-from dispatchkit.execute import set_forward_context
+from dispatchkit import GraphRunner, StaticInput, split_module
 
-from dispatchkit_compile import torch_compile
+from dispatchkit_compile import batch_facts, torch_compile
 
 BENCH = "piecewise"
 AT = ["piecewise_bench::attend"]
@@ -224,8 +223,7 @@ def make_cases(
             given, requests, uniform = step
             if not uniform:
                 return compiled(**given)
-            descriptor = BatchDescriptor(requests, num_reqs=requests, uniform=True)
-            with set_forward_context("FULL", descriptor):
+            with batch_facts(num_reqs=requests, uniform=True):
                 return compiled(**given)
 
         return run

@@ -24,6 +24,7 @@ from dispatchkit.execute.io.axes import AxisCut
 from dispatchkit.execute.io.inputs import RESERVED_NAMES, InputSet
 from dispatchkit.execute.io.sample_inputs import sample_inputs
 from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
+from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lanes.lane_set import LaneCost, LanePolicyWarning, LaneStats, StepHandle
 from dispatchkit.execute.live.shadow import RunnerShadow
 from dispatchkit.execute.live.swap import SwapReport
@@ -31,36 +32,18 @@ from dispatchkit.execute.preserve import preserved_state
 from dispatchkit.execute.replay.check import CheckWarning
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.setup import make_backend
+from dispatchkit.execute.step.guard import Guard, Watched
 from dispatchkit.execute.step.pieces import Piece, eager_piece, graph_piece
 from dispatchkit.execute.step.python_state import declare_bookkeeping
 from dispatchkit.execute.step.ranges import NvtxRanges
 from dispatchkit.execute.step.reasons import EagerStepWarning
 from dispatchkit.execute.step.state import StepState, storage_of
 from dispatchkit.execute.step.support import ModeDowngradeWarning, declare_support, limited_support
-from dispatchkit.execute.wrapper.context import (
-    ForwardContext,
-    NoForwardContextError,
-    forward_context_is_available,
-    get_forward_context,
-    set_forward_context,
-)
-from dispatchkit.execute.wrapper.device import BackendDevice, WrapperDevice
-from dispatchkit.execute.wrapper.graph_wrapper import (
-    GraphWrapper,
-    WrappedEntry,
-    WrapperError,
-    WrapperOptions,
-    WrapperRules,
-    capture_counter,
-    capturing_is_enabled,
-    set_capturing_enabled,
-)
 from dispatchkit.observe.counters import RunnerStats
 
 __all__ = [
     "RESERVED_NAMES",
     "AxisCut",
-    "BackendDevice",
     "CaptureReport",
     "CapturedKey",
     "CheckWarning",
@@ -68,15 +51,13 @@ __all__ = [
     "ConfigWatcher",
     "DispatchMode",
     "EagerStepWarning",
-    "ForwardContext",
     "GraphRunner",
-    "GraphWrapper",
+    "Guard",
     "InputSet",
     "LaneCost",
     "LanePolicyWarning",
     "LaneStats",
     "ModeDowngradeWarning",
-    "NoForwardContextError",
     "NvtxRanges",
     "Piece",
     "PlainCodeWarning",
@@ -87,25 +68,16 @@ __all__ = [
     "StepState",
     "SwapReport",
     "SwapWarning",
-    "WrappedEntry",
-    "WrapperDevice",
-    "WrapperError",
-    "WrapperOptions",
-    "WrapperRules",
-    "capture_counter",
-    "capturing_is_enabled",
+    "Watched",
     "declare_bookkeeping",
     "declare_support",
     "eager_piece",
-    "forward_context_is_available",
-    "get_forward_context",
     "graph_piece",
     "inputs_from_example",
     "limited_support",
     "make_backend",
     "preserved_state",
     "sample_inputs",
-    "set_capturing_enabled",
-    "set_forward_context",
     "storage_of",
+    "weak_tensor",
 ]

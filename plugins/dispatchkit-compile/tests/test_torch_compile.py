@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -19,10 +20,9 @@ from dispatchkit import (  # noqa: E402
 from dispatchkit.errors import ConfigError, InputError, NoGraphError, UnknownNameError  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
 from dispatchkit.execute.step.support import ModeDowngradeWarning, declare_support  # noqa: E402
-from dispatchkit.execute.wrapper.context import set_forward_context  # noqa: E402
-from dispatchkit.keys import BatchDescriptor  # noqa: E402
 
-from dispatchkit_compile import torch_compile  # noqa: E402
+from dispatchkit_compile import batch_facts, torch_compile  # noqa: E402
+from dispatchkit_compile.facts import current_facts  # noqa: E402
 from dispatchkit_compile.torch_compile import PlainReason  # noqa: E402
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
@@ -130,8 +130,7 @@ def test_decoder_equals_eager_for_all_sizes_with_one_compile():
         torch.testing.assert_close(got, reference(*batch)[0])
         assert count == rows
         batch = make_batch(rows)
-        uniform = BatchDescriptor(rows, num_reqs=rows, uniform=True)
-        with set_forward_context("FULL", uniform):
+        with batch_facts(num_reqs=rows, uniform=True):
             got, count = compiled(*batch)
         torch.testing.assert_close(got, reference(*batch)[0])
     torch.testing.assert_close(memory_of(model), memory_of(reference))
@@ -543,15 +542,33 @@ def test_skipped_guards_are_stood_in_for():
 # -- deciding --------------------------------------------------------------------------------
 
 
-def test_forward_context_limits_the_mode():
+def test_the_facts_of_a_batch_limit_the_mode():
     """A step that is to be eager, or at most PIECEWISE, is."""
     compiled = torch_compile.compile(make_decoder(), at=["compile_test::attend"], **ATTENTION)
-    with set_forward_context("NONE"):
+    with batch_facts(ceiling="NONE"):
         compiled(*make_batch(4))
-    with set_forward_context("PIECEWISE", BatchDescriptor(4, num_reqs=4, uniform=True)):
+    with batch_facts(num_reqs=4, uniform=True, ceiling="PIECEWISE"):
         compiled(*make_batch(4))
     modes = compiled.stats()[0].runner.steps_by_mode
     assert modes == {"NONE": 1, "PIECEWISE": 1, "FULL": 0}
+
+
+def test_facts_of_a_batch_end_with_their_block_and_are_a_thread_s_own():
+    seen = []
+    with batch_facts(num_reqs=3) as outer:
+        with batch_facts(ceiling="PIECEWISE"):
+            thread = threading.Thread(target=lambda: seen.append(current_facts()))
+            thread.start()
+            thread.join()
+            assert current_facts().ceiling.name == "PIECEWISE"
+        assert current_facts() is outer
+        assert outer.for_graph(num_rows=2)["num_reqs"] == 2
+    with pytest.raises(ZeroDivisionError), batch_facts(num_reqs=3):
+        _ = 1 / 0
+    assert current_facts() is None
+    assert seen == [None]
+    with pytest.raises(UnknownNameError), batch_facts(ceiling="FUL"):
+        pass
 
 
 def test_all_sizes_are_captured_in_the_first_call_if_asked():

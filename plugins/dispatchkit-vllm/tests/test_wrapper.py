@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 from vllm_test_helpers import initialized, vllm_config  # noqa: E402
 
 from dispatchkit.errors import ReplayError  # noqa: E402
-from dispatchkit.execute import BackendDevice, set_forward_context  # noqa: E402
 
 from dispatchkit_vllm import facade  # noqa: E402
 from dispatchkit_vllm.facade import _wrapper, v0_11, v0_11_1, v0_13, v0_33  # noqa: E402
+from dispatchkit_vllm.wrapper import BackendDevice, set_forward_context  # noqa: E402
 
 RELEASES = [v0_11, v0_11_1, v0_13, v0_33]
 SIZES = (8, 4, 2, 1)
@@ -197,5 +197,5 @@ def test_under_vllm_s_own_context_a_wrapper_says_whose_it_reads(device, monkeypa
     wrapper = v0_33.CUDAGraphWrapper(lambda: 1, None, "FULL")
     assert wrapper() == wrapper() == 1
     assert caplog.text.count("vLLM's own forward context is set") == 1
-    with pytest.raises(AssertionError, match=r"dispatchkit\.execute\.set_forward_context"):
+    with pytest.raises(AssertionError, match=r"dispatchkit_vllm\.wrapper\.set_forward_context"):
         v0_13.CUDAGraphWrapper(lambda: 1, None, "FULL")()

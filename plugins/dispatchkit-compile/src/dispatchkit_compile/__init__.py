@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dispatchkit_compile.facts import BatchFacts, batch_facts
     from dispatchkit_compile.markers import eager_region, graph_break
     from dispatchkit_compile.rules import SplitRules
     from dispatchkit_compile.split import split_module
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Backend": "torch_compile",
+    "BatchFacts": "facts",
     "CompileOptions": "torch_compile",
     "CompiledGraph": "torch_compile",
     "CompiledModel": "torch_compile",
@@ -35,6 +37,7 @@ _HOME = {
     "PlainReason": "torch_compile",
     "SplitRules": "rules",
     "backend": "torch_compile",
+    "batch_facts": "facts",
     "compile": "torch_compile",
     "compiled_graphs": "torch_compile",
     "eager_region": "markers",
@@ -44,6 +47,7 @@ _HOME = {
 
 __all__ = [
     "Backend",
+    "BatchFacts",
     "CompileOptions",
     "CompiledGraph",
     "CompiledModel",
@@ -51,6 +55,7 @@ __all__ = [
     "PlainReason",
     "SplitRules",
     "backend",
+    "batch_facts",
     "compile",
     "compiled_graphs",
     "eager_region",

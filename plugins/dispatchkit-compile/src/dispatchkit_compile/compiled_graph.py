@@ -26,17 +26,15 @@ from dispatchkit.execute import (
     InputSet,
     Piece,
     StaticInput,
-    forward_context_is_available,
-    get_forward_context,
     make_backend,
 )
 from dispatchkit.keys import CUDAGraphMode
 from dispatchkit.once import Once
 from dispatchkit.options import DERIVED
 
-from dispatchkit_compile.batch_facts import facts_of
 from dispatchkit_compile.compile_options import CompileOptions
 from dispatchkit_compile.compiled_stats import CompiledStats
+from dispatchkit_compile.facts import current_facts
 from dispatchkit_compile.graph_arguments import PlainReason, read_arguments
 from dispatchkit_compile.piece_compilers import piece_compiler
 from dispatchkit_compile.split import SplitRules, split_graph
@@ -140,9 +138,9 @@ class CompiledGraph:
             return self._run_plainly(
                 PlainReason.INPUT_CHANGED, args, "it was compiled for one size"
             )
-        if forward_context_is_available():
-            facts = facts_of(get_forward_context(), num_rows, runner.config.query_lens)
-            return runner(*tensors, **facts)
+        facts = current_facts()
+        if facts is not None:
+            return runner(*tensors, **facts.for_graph(num_rows))
         return runner(*tensors)
 
     def _run_plainly(self, reason: str, args: Sequence[Any], why: str = "") -> Any:

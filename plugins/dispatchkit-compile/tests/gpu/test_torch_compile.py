@@ -13,10 +13,8 @@ from torch import nn  # noqa: E402
 
 from dispatchkit import GraphRunner, StaticInput, graph_piece, split_module  # noqa: E402
 from dispatchkit.execute import EagerStepWarning, PlainCodeWarning  # noqa: E402
-from dispatchkit.execute.wrapper.context import set_forward_context  # noqa: E402
-from dispatchkit.keys import BatchDescriptor  # noqa: E402
 
-from dispatchkit_compile import torch_compile  # noqa: E402
+from dispatchkit_compile import batch_facts, torch_compile  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -134,8 +132,7 @@ def test_compiled_decoder_equals_eager_for_all_sizes_with_one_compile(compiler):
             batch = make_batch(rows)
             want = reference(*batch)
             if uniform:
-                descriptor = BatchDescriptor(rows, num_reqs=rows, uniform=True)
-                with set_forward_context("FULL", descriptor):
+                with batch_facts(num_reqs=rows, uniform=True):
                     got = compiled(*batch)
             else:
                 got = compiled(*batch)

@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from dispatchkit.execute import (
+from dispatchkit_vllm.conformance._records import Fields, Findings, FormatError, error_names
+from dispatchkit_vllm.facade import _wrapper
+from dispatchkit_vllm.wrapper import (
     GraphWrapper,
     WrapperOptions,
     capture_counter,
     set_capturing_enabled,
     set_forward_context,
 )
-
-from dispatchkit_vllm.conformance._records import Fields, Findings, FormatError, error_names
-from dispatchkit_vllm.facade import _wrapper
 
 Record = Mapping[str, Any]
 _RULES = {"0.11": _wrapper.OLD_RULES, "0.13": _wrapper.OLD_RULES, "newest": _wrapper.NEW_RULES}

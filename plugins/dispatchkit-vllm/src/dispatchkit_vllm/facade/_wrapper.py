@@ -1,4 +1,4 @@
-"""vLLM's graph wrapper over the core's, with the habits of each release as data."""
+"""vLLM's graph wrapper over GraphWrapper, with the habits of each release as data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from dispatchkit.execute import (
+from dispatchkit_vllm.wrapper import (
     BackendDevice,
     GraphWrapper,
     NoForwardContextError,
@@ -142,7 +142,7 @@ class OldCUDAGraphWrapper(CUDAGraphWrapper):
 
 _WHOSE_CONTEXT = (
     "vLLM's own forward context is set, which this wrapper does not read: it captures and replays "
-    "inside dispatchkit.execute.set_forward_context, and runs its callable directly elsewhere."
+    "inside dispatchkit_vllm.wrapper.set_forward_context, and runs its callable directly elsewhere."
 )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit.execute import (  # noqa: E402
+from dispatchkit_vllm.wrapper import (  # noqa: E402
     BackendDevice,
     GraphWrapper,
     WrapperOptions,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from dispatchkit.backends import GraphBackend, resolve_backend
 from dispatchkit.errors import ReplayError
-from dispatchkit.execute.io.weak_tensor import weak_tensor
+from dispatchkit.execute import weak_tensor
 
 __all__ = ["BackendDevice", "WrapperDevice"]
 

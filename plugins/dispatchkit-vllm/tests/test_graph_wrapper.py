@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch")
 
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import CaptureError, ConfigError  # noqa: E402
-from dispatchkit.execute import (  # noqa: E402
+from dispatchkit.execute import ChurnWarning  # noqa: E402
+
+from dispatchkit_vllm.wrapper import (  # noqa: E402
     BackendDevice,
-    ChurnWarning,
     GraphWrapper,
     WrapperError,
     WrapperOptions,

@@ -5,7 +5,7 @@ trusted; nothing is padded or copied here. A FULL wrapper around a model and PIE
 around its pieces work together since each acts in its own mode only.
 
 What differs between releases of vLLM, whose wrapper this one can stand for, is the data of
-``WrapperRules``. What a device must do is ``wrapper_device.WrapperDevice``.
+``WrapperRules``. What a device must do is ``device.WrapperDevice``.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import attrs
+import torch
 
 from dispatchkit.errors import CaptureError, ReplayError
-from dispatchkit.execute.wrapper.context import forward_context_is_available, get_forward_context
-from dispatchkit.execute.wrapper.device import BackendDevice, WrapperDevice
-from dispatchkit.keys import RuntimeMode
-from dispatchkit.keys.modes import CUDAGraphMode, ModeError
+from dispatchkit.execute import ChurnWarning, Guard, Watched
+from dispatchkit.keys import CUDAGraphMode, ModeError, RuntimeMode
 from dispatchkit.once import Once
 
-if TYPE_CHECKING:
-    from dispatchkit.execute.step.guard import Guard, Watched
+from dispatchkit_vllm.wrapper.context import forward_context_is_available, get_forward_context
+from dispatchkit_vllm.wrapper.device import BackendDevice, WrapperDevice
 
 __all__ = [
     "BackendDevice",
@@ -262,10 +260,6 @@ class GraphWrapper:
         descriptor = entry.batch_descriptor
         self._validate(descriptor)  # refused, nothing is lost: it may be switched back
         if self._once.first():
-            from dispatchkit.execute.capture.budget import (
-                ChurnWarning,  # it needs torch, as modules do
-            )
-
             warnings.warn(
                 f"The module in {self!r} was moved, or switched between training and evaluation, "
                 f"since {descriptor} was captured: it is captured anew, as is every key at each "
@@ -279,11 +273,8 @@ class GraphWrapper:
 
     def _make_guard(self) -> Guard | None:
         inner = self.unwrap()
-        torch = sys.modules.get("torch")  # without it there is no module
-        if not self.rules.guards_module or torch is None or not isinstance(inner, torch.nn.Module):
+        if not self.rules.guards_module or not isinstance(inner, torch.nn.Module):
             return None
-        from dispatchkit.execute.step.guard import Guard
-
         return Guard("cpu", [inner])  # autocast, of whatever device, is not looked at
 
     def _context_is_available(self) -> bool:

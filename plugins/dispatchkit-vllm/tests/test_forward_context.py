@@ -11,7 +11,8 @@ pytest.importorskip("torch")
 
 from dispatchkit import BatchDescriptor, RuntimeMode
 from dispatchkit.errors import ConfigError, UnknownNameError
-from dispatchkit.execute import (
+
+from dispatchkit_vllm.wrapper import (
     NoForwardContextError,
     forward_context_is_available,
     get_forward_context,

@@ -1,1 +1,0 @@
-"""Graphs around a callable, chosen by a forward context."""

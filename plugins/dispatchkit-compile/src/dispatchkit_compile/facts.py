@@ -1,0 +1,80 @@
+"""The facts of a batch that a compiled function cannot see in its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import attrs
+
+from dispatchkit.keys import RuntimeMode
+
+__all__ = ["BatchFacts", "batch_facts", "current_facts"]
+
+
+def _ceiling(value: RuntimeMode | str) -> RuntimeMode:
+    return RuntimeMode.parse(value)
+
+
+@attrs.frozen
+class BatchFacts:
+    """What is known of a batch besides its rows; as the arguments of a runner's call.
+
+    Attributes:
+        num_reqs: Requests in the batch; 0 where they are not known.
+        uniform: False for a mixed batch, True for a uniform decode batch; or the place of its
+            query length among those configured, counted from 1.
+        loras: Active adapters.
+        ceiling: Highest runtime mode that the batch may run in.
+
+    Raises:
+        ModeError: The ceiling is a mode for configurations, made of two.
+        UnknownNameError: It is not a mode.
+    """
+
+    num_reqs: int = 0
+    uniform: int = 0
+    loras: int = 0
+    ceiling: RuntimeMode = attrs.field(default=RuntimeMode.FULL, converter=_ceiling)
+
+    def for_graph(self, num_rows: int) -> dict[str, int]:
+        """Return the arguments of a runner; a later graph may have fewer rows than requests."""
+        return {
+            "num_reqs": min(self.num_reqs, num_rows),
+            "uniform": self.uniform,
+            "loras": self.loras,
+            "ceiling": self.ceiling,
+        }
+
+
+# A context variable, so that threads and tasks have their own.
+_current: ContextVar[BatchFacts | None] = ContextVar("dispatchkit_batch_facts", default=None)
+
+
+def current_facts() -> BatchFacts | None:
+    """Return the facts that are set in this thread or task; None where there are none."""
+    return _current.get()
+
+
+@contextmanager
+def batch_facts(
+    *,
+    num_reqs: int = 0,
+    uniform: int = 0,
+    loras: int = 0,
+    ceiling: RuntimeMode | str = RuntimeMode.FULL,
+) -> Iterator[BatchFacts]:
+    """Set the facts of the batch that compiled functions are called with inside.
+
+    The facts from before are back afterwards. The arguments are those of ``BatchFacts``.
+
+    Raises:
+        ModeError: The ceiling is a mode for configurations, made of two.
+        UnknownNameError: It is not a mode.
+    """
+    token = _current.set(facts := BatchFacts(num_reqs, uniform, loras, ceiling))
+    try:
+        yield facts
+    finally:
+        _current.reset(token)
