@@ -34,6 +34,7 @@ from dispatchkit.backends.tape.graph import TapeGraph, poison_kept
 from dispatchkit.backends.tape.pool import TapePool
 from dispatchkit.backends.tape.recorder import Recorder
 from dispatchkit.backends.tape.replay import compile_replay
+from dispatchkit.backends.tape.stream_query import answering_capture
 from dispatchkit.backends.tape.streams import (
     Scheduler,
     TapeEvent,
@@ -254,7 +255,7 @@ class TapeBackend:
         recorder = Recorder()
         try:
             recorder.add_generators([torch.default_generator, *generators])
-            with HostSyncGuard(recorder.note_error, "cpu"), recorder:
+            with answering_capture(), HostSyncGuard(recorder.note_error, "cpu"), recorder:
                 outputs = run()
             recorder.raise_swallowed_error()
         except Exception as error:
