@@ -46,6 +46,7 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, str]] = {
                 "emit",
                 "explain_trace",
                 "forecast_graph_memory",
+                "forecast_swap",
                 "load_cost_model",
                 "plan_sizes",
                 "save_cost_model",

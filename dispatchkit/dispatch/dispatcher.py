@@ -166,25 +166,6 @@ class Dispatcher:
             pass  # an unused row, a batch above the table, or a wrong type: told apart below
         return self._dispatch_cold(num_tokens, num_reqs, uniform, loras, ceiling)
 
-    def dispatch_timed(
-        self,
-        num_tokens: int,
-        num_reqs: int = 0,
-        uniform: int = 0,
-        loras: int = 0,
-        ceiling: int = 2,
-    ) -> Decision:
-        """Return what ``dispatch`` does, bound anew so that this one step is measured."""
-        decision = self.dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
-        if decision.timed:
-            return decision
-        with self._lock:
-            batch = self.batch(num_tokens, num_reqs, uniform, loras, ceiling)
-            if self._is_lost(decision):  # since, by another thread
-                return decision
-            # As one for this step only, which is measured in any case.
-            return self._bound(attrs.evolve(decision, timed=True, one_shot=True), batch)
-
     def _dispatch_cold(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
     ) -> Decision:

@@ -26,7 +26,6 @@ from dispatchkit.execute.io.sample_inputs import sample_inputs
 from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lanes.lane_set import LaneCost, LanePolicyWarning, LaneStats, StepHandle
-from dispatchkit.execute.live.shadow import RunnerShadow
 from dispatchkit.execute.live.swap import SwapReport
 from dispatchkit.execute.preserve import preserved_state
 from dispatchkit.execute.replay.check import CheckWarning
@@ -61,7 +60,6 @@ __all__ = [
     "NvtxRanges",
     "Piece",
     "PlainCodeWarning",
-    "RunnerShadow",
     "RunnerStats",
     "StaticInput",
     "StepHandle",

@@ -22,7 +22,6 @@ from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.lanes.build import check_lanes, join_lanes, make_executors
 from dispatchkit.execute.lanes.lane_set import LaneSet, StepHandle
 from dispatchkit.execute.live.decisions import DecisionRunner
-from dispatchkit.execute.live.shadow import RunnerShadow, start_shadow
 from dispatchkit.execute.live.swap import Swapper, SwapReport
 from dispatchkit.execute.live.swap_requests import UNCHANGED
 from dispatchkit.execute.live.taps import StepTaps, StepWatcher
@@ -588,42 +587,6 @@ class GraphRunner:
             ConfigError: It lacks one of the two.
         """
         return self.taps.watch_steps(watcher)
-
-    def start_shadow(
-        self,
-        *,
-        times: CostModel | None = None,
-        sample_every: int = 32,
-        capacity: int = DEFAULT_CAPACITY,
-        **change: Any,
-    ) -> RunnerShadow:
-        """Let a candidate decide beside what is in force, without effect.
-
-        Steps are recorded from now on, and one in so many is timed. What the candidate would do
-        with them is found when the shadow is polled.
-
-        Args:
-            times: A cost model of this step on this device, as ``dispatchkit calibrate`` writes
-                it, for what the candidate would run and nobody measures.
-            sample_every: One step in so many is timed.
-            capacity: Steps kept between two polls.
-            change: What the candidate is, as for ``swap``: policy, options, sizes, mode, config.
-
-        Raises:
-            ConfigError: It cannot be used, or another shadow follows already.
-            UnknownNameError: No policy goes by that name.
-            PolicyError: The candidate is refused.
-        """
-        return start_shadow(
-            self._executor,
-            self.taps,
-            self.swapper,
-            self._lock,
-            times=times,
-            sample_every=sample_every,
-            capacity=capacity,
-            **change,
-        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy, or send to another process: the same settings, own buffers and no graphs."""

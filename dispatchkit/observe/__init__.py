@@ -1,6 +1,6 @@
 """What happened: counters, events, and traces, the record of every step.
 
-Names of traces and shadows are loaded on first use.
+Names of traces are loaded on first use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         PolicyErrorEvent,
         PolicySwappedEvent,
     )
-    from dispatchkit.observe.shadow import Shadow, ShadowReport
     from dispatchkit.observe.timeline import Timeline
     from dispatchkit.observe.trace import (
         TRACE_COLUMNS,
@@ -43,8 +42,6 @@ _HOME = {
     "PolicyErrorEvent": "events",
     "PolicySwappedEvent": "events",
     "CudagraphStats": "trace_counts",
-    "Shadow": "shadow",
-    "ShadowReport": "shadow",
     "TRACE_COLUMNS": "trace",
     "SizeHistogram": "trace_counts",
     "Timeline": "timeline",
@@ -71,8 +68,6 @@ __all__ = [
     "PolicyErrorEvent",
     "PolicySwappedEvent",
     "RunnerStats",
-    "Shadow",
-    "ShadowReport",
     "SizeHistogram",
     "StepCount",
     "StepCounters",

@@ -152,19 +152,6 @@ class StepRecorder:
         facts = self._config.variants.facts
         return [dict(zip(names, facts(row[4])[1], strict=True)) for row in self._rows()]
 
-    def read_from(self, number: int) -> tuple[list[tuple[int, ...]], int]:
-        """Return what the steps from a number on were dispatched with, and how many are lost.
-
-        Args:
-            number: The first of them, counted from the first ever recorded.
-
-        Returns:
-            Tokens, requests, query class, adapters (or variant) and ceiling of each that is
-            kept; how many from that number on were overwritten.
-        """
-        first = max(number, self.num_lost)
-        return [row[1:_FIELDS] for row in self._rows(first - self.num_lost)], first - number
-
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the steps kept as a step trace; return how many.
 
@@ -173,10 +160,10 @@ class StepRecorder:
         """
         return write_trace(path, self.trace())
 
-    def _rows(self, first: int = 0) -> Iterator[tuple[int, ...]]:
-        """Yield the steps kept but for so many of the oldest."""
+    def _rows(self) -> Iterator[tuple[int, ...]]:
+        """Yield the steps kept, oldest first."""
         # Full, the oldest step is the one to be overwritten next.
         start = self._at if self.num_lost else 0
-        for index in range(first, min(self.num_steps, self.capacity)):
+        for index in range(min(self.num_steps, self.capacity)):
             at = (start + index * self._width) % self._end
             yield tuple(self._ring[at : at + self._width])

@@ -192,41 +192,12 @@ def test_filled_cell_is_served_by_the_table_alone(monkeypatch):
     assert all(dispatcher.dispatch(*call) is one for call, one in zip(calls, first, strict=True))
 
 
-def test_timed_step_is_bound_anew_and_the_table_keeps_its_own():
-    dispatcher = make()
-    steady = dispatcher.dispatch(5, 3)
-    timed = dispatcher.dispatch_timed(5, 3)
-    assert (timed.timed, timed.one_shot, timed.key) == (True, True, steady.key)
-    assert timed.revision > steady.revision
-    assert dispatcher.dispatch(5, 3) is steady
-    dispatcher.update(CellUpdate(Batch(5), Decision.replay(mixed(8), timed=True)))
-    always = dispatcher.dispatch(5, 3)
-    assert always.timed
-    assert dispatcher.dispatch_timed(5, 3) is always
-
-
 def test_what_is_not_said_of_a_batch_is_not_assumed():
     dispatcher = make(query_lens=(1, 2), max_loras=1)
     assert dispatcher.batch(8) == Batch(8)
-    bare = dispatcher.dispatch_timed(8)
-    assert bare.key == dispatcher.dispatch(8, 0, 0, 0, 2).key == mixed(8)
-    assert dispatcher.dispatch_timed(0).reason == Reason.EMPTY_BATCH
+    assert dispatcher.dispatch(8).key == dispatcher.dispatch(8, 0, 0, 0, 2).key == mixed(8)
     assert not Decision.eager("x").timed
     assert not Decision.replay(mixed(8)).timed
-
-
-def test_timed_step_whose_graph_was_lost_meanwhile_is_served_as_decided(monkeypatch):
-    """The graph may go between the look-up and the lock; the executor finds that out."""
-    dispatcher = make()
-    served = []
-
-    def dispatch(*facts):
-        served.append(Dispatcher.dispatch(dispatcher, *facts))
-        dispatcher.registry.evicted(mixed(8))
-        return served[-1]
-
-    monkeypatch.setattr(dispatcher, "dispatch", dispatch)
-    assert dispatcher.dispatch_timed(5) is served[0]
 
 
 def test_lazy_is_what_was_set_last():

@@ -105,15 +105,6 @@ def refused_swap(model) -> GraphRunner:
     return runner
 
 
-def shadowed(model) -> GraphRunner:
-    runner = stepped(model)
-    shadow = runner.start_shadow(sizes=(1, 2))
-    runner(torch.ones(2, 4))
-    shadow.poll()
-    shadow.report()
-    return runner
-
-
 def watched(model) -> GraphRunner:
     class Watcher:
         def enter(self, decision, lane) -> None: ...
@@ -212,7 +203,7 @@ def step_raises(model) -> GraphRunner:
 
 WAYS = [
     make, stepped, lazy, in_place, pieces, host_inputs, lanes, axes, swapped, refused_swap,
-    shadowed, watched, explained, checked, learning, evicted, failed_capture, failed_replay,
+    watched, explained, checked, learning, evicted, failed_capture, failed_replay,
     raising, strict, step_raises,
 ]  # fmt: skip
 

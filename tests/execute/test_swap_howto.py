@@ -22,13 +22,13 @@ def test_the_blocks_run_in_their_order(make_runner, tmp_path, monkeypatch, capsy
     runner = make_runner(lambda tokens: tokens * 2, policy="vllm")
     runner.capture()
     names = {"runner": runner}
-    swaps, watching, shadowing = blocks("python")
+    swaps, watching, forecasting = blocks("python")
     exec(swaps, names)  # noqa: S102 - the page's own code
     said = re.search(r"# (epoch .*)", swaps).group(1)
     assert capsys.readouterr().out.strip() == said
     exec(watching, names)  # noqa: S102
     assert names["report"].policy == "threshold"
-    before, _, after = shadowing.partition("...  # serve\n")
+    before, _, after = forecasting.partition("...  # serve\n")
     exec(before, names)  # noqa: S102
     for rows in (1, 3, 8):
         runner(torch.arange(rows))

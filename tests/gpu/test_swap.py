@@ -1,4 +1,4 @@
-"""Swaps while serving on a device: right results, flat memory, a shadow's times by events."""
+"""Swaps while serving on a device: right results, flat memory."""
 
 from __future__ import annotations
 
@@ -143,21 +143,3 @@ def test_a_step_that_cannot_be_captured_at_a_size_leaves_the_old_sizes():
     with warnings.catch_warnings():
         warnings.simplefilter("error", EagerStepWarning)
         runner(torch.ones(7, device=DEVICE))
-
-
-def test_a_shadow_prices_graphs_by_device_time(served):
-    runner, _, _ = served
-    shadow = runner.start_shadow(sizes=(1, 16, 32), sample_every=4)
-    for index in range(600):
-        runner(torch.zeros(1 + index % MOST, WIDTH, device=DEVICE))
-        if index % 100 == 99:
-            shadow.poll()
-    runner.drain(wait=True)
-    shadow.poll()
-    report = shadow.report()
-    assert report.steps == 600
-    assert report.unpriced_steps == 0
-    assert report.active_us > 0
-    assert report.error_us is not None
-    shadow.promote()
-    assert runner.config.sizes == (1, 16, 32)

@@ -36,8 +36,8 @@ class DecisionRunner:
     ) -> Decision:
         """Return the decision of a step that ``run`` is to run, as of any other.
 
-        What records steps, is called with decisions, or shadows them learns of it. The
-        arguments and errors are those of ``Dispatcher.dispatch``.
+        Recordings and listeners see it too. The arguments and errors are those of
+        ``Dispatcher.dispatch``.
         """
         with self._lock:
             return self._taps.dispatch(num_tokens, num_reqs, uniform, loras, ceiling)

@@ -100,7 +100,7 @@ class SwapRequests:
         executor = self._executor
         if self._num_lanes > 1:
             hint = "Each lane decides by itself; make the runner anew to change all of them."
-            raise ConfigError("lanes", self._num_lanes, "1 for a swap or a shadow", hint)
+            raise ConfigError("lanes", self._num_lanes, "1 for a swap", hint)
         options_now = attrs.evolve(executor.spec.options, config=asked, memory=budget)
         spec = attrs.evolve(executor.spec, options=options_now)
         if asked == self.asked_config and policy is None and options is None:
@@ -149,9 +149,7 @@ class SwapRequests:
             raise ConfigError("axes", config.axes, "as they are, and max_loras with them", hint)
         classes = [(one.query_lens, one.varlen_decode) for one in (config, self.asked_config)]
         if classes[0] != classes[1] and self._taps.is_recording:
-            hint = (
-                "Stop recording or end the shadow first: recorded query classes would mean others."
-            )
+            hint = "Stop recording first: recorded query classes would mean others."
             raise ConfigError("query_lens", config.query_lens, "as before while recording", hint)
         return config
 

@@ -28,7 +28,7 @@ class StepWatcher(Protocol):
 
 
 class StepTaps:
-    """Record, watch and shadow the steps of a runner.
+    """Record and watch the steps of a runner.
 
     Each executor is asked for decisions by its ``decide``. What follows steps is put around
     ``Dispatcher.dispatch`` there, and taken away again.
@@ -45,7 +45,6 @@ class StepTaps:
         self._executors, self._lock = executors, lock
         self._recorder: StepRecorder | None = None
         self._listener: Callable[[Decision], None] | None = None
-        self._shadow: Dispatch | None = None
         self.watcher: StepWatcher | None = None
 
     def start_recording(self, capacity: int = DEFAULT_CAPACITY) -> StepRecorder:
@@ -88,21 +87,10 @@ class StepTaps:
             self.watcher = watcher
             self._connect()
 
-    def shadow(self, dispatch: Dispatch | None) -> None:
-        """Decide steps through a shadow's function, which asks the dispatcher; None: no more."""
-        with self._lock:
-            self._shadow = dispatch
-            self._connect()
-
-    @property
-    def is_shadowed(self) -> bool:
-        """Whether a shadow follows the steps."""
-        return self._shadow is not None
-
     @property
     def is_recording(self) -> bool:
-        """Whether steps are recorded, by a recording or for a shadow."""
-        return self._recorder is not None or self._shadow is not None
+        """Whether steps are recorded."""
+        return self._recorder is not None
 
     def dispatch(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
@@ -124,7 +112,7 @@ class StepTaps:
             executor.decide = dispatch
 
     def _followed(self, executor: Executor) -> Dispatch:
-        dispatch = self._shadow or executor.dispatcher.dispatch
+        dispatch: Dispatch = executor.dispatcher.dispatch
         if self._listener is not None:
             dispatch = _heard(dispatch, self._listener)
         if self._recorder is not None:

@@ -97,7 +97,6 @@ class Timings:
     ) -> None:
         self._backend, self._lane = backend, lane
         self._dispatcher = weakref.ref(dispatcher)
-        self._listeners: tuple[weakref.WeakMethod[Callable[[Outcome], None]], ...] = ()
         self.sample_every: int = check_count(sample_every, "sample_every")
         self.due: int = 0
         self.is_held: bool = False
@@ -108,19 +107,6 @@ class Timings:
         self._read: dict[tuple[GraphKey | int, bool], deque[float]] = {}
         self._submits: dict[GraphKey | None, deque[float]] = {}
         self._lock = threading.Lock()
-
-    def listen(self, method: Callable[[Outcome], None]) -> Callable[[], None]:
-        """Call a method with each outcome too; returns what ends that.
-
-        Its object is held weakly: a shadow knows the dispatcher, whose plans hold this.
-        """
-        listener = weakref.WeakMethod(method)
-        self._listeners = (*self._listeners, listener)
-
-        def end() -> None:
-            self._listeners = tuple(one for one in self._listeners if one != listener)
-
-        return end
 
     def begin(self, batch: Batch, decision: Decision) -> Measurement:
         """Mark the start of a step on the current stream.
@@ -238,10 +224,6 @@ class Timings:
         dispatcher = self._dispatcher()
         if dispatcher is not None:
             dispatcher.observe(outcome)
-        for listener in self._listeners:
-            method = listener()
-            if method is not None:
-                method(outcome)
 
     def of(self, decision: Decision, batch: Batch) -> tuple[MeasuredTime, ...]:
         """Return what was measured of steps that ran as decided, idle and queued apart."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from dispatchkit_plan.scenario import Noise, Scenario
     from dispatchkit_plan.simulation import Simulation, simulate, simulate_all
+    from dispatchkit_plan.swap_forecast import SwapForecast, forecast_swap
     from dispatchkit_plan.token_budget import TokenBudget
 
 _HOME = {
@@ -57,12 +58,14 @@ _HOME = {
     "RivalResult": "results",
     "Scenario": "scenario",
     "Simulation": "simulation",
+    "SwapForecast": "swap_forecast",
     "TokenBudget": "token_budget",
     "calibrate": "calibration.calibrate",
     "emit": "emitters",
     "explain_trace": "commands.accounting",
     "forecast_graph_memory": "calibration.graph_memory",
     "forecast_memory": "memory",
+    "forecast_swap": "swap_forecast",
     "free_tokens": "hints",
     "hint": "hints",
     "load_cost_model": "costs",
@@ -95,12 +98,14 @@ __all__ = [
     "RivalResult",
     "Scenario",
     "Simulation",
+    "SwapForecast",
     "TokenBudget",
     "calibrate",
     "emit",
     "explain_trace",
     "forecast_graph_memory",
     "forecast_memory",
+    "forecast_swap",
     "free_tokens",
     "hint",
     "load_cost_model",

@@ -133,16 +133,18 @@ class LaneRun:
         elif self.scenario.is_lazy:
             self._serve_lazy(steps)
         else:
-            for tally, count in self._decide_all(steps)[0]:
+            tallies, number = self.decide_all(steps)
+            counts = np.bincount(number, minlength=len(tallies)).tolist()
+            for tally, count in zip(tallies, counts, strict=True):
                 tally.count += count
 
     # -- a policy that does not learn: every different batch once -------------------------
 
-    def _decide_all(self, steps: Steps) -> tuple[list[tuple[Tally, int]], list[Tally], IntArray]:
+    def decide_all(self, steps: Steps) -> tuple[list[Tally], IntArray]:
         """Decide each different batch once.
 
         Returns:
-            (tally, steps) pairs; the tallies by number; each step's number.
+            The tallies by number; each step's number.
         """
         num_uniform, num_loras = int(steps.uniform.max()) + 1, int(steps.loras.max()) + 1
         cell = (steps.num_tokens * num_uniform + steps.uniform) * num_loras + steps.loras
@@ -165,11 +167,10 @@ class LaneRun:
                 rest, loras = divmod(int(cells[which]), num_loras)
                 tokens, uniform = divmod(rest, num_uniform)
                 tallies.append(self._tally(dispatch(tokens, reqs, uniform, loras), tokens))
-        counts = np.bincount(number, minlength=len(tallies)).tolist()
-        return list(zip(tallies, counts, strict=True)), tallies, number
+        return tallies, number
 
     def _serve_lazy(self, steps: Steps) -> None:
-        _, tallies, number = self._decide_all(steps)
+        tallies, number = self.decide_all(steps)
         keys = [tally.decision.key for tally in tallies]
         live, use = self._live, self._use
         for which in number.tolist():

@@ -12,7 +12,7 @@ from dispatchkit.dispatch import Policy
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import DispatchConfig, check_count
 
-from dispatchkit_plan.costs import CostModel
+from dispatchkit_plan.costs import CostModel, load_cost_model
 
 __all__ = ["Eviction", "Noise", "Scenario"]
 
@@ -95,6 +95,17 @@ class Scenario:
             raise ConfigError(
                 "sizes", self.sizes, "left out beside config", "The config has sizes of its own."
             )
+
+    @property
+    def model(self) -> CostModel:
+        """The cost model itself.
+
+        Raises:
+            UnknownNameError: There is no model and no file of that name.
+            ConfigError: The file is not a cost model.
+        """
+        given = self.cost_model
+        return given if isinstance(given, CostModel) else load_cost_model(given)
 
     @property
     def is_lazy(self) -> bool:

@@ -26,7 +26,7 @@ from dispatchkit.keys import DispatchConfig, RuntimeMode
 from dispatchkit.observe import StepTrace, trace_config
 from dispatchkit.plugins import PluginSet, load_plugins
 
-from dispatchkit_plan.costs import CostModel, load_cost_model
+from dispatchkit_plan.costs import CostModel
 from dispatchkit_plan.lane_run import PENDING, LaneRun, Steps
 from dispatchkit_plan.scenario import Scenario
 
@@ -131,11 +131,7 @@ def simulate(
         PolicyError: The policy refuses the configuration.
     """
     scenario = scenario or Scenario()
-    model = (
-        scenario.cost_model
-        if isinstance(scenario.cost_model, CostModel)
-        else load_cost_model(scenario.cost_model)
-    )
+    model = scenario.model
     config = scenario.config or trace_config(trace, sizes=scenario.sizes, mode=scenario.mode)
     steps = Steps.of(trace, config)
     if not len(steps):

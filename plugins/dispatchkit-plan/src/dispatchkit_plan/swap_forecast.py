@@ -1,0 +1,235 @@
+"""What a swap of a serving runner would bring, from the steps that it has recorded.
+
+The steps are decided twice by the simulator, as the runner does now and as it would after the
+swap; a cost model has the time of each. Nothing of the runner changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from dispatchkit.dispatch import Dispatcher, Policy, Reason
+from dispatchkit.errors import TraceError
+from dispatchkit.keys import DispatchConfig
+from dispatchkit.observe import StepTrace
+from dispatchkit.registry import GraphRegistry, KeyState
+
+from dispatchkit_plan.costs import CostModel
+from dispatchkit_plan.lane_run import LaneRun, Steps
+from dispatchkit_plan.scenario import Scenario
+
+if TYPE_CHECKING:
+    from dispatchkit.execute import GraphRunner
+
+__all__ = ["Difference", "SwapForecast", "forecast_swap"]
+
+_SHOWN_DIFFERENCES = 10
+
+
+@attrs.frozen(kw_only=True)
+class Difference:
+    """Steps that would run in another way after the swap.
+
+    Attributes:
+        active: What runs now, in words.
+        candidate: What would run.
+        num_steps: How many.
+        min_tokens: Tokens of the smallest of them.
+        max_tokens: Tokens of the largest.
+        gain_us: Time that all of them save; negative where they take longer.
+    """
+
+    active: str
+    candidate: str
+    num_steps: int
+    min_tokens: int
+    max_tokens: int
+    gain_us: float
+
+
+@attrs.frozen(kw_only=True)
+class SwapForecast:
+    """What recorded steps take now, and what they would take after a swap.
+
+    Attributes:
+        active: Name of the policy in force.
+        candidate: Name of the policy after the swap.
+        num_steps: Steps compared.
+        same_steps: Steps that would run as they do now.
+        refused_steps: Steps above the candidate's limit, which would raise; the rest of the
+            forecast leaves them out.
+        active_us: Time of the steps now, by the cost model.
+        candidate_us: Their time after the swap.
+        differences: Where they differ, most steps first.
+        cost_model: Name of the cost model.
+        notes: What to know about the numbers.
+    """
+
+    active: str
+    candidate: str
+    num_steps: int
+    same_steps: int
+    refused_steps: int
+    active_us: float
+    candidate_us: float
+    differences: tuple[Difference, ...]
+    cost_model: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gain_us(self) -> float:
+        """Time that the swap would have saved; negative where it costs."""
+        return self.active_us - self.candidate_us
+
+    @property
+    def ratio(self) -> float:
+        """Time after the swap as a share of the time now; below 1 it is faster."""
+        return self.candidate_us / self.active_us if self.active_us else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**attrs.asdict(self), "gain_us": self.gain_us, "ratio": self.ratio}
+
+    def __str__(self) -> str:
+        verb = "saves" if self.gain_us >= 0 else "costs"
+        same = f"{self.num_steps} steps ({self.same_steps} the same)"
+        times = f"{self.candidate_us / 1e3:.2f} ms for {self.active_us / 1e3:.2f} ms"
+        change = f"{verb} {abs(self.gain_us) / 1e3:.2f} ms ({abs(1 - self.ratio):.1%})"
+        lines = [
+            f"{self.candidate} in place of {self.active}, over {same}",
+            f"   time {times}: {change}, by {self.cost_model}",
+        ]
+        lines += [
+            f"   {one.num_steps} steps of {one.min_tokens} to {one.max_tokens} tokens: "
+            f"{one.active} -> {one.candidate} ({one.gain_us / 1e3:+.2f} ms)"
+            for one in self.differences[:_SHOWN_DIFFERENCES]
+        ]
+        if len(self.differences) > _SHOWN_DIFFERENCES:
+            more = len(self.differences) - _SHOWN_DIFFERENCES
+            lines.append(f"   and {more} more kinds of steps")
+        lines += [f"   {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def forecast_swap(
+    runner: GraphRunner, trace: StepTrace, *, cost_model: CostModel | str, **change: Any
+) -> SwapForecast:
+    """Return what a swap would bring on steps like those of a trace.
+
+    Args:
+        runner: A runner in service; it is only read.
+        trace: The steps, as ``runner.start_recording()`` keeps them (``recorder.trace()``).
+        cost_model: What a step costs, as ``calibrate(runner)`` measures it; or the name of a
+            built-in model or of a file.
+        change: The arguments of the swap: policy, policy_options, sizes, mode, limits of
+            tokens and requests, or config.
+
+    Raises:
+        ConfigError: The swap changes nothing, or a setting cannot be used.
+        UnknownNameError: There is no such policy or cost model.
+        PolicyError: The policy refuses the configuration.
+        TraceError: No step has tokens, or none is within the candidate's limit.
+    """
+    proposal = runner.swapper.proposed(**change)
+    scenario = Scenario(cost_model=cost_model)
+    limit = min(proposal.config.max_num_tokens, runner.config.max_num_tokens)
+    with_tokens = [step for step in trace if step.num_tokens]
+    kept = [step for step in with_tokens if step.num_tokens <= limit]
+    if not kept:
+        problem = f"has no step of 1 to {limit} tokens to compare."
+        raise TraceError(trace.source, None, problem)
+    compared = StepTrace.from_steps(kept, source=trace.source)
+    with runner.registry.lock:  # nothing is learnt meanwhile
+        in_force = copy.deepcopy(runner.dispatcher.policy)
+    now = _Side(in_force, runner.config, runner.registry, scenario)
+    then = _Side(proposal.policy, proposal.config, runner.registry, scenario)
+    return _compared(now, then, compared, len(with_tokens) - len(kept), scenario.model)
+
+
+class _Side:
+    """One of the two: a dispatcher of its own, whose graphs count as captured."""
+
+    def __init__(
+        self, policy: Policy, config: DispatchConfig, live: GraphRegistry, scenario: Scenario
+    ) -> None:
+        self.dispatcher = Dispatcher(policy, config)
+        self.config = config
+        chance = random.Random(scenario.seed)
+        self.run = LaneRun(self.dispatcher, scenario.model, scenario, chance)
+        registry = self.dispatcher.registry
+        for mode in live.disabled_modes & set(self.dispatcher.modes):
+            registry.set_enabled(False, mode=mode)
+        for key in registry:
+            entry = live.get(key)
+            if entry is not None and entry.state is KeyState.FAILED:
+                registry.failed(key, entry.reason)  # it would fail again
+
+
+def _compared(
+    now: _Side, then: _Side, trace: StepTrace, refused: int, model: CostModel
+) -> SwapForecast:
+    before, number_before = now.run.decide_all(Steps.of(trace, now.config))
+    after, number_after = then.run.decide_all(Steps.of(trace, then.config))
+    pairs, counts = np.unique(np.stack([number_before, number_after]), axis=1, return_counts=True)
+    same = 0
+    active_us = candidate_us = 0.0
+    faults = 0
+    found: dict[tuple[str, str], Difference] = {}
+    for first, second, count in zip(*pairs.tolist(), counts.tolist(), strict=True):
+        one, other = before[first], after[second]
+        num_tokens = one.decision.num_tokens
+        active_us += one.time_us * count
+        candidate_us += other.time_us * count
+        if other.decision.reason == Reason.POLICY_ERROR:
+            faults += count
+        if one.decision.key == other.decision.key:
+            same += count
+            continue
+        words = str(one.decision), str(other.decision)
+        gain_us = (one.time_us - other.time_us) * count
+        known = found.get(words)
+        found[words] = Difference(
+            active=words[0],
+            candidate=words[1],
+            num_steps=count + (known.num_steps if known else 0),
+            min_tokens=min(num_tokens, known.min_tokens if known else num_tokens),
+            max_tokens=max(num_tokens, known.max_tokens if known else num_tokens),
+            gain_us=gain_us + (known.gain_us if known else 0.0),
+        )
+    forecast = SwapForecast(
+        active=now.dispatcher.policy_name,
+        candidate=then.dispatcher.policy_name,
+        num_steps=len(number_before),
+        same_steps=same,
+        refused_steps=refused,
+        active_us=active_us,
+        candidate_us=candidate_us,
+        differences=tuple(
+            sorted(found.values(), key=lambda one: (-one.num_steps, one.min_tokens, one.active))
+        ),
+        cost_model=model.name,
+        notes=tuple(_notes(then, trace, refused, faults, model)),
+    )
+    now.dispatcher.close()
+    then.dispatcher.close()
+    return forecast
+
+
+def _notes(
+    then: _Side, trace: StepTrace, refused: int, faults: int, model: CostModel
+) -> Iterator[str]:
+    if refused:
+        yield f"{refused} steps are above the candidate's limit, would raise, and are left out."
+    if faults:
+        yield f"On {faults} steps the candidate raised or broke a hard constraint: they run eager."
+    largest = max(trace.column("num_tokens"))
+    if not model.covers(largest):
+        yield f"{model.name} was not measured up to {largest} tokens; its lines are extended."
+    if then.dispatcher.policy_parts.learns:
+        yield "The candidate learns; what it would learn from its own steps is not in this."
