@@ -196,7 +196,7 @@ class Faulty(SmallestPolicy):
 
 def test_a_candidate_at_fault_is_counted(runner):
     trace = recorded(runner, (6, 6, 1))
-    with pytest.warns(UserWarning, match="no idea"):
+    with pytest.warns(RuntimeWarning, match="no idea"):
         forecast = forecast_swap(runner, trace, cost_model=TRUE, policy=Faulty())
     assert any(note.startswith("On 2 steps the candidate raised") for note in forecast.notes)
 
