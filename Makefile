@@ -15,7 +15,7 @@ SHARED = -n $(WORKERS) --dist loadfile
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow nightly soak check lint types public-types contracts format wheels release-check docs bench rivals vllm-tests vllm-engine oldest-transformers clean
+.PHONY: help setup demo test test-slow nightly soak check lint types public-types contracts format reading wheels release-check docs bench rivals vllm-tests vllm-engine oldest-transformers clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-19s %s\n", $$1, $$2 }' Makefile
@@ -70,6 +70,9 @@ contracts: $(READY)
 format: $(READY) ## Rewrite the code in the project's format
 	$(VENV_PY) -m ruff check --fix-only .
 	$(VENV_PY) -m ruff format .
+
+reading: $(READY) ## Bring the counts of docs/reading.md up to date
+	@$(VENV_PY) scripts/reading.py
 
 rivals: $(READY) ## Fetch published vLLM dispatchers into .rivals/, which tests then compare with
 	@$(VENV_PY) scripts/rivals.py

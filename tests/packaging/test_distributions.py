@@ -125,6 +125,21 @@ def test_plugin_carries_licence_readme_and_its_need_of_the_core(plugin: Path) ->
 
 
 @each_plugin
+def test_plugin_names_its_page_which_is_in_its_section_of_the_docs(plugin: Path) -> None:
+    """Whoever comes from the package finds the page, and whoever reads the pages the package."""
+    index = (ROOT / "docs" / "index.md").read_text()
+    section = re.search(
+        rf":caption: {re.escape(plugin.name)}\n:maxdepth: 1\n\n(.*?)```", index, re.DOTALL
+    )
+    assert section is not None
+    pages = {f"{page}.md" for page in section[1].split()}
+    readme = (plugin / "README.md").read_text()
+    linked = set(re.findall(r"\]\(\.\./\.\./docs/([^)#]+)", readme))
+    assert pages & linked
+    assert all((ROOT / "docs" / page).is_file() for page in pages | linked)
+
+
+@each_plugin
 def test_plugin_uses_public_names_only(plugin: Path) -> None:
     """A plugin that needs a private name has found a hole in the interface."""
     found = {

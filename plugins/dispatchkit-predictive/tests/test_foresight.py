@@ -151,7 +151,7 @@ def test_what_is_wanted_last_is_given_up() -> None:
 
 @pytest.mark.slow
 def test_all_real_traces_with_little_room_and_with_much() -> None:
-    """The figures of the README, within a tenth."""
+    """The figures of the page, within a tenth."""
     seen = [keys_of_trace(read_trace(path)) for path in sorted(TRACES.glob("step_*.csv.gz"))]
     assert len(seen) == 9
     for room, most_wanted, predicted in ((16, 1170, 534), (64, 348, 44)):

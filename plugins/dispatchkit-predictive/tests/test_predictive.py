@@ -23,7 +23,7 @@ from dispatchkit.errors import ConfigError  # noqa: E402
 
 from dispatchkit_predictive import Predictive  # noqa: E402
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "predictive.md"
 
 
 def make_runner(
@@ -123,7 +123,7 @@ def test_it_is_an_observer_that_hears_of_evictions() -> None:
     assert not predictive._foresight._ahead
 
 
-def test_examples_of_the_readme_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(README.parents[2])
-    for example in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
-        exec(compile(example, str(README), "exec"), {})  # noqa: S102 - the page's own code
+def test_examples_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PAGE.parents[2])
+    for example in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(compile(example, str(PAGE), "exec"), {})  # noqa: S102 - the page's own code

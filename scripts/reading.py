@@ -1,0 +1,77 @@
+"""Bring docs/reading.md up to date: its counts, and what each file says of itself.
+
+Usage: scripts/reading.py. The order of the files is kept. A file that is not on the page yet comes
+last, to be moved to its place by hand; one that is gone is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reading.md"
+PACKAGE = ROOT / "dispatchkit"
+ENTRY = re.compile(r"- `([\w/]+\.py)` \(([\d,]+)\): .*")
+HEADING = re.compile(r"(## .*) \(([\d,]+) lines\)")
+TOTAL = re.compile(r"([\d,]+) lines in \d+ files")
+#: What comes with the core and is no part of it.
+BESIDE = ("__main__", "cli/", "demo/", "testing/")
+
+
+def files() -> dict[str, tuple[int, str]]:
+    """Return the number of lines and the docstring's first paragraph of each file, by path."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        says = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
+        found[str(path.relative_to(PACKAGE))] = len(text.splitlines()), says.replace("\n", " ")
+    return found
+
+
+def rewritten(page: str) -> str:
+    """Return the page as it should be now."""
+    there = files()
+    lines = [line for line in page.splitlines() if _name(line) is None or _name(line) in there]
+    missing = set(there) - {_name(line) for line in lines}
+    lines += [f"- `{name}` (0): " for name in sorted(missing)]
+    sections: Counter[str] = Counter()
+    heading = ""
+    for line in lines:
+        heading = line if line.startswith("## ") else heading
+        sections[heading] += there[name][0] if (name := _name(line)) else 0
+    core = [count for name, (count, _) in there.items() if not name.startswith(BESIDE)]
+    for at, line in enumerate(lines):
+        if name := _name(line):
+            count, says = there[name]
+            lines[at] = f"- `{name}` ({_count(ENTRY, line, 2, count)}): {says}"
+        elif HEADING.fullmatch(line):
+            count_now = _count(HEADING, line, 2, sections[line])
+            lines[at] = HEADING.sub(rf"\1 ({count_now} lines)", line)
+        elif TOTAL.search(line):
+            total = _count(TOTAL, line, 1, sum(core))
+            lines[at] = TOTAL.sub(f"{total} lines in {len(core)} files", line)
+    return "\n".join(lines) + "\n"
+
+
+def _name(line: str) -> str | None:
+    entry = ENTRY.fullmatch(line)
+    return None if entry is None else entry[1]
+
+
+def _count(pattern: re.Pattern[str], line: str, group: int, now: int) -> str:
+    """Return a count in tens; the one that is there if it is off by little.
+
+    It is there to plan an afternoon, and an edit of a few lines must not make the page wrong.
+    """
+    found = pattern.search(line)
+    written = found[group] if found else "0"
+    if written != "0" and abs(int(written.replace(",", "")) - now) <= max(20, 0.1 * now):
+        return written
+    return f"{max(10, round(now, -1)):,}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,39 @@
+"""The page on reading has every file once, in an order that a person chose, with what it is now."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+
+_spec = importlib.util.spec_from_file_location("reading", ROOT / "scripts" / "reading.py")
+assert _spec is not None
+assert _spec.loader is not None
+reading = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reading)
+
+
+def entries(page: str) -> list[str]:
+    return [line for line in page.splitlines() if reading.ENTRY.fullmatch(line)]
+
+
+def test_the_page_is_up_to_date() -> None:
+    """Run `make reading` if it is not, and give a new file its place."""
+    assert reading.rewritten(PAGE) == PAGE
+    names = [reading.ENTRY.fullmatch(line)[1] for line in entries(PAGE)]
+    assert sorted(names) == sorted(reading.files())
+
+
+def test_what_is_out_of_date_is_seen() -> None:
+    """A file too many, one too few, another count, another summary: each is put right."""
+    first, second = entries(PAGE)[:2]
+    for wrong in (
+        PAGE.replace(first, f"{first}\n- `keys/gone.py` (10): It was here."),
+        PAGE.replace(second, second.partition("(")[0] + "(990): " + second.partition(": ")[2]),
+        PAGE.replace(first, first.partition(": ")[0] + ": Something else."),
+    ):
+        assert wrong != PAGE
+        assert reading.rewritten(wrong) == PAGE
+    assert reading.rewritten(PAGE.replace(f"{second}\n", "")).endswith(f"{second}\n")
