@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,11 @@ def _watch(model: torch.nn.Module) -> ValueWatch:
     return ValueWatch(PythonState({"model": model}))
 
 
+def _compare(watch: ValueWatch, times: int) -> bool:
+    """Return whether so many comparisons find nothing, each when it is due."""
+    return all(watch.is_unchanged(watch.due) for _ in range(times))
+
+
 def _assign(model: Adapter) -> None:
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
 
@@ -77,11 +83,11 @@ def test_an_assignment_is_found_before_the_next_replay(case: str) -> None:
     """torch reports it, and the next replay compares everything."""
     model = Adapter()
     watch = _watch(model)
-    assert all(watch.is_unchanged() for _ in range(3 * watch.num_values))
-    assert not watch.is_due
+    assert _compare(watch, 3 * watch.num_values)
+    tick = watch.due - 1
     AT_ONCE[case](model)
-    assert watch.is_due
-    assert not watch.is_unchanged()
+    assert watch.due <= tick
+    assert not watch.is_unchanged(tick)
     assert watch.changes()
 
 
@@ -91,10 +97,10 @@ def test_anything_else_is_found_within_one_turn(case: str) -> None:
     for begun in range(3):
         model = Adapter()
         watch = _watch(model)
-        assert all(watch.is_unchanged() for _ in range(begun))
+        assert _compare(watch, begun)
         IN_TURN[case](model)
         turn = -(-watch.num_values // VALUES_AT_ONCE)
-        assert not all(watch.is_unchanged() for _ in range(turn))
+        assert not _compare(watch, turn)
         assert watch.changes()
 
 
@@ -102,8 +108,8 @@ def test_only_watches_that_hold_the_module_are_marked() -> None:
     one, other = Adapter(), Adapter()
     watches = _watch(one), _watch(other)
     AT_ONCE["a buffer by setattr"](one)
-    assert not watches[0].is_unchanged()
-    assert all(watches[1].is_unchanged() for _ in range(watches[1].num_values))
+    assert not _compare(watches[0], 1)
+    assert _compare(watches[1], watches[1].num_values)
 
 
 def test_what_no_code_of_the_step_reads_may_change() -> None:
@@ -111,7 +117,7 @@ def test_what_no_code_of_the_step_reads_may_change() -> None:
     watch = _watch(model)
     model.num_served += 1
     model.unused = 3
-    assert all(watch.is_unchanged() for _ in range(2 * watch.num_values))
+    assert _compare(watch, 2 * watch.num_values)
     assert watch.changes() == ()
 
 
@@ -119,7 +125,7 @@ def test_an_equal_number_is_no_change() -> None:
     model = Adapter()
     watch = _watch(model)
     model.scale = float("0.5")
-    assert all(watch.is_unchanged() for _ in range(2 * watch.num_values))
+    assert _compare(watch, 2 * watch.num_values)
 
 
 def test_what_the_step_changes_itself_is_compared_at_every_replay() -> None:
@@ -128,31 +134,99 @@ def test_what_the_step_changes_itself_is_compared_at_every_replay() -> None:
     state = PythonState({"model": model})
     always = [one for one in state.values_read() if one.path == "model.enabled"]
     watch = ValueWatch(state, always)
-    for _ in range(3):
-        assert watch.is_due
-        assert watch.is_unchanged()
+    for tick in range(3):
+        assert watch.due <= tick
+        assert watch.is_unchanged(tick)
     model.enabled = False
-    assert not watch.is_unchanged()
+    assert not watch.is_unchanged(3)
     assert [one.path for one in watch.changes()] == ["model.enabled", "model.enabled"]
 
 
-def test_a_changed_number_is_found_within_the_stated_number_of_replays() -> None:
-    """From then on results are eager's."""
+@pytest.mark.parametrize("begun", [0, 5, VALUES_AT_ONCE])
+def test_a_changed_number_is_found_within_the_stated_number_of_replays(begun: int) -> None:
+    """Whatever graphs are replayed meanwhile; from then on results are eager's."""
     model = Adapter().eval()
     runner = GraphRunner(
-        model, {"x": StaticInput((None, 2), "float32")}, sizes=[2], mode="FULL", backend="tape"
+        model, {"x": StaticInput((None, 2), "float32")}, sizes=[1, 2], mode="FULL", backend="tape"
     )
     with torch.no_grad():
         runner.capture()
-        x = torch.ones(2, 2)
-        runner(x)
+        batches = itertools.cycle([torch.ones(1, 2), torch.ones(2, 2)])
+        for _ in range(begun):
+            runner(next(batches))
         model.scale = 4.0
-        (captured,) = (entry.graph for entry in runner.registry.entries.values() if entry.graph)
-        bound = captured.values.num_values + 2 * VALUES_AT_ONCE
+        captured, _ = (entry.graph for entry in runner.registry.entries.values())
+        bound = captured.values.num_values + VALUES_AT_ONCE
         with pytest.warns(EagerStepWarning, match="value_changed|stale"):
-            _ = [runner(x) for _ in range(bound)]
+            _ = [runner(next(batches)) for _ in range(bound)]
+        x = torch.ones(2, 2)
         torch.testing.assert_close(runner(x), model(x))
     assert runner.stats().eager_by_reason["value_changed"] == 1
+
+
+def test_gradients_are_watched_where_the_step_reads_them() -> None:
+    """A graph of a step that names none has none built in."""
+
+    def step(x: Any) -> Any:
+        return x * weight.grad
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    model = Adapter()
+    watches = _watch(model), ValueWatch(PythonState({"step": step}))
+    for one in (weight, *model.parameters()):
+        one.grad = torch.ones_like(one)
+    assert [_compare(one, one.num_values) for one in watches] == [True, False]
+    assert [entry.path for entry in watches[1].changes()] == ["weight.grad"]
+
+
+def test_values_of_every_kind_of_container_are_watched() -> None:
+    """Those that are items, and those that are read another way."""
+
+    class Slots:
+        __slots__ = ("scale",)
+
+    class Held(dict):  # type: ignore[type-arg]
+        """Reading an item of it may run code."""
+
+        def __getitem__(self, key: Any) -> Any:
+            raise AssertionError(key)
+
+    def make() -> tuple[dict[str, Any], Callable[..., Any]]:
+        slots, factor = Slots(), 2.0
+        slots.scale = 1.0
+        at = {
+            "list": [1.0],
+            "held": Held(gain=1.0),
+            "set": {1.0},
+            "tuple": (torch.ones(1),),
+            "slots": slots,
+        }
+
+        def step(x: Any) -> Any:
+            return x * at["list"][0] * at["held"]["gain"] * factor * slots.scale
+
+        def set_factor() -> None:
+            nonlocal factor
+            factor = 3.0
+
+        return {**at, "cell": set_factor}, step
+
+    changes: dict[str, Callable[[Any], Any]] = {
+        "list": lambda one: one.clear(),
+        "held": lambda one: one.update(gain=2.0),
+        "set": lambda one: one.add(2.0),
+        "tuple": lambda one: setattr(one[0], "data", torch.zeros(1)),
+        "slots": lambda one: delattr(one, "scale"),
+        "cell": lambda one: one(),
+    }
+    for name, change in changes.items():
+        at, step = make()
+        watch = ValueWatch(PythonState({"step": step}))
+        turn = -(-watch.num_values // VALUES_AT_ONCE)
+        assert _compare(watch, 2 * turn), name
+        change(at[name])
+        assert not _compare(watch, turn), name
+        assert len(watch.changes()) == 1, name
 
 
 def test_hooks_of_torch_leave_compiled_modules_alone() -> None:

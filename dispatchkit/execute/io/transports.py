@@ -120,17 +120,17 @@ class CopyTransport:
         buffers, num_rows, bucket = self.buffers, self.num_rows, self.bucket
         if self._leaves_pinned:
             buffers.mark_unknown()
-        elif buffers.clean_from <= num_rows and bucket <= buffers.clean_to:
-            buffers.clean_from = num_rows  # before the copy, which may fail half-way
+        elif num_rows == bucket or (buffers.clean_from <= num_rows and bucket <= buffers.clean_to):
+            if buffers.clean_from < num_rows:
+                buffers.clean_from = num_rows  # before the copy, which may fail half-way
             if self._all is not None:
                 _copy(self._all, values)
             else:
                 self.copy(values, fill=False)
             return
         buffers.mark_written(num_rows)
-        needs_fill = num_rows < bucket
-        self.copy(values, fill=needs_fill)
-        if needs_fill and not self._leaves_pinned:
+        self.copy(values, fill=num_rows < bucket)
+        if not self._leaves_pinned:
             buffers.mark_filled(num_rows, bucket)
 
     def load_in_place(self) -> None:
@@ -139,10 +139,15 @@ class CopyTransport:
         if self._source is not None:
             self.load(self._source.copies(num_rows), readable=True)
             return
-        if buffers.clean_from <= num_rows and self.bucket <= buffers.clean_to:
-            buffers.clean_from = num_rows
+        if num_rows == self.bucket or (
+            buffers.clean_from <= num_rows and self.bucket <= buffers.clean_to
+        ):
+            if buffers.clean_from < num_rows:
+                buffers.clean_from = num_rows
             return
-        _fill_stale_rows(self)
+        buffers.mark_written(num_rows)
+        self.fill()
+        buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
         """Copy a batch, and fill behind it if asked to; marks nothing in the buffers."""
@@ -214,23 +219,27 @@ class StagedTransport:
     def load(self, values: Sequence[Any], readable: bool) -> None:
         """Write and copy a batch, and fill behind it."""
         buffers, num_rows, bucket = self.buffers, self.num_rows, self.bucket
-        if buffers.clean_from <= num_rows and bucket <= buffers.clean_to:
-            buffers.clean_from = num_rows
+        if num_rows == bucket or (buffers.clean_from <= num_rows and bucket <= buffers.clean_to):
+            if buffers.clean_from < num_rows:
+                buffers.clean_from = num_rows
             self.copy(values, fill=False)
             return
         buffers.mark_written(num_rows)
-        needs_fill = num_rows < bucket
-        self.copy(values, fill=needs_fill)
-        if needs_fill:
-            buffers.mark_filled(num_rows, bucket)
+        self.copy(values, fill=True)
+        buffers.mark_filled(num_rows, bucket)
 
     def load_in_place(self) -> None:
         """Fill behind rows that are there already."""
         buffers, num_rows = self.buffers, self.num_rows
-        if buffers.clean_from <= num_rows and self.bucket <= buffers.clean_to:
-            buffers.clean_from = num_rows
+        if num_rows == self.bucket or (
+            buffers.clean_from <= num_rows and self.bucket <= buffers.clean_to
+        ):
+            if buffers.clean_from < num_rows:
+                buffers.clean_from = num_rows
             return
-        _fill_stale_rows(self)
+        buffers.mark_written(num_rows)
+        self.fill()
+        buffers.mark_filled(num_rows, self.bucket)
 
     def copy(self, values: Sequence[Any], *, fill: bool) -> None:
         """Write and copy a batch, and fill behind it if asked to; marks nothing."""
@@ -261,15 +270,6 @@ class StagedTransport:
                     self._kept_tails.append((as_array(stale), staging.fill_arrays[name]))
         for stale, fill in self._kept_tails:
             stale[...] = fill
-
-
-def _fill_stale_rows(transport: CopyTransport | StagedTransport) -> None:
-    """Fill behind rows that are in place."""
-    buffers, num_rows = transport.buffers, transport.num_rows
-    buffers.mark_written(num_rows)
-    if num_rows < transport.bucket:
-        transport.fill()
-        buffers.mark_filled(num_rows, transport.bucket)
 
 
 class NodeTransport:
@@ -343,9 +343,12 @@ class NodeTransport:
         """
         buffers, path, num_rows = self.buffers, self._path, self.num_rows
         if not self._host_rows:
-            is_clean = buffers.clean_from <= num_rows and self.bucket <= buffers.clean_to
-            if is_clean and path.is_idle:
-                buffers.clean_from = num_rows
+            if path.is_idle and (
+                num_rows == self.bucket
+                or (buffers.clean_from <= num_rows and self.bucket <= buffers.clean_to)
+            ):
+                if buffers.clean_from < num_rows:
+                    buffers.clean_from = num_rows
                 return
             path.stop_node()
             self._by_torch().load_in_place()

@@ -26,7 +26,6 @@ from dispatchkit.execute.replay.eager import EagerRunner
 from dispatchkit.execute.replay.timing import Timer
 from dispatchkit.execute.step.guard import Guard, Watched, difference
 from dispatchkit.execute.step.reasons import DOWNGRADES
-from dispatchkit.execute.step.values import VALUES_AT_ONCE
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCount
 
@@ -184,8 +183,6 @@ class GraphPlan:
         self._lane, self._values = step.lane, step.values
         self._had_autocast = step.guard[0] is not None
         self._modules: tuple[Watched, ...] = guard.watched(step.guard)
-        # A step without modules pays for none.
-        self._looks = self._had_autocast or bool(self._modules)
         # None: by its own replay. A bound method of the plan here would be a reference cycle.
         self._launch: LaunchCall | None = None
         self._graph: Any = None
@@ -208,12 +205,16 @@ class GraphPlan:
         step, lane = self.step, self._lane
         if step.released:
             return AGAIN
-        if _is_any_autocast_enabled() or (self._looks and self._has_changed()):
+        may_differ = self._had_autocast or _is_any_autocast_enabled()
+        for module, training, place_now, place in self._modules:
+            if module.training is not training or place_now() != place:
+                may_differ = True
+        if may_differ:
             reason = self.guard_reason()
             if reason:
                 return self.eager.run_for(reason, tensors, self.num_tokens, step.key)
         values = self._values
-        if (values.is_due or not step.hits % VALUES_AT_ONCE) and not values.is_unchanged():
+        if lane.tick >= values.due and not values.is_unchanged(lane.tick):
             reason = self.eager.replaced(step)
             if reason:
                 return self.eager.run_for(reason, tensors, self.num_tokens, step.key)
@@ -254,14 +255,6 @@ class GraphPlan:
     def guard_reason(self) -> str:
         """Return which fact is another than at the capture, as a reason; empty if none is."""
         return difference(self.step.guard, self._guard.now())
-
-    def _has_changed(self) -> bool:
-        if self._had_autocast:
-            return True
-        for module, training, place_now, place in self._modules:
-            if module.training is not training or place_now() != place:
-                return True
-        return False
 
     # -- what is found once -------------------------------------------------------------
 

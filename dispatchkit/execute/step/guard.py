@@ -18,17 +18,6 @@ Fingerprint = tuple[Any, tuple[bool, ...], tuple[int, ...]]
 Watched = tuple[torch.nn.Module, bool, Callable[[], int], int]
 
 
-class _Nowhere:
-    """Stands for a tensor of a module that has none."""
-
-    @staticmethod
-    def data_ptr() -> int:
-        return 0
-
-
-_NOWHERE: Final = _Nowhere()
-
-
 class Guard:
     """Reads the facts of the calling thread that steer what a step computes.
 
@@ -45,13 +34,13 @@ class Guard:
     def __init__(self, device_type: str, modules: Iterable[torch.nn.Module]) -> None:
         self._device_type = device_type
         self.modules: tuple[torch.nn.Module, ...] = tuple(modules)
-        self._samples = tuple(_sample(module) for module in self.modules)
+        self._places = tuple(_place_of(module) for module in self.modules)
 
     def add(self, module: torch.nn.Module) -> None:
         """Watch a module that the step reaches in another way; before the first capture."""
         if module not in self.modules:
             self.modules += (module,)
-            self._samples += (_sample(module),)
+            self._places += (_place_of(module),)
 
     def now(self) -> Fingerprint:
         """Return the facts as they are now."""
@@ -61,21 +50,20 @@ class Guard:
             else None
         )
         training = tuple(module.training for module in self.modules)
-        return autocast, training, tuple(sample.data_ptr() for sample in self._samples)
+        return autocast, training, tuple(place() for place in self._places)
 
     def watched(self, made_under: Fingerprint) -> tuple[Watched, ...]:
         """Return what a step has to look at: each module as it was in a fingerprint."""
-        places = [sample.data_ptr for sample in self._samples]
-        return tuple(zip(self.modules, made_under[1], places, made_under[2], strict=True))
+        return tuple(zip(self.modules, made_under[1], self._places, made_under[2], strict=True))
 
 
-def _sample(module: torch.nn.Module) -> Any:
-    """Return a tensor that every move and change of type of a module moves."""
+def _place_of(module: torch.nn.Module) -> Callable[[], int]:
+    """Return what tells where a module is: by a tensor that every move and change of type moves."""
     tensors = [*module.parameters(), *module.buffers()]
     tensors = [one for one in tensors if one.layout is torch.strided]  # others have no one place
     floating = [one for one in tensors if one.is_floating_point()]
     found = floating or tensors
-    return found[0] if found else _NOWHERE
+    return found[0].data_ptr if found else int  # int() is 0, and costs a step no frame
 
 
 def difference(made_under: Fingerprint, now: Fingerprint) -> str:

@@ -91,13 +91,14 @@ class Entry:
             return self.record.kind.get(self.record.target, self.key)
         return self.record.kind.read(self.record.target).get(self.key, MISSING)
 
-    def reader(self) -> tuple[Callable[[Any, Any], Any], Any, Any]:
-        """Return a function that reads the entry, and its two arguments."""
-        if self.record.kind.get is None:
-            return (lambda target, key: self.now()), self.record.target, self.key
-        if self.record.kind.get is _get_item and self.before is not None:
-            return dict.get, self.record.target, self.key  # a missing entry reads as None
-        return self.record.kind.get, self.record.target, self.key
+    @property
+    def holder(self) -> dict[Any, Any] | list[Any] | tuple[Any, ...] | None:
+        """The builtin container that ``key`` is an index into; None if it is in no such one."""
+        target = self.record.target
+        if self.record.kind is _GLOBALS:
+            return target.values  # type: ignore[no-any-return]
+        # Exact types: reading an item of a subclass may run code, and insert the item.
+        return target if type(target) in (dict, OrderedDict, list, tuple) else None
 
     @property
     def can_restore(self) -> bool:
@@ -183,9 +184,14 @@ class PythonState:
         return self._read_by_step(found) if found else ()
 
     def values_read(self) -> tuple[Entry, ...]:
-        """Return the entries that the step's code may read."""
+        """Return the entries that the step's code may read, and that may change."""
+        reads_gradients = not self._names_read().isdisjoint({"grad", *_DYNAMIC})
         return self._read_by_step(
-            Entry(record, key) for record in self._records for key in record.saved
+            Entry(record, key)
+            for record in self._records
+            if record.kind is not _GRADIENT or reads_gradients
+            for key, value in record.saved.items()
+            if record.kind is not _TUPLE or not is_plain(value)
         )
 
     def containers(self) -> set[int]:
@@ -440,6 +446,13 @@ def _read_cell(target: types.CellType) -> dict[str, Any]:
         return {}
 
 
+def _get_cell(target: types.CellType, _key: Any) -> Any:
+    try:
+        return target.cell_contents
+    except ValueError:
+        return MISSING
+
+
 def _write_cell(target: types.CellType, _key: Any, value: Any) -> None:
     if value is MISSING:
         del target.cell_contents
@@ -524,7 +537,7 @@ _SEQUENCE = Kind(lambda one: dict(enumerate(one)), _set_at, _indexed, get=_get_a
 _TUPLE = Kind(lambda one: dict(enumerate(one)), None, _indexed)
 _SLOTS = Kind(_read_slots, _set_attribute, _dotted, get=_get_attribute)
 _CLASS = Kind(_read_class, _set_on_class, _dotted, get=_get_attribute)
-_CELL = Kind(_read_cell, _write_cell, _itself)
+_CELL = Kind(_read_cell, _write_cell, _itself, get=_get_cell)
 _GLOBALS = Kind(_Globals.read, lambda one, key, value: _set_item(one.values, key, value), _by_name)
 _SCRIPT = Kind(_read_script, _write_script, _dotted, is_entered=False)
 
@@ -617,7 +630,10 @@ _ITERATOR = _whole(_iterator, None)
 _RANDOM = _whole(random.Random.getstate, random.Random.setstate)
 _RANDOM_MODULE = _whole(lambda _: random.getstate(), lambda _, value: random.setstate(value))
 _GRADIENT = Kind(
-    lambda one: {"grad": one.grad}, lambda one, _, value: setattr(one, "grad", value), _dotted
+    lambda one: {"grad": one.grad},
+    lambda one, _, value: setattr(one, "grad", value),
+    _dotted,
+    get=_get_attribute,
 )
 
 

@@ -2,7 +2,7 @@
 
 A graph keeps the address of each weight and the result of each branch of its capture. Replacing a
 weight, switching an adapter or changing a field of a configuration has no effect on it. So every
-eighth replay of a graph compares eight such values, in turn; and where torch reports that a
+sixteenth step of a lane compares sixteen such values, in turn; and where torch reports that a
 parameter, buffer or submodule was assigned, the next replay compares all of them.
 
 How soon a change is seen:
@@ -10,95 +10,144 @@ How soon a change is seen:
 - a parameter, buffer or submodule that is assigned (also by ``load_state_dict(assign=True)``), and
   a value that the step itself was seen to change: before the next result;
 - anything else (``.data = ...``, ``swap_tensors``, ``_parameters[...] = ...``, a number, a flag):
-  within ``num_values + 2 * VALUES_AT_ONCE`` replays of one graph.
+  within ``num_values + VALUES_AT_ONCE`` replays, of whatever graphs of the lane.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from torch.nn.modules import module as torch_module
 
-from dispatchkit.execute.step.python_state import Entry, PythonState, is_same
+from dispatchkit.execute.step.python_state import MISSING, Entry, PythonState, is_same
 
-#: How many values one comparison takes; a graph's replays make one in each so many.
-VALUES_AT_ONCE: Final = 8
+#: How many values one comparison takes; a lane's steps make one in each so many.
+VALUES_AT_ONCE: Final = 16
+
+_data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 class ValueWatch:
-    """Watches the values that the graphs of one runner have built in.
+    """Watches the values that the graphs of one lane have built in.
 
     Args:
         state: What the step reaches, recorded when the graphs are made; None to watch nothing.
         always: Entries to compare at every replay: those that the step is known to change.
 
     Attributes:
-        is_due: The next replay of any graph must call ``is_unchanged``; otherwise each graph's
-            replays do so now and then.
+        due: The lane's tick from which on the next replay must call ``is_unchanged``.
         num_values: How many values there are.
     """
 
-    is_due: bool
+    due: int
 
     def __init__(self, state: PythonState | None = None, always: Iterable[Entry] = ()) -> None:
-        self._checks = [] if state is None else [_Check(one) for one in state.values_read()]
-        self._always = [_Check(entry) for entry in always]
-        self.num_values: int = len(self._checks)
+        read = () if state is None else state.values_read()
+        self.num_values: int = len(read)
+        self._groups = [
+            _Group(read[start : start + VALUES_AT_ONCE])
+            for start in range(0, len(read), VALUES_AT_ONCE)
+        ]
+        always = tuple(always)
+        self._always = _Group(always) if always else None
+        self._interval = 1 if always else VALUES_AT_ONCE
+        self._next = 0
         self._rewind()
         for module in () if state is None else state.modules:
             _WATCHES.setdefault(module, weakref.WeakSet()).add(self)
         _listen()
 
-    def is_unchanged(self) -> bool:
-        """Compare the next values in turn; False: something changed, ask ``changes``."""
+    def is_unchanged(self, tick: int) -> bool:
+        """Compare the next values in turn; False: something changed, ask ``changes``.
+
+        Args:
+            tick: The lane's.
+        """
+        self.due = tick + self._interval  # first: another thread may mark it meanwhile
         if self._is_marked:
             return False
-        # By map: what a generator expression adds is half of a comparison.
-        for always in self._always:
-            if not always.is_unchanged():
+        if self._always is not None:
+            if not self._always.is_unchanged():
                 return False
-        return all(map(_Check.is_unchanged, itertools.islice(self._turn, VALUES_AT_ONCE)))
+            if tick < self._next:
+                return True
+            self._next = tick + VALUES_AT_ONCE
+        return next(self._turn).is_unchanged()
 
     def changes(self) -> tuple[Entry, ...]:
         """Compare everything, and return what is different; the turn begins anew."""
         self._rewind()
-        return tuple(
-            check.entry for check in (*self._always, *self._checks) if not check.is_unchanged()
-        )
+        always = () if self._always is None else (self._always,)
+        return tuple(entry for group in (*always, *self._groups) for entry in group.changes())
 
     def mark(self) -> None:
         """Compare everything before the next replay."""
-        self._is_marked = self.is_due = True
+        self._is_marked, self.due = True, 0
 
     def _rewind(self) -> None:
-        self._turn = itertools.cycle(self._checks)
-        self._is_marked, self.is_due = False, bool(self._always)
+        self._turn = itertools.cycle(self._groups)
+        self._next, self._is_marked = 0, False
+        self.due = 0 if self._groups else sys.maxsize
 
 
-class _Check:
-    """Compares one entry: the same object, at the same address if it is a tensor."""
+class _Group:
+    """Compares some entries: the same objects, at the same addresses if they are tensors.
 
-    __slots__ = ("_address", "_get", "_key", "_target", "_value", "entry")
+    Nearly all of them are items of dictionaries, which a step can afford to read.
+    """
 
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-        self._get, self._target, self._key = entry.reader()
-        self._value = entry.before
-        self._address = _address_of(self._value)
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._entries = entries
+        self._values = [entry.before for entry in entries]
+        self._addresses = [_address_of(value) for value in self._values]
+        self._prepare()
 
     def is_unchanged(self) -> bool:
         """Return whether Python would read the same now."""
-        now = self._get(self._target, self._key)
-        if now is not self._value:
-            if not is_same(self._value, now):
-                return False
-            self._value = now  # an equal number: the next comparison is one of identity again
-        return self._address is None or now.data_ptr() == self._address
+        try:
+            for holder, key, value in self._items:
+                if holder[key] is not value:
+                    return not self.changes()
+            for entry, value in self._others:
+                now = entry.now()
+                if now is not value and not is_same(value, now):
+                    return False
+            return [*map(_data_ptr, self._tensors)] == self._places
+        except (LookupError, RuntimeError):  # an item is gone, or a tensor has no memory any more
+            return False
+
+    def changes(self) -> list[Entry]:
+        """Return the entries that read differently now."""
+        found = []
+        for number, entry in enumerate(self._entries):
+            now = entry.now()
+            if is_same(self._values[number], now) and _address_of(now) == self._addresses[number]:
+                self._values[number] = now  # an equal number: the same object from now on
+            else:
+                found.append(entry)
+        self._prepare()
+        return found
+
+    def _prepare(self) -> None:
+        """Sort the entries by how they are read."""
+        self._items: list[tuple[Any, Any, Any]] = []
+        self._others: list[tuple[Entry, Any]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._places: list[int] = []
+        for entry, value, address in zip(self._entries, self._values, self._addresses, strict=True):
+            if entry.holder is None or value is MISSING:
+                self._others.append((entry, value))
+            else:
+                self._items.append((entry.holder, entry.key, value))
+            if address is not None:
+                self._tensors.append(value)
+                self._places.append(address)
 
 
 def _address_of(value: Any) -> int | None:
