@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 from dispatchkit.errors import CaptureError
+
+_T = TypeVar("_T")
 
 
 class HostSyncError(RuntimeError):
@@ -53,35 +55,39 @@ def _lock_of(device: str) -> threading.Lock:
 class _CollectorHold:
     """Keeps the garbage collector off while any capture of the process runs.
 
-    Counted, because captures of two devices may overlap: the first one in remembers the
-    setting and the last one out puts it back.
+    Captures of two devices may overlap: the first one in remembers the setting and the last one
+    out puts it back.
     """
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._holders = 0
+        self._holders: set[object] = set()
         self._was_enabled = False
 
-    def enter(self) -> None:
+    def enter(self, holder: object) -> None:
+        """Keep it off for a holder."""
         with self._guard:
-            if self._holders == 0:
+            if not self._holders:
                 self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._holders += 1
+            self._holders.add(holder)
+            gc.disable()
 
-    def leave(self) -> None:
+    def leave(self, holder: object) -> None:
+        """Keep it off no longer for a holder; a second call changes nothing."""
         with self._guard:
-            self._holders -= 1
-            if self._holders == 0:
+            if holder not in self._holders:
+                return
+            if len(self._holders) == 1:
                 if self._was_enabled:
                     gc.enable()
                 else:
                     gc.disable()
+            self._holders.discard(holder)
 
     @property
     def is_held(self) -> bool:
         """Whether any capture of the process runs."""
-        return self._holders > 0
+        return bool(self._holders)
 
 
 _collector = _CollectorHold()
@@ -103,19 +109,29 @@ def refuse_nested(device: str) -> None:
         )
 
 
-@contextmanager
-def exclusive_capture(device: str) -> Iterator[None]:
-    """Hold what a capture needs for itself: the device's lock and the collector.
+def run_as_capture(device: str, run: Callable[[], _T]) -> _T:
+    """Call what captures, holding the device's lock and keeping the collector off.
+
+    A signal's exception may come at any instruction, at the beginning of what cleans up too.
+    So the lock is in a ``with`` statement of its own, and what cleans up is called twice.
 
     Raises:
         CaptureError: This thread is already capturing (reason ``nested``).
     """
     refuse_nested(device)
+    holder = object()
     with _lock_of(device):
-        _collector.enter()
-        _thread.device = device
         try:
-            yield
+            try:
+                _collector.enter(holder)
+                _thread.device = device
+                return run()
+            finally:
+                _end_capture(holder)
         finally:
-            _thread.device = ""
-            _collector.leave()
+            _end_capture(holder)
+
+
+def _end_capture(holder: object) -> None:
+    _thread.device = ""
+    _collector.leave(holder)

@@ -163,7 +163,7 @@ class GraphRunner:
         self._bind, self._to_arrays, self._check = reader.bind, reader.to_arrays, reader.check
         self._is_capturing = self.backend.is_capturing
         self._current_stream_handle = self.backend.current_stream_handle
-        self._lock, self._acquire, self._release = lock, lock.acquire, lock.release
+        self._lock = lock
 
     # -- the step -----------------------------------------------------------------------
 
@@ -205,21 +205,20 @@ class GraphRunner:
         # The default stream, handle 0, is never captured.
         if stream and self._is_capturing():
             return executor.eager.run_inside_capture(tensors, num_tokens)
-        self._acquire()  # half the price of a with statement
-        try:
-            plan = executor.decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
-            result = plan.run(tensors, stream, readable)
-            if result is AGAIN:
-                batch = (num_tokens, num_reqs, uniform, loras, ceiling)
-                return run_again(
-                    executor.dispatcher, executor.eager, tensors, stream, readable, *batch
-                )
-            return result
-        except Exception:
-            executor.counters.failed_steps += 1
-            raise
-        finally:
-            self._release()
+        # A signal's exception may come behind a call of acquire(), and not in a with statement.
+        with self._lock:
+            try:
+                plan = executor.decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
+                result = plan.run(tensors, stream, readable)
+                if result is AGAIN:
+                    batch = (num_tokens, num_reqs, uniform, loras, ceiling)
+                    return run_again(
+                        executor.dispatcher, executor.eager, tensors, stream, readable, *batch
+                    )
+                return result
+            except Exception:
+                executor.counters.failed_steps += 1
+                raise
 
     def run_in_place(
         self,
@@ -240,19 +239,19 @@ class GraphRunner:
         executor, stream = self._executor, self._current_stream_handle()
         if stream and self._is_capturing():
             return executor.eager.run_inside_capture(None, num_tokens)
-        self._acquire()
-        try:
-            plan = executor.decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
-            result = plan.run(None, stream)
-            if result is AGAIN:
-                batch = (num_tokens, num_reqs, uniform, loras, ceiling)
-                return run_again(executor.dispatcher, executor.eager, None, stream, False, *batch)
-            return result
-        except Exception:
-            executor.counters.failed_steps += 1
-            raise
-        finally:
-            self._release()
+        with self._lock:
+            try:
+                plan = executor.decide(num_tokens, num_reqs, uniform, loras, ceiling).plan
+                result = plan.run(None, stream)
+                if result is AGAIN:
+                    batch = (num_tokens, num_reqs, uniform, loras, ceiling)
+                    return run_again(
+                        executor.dispatcher, executor.eager, None, stream, False, *batch
+                    )
+                return result
+            except Exception:
+                executor.counters.failed_steps += 1
+                raise
 
     # -- several lanes ------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,8 +27,8 @@ from dispatchkit.backends.base import BackendCapabilities
 from dispatchkit.backends.capture_errors import capture_error, clear_frames
 from dispatchkit.backends.capture_guard import (
     capturing_device,
-    exclusive_capture,
     refuse_in_capture,
+    run_as_capture,
 )
 from dispatchkit.backends.tape.graph import TapeGraph, poison_kept
 from dispatchkit.backends.tape.pool import TapePool
@@ -44,6 +44,8 @@ from dispatchkit.backends.warmup import run_warmup
 from dispatchkit.backends.watching.host_sync import HostSyncGuard
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys.checks import check_count
+
+_T = TypeVar("_T")
 
 # torch's pool of CUDA streams holds 32 for each priority; a device is no larger here.
 DEFAULT_MAX_STREAMS = 32
@@ -210,9 +212,9 @@ class TapeBackend:
                 ``error``; its ``__cause__`` is the original exception. Nothing outside
                 has changed.
         """
-        held = nullcontext() if self._scheduler is None else self._scheduler.lock
         handled = sys.exception()
-        with exclusive_capture(self.torch_device), held, self.use_stream(stream):
+
+        def capture() -> TapeGraph:
             recorder, outputs = self._record(run, generators, handled)
             kept = recorder.kept()
             tensors = pool.allocate(recorder, kept)
@@ -222,7 +224,9 @@ class TapeBackend:
             parts = [steps[start : start + size] for start in range(0, len(steps), size)] or [[]]
             launches = tuple(compile_replay(part, tensors) for part in parts)
             poison_kept(recorder, kept)
-        return TapeGraph(self.current_stream, pool, outputs, launches, draws=recorder.draws)
+            return TapeGraph(self.current_stream, pool, outputs, launches, draws=recorder.draws)
+
+        return self._alone(stream, capture)
 
     def rehearse(
         self,
@@ -237,13 +241,25 @@ class TapeBackend:
         Raises:
             CaptureError: It could not be captured either.
         """
-        held = nullcontext() if self._scheduler is None else self._scheduler.lock
         handled = sys.exception()
-        with exclusive_capture(self.torch_device), held, self.use_stream(stream):
+
+        def grow() -> int:
             recorder, outputs = self._record(run, generators, handled)
             num_bytes: int = pool.growth(recorder, recorder.kept())
             del outputs  # kept until here: it shows what outlives the callable
-        return num_bytes
+            return num_bytes
+
+        return self._alone(stream, grow)
+
+    def _alone(self, stream: Any, run: Callable[[], _T]) -> _T:
+        """Call what captures on a stream, while no other thread captures or runs deferred work."""
+        held = nullcontext() if self._scheduler is None else self._scheduler.lock
+
+        def on_stream() -> _T:
+            with held, self.use_stream(stream):
+                return run()
+
+        return run_as_capture(self.torch_device, on_stream)
 
     def _record(
         self,

@@ -27,6 +27,28 @@ def dynamo_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+class ThreadCounts:
+    """A count for each thread; true while any of them is above 0."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    @property
+    def here(self) -> int:
+        """The count of this thread."""
+        return self._counts.get(threading.get_ident(), 0)
+
+    def set(self, count: int) -> None:
+        """Set the count of this thread."""
+        if count:
+            self._counts[threading.get_ident()] = count
+        else:
+            self._counts.pop(threading.get_ident(), None)
+
+
 class _ForceEager:
     """Makes compiled functions run eager while anybody needs it.
 
@@ -35,13 +57,14 @@ class _ForceEager:
 
     Attributes:
         num_begun: How often it was switched on.
+        on: How often each thread needs it.
     """
 
     num_begun: int
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._depth = 0
+        self.on = ThreadCounts()
         self._stance: Any = None
         self.num_begun = 0
 
@@ -57,22 +80,26 @@ class _ForceEager:
         if get_eval_frame_callback() not in (None, False):
             return False  # inside compiled code, where torch allows no switching
         with self._lock:
-            if not self._depth:
+            if self._stance is None:
                 self._stance = torch.compiler.set_stance("force_eager")
-            self._depth += 1
+            self.on.set(self.on.here + 1)
             self.num_begun += 1
         return True
 
     @property
     def is_on(self) -> bool:
         """Whether it is on now."""
-        return self._depth > 0
+        return bool(self.on)
 
-    def end(self) -> None:
-        """Switch off, unless somebody else needs it."""
+    def end(self, depth: int | None = None) -> None:
+        """Switch off, unless somebody else needs it.
+
+        Args:
+            depth: How often this thread needs it still; None: once less.
+        """
         with self._lock:
-            self._depth -= 1
-            if not self._depth:
+            self.on.set(self.on.here - 1 if depth is None else depth)
+            if not self.on and self._stance is not None:
                 self._stance.__exit__(None, None, None)
                 self._stance = None
 

@@ -20,7 +20,11 @@ from torch._C._dynamo import guards
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dispatchkit.backends.watching.compiled_code import FORCE_EAGER, dynamo_is_loaded
+from dispatchkit.backends.watching.compiled_code import (
+    FORCE_EAGER,
+    ThreadCounts,
+    dynamo_is_loaded,
+)
 
 _Facts = TypeVar("_Facts")
 
@@ -100,19 +104,19 @@ class _Overlaps:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._num_on = 0
+        self.on = ThreadCounts()
         self._were_off: list[str] = []
 
     def begin(self) -> None:
         """Note that a mode is about to begin; under the lock."""
-        if not self._num_on:
+        if not self.on:
             self._were_off = [name for name in self._NAMES if not getattr(_python_dispatch, name)]
-        self._num_on += 1
+        self.on.set(self.on.here + 1)
 
-    def end(self) -> None:
-        """Note that a mode has ended; under the lock."""
-        self._num_on -= 1
-        if self._num_on:
+    def end(self, depth: int | None = None) -> None:
+        """Note that a mode has ended, or all but ``depth`` of this thread; under the lock."""
+        self.on.set(self.on.here - 1 if depth is None else depth)
+        if self.on:
             return
         for name in self._were_off:
             setattr(_python_dispatch, name, False)
@@ -162,3 +166,31 @@ class DispatchMode(TorchDispatchMode):
             quiet = torch._disable_dynamo(raw, recursive=True)  # type: ignore[attr-defined]
             setattr(cls, "__torch_dispatch__", quiet)  # noqa: B010
             cls._is_hidden_from_dynamo = True
+
+
+class ThreadModes:
+    """The modes that this thread has on, and whether it records gradients.
+
+    A signal's exception may come where a ``with`` statement calls its context's end, which then
+    never runs. ``put_back`` ends what was begun since, so that later calls of the thread are not
+    refused, recorded or without gradients.
+    """
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._num_dispatch = torch._C._len_torch_dispatch_stack()
+        self._num_function = torch._C._len_torch_function_stack()
+        self._num_on, self._num_eager = _OVERLAPS.on.here, FORCE_EAGER.on.here
+
+    def put_back(self) -> None:
+        """Make it as it was; a second call changes nothing."""
+        torch._C._set_grad_enabled(self._grad)
+        while torch._C._len_torch_dispatch_stack() > self._num_dispatch:
+            torch._C._pop_torch_dispatch_stack(None)
+        while torch._C._len_torch_function_stack() > self._num_function:
+            torch._C._pop_torch_function_stack()
+        if _OVERLAPS.on.here != self._num_on:
+            with _OVERLAPS.lock:
+                _OVERLAPS.end(self._num_on)
+        if FORCE_EAGER.on.here != self._num_eager:
+            FORCE_EAGER.end(self._num_eager)

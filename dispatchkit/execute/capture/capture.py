@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.backends.optional import WarmupNotes
+from dispatchkit.backends.watching.dispatch_mode import ThreadModes
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
 from dispatchkit.execute.capture.captured import (
@@ -136,6 +137,17 @@ class Capturer:
         return known if known is not None else self._warmups.forecast_bytes(key) or 0
 
     def _contained(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
+        """Run what runs the step for nothing, and leave the modes of this thread as they were."""
+        modes = ThreadModes()
+        try:
+            try:
+                return self._without_effects(key, run)
+            finally:
+                modes.put_back()
+        finally:  # again: a signal's exception may have come in the first
+            modes.put_back()
+
+    def _without_effects(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
         """Run what runs the step for nothing; whatever that changes is put back.
 
         A step that makes a cache in Python meanwhile keeps it, and is run again with it.

@@ -140,7 +140,9 @@ class CapturedPieces:
             LaunchError: A graph could not be queued.
         """
         value: Any = None
-        with torch.no_grad():
+        had_grad = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
             for part in self.parts:
                 if isinstance(part, EagerPart):
                     has_effect = True
@@ -154,6 +156,8 @@ class CapturedPieces:
                 except Exception as error:
                     raise LaunchError(error, has_effect=has_effect) from error
                 value = part.outputs
+        finally:
+            torch._C._set_grad_enabled(had_grad)
         return value
 
 

@@ -221,20 +221,27 @@ class EagerRunner:
             given[self._row_count] = torch.full(
                 (), num_tokens, dtype=torch.int64, device=self._inputs.device
             )
+        had_grad = torch.is_grad_enabled()
+        try:  # two calls of C: a context of Python's could be interrupted before its end
+            torch._C._set_grad_enabled(False)
+            return self._run_on_lane(given)
+        finally:
+            torch._C._set_grad_enabled(had_grad)
+
+    def _run_on_lane(self, given: dict[str, Any]) -> Any:
         lane, handle = self._lane, self._backend.current_stream_handle()
         chain = lane.chain
-        with torch.no_grad():
-            if chain is None and (handle == lane.handle or not self._warmups.writes()):
-                return self._step(given)
-            # Inside a capture nothing outside can be waited for, and whoever captures orders it.
-            if not self._warmups.may_write() or (handle and self._backend.is_capturing()):
-                return self._step(given)
-            if handle != lane.handle:
-                lane.switch(handle)  # replays change the same state, and a capture restores it
-            if chain is None or chain.disjoint_state:
-                return self._step(given)
-            stream = chain.begin(lane)
-            try:
-                return self._step(given)
-            finally:
-                chain.end(stream)
+        if chain is None and (handle == lane.handle or not self._warmups.writes()):
+            return self._step(given)
+        # Inside a capture nothing outside can be waited for, and whoever captures orders it.
+        if not self._warmups.may_write() or (handle and self._backend.is_capturing()):
+            return self._step(given)
+        if handle != lane.handle:
+            lane.switch(handle)  # replays change the same state, and a capture restores it
+        if chain is None or chain.disjoint_state:
+            return self._step(given)
+        stream = chain.begin(lane)
+        try:
+            return self._step(given)
+        finally:
+            chain.end(stream)

@@ -1,0 +1,165 @@
+"""An exception from a signal may come at any instruction; nothing is held for good after it.
+
+Python raises such an exception where a call of C code returns, or a function of Python begins
+(and at the end of a loop's body). ``sys.setprofile`` reports just these places.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit.backends.capture_guard import capturing_device, is_any_capturing  # noqa: E402
+
+# An interrupt in a __del__ is lost: Python prints it and goes on.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Steps run eager"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+class Interrupt(BaseException):
+    """What a handler of a signal raises."""
+
+
+KEPT: list[Interrupt] = []
+
+
+class Interrupter:
+    """Raises at one of the places where a signal's exception can come, counted from 0.
+
+    Args:
+        at: Which; None: only count them.
+    """
+
+    def __init__(self, at=None):
+        self.at, self.num_places, self.is_over = at, 0, False
+
+    def __call__(self, frame, event, arg):
+        if event not in ("call", "c_return") or self.is_over:
+            return
+        if self.num_places == self.at:
+            self.is_over = True
+            raise Interrupt
+        self.num_places += 1
+
+
+def interrupted(run, at=None):
+    """Run something with an interrupt at a place; return how many places it passed."""
+    interrupter = Interrupter(at)
+    before = sys.getprofile()
+    try:
+        sys.setprofile(interrupter)
+        run()
+    except Interrupt as error:
+        KEPT.append(error)  # as an interactive interpreter keeps the last one, with its frames
+    finally:
+        sys.setprofile(before)
+    return interrupter.num_places
+
+
+def call_elsewhere(call):
+    """Return what a call returns in another thread; it must not wait for a lock for good."""
+    results: list = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert results, "the call of another thread hangs, or raised"
+    return results[0]
+
+
+def make(step, **settings):
+    inputs = {"x": StaticInput((None, 8), "float32")}
+    settings = {"sizes": [4], "mode": "FULL", "backend": "tape", **settings}
+    return GraphRunner(step, inputs, **settings)
+
+
+WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+
+def product(x):
+    return x @ WEIGHT
+
+
+WAYS = {
+    "replay": (lambda: make(product), lambda runner: runner(x=X)),
+    "eager": (lambda: make(product), lambda runner: runner(x=X, ceiling=0)),
+    "in place": (lambda: make(product), lambda runner: runner.run_in_place(3)),
+    "pieces": (
+        lambda: make(
+            [graph_piece(product), eager_piece(lambda h: h + 1), graph_piece(lambda h: h - 1)],
+            mode="PIECEWISE",
+        ),
+        lambda runner: runner(x=X),
+    ),
+    "lanes": (lambda: make(product, lanes=2), lambda runner: runner.submit(x=X).result()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_interrupt_of_a_step_holds_a_lock(way):
+    """At each place of a step, one after the other: other threads go on, and so does this one."""
+    build, call = WAYS[way]
+    runner = build()
+    runner.capture()
+    call(runner)
+    want = runner(x=X).clone()
+    with ThreadPoolExecutor(1) as other:
+        num_places = interrupted(lambda: call(runner))
+        assert num_places > 5
+        for at in range(num_places):
+            interrupted(lambda: call(runner), at)
+            assert torch.is_grad_enabled()
+            is_free = other.submit(runner._lock.acquire, timeout=5).result()
+            assert is_free, f"lock held after an interrupt at {at}"
+            other.submit(runner._lock.release).result()
+    assert torch.equal(call_elsewhere(lambda: runner(x=X)), want)
+
+
+def counting(x):
+    """A step that the warmup watches, with a write and a draw."""
+    COUNT.add_(1)
+    return x @ WEIGHT + torch.rand(1, generator=GENERATOR) * 0
+
+
+COUNT = torch.zeros(())
+GENERATOR = torch.Generator().manual_seed(0)
+
+CAPTURES = {
+    "ahead": (lambda: make(product), lambda runner: runner.capture()),
+    "lazily": (lambda: make(product, lazy=True), lambda runner: runner(x=X)),
+    "with state": (lambda: make(counting, state=[COUNT]), lambda runner: runner.capture()),
+    "warmed up": (lambda: make(product), lambda runner: runner.warm_up()),
+}
+
+
+@pytest.mark.parametrize("way", CAPTURES)
+@pytest.mark.parametrize("number", [7, pytest.param(300, marks=pytest.mark.slow)])
+def test_no_interrupt_of_a_capture_stops_others_for_good(way, number):
+    """Wherever it came, later captures and calls of any thread work, as without it."""
+    build, begin = CAPTURES[way]
+    num_places = interrupted(lambda: begin(build()))
+    assert num_places > 500
+    for at in [*range(0, num_places, -(-num_places // number)), num_places - 1]:
+        runner = build()
+        interrupted(lambda runner=runner: begin(runner), at)
+        assert not capturing_device()
+        assert not is_any_capturing()
+        assert gc.isenabled()
+        assert torch.is_grad_enabled()
+        assert not torch._C._len_torch_dispatch_stack()
+        assert not torch._C._len_torch_function_stack()
+        assert not torch.is_inference_mode_enabled()
+        assert torch.equal(call_elsewhere(lambda runner=runner: runner(x=X)), X @ WEIGHT)
+        runner.capture(again=True)
+        assert torch.equal(runner(x=X), X @ WEIGHT)
+        assert runner.stats().steps_by_mode["FULL"], f"not captured after an interrupt at {at}"
+    KEPT.clear()
