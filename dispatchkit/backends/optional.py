@@ -164,6 +164,7 @@ class UnwatchedCaptureBackend(Protocol):
         watched: bool = True,
         notes: WarmupNotes | None = None,
         compiled: bool = False,
+        draws: bool = True,
     ) -> WatchedGraph:
         """Capture as ``GraphBackend.capture`` does.
 
@@ -177,6 +178,8 @@ class UnwatchedCaptureBackend(Protocol):
             notes: Plain notes of a warmup of the same operations, which take the place of the
                 watch. Memory that only the warmup used is not kept.
             compiled: The callable calls functions of torch.compile, which must run compiled.
+            draws: It may draw random numbers. False: a warmup showed that it draws none, so
+                that no generator need be kept from other threads meanwhile.
 
         Raises:
             CaptureError: As for ``GraphBackend.capture``.

@@ -110,10 +110,13 @@ def test_draw_inside_a_capture_of_the_caller_is_refused_and_leaves_it_alone(devi
 def test_capture_comes_after_draws_and_before_the_next(device):
     order = DrawOrder(0)
     device.streams.current = 7
-    with order.capturing(Stream(7)):
+
+    def capture():
         device.captured.add(7)
         device.said.append("capture")
         device.captured.discard(7)
+
+    order.capture(Stream(7), capture)
     order.replay(lambda: device.said.append("same stream"))
     device.streams.current = 1
     order.replay(lambda: device.said.append("another"))
@@ -129,12 +132,11 @@ def test_capture_that_could_not_be_ended_is_no_event(device):
     device.streams.current = 7
 
     def lose():
-        with order.capturing(Stream(7)):
-            device.captured.add(7)
-            raise ValueError("lost")
+        device.captured.add(7)
+        raise ValueError("lost")
 
     with pytest.raises(ValueError, match="lost"):
-        lose()
+        order.capture(Stream(7), lose)
     assert device.said == ["7 waits"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit.backends.capture_guard import exclusive_capture  # noqa: E402
+from dispatchkit.backends.capture_guard import run_as_capture  # noqa: E402
 from dispatchkit.backends.cuda import destroy  # noqa: E402
 from dispatchkit.backends.cuda import driver as cuda_driver  # noqa: E402
 from dispatchkit.backends.cuda import repair as cuda_repair  # noqa: E402
@@ -234,9 +234,12 @@ def test_a_device_that_captures_no_more_is_said_loudly(device, caplog, monkeypat
 def test_a_graph_let_go_of_in_a_capture_is_destroyed_after_it(device):
     pool = CudaPool()
     one, _ = attempt(pool)
-    with exclusive_capture("cuda:0"):
+
+    def capture():
         destroy_later(PendingDestroy(one.graph, pool, one.handle))
         assert device.destroyed == []
+
+    run_as_capture("cuda:0", capture)
     destroy_pending()
     assert device.destroyed == [one.graph]
 

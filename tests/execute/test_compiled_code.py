@@ -212,7 +212,7 @@ def test_a_file_of_the_user_is_not_taken_for_one_of_dynamo(compiler):
     fast = torch.compile(names["fn"], backend=compiler)
     runner = GraphRunner(fast, INPUTS, sizes=[2], mode="FULL", backend=device)
     assert not runner.capture().failed
-    assert device.options == [{"watched": True, "notes": None, "compiled": True}]
+    assert device.options == [{"watched": True, "notes": None, "compiled": True, "draws": False}]
     assert device.runs == [1]
 
 

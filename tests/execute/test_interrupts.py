@@ -1,19 +1,15 @@
-"""An exception from a signal may come at any instruction; nothing is held for good after it.
-
-Python raises such an exception where a call of C code returns, or a function of Python begins
-(and at the end of a loop's body). ``sys.setprofile`` reports just these places.
-"""
+"""An exception from a signal may come at any instruction; nothing is held for good after it."""
 
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from interrupts import KEPT, call_elsewhere, interrupted  # noqa: E402
 
 from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.backends.capture_guard import capturing_device, is_any_capturing  # noqa: E402
@@ -23,56 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Steps run eager"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-class Interrupt(BaseException):
-    """What a handler of a signal raises."""
-
-
-KEPT: list[Interrupt] = []
-
-
-class Interrupter:
-    """Raises at one of the places where a signal's exception can come, counted from 0.
-
-    Args:
-        at: Which; None: only count them.
-    """
-
-    def __init__(self, at=None):
-        self.at, self.num_places, self.is_over = at, 0, False
-
-    def __call__(self, frame, event, arg):
-        if event not in ("call", "c_return") or self.is_over:
-            return
-        if self.num_places == self.at:
-            self.is_over = True
-            raise Interrupt
-        self.num_places += 1
-
-
-def interrupted(run, at=None):
-    """Run something with an interrupt at a place; return how many places it passed."""
-    interrupter = Interrupter(at)
-    before = sys.getprofile()
-    try:
-        sys.setprofile(interrupter)
-        run()
-    except Interrupt as error:
-        KEPT.append(error)  # as an interactive interpreter keeps the last one, with its frames
-    finally:
-        sys.setprofile(before)
-    return interrupter.num_places
-
-
-def call_elsewhere(call):
-    """Return what a call returns in another thread; it must not wait for a lock for good."""
-    results: list = []
-    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
-    thread.start()
-    thread.join(20)
-    assert results, "the call of another thread hangs, or raised"
-    return results[0]
 
 
 def make(step, **settings):

@@ -368,7 +368,7 @@ def holding(backend):
         def new_notes(self):
             return None
 
-        def capture(self, run, *, watched=True, notes=None, compiled=False, **settings):
+        def capture(self, run, *, watched=True, notes=None, compiled=False, draws=True, **settings):
             watch = Watch()
 
             def watched_run():

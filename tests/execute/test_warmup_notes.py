@@ -60,7 +60,7 @@ class NotingTape(TapeBackend):
     def new_notes(self):
         return Notes(is_plain=self.is_plain)
 
-    def capture(self, run, *, watched=True, notes=None, compiled=False, **settings):
+    def capture(self, run, *, watched=True, notes=None, compiled=False, draws=True, **settings):
         self.ways.append("by notes" if notes is not None else "watched" if watched else "plainly")
         graph = super().capture(run, **settings)
         self.graphs.append(Holding(graph, notes.alive() if notes is not None else []))

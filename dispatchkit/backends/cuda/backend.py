@@ -21,12 +21,13 @@ from dispatchkit.backends.base import BackendCapabilities
 from dispatchkit.backends.capture_errors import capture_error, clear_frames
 from dispatchkit.backends.capture_guard import (
     capturing_device,
-    exclusive_capture,
     refuse_in_capture,
     refuse_nested,
+    run_as_capture,
 )
 from dispatchkit.backends.cuda.capture import CaptureAttempt
 from dispatchkit.backends.cuda.copy import CopyNode, copy_node
+from dispatchkit.backends.cuda.default_generator import begin_beside_draws
 from dispatchkit.backends.cuda.destroy import destroy_pending, free_idle_memory
 from dispatchkit.backends.cuda.device import device_index, require_cuda
 from dispatchkit.backends.cuda.draw_order import draw_order
@@ -48,6 +49,9 @@ from dispatchkit.backends.cuda.workspace import hold_workspace
 from dispatchkit.backends.optional import LaunchCall
 from dispatchkit.backends.warmup import run_warmup
 from dispatchkit.errors import CaptureError, ConfigError
+
+# Torch's own words where a captured kernel draws from a generator that the graph does not know.
+_NOT_REGISTERED = "generator not in capture mode"
 
 CAPTURE_ERROR_MODES = ("thread_local", "global", "relaxed")
 
@@ -240,7 +244,7 @@ class CudaBackend:
             hold_workspace(stream.raw)
             return run()
 
-        result = run_warmup(self, held, stream, iterations)
+        result = self._run_on(stream, held, iterations)
         caller = torch.cuda.current_stream(self._index)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
@@ -248,6 +252,14 @@ class CudaBackend:
                 # while the caller's stream still reads it.
                 leaf.record_stream(caller)
         return result
+
+    def _run_on(self, stream: Any, run: Callable[[], Any], iterations: int = 1) -> Any:
+        caller = torch.cuda.current_stream(self._index)
+        try:
+            return run_warmup(self, run, stream, iterations)
+        finally:  # a signal's exception may have come where the stream was to be put back
+            if self.current_stream_handle() != caller.cuda_stream:
+                make_current(caller)
 
     def new_notes(self) -> WarmupNotes:
         """Return notes for a warmup, for ``capture`` to go by."""
@@ -263,12 +275,16 @@ class CudaBackend:
         watched: bool = True,
         notes: WarmupNotes | None = None,
         compiled: bool = False,
+        draws: bool = True,
     ) -> CudaGraph:
         """Capture the callable on a stream into a pool; nothing runs.
 
         The default generator is registered by torch; any other one that the callable draws
         from must be in ``generators``. Generators of the host are no part of the device:
         what Python draws from them is drawn at capture.
+
+        While a callable that may draw is captured, eager draws of other threads from the
+        default generator are refused by torch up to 2.12.
 
         Args:
             run: What is captured.
@@ -281,6 +297,8 @@ class CudaBackend:
             notes: What was noted of the same operations in a warmup: not watched then either.
             compiled: The callable calls functions of torch.compile: no function mode may be
                 on, since they would be compiled anew for it.
+            draws: It may draw random numbers. False: a warmup showed that it draws none, and
+                other threads may draw meanwhile.
 
         Raises:
             CaptureError: With reason ``host_sync``, ``out_of_memory``, ``nested`` or
@@ -294,8 +312,29 @@ class CudaBackend:
         self._refuse_foreign_capture()
         free_idle_memory()
         handled = sys.exception()
+
+        def capture(draws: bool) -> CudaGraph:
+            inner = partial(
+                self._capture, run, stream.raw, pool, own_generators, handled, watched, notes
+            )
+            ordered = partial(self._in_order, stream, partial(inner, compiled, draws), draws)
+            return run_as_capture(self.torch_device, ordered)
+
         try:
-            with exclusive_capture(self.torch_device), UseStream(stream.raw):
+            try:
+                return capture(draws)
+            except CaptureError as error:
+                if draws or _NOT_REGISTERED not in str(error.__cause__):
+                    raise
+            return capture(True)  # it draws in a way that no warmup shows
+        finally:
+            destroy_pending()
+
+    def _in_order(self, stream: Any, capture: Callable[[], CudaGraph], draws: bool) -> CudaGraph:
+        """Call what captures on a stream, in its turn with other graphs that draw."""
+        use = UseStream(stream.raw)
+        try:
+            with use:
                 if stream.handle == torch.cuda.default_stream(self._index).cuda_stream:
                     raise ConfigError(
                         "stream",
@@ -304,12 +343,9 @@ class CudaBackend:
                     )
                 self._refuse_foreign_capture()
                 hold_workspace(stream.raw)
-                with self._order.capturing(stream.raw):
-                    return self._capture(
-                        run, stream.raw, pool, own_generators, handled, watched, notes, compiled
-                    )
+                return self._order.capture(stream.raw, capture) if draws else capture()
         finally:
-            destroy_pending()
+            use.put_back()  # again: a signal's exception may have come at the end of the block
 
     def _refuse_foreign_capture(self) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -330,24 +366,31 @@ class CudaBackend:
         watched: bool,
         notes: WarmupNotes | None,
         compiled: bool,
+        draws: bool,
     ) -> CudaGraph:
         watched = watched and notes is None and self._refuse_host_syncs
         watch = CaptureWatch(compiled=compiled)
-        attempt = CaptureAttempt(stream, pool, generators, self._mode)
+        begin = partial(begin_beside_draws, device_index=self._index)
+        begin_by = None if draws else lambda torchs: self._order.pause(partial(begin, torchs))
+        attempt = CaptureAttempt(stream, pool, generators, self._mode, begin_by)
         outputs: Any = None
-        failure = attempt.begin()
-        if failure is None:
+        try:
             try:
-                if watched:
-                    with watch.watching():
+                failure = attempt.begin()
+                if failure is None:
+                    if watched:
+                        with watch.watching():
+                            outputs = run()
+                    else:
                         outputs = run()
-                else:
-                    outputs = run()
-                watch.raise_swallowed_error()
+                    watch.raise_swallowed_error()
             except BaseException as error:  # noqa: BLE001 - raised below, once it has ended
                 failure = error
             make_current(stream)  # the callable may have left another one
             failure = attempt.end(failure)
+        except BaseException as interrupt:  # a signal's, in what begins and ends a capture
+            attempt.close(interrupt)
+            raise
         if failure is not None:
             outputs = None
             clear_frames(failure, handled)
@@ -369,7 +412,7 @@ class CudaBackend:
             generators=[default, *generators],
             order=self._order,
             # Not all operations were seen: the first replay shows whether they draw.
-            draws=watch.draws or not watched or compiled,
+            draws=draws and (watch.draws or not watched or compiled),
             num_plain_operations=watch.num_plain_operations,
         )
 
@@ -410,7 +453,7 @@ class CudaBackend:
             hold_workspace(stream.raw)
             return growth(run, present, self._index, stream.handle)
 
-        grown: int = run_warmup(self, in_copy, stream, 1)
+        grown: int = self._run_on(stream, in_copy)
         return grown
 
     def is_capturing(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +19,13 @@ from dispatchkit.backends.cuda.repair import (
 )
 
 
+class _State(enum.Enum):
+    NEW = "new"
+    BEGINNING = "beginning"
+    OPEN = "open"
+    OVER = "over"
+
+
 class CaptureAttempt:
     """One capture from its beginning to its end, good or bad, on the current stream.
 
@@ -25,6 +34,7 @@ class CaptureAttempt:
         pool: Where the graph's memory comes from.
         generators: Those to register, the default one apart.
         mode: The capture error mode.
+        begin_by: Calls torch's beginning, with something around it.
 
     Attributes:
         graph: The graph.
@@ -32,7 +42,12 @@ class CaptureAttempt:
     """
 
     def __init__(
-        self, stream: torch.cuda.Stream, pool: CudaPool, generators: list[Any], mode: str
+        self,
+        stream: torch.cuda.Stream,
+        pool: CudaPool,
+        generators: list[Any],
+        mode: str,
+        begin_by: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self.graph: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph(keep_graph=True)
         self.handle: Any = None
@@ -40,23 +55,34 @@ class CaptureAttempt:
         self._pool = pool
         self._generators = generators
         self._mode = mode
+        self._begin_by = begin_by
+        self._state = _State.NEW
         for generator in generators:
             self.graph.register_generator_state(generator)
 
     def begin(self) -> BaseException | None:
         """Begin; return what went wrong, after which there is nothing to end."""
         with self._pool.guard:
+            self._state = _State.BEGINNING
             self.handle = self._pool.take()
             try:
-                self.graph.capture_begin(pool=self.handle, capture_error_mode=self._mode)
+                if self._begin_by is None:
+                    self._begin()
+                else:
+                    self._begin_by(self._begin)
             except RuntimeError as error:
+                self._state = _State.OVER
                 abandon(self.graph, self._stream.device_index, self.handle)
                 self._pool.start_anew()
                 failure = error
             else:
+                self._state = _State.OPEN
                 return None
         restore_generators(self._stream.device_index, self._generators, self._mode)
         return failure
+
+    def _begin(self) -> None:
+        self.graph.capture_begin(pool=self.handle, capture_error_mode=self._mode)
 
     def end(self, failure: BaseException | None) -> BaseException | None:
         """End, and make the graph launchable; return the first error.
@@ -64,16 +90,20 @@ class CaptureAttempt:
         Args:
             failure: What the callable raised.
         """
+        if self._state is _State.OVER:
+            return failure
         try:
             if failure is None:
                 self.graph.capture_end()
             else:
                 end_failed_capture(self.graph)
         except RuntimeError as error:
+            self._state = _State.OVER
             self._close_voided()
             return failure or error
         except Warning as warning:  # of an empty graph, where warnings are errors
             failure = failure or warning
+        self._state = _State.OVER
         if failure is None:
             try:
                 self.graph.instantiate()
@@ -82,6 +112,16 @@ class CaptureAttempt:
         if failure is not None:
             self._discard()
         return failure
+
+    def close(self, interrupt: BaseException) -> None:
+        """End what a signal's exception has left open: it may come within any of the above."""
+        if self._state is _State.NEW or self._state is _State.OVER:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self.end(interrupt)
+        elif self.handle is not None:
+            self._state = _State.OVER
+            self._discard()
 
     def _close_voided(self) -> None:
         state = repair(

@@ -16,19 +16,21 @@ Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, ``capture_prologue``, ``replay
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from dispatchkit.errors import ReplayError
 
+_T = TypeVar("_T")
+
 
 class DrawOrder:
     """Lets graphs of a device that draw, and captures, touch the generators' memory in turn.
 
-    Thread safety: one lock around what a thread queues in one turn; a capture holds it from
-    its beginning to its end, since torch 2.11 refuses draws of graphs meanwhile.
+    Thread safety: one lock around what a thread queues in one turn; a capture that may draw
+    holds it from its beginning to its end, since torch 2.11 refuses draws of graphs meanwhile.
 
     Args:
         device_index: The device.
@@ -64,17 +66,21 @@ class DrawOrder:
             finally:  # one that failed may have filled the memory
                 self._last.record(self._stream)
 
-    @contextmanager
-    def capturing(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Let a capture on a stream, the current one, begin and end in here."""
+    def capture(self, stream: torch.cuda.Stream, run: Callable[[], _T]) -> _T:
+        """Call what begins and ends a capture on a stream, the current one, in its turn."""
         with self._lock:
             self._come_to(stream)
             try:
-                yield
+                return run()
             finally:
                 # Still capturing: one that could not be ended, which no event can mark.
                 if not torch.cuda.is_current_stream_capturing():
                     self._last.record(stream)
+
+    def pause(self, run: Callable[[], _T]) -> _T:
+        """Call something while no graph that draws is launched."""
+        with self._lock:
+            return run()
 
     def synchronize(self) -> None:
         """Block until all turns so far are over."""

@@ -153,6 +153,7 @@ class UseStream:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
+        self._before: Any = None
 
     def __enter__(self) -> None:
         # Setting a stream makes its device current, too: both are put back.
@@ -161,6 +162,12 @@ class UseStream:
         make_current(self._stream)
 
     def __exit__(self, *exc_info: object) -> None:
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Make current what was before; a second call changes nothing."""
+        if self._before is None:
+            return
         stream_id, device_index, device_type = self._before
         torch._C._cuda_setStream(
             stream_id=stream_id, device_index=device_index, device_type=device_type

@@ -251,7 +251,8 @@ class Capturer:
             notes = None  # the warmup was without that copy
         compiled = self._warmups.compiled_code(key)
         name = (family_of(key), 0)
-        made = self._maker.capture(step, slots, admission, name, notes, compiled)
+        draws = self._warmups.may_draw(key)
+        made = self._maker.capture(step, slots, admission, name, notes, compiled, draws=draws)
         path.attach(made.graph)
         return self._captured(key, path, layout, made.outputs, (made.graph,), draws=made.draws)
 
@@ -322,7 +323,7 @@ class Capturer:
         parts: list[GraphPart | EagerPart] = []
         graphs: list[CapturedGraph] = []
         value: Any = None
-        draws = False
+        draws, may_draw = False, self._warmups.may_draw(key)
         last = len(self._step.pieces) - 1
         try:
             for index, piece in enumerate(self._step.pieces):
@@ -340,7 +341,9 @@ class Capturer:
                         link = None  # straight from graph to graph: nothing moves
                 call, name = _calling(piece.fn, args, inputs), (family_of(key), index)
                 own = slots if index == last else []
-                made = self._maker.capture(call, own, admission, name, None, compiled)
+                made = self._maker.capture(
+                    call, own, admission, name, None, compiled, draws=may_draw
+                )
                 draws = draws or made.draws
                 graphs.append(made.graph)
                 parts.append(GraphPart(made.graph, link, made.outputs))

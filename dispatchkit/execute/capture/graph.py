@@ -107,6 +107,8 @@ class GraphMaker:
         name: tuple[Family, int],
         notes: WarmupNotes | None = None,
         compiled: CompiledCode | None = None,
+        *,
+        draws: bool = True,
     ) -> MadeGraph:
         """Capture what is run, its outputs in the lane's memory, if there is room for both.
 
@@ -118,6 +120,7 @@ class GraphMaker:
             notes: Of a warmup just now, whose operations were the same.
             compiled: What is known of functions of torch.compile in it, which a capture on a
                 device runs compiled, and sees little of.
+            draws: It may draw random numbers, as far as its warmup showed.
         """
         lane = self._lane
         if admission is not None:
@@ -150,6 +153,7 @@ class GraphMaker:
             watched=known is None,
             notes=notes,
             compiled=known is None and compiled is not None,
+            draws=draws,
         )
         if compiled is not None and FORCE_EAGER.num_begun != begun:
             warnings.warn(
@@ -162,18 +166,18 @@ class GraphMaker:
         if known is not None:
             graph.holds.extend(known.holds)
             return MadeGraph(graph, captured.outputs, known.draws)
-        draws = graph.has_random_state if notes is None else notes.draws
+        drawn = graph.has_random_state if notes is None else notes.draws
         if compiled is not None:
             _warn_of_plain_code(graph, compiled)
             graph.holds.extend(compiled.reads)
-            draws = compiled.draws
+            drawn = compiled.draws
         if not graph.host_tensors:
             # The lane's memory is the lane's to give up: kept here it would outlive its graphs.
             holds = tuple(
                 one for one in graph.holds if not (lane.outputs.owns(one) or lane.between.owns(one))
             )
-            self._watched[name] = _Watched(holds, draws)
-        return MadeGraph(graph, captured.outputs, draws)
+            self._watched[name] = _Watched(holds, drawn)
+        return MadeGraph(graph, captured.outputs, drawn)
 
 
 def _warn_of_plain_code(graph: WatchedGraph, compiled: CompiledCode) -> None:

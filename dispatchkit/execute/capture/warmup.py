@@ -149,6 +149,10 @@ class Warmups:
         """Return whether the step changes state, or has not been watched yet."""
         return not self._peaks or self.writes()
 
+    def may_draw(self, key: GraphKey) -> bool:
+        """Return whether a key's step draws random numbers, or was not watched yet."""
+        return self._draws.get(family_of(key), True)
+
     def is_state(self, leaf: torch.Tensor) -> bool:
         """Return whether a tensor is part of what the step changes."""
         return leaf in self._state or leaf in self._written
@@ -272,7 +276,7 @@ class Warmups:
                     # Compilation and its kernels' tuning happen here, and never in a capture.
                     left = max(left, 1)
         else:
-            snapshot.draws = self._draws.get(family, True)
+            snapshot.draws = self.may_draw(key)
             left = self._warmups
         if left:
             outputs = self._run(views, left)
