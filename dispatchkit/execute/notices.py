@@ -24,7 +24,7 @@ class Notices:
     def tell(self, event: object) -> None:
         """Tell of an event; what observers raise is contained."""
         if self._plugins is not None:
-            self._plugins.notify(event)
+            self._plugins.notifier.notify(event)
 
     def policy_swapped(self, policy: str, previous: str | None, epoch: int) -> None:
         """Tell that a policy, or a configuration, is in force."""

@@ -1,40 +1,36 @@
 """Load plugins one by one, each undone by itself if it is broken, and decide who has a name.
 
-Nothing is committed here: a plugin is imported and examined by itself, and what came of that is
-handed over whole, or not at all. pluggy's own loader is not used: it ends at the first plugin
-that raises, and the others are never seen.
+pluggy's own loader is not used: it ends at the first plugin that raises, and the others are never
+seen.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
 from dispatchkit.errors import Origin, PluginError, UnknownNameError
 from dispatchkit.hookspecs import Spec
 from dispatchkit.plugins.discovery import BLOCK_VARIABLE, BUILT_IN, Candidate, Filter, PluginFault
-from dispatchkit.plugins.examine import examine
+from dispatchkit.plugins.manager import HookManager
 from dispatchkit.plugins.records import PluginInfo, PluginState
 
 _HOW = f" Block one of them by its distribution's name (`block` or {BLOCK_VARIABLE})."
 
 
 @attrs.frozen(eq=False)
-class Staged:
-    """A plugin that is fine, with all that it brings; nothing of it is in force yet.
+class Loaded:
+    """A plugin that is fine, with what it brings.
 
     Attributes:
         candidate: Where it comes from.
         plugin: The object with the hooks.
-        hooks: Its hook functions.
         records: What it registers.
     """
 
     candidate: Candidate
     plugin: object
-    hooks: types.SimpleNamespace
     records: tuple[Spec, ...]
 
     @property
@@ -47,30 +43,31 @@ class DuplicateFault(PluginFault):
     """There is this plugin, or one of its name, already."""
 
 
-def stage(candidate: Candidate, present: Sequence[Staged]) -> Staged:
-    """Import a plugin, examine it and collect its records; commit nothing.
+def load(candidate: Candidate, present: Mapping[str, Loaded], manager: HookManager) -> Loaded:
+    """Import a plugin, and have the manager take it.
 
     Args:
         candidate: The plugin.
-        present: Plugins that are there already.
+        present: Plugins that are there already, by name.
+        manager: What takes it.
 
     Raises:
         PluginError: It is broken, or there already under this or another name. The reason
-            is in words; the cause is what the plugin raised.
+            is in words; the cause is what the plugin raised. Nothing of it stays.
     """
     origin = candidate.origin
     doing = [f"importing {origin.entry_point or 'it'}"]
     try:
-        for other in present:
-            if other.origin.plugin == origin.plugin:
-                raise DuplicateFault(f"its name is taken by {other.origin}, which is used.{_HOW}")
+        if origin.plugin in present:
+            taken_by = present[origin.plugin].origin
+            raise DuplicateFault(f"its name is taken by {taken_by}, which is used.{_HOW}")
         plugin = candidate.load()
-        for other in present:
+        for other in present.values():
             if other.plugin is plugin:
                 raise DuplicateFault(
                     f"it is the same object as {other.origin}, which is used. Name it once."
                 )
-        return Staged(candidate, plugin, *examine(plugin, doing))
+        return Loaded(candidate, plugin, manager.add(origin.plugin, plugin, doing))
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except PluginFault as fault:
@@ -88,10 +85,12 @@ class Loading:
         candidates: What was found, in any order.
         names: Which of them may be loaded.
         replace: Built-in names that plugins may have instead.
+        manager: What takes them.
 
     Attributes:
-        staged: Plugins with the names that are theirs, in an order that no path decides.
-        infos: A row for each plugin that is not staged.
+        loaded: Plugins by name, with what they bring that is theirs, in an order that no path
+            decides.
+        infos: A row for each plugin that is not loaded.
         problems: What is wrong, for the log and for strict mode.
 
     Raises:
@@ -99,9 +98,13 @@ class Loading:
     """
 
     def __init__(
-        self, candidates: Iterable[Candidate], names: Filter, replace: Collection[str]
+        self,
+        candidates: Iterable[Candidate],
+        names: Filter,
+        replace: Collection[str],
+        manager: HookManager,
     ) -> None:
-        self.staged: list[Staged] = []
+        self.loaded: dict[str, Loaded] = {}
         self.infos: list[PluginInfo] = []
         self.problems: list[PluginError] = []
         found = list(candidates)
@@ -109,7 +112,7 @@ class Loading:
             self._permitted(found, names), key=lambda one: one.order(one.origin.plugin)
         ):
             try:
-                self.staged.append(stage(one, self.staged))
+                self.loaded[one.origin.plugin] = load(one, self.loaded, manager)
             except PluginError as error:
                 is_duplicate = isinstance(error.__cause__, DuplicateFault)
                 self._fail(PluginState.DUPLICATE if is_duplicate else PluginState.FAILED, error)
@@ -131,15 +134,16 @@ class Loading:
 
     def _share_out(self, replace: Collection[str]) -> None:
         """Leave each name to one plugin, and report the others that claim it."""
-        built_in = {spec.name for one in self.staged if _is_built_in(one) for spec in one.records}
+        plugins = self.loaded.values()
+        built_in = {spec.name for one in plugins if _is_built_in(one) for spec in one.records}
         for name in replace:
             if name not in built_in:
                 raise UnknownNameError("name to replace", name, built_in)
-        claims: dict[tuple[str, str], list[Staged]] = {}
-        for one in self.staged:
+        claims: dict[tuple[str, str], list[Loaded]] = {}
+        for one in plugins:
             for spec in one.records:
                 claims.setdefault((spec.kind, spec.name), []).append(one)
-        owners: dict[tuple[str, str], Staged] = {}
+        owners: dict[tuple[str, str], Loaded] = {}
         for (kind, name), claimants in claims.items():
             ranked = sorted(
                 claimants,
@@ -151,20 +155,16 @@ class Loading:
                 for loser in ranked[1:]
                 if not _is_built_in(loser)
             ]
-        self.staged = [
-            attrs.evolve(
-                one,
-                records=tuple(spec for spec in one.records if owners[spec.kind, spec.name] is one),
-            )
-            for one in self.staged
-        ]
+        for name, one in self.loaded.items():
+            own = tuple(spec for spec in one.records if owners[spec.kind, spec.name] is one)
+            self.loaded[name] = attrs.evolve(one, records=own)
 
 
-def _is_built_in(staged: Staged) -> bool:
-    return staged.candidate.rank == BUILT_IN
+def _is_built_in(loaded: Loaded) -> bool:
+    return loaded.candidate.rank == BUILT_IN
 
 
-def _taken(kind: str, name: str, winner: Staged) -> str:
+def _taken(kind: str, name: str, winner: Loaded) -> str:
     if _is_built_in(winner):
         return f"{kind} {name!r} is built in and kept; ask for it with replace=[{name!r}]."
     return f"{kind} {name!r} comes from {winner.origin} too, and that one is used.{_HOW}"

@@ -24,8 +24,8 @@ from dispatchkit.hookspecs import (
 from dispatchkit.observe.events import MAX_FAULTS, Notifier, Subscription
 from dispatchkit.plugins.catalog import Catalog
 from dispatchkit.plugins.discovery import BUILT_IN, PASSED_IN, Candidate, Filter, discover
-from dispatchkit.plugins.examine import new_manager
-from dispatchkit.plugins.loading import Loading, Staged, stage
+from dispatchkit.plugins.loading import Loaded, Loading, load
+from dispatchkit.plugins.manager import HookManager
 from dispatchkit.plugins.records import PluginInfo, PluginState, Registered
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class PolicyWithPlugins:
 class PluginSet:
     """The plugins of one dispatcher and all that can be chosen by name.
 
-    Made by ``load_plugins``. Thread safety: reading and ``notify`` from any thread;
-    ``register`` and ``register_policy`` hold a lock.
+    Made by ``load_plugins``. Thread safety: reading from any thread; ``register`` and
+    ``register_policy`` hold a lock.
 
     Args:
         candidates: What was found, in any order; without any the set is empty, and has no
@@ -80,14 +80,14 @@ class PluginSet:
     ) -> None:
         self.notifier: Notifier = Notifier(max_faults=max_faults)
         self._catalog = Catalog()
-        self._manager = new_manager()
-        self._staged: dict[str, Staged] = {}
+        self._manager = HookManager()
         self._subscriptions: list[tuple[Origin, Subscription]] = []
         self._lock = threading.RLock()
-        loading = Loading(candidates, Filter() if names is None else names, replace)
+        loading = Loading(candidates, names or Filter(), replace, self._manager)
+        self._loaded = loading.loaded
         self.problems: tuple[PluginError, ...] = tuple(loading.problems)
         self._infos: list[PluginInfo] = []
-        for one in loading.staged:
+        for one in self._loaded.values():
             reasons = [it.reason for it in loading.problems if it.origin == one.origin]
             self._commit(one, reason=" ".join(reasons))
         self._catalog.absent = tuple(loading.infos)
@@ -96,7 +96,7 @@ class PluginSet:
     def __repr__(self) -> str:
         tables = self._catalog.tables
         counts = ", ".join(f"{kind}: {len(table)}" for kind, table in tables.items() if table)
-        return f"<PluginSet of {len(self._staged)} plugins, {counts or 'nothing registered'}>"
+        return f"<PluginSet of {len(self._loaded)} plugins, {counts or 'nothing registered'}>"
 
     # -- what there is --------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class PluginSet:
     @property
     def origins(self) -> tuple[Origin, ...]:
         """Where the loaded plugins come from, in the order in which they were loaded."""
-        return tuple(one.origin for one in self._staged.values())
+        return tuple(one.origin for one in self._loaded.values())
 
     def describe(self) -> tuple[PluginInfo, ...]:
         """Return a row for every plugin found, passed in or asked for, whatever its state.
@@ -221,7 +221,7 @@ class PluginSet:
         hook = "dispatchkit_select_policy"
         # Not called by pluggy, which does not tell whose hook answered or raised.
         for one in reversed(self._manager.hook.dispatchkit_select_policy.get_hookimpls()):
-            origin = self._staged[one.plugin_name].origin
+            origin = self._loaded[one.plugin_name].origin
             try:
                 name = one.function(*[config][: len(one.argnames)])
             except (Exception, SystemExit) as error:
@@ -267,16 +267,18 @@ class PluginSet:
             PluginError: It is broken, is there already, or claims a name that is taken.
         """
         with self._lock:
-            staged = stage(_passed_in(name, plugin), list(self._staged.values()))
-            for spec in staged.records:
+            loaded = load(_passed_in(name, plugin), self._loaded, self._manager)
+            for spec in loaded.records:
                 taken = self._catalog.tables[spec.kind].get(spec.name)
                 if taken is not None:
+                    self._manager.unregister(name=name)
                     raise PluginError(
-                        staged.origin,
+                        loaded.origin,
                         f"{spec.kind} {spec.name!r} comes from {taken.origin} already; choose "
                         "another name, or load without that plugin (`block`).",
                     )
-            self._commit(staged)
+            self._loaded[name] = loaded
+            self._commit(loaded)
 
     def register_policy(
         self, name: str, factory: Callable[..., Policy], summary: str = ""
@@ -302,25 +304,12 @@ class PluginSet:
         self.register(name, types.SimpleNamespace(**hooks))
         return self.policies[name]
 
-    def _commit(self, staged: Staged, reason: str = "") -> None:
-        """Put all of a checked plugin in force."""
-        origin = staged.origin
-        for spec in staged.records:
-            self._catalog.add(spec, origin)
-        registers = tuple(f"{spec.kind} {spec.name}" for spec in staged.records)
-        self._staged[origin.plugin] = staged
-        self._infos.append(PluginInfo.of(origin, PluginState.LOADED, reason, registers))
-        self._manager.register(staged.hooks, name=origin.plugin)
-
-    # -- events ---------------------------------------------------------------------------
-
-    def listens(self, event_type: type[Any]) -> bool:
-        """Return whether an observer would be called with a kind of event."""
-        return self.notifier.listens(event_type)
-
-    def notify(self, event: object) -> None:
-        """Call observers with an event; what they raise is contained."""
-        self.notifier.notify(event)
+    def _commit(self, loaded: Loaded, reason: str = "") -> None:
+        """Let all that a plugin brings be chosen."""
+        for spec in loaded.records:
+            self._catalog.add(spec, loaded.origin)
+        registers = tuple(f"{spec.kind} {spec.name}" for spec in loaded.records)
+        self._infos.append(PluginInfo.of(loaded.origin, PluginState.LOADED, reason, registers))
 
 
 def load_plugins(

@@ -100,10 +100,10 @@ def test_hook_register_observers() -> None:
     plugins = with_plugin(
         registering("dispatchkit_register_observers", ObserverSpec("ear", Listener))
     )
-    plugins.notify(CaptureEvent(key="FULL/8", runtime_mode="FULL", num_tokens=8))
+    plugins.notifier.notify(CaptureEvent(key="FULL/8", runtime_mode="FULL", num_tokens=8))
     assert heard == []  # an observer hears once it is asked for, not because it is installed
     assert isinstance(plugins.create_observer("ear"), Listener)
-    plugins.notify(CaptureEvent(key="FULL/16", runtime_mode="FULL", num_tokens=16))
+    plugins.notifier.notify(CaptureEvent(key="FULL/16", runtime_mode="FULL", num_tokens=16))
     assert heard == [16]
 
 
@@ -207,13 +207,13 @@ def test_each_event_reaches_the_observers_with_its_callback(event: Any) -> None:
     plugins = with_plugin(
         registering("dispatchkit_register_observers", ObserverSpec("ear", Listener))
     )
-    assert not plugins.listens(type(event))
-    plugins.notify(event)
+    assert not plugins.notifier.listens(type(event))
+    plugins.notifier.notify(event)
     for _ in range(2):
         plugins.create_observer("ear")
-    assert plugins.listens(type(event))
+    assert plugins.notifier.listens(type(event))
     for one in EXAMPLES:
-        plugins.notify(one)
+        plugins.notifier.notify(one)
     assert heard == [event, event]
     assert {type(one) for one in EXAMPLES} == set(EVENTS)
 

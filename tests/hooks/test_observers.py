@@ -46,7 +46,7 @@ def test_a_raising_observer_is_named_and_the_others_are_told(
     first = listening(plugins, "first")
     listening(plugins, "bad", fault)
     last = listening(plugins, "last")
-    plugins.notify(CAPTURE)
+    plugins.notifier.notify(CAPTURE)
     assert first == last == [CAPTURE]
     assert "'bad' (passed in as 'plugin-bad')" in caplog.text
     assert caplog.records[0].levelno == logging.ERROR
@@ -57,10 +57,10 @@ def test_repeated_faults_switch_an_observer_off_and_the_list_says_so(caplog: Any
     plugins = PluginSet()
     heard = listening(plugins, "bad", ValueError("broken"))
     for _ in range(MAX_FAULTS + 2):
-        plugins.notify(CAPTURE)
+        plugins.notifier.notify(CAPTURE)
     assert len(heard) == MAX_FAULTS
     assert "switched off" in caplog.text
-    assert not plugins.listens(CaptureEvent)
+    assert not plugins.notifier.listens(CaptureEvent)
     bad = row(plugins, "plugin-bad")
     assert bad.state == "loaded"
     assert "on_capture is switched off" in bad.reason

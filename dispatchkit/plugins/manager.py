@@ -1,15 +1,16 @@
-"""Examine a plugin object, and collect what it registers; nothing of it is kept here.
+"""HookManager: pluggy's manager, which takes a plugin whole or not at all.
 
-pluggy checks names and arguments of hooks. What it takes without a word, and what would then
-never run, is refused here: a class, a hook without its mark, an ``async`` one. pluggy only sees
-a plain namespace of functions, since up to 1.6 it evaluates every property of what it is given.
+pluggy checks names and arguments of hooks, and undoes a plugin. What it takes without a word,
+and what would then never run, is refused here: a class, a hook without its mark, an ``async`` one.
+pluggy only sees a plain namespace of functions: up to 1.6 it evaluates every property of what it
+is given, and it compares plugins by ``==``.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pluggy
@@ -24,34 +25,58 @@ _HOOK_PREFIXES = (f"{_PROJECT}_register_", f"{_PROJECT}_select_")
 _MARK, _SPEC_MARK = f"{_PROJECT}_impl", f"{_PROJECT}_spec"
 
 
-def new_manager() -> pluggy.PluginManager:
-    """Return a manager that knows the hooks and no plugin."""
-    manager = pluggy.PluginManager(_PROJECT)
-    manager.add_hookspecs(hookspecs)
-    return manager
+class HookManager(pluggy.PluginManager):
+    """Knows the hooks; at first no plugin."""
 
+    def __init__(self) -> None:
+        super().__init__(_PROJECT)
+        self.add_hookspecs(hookspecs)
 
-def examine(plugin: object, doing: list[str]) -> tuple[types.SimpleNamespace, tuple[Spec, ...]]:
-    """Return the hook functions of a plugin, and what it registers, in the order of ``RECORDS``.
+    def add(self, name: str, plugin: object, doing: list[str]) -> tuple[Spec, ...]:
+        """Take a plugin; return what it registers, in the order of ``RECORDS``.
 
-    Args:
-        plugin: A module or an instance. Nothing of it runs but its ``register`` hooks.
-        doing: What is being done is appended, for the report of whatever a hook raises.
+        Args:
+            name: The plugin's name, which no other has.
+            plugin: A module or an instance, not added yet. Nothing of it runs but its
+                ``register`` hooks.
+            doing: What is being done is appended, for the report of whatever a hook raises.
 
-    Raises:
-        PluginFault: The object is no plugin; one of its functions would never run, or not as
-            its author meant; or a hook returned something else than its records.
-    """
-    doing.append("examining its hooks")
-    hooks = _hooks_of(plugin)
-    relay = new_manager()
-    callers = _register(relay, hooks)
-    found: list[Spec] = []
-    for record in RECORDS:
-        if record.hook in callers:
-            doing.append(f"running {record.hook}")
-            found += _checked(getattr(relay.hook, record.hook)(), record)
-    return hooks, tuple(found)
+        Raises:
+            PluginFault: The object is no plugin; one of its functions would never run, or not
+                as its author meant; or a hook returned something else than its records. Nothing
+                of it stays, as with whatever a hook raises.
+        """
+        doing.append("examining its hooks")
+        hooks = _hooks_of(plugin)
+        try:
+            self.register(hooks, name)
+            self._validate(hooks)
+            return tuple(self._records(hooks, doing))
+        except BaseException:
+            self.unregister(name=name)
+            raise
+
+    def _validate(self, hooks: types.SimpleNamespace) -> None:
+        callers = self.get_hookcallers(hooks) or ()
+        try:
+            self.check_pending()
+        except pluggy.PluginValidationError as error:
+            unknown = next(one.name for one in callers if not one.has_spec())
+            known = [name for name in dir(hookspecs) if name.startswith(_HOOK_PREFIXES)]
+            raise PluginFault(
+                f"there is no hook {unknown}.{did_you_mean(unknown, known)} A hook of another "
+                "version of dispatchkit is marked @hookimpl(optionalhook=True)."
+            ) from error
+        for caller in callers:
+            if sum(one.plugin is hooks for one in caller.get_hookimpls()) > 1:
+                raise PluginFault(f"two of its functions implement {caller.name}; keep one.")
+
+    def _records(self, hooks: types.SimpleNamespace, doing: list[str]) -> Iterator[Spec]:
+        for record in RECORDS:
+            for one in getattr(self.hook, record.hook).get_hookimpls():
+                if one.plugin is hooks:
+                    doing.append(f"running {record.hook}")
+                    yield from _checked(one.function(), record)
 
 
 def _hooks_of(plugin: object) -> types.SimpleNamespace:
@@ -119,30 +144,7 @@ def _check_function(name: str, function: Any) -> None:
             raise PluginFault(f"{name} takes {str(parameter)!r}; write a plain argument.")
 
 
-def _register(relay: pluggy.PluginManager, hooks: types.SimpleNamespace) -> set[str]:
-    """Have pluggy check the hooks; return the names of those they implement."""
-    try:
-        relay.register(hooks)
-        relay.check_pending()
-    except pluggy.PluginValidationError as error:
-        callers = relay.get_hookcallers(hooks) or ()
-        unknown = next((one.name for one in callers if not one.has_spec()), None)
-        if unknown is None:
-            raise PluginFault(" ".join(str(error).split("\n")[1:])) from error
-        known = [name for name in dir(hookspecs) if name.startswith(_HOOK_PREFIXES)]
-        raise PluginFault(
-            f"there is no hook {unknown}.{did_you_mean(unknown, known)} A hook of another version "
-            "of dispatchkit is marked @hookimpl(optionalhook=True)."
-        ) from error
-    callers = relay.get_hookcallers(hooks) or ()
-    for caller in callers:
-        if len(caller.get_hookimpls()) > 1:
-            raise PluginFault(f"two of its functions implement {caller.name}; keep one.")
-    return {caller.name for caller in callers}
-
-
-def _checked(results: list[Any], record: type[Any]) -> Sequence[Spec]:
-    result = results[0] if results else None  # pluggy drops None from the results
+def _checked(result: Any, record: type[Any]) -> Sequence[Spec]:
     if not isinstance(result, (list, tuple)):
         if inspect.iscoroutine(result):
             result.close()  # or Python warns that it was never awaited
