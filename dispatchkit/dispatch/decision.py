@@ -52,6 +52,8 @@ class Reason(enum.StrEnum):
     PYTHON_STATE = "python_state"
     #: The one call that runs eager because a first call computes something else.
     FIRST_CALL = "first_call"
+    #: The step writes to a container that it was given, which no replay would.
+    CONTAINER_WRITTEN = "container_written"
     #: Real rows of a padded step were seen to depend on padding.
     ROWS_DEPEND = "rows_depend"
     #: A weight, buffer or submodule was found to be replaced.

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.backends.optional import WarmupNotes
@@ -33,6 +33,7 @@ from dispatchkit.execute.capture.warmup import Warmups, family_of
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.input_path import InputPath, choose_path, copied_path
 from dispatchkit.execute.io.outputs import OutputLayout
+from dispatchkit.execute.io.structure import flatten, leaves_of
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Guard
@@ -122,15 +123,37 @@ class Capturer:
     ) -> CapturedKey:
         outputs, notes = self._warmups.run(key, snapshot)
         layout = self._warmups.layout(key, outputs, other_sizes)
-        slots = self._slots(outputs) if layout is not None else []
+        slots = self._slots(outputs, layout) if layout is not None else []
+        values = {} if layout is None else layout.values(outputs, key.num_tokens)
         del outputs  # what is alive of the warmup from here on is kept by the step
         if key.mode is RuntimeMode.FULL:
-            return self._capture_full(key, slots, layout, admission, notes)
-        return self._capture_pieces(key, slots, layout, admission)
+            made = self._capture_full(key, slots, layout, admission, notes)
+        else:
+            made = self._capture_pieces(key, slots, layout, admission)
+        try:
+            made.check_values(values)
+        except CaptureError:
+            made.release()
+            raise
+        return made
+
+    def values_at(self, captured: CapturedKey, num_rows: int) -> dict[int, Any]:
+        """Return the Python values among a step's outputs at a number of rows, by leaf.
+
+        Raises:
+            CaptureError: The step cannot be run so, or returns something else than at its size.
+        """
+        key = captured.key
+
+        def run(_: Snapshot) -> dict[int, Any]:
+            self._lane.set_rows(num_rows)
+            return captured.layout.values(self._warmups.run_at(key, num_rows), num_rows)
+
+        return self._contained(key, run)
 
     def _expect(self, key: GraphKey, snapshot: Snapshot) -> int:
         outputs, _ = self._warmups.run(key, snapshot)
-        slots = self._slots(outputs)
+        slots = self._slots(outputs, None)
         del outputs
         views = self._warmups.views(key, key.num_tokens)
         known = self._maker.expect_bytes(lambda: self._step(views), slots)
@@ -222,14 +245,18 @@ class Capturer:
 
     # -- graphs -------------------------------------------------------------------------
 
-    def _slots(self, outputs: Any) -> list[OutputSlot | None]:
+    def _slots(self, outputs: Any, layout: OutputLayout | None) -> list[OutputSlot | None]:
         """Return what memory the graph is to write each output to; None where it stays."""
-        share = self._share_outputs()
+        leaves = leaves_of(outputs)
+        if not self._share_outputs():
+            return [None] * len(leaves)
         return [
             (index, leaf.shape, leaf.dtype)
-            if share and isinstance(leaf, torch.Tensor) and not self._warmups.is_state(leaf)
+            if isinstance(leaf, torch.Tensor)
+            and not self._warmups.is_state(leaf)
+            and not (layout is not None and layout.leaves[index].kind == "kept")
             else None
-            for index, leaf in enumerate(tree_leaves(outputs))
+            for index, leaf in enumerate(leaves)
         ]
 
     def _capture_full(
@@ -282,9 +309,10 @@ class Capturer:
                 key=str(key),
                 reason="output_layout",
             )
-        leaves = tuple(tree_leaves(outputs))
+        leaves = tuple(leaves_of(outputs))
         clones = tuple(
-            isinstance(leaf, torch.Tensor) and not warmups.is_state(leaf) for leaf in leaves
+            isinstance(leaf, torch.Tensor) and one.kind != "kept" and not warmups.is_state(leaf)
+            for one, leaf in zip(layout.leaves, leaves, strict=True)
         )
         own_bytes = sum(
             leaf.untyped_storage().nbytes()
@@ -349,7 +377,7 @@ class Capturer:
                 parts.append(GraphPart(made.graph, link, made.outputs))
                 made.graph.replay()
                 value = made.outputs
-                for leaf in tree_leaves(value):
+                for leaf in leaves_of(value):
                     if isinstance(leaf, torch.Tensor):
                         stable.add(leaf)
             buffers = self._lane.buffers_of(key)
@@ -374,7 +402,7 @@ class Capturer:
         self, index: int, value: Any, stable: StorageSet, admission: Admission | None
     ) -> tuple[Link, Any]:
         """Return how a value reaches the graph of a piece, and the static form of it."""
-        leaves, spec = tree_flatten(value)
+        leaves, structure = flatten(value)
         link = Link([], [], [])
         static: list[Any] = []
         for number, leaf in enumerate(leaves):
@@ -393,7 +421,7 @@ class Capturer:
                 own.copy_(leaf)
                 link.copies.append((number, own))
                 static.append(own)
-        return link, tree_unflatten(static, spec)
+        return link, structure.build(static)
 
 
 def _calling(

@@ -7,13 +7,13 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.base import CapturedGraph
-from dispatchkit.errors import ReplayError
+from dispatchkit.errors import CaptureError, ReplayError
 from dispatchkit.execute.capture.fingerprint import Facts
 from dispatchkit.execute.io.input_path import InputPath
 from dispatchkit.execute.io.outputs import OutputLayout
+from dispatchkit.execute.io.structure import is_same_value, leaves_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Fingerprint
 from dispatchkit.execute.step.pieces import Piece
@@ -56,7 +56,7 @@ class Link:
         Raises:
             ReplayError: It is not as it was at capture: a shape, an address or a constant.
         """
-        leaves = tree_leaves(value)
+        leaves = leaves_of(value)
         if len(leaves) != len(self.copies) + len(self.fixed) + len(self.constants):
             raise ReplayError(f"An eager piece returned {len(leaves)} values, at capture others.")
         for index, address, shape in self.fixed:
@@ -71,7 +71,7 @@ class Link:
                     "same memory, or return fresh memory every time."
                 )
         for index, constant in self.constants:
-            if type(leaves[index]) is not type(constant) or leaves[index] != constant:
+            if not is_same_value(leaves[index], constant):
                 raise ReplayError(
                     f"Value {index} of an eager piece was {constant!r:.40} at capture and is "
                     f"{leaves[index]!r:.40} now; a graph has it built in. Hand it on as a tensor."
@@ -181,6 +181,7 @@ class CapturedKey:
         axis_cuts: Dimensions of its outputs that follow an axis (see ``io.axes``).
         values: What its graphs have built in of Python, compared while it replays.
         pieces: Its graph pieces and the eager pieces between them; None where one graph is all.
+        row_values: Python values among its outputs at numbers of rows below its size, by leaf.
         own_bytes: Memory of the pool that no other graph can use while this one lives.
         released: It may not be launched any more.
         last_used: The lane's tick at its last launch.
@@ -201,6 +202,7 @@ class CapturedKey:
     axis_cuts: tuple[tuple[int, int, int], ...] = ()
     values: ValueWatch = attrs.field(factory=ValueWatch)
     pieces: CapturedPieces | None = None
+    row_values: dict[int, dict[int, Any]] = attrs.field(factory=dict)
     own_bytes: int = 0
     released: bool = False
     last_used: int = 0
@@ -210,6 +212,23 @@ class CapturedKey:
     def is_foreign(self) -> bool:
         """Whether its graph was captured elsewhere, and so has no memory of the lane."""
         return self.input_path.is_foreign
+
+    def check_values(self, values: dict[int, Any]) -> None:
+        """Refuse Python values among the outputs that were others in the warmup.
+
+        Raises:
+            CaptureError: There is one.
+        """
+        for index, leaf in enumerate(self.leaves):
+            if index in values and not is_same_value(values[index], leaf):
+                raise CaptureError(
+                    f"Output {index} is {values[index]!r:.60} ({type(leaf).__name__}) in one run "
+                    f"of the step and {leaf!r:.60} in the next, on the same rows. A replay runs no "
+                    "Python and would return the one of the capture for good: return a tensor, a "
+                    "value that compares equal, or an object with tensors in its attributes.",
+                    key=str(self.key),
+                    reason="output_layout",
+                )
 
     def launch(self) -> Sequence[Any]:
         """Queue it on the current stream; return the padded outputs.
@@ -241,4 +260,4 @@ class CapturedKey:
         if not self.layout.fits(value, self.key.num_tokens):
             problem = ReplayError("The last eager piece returned other shapes than at capture.")
             raise LaunchError(problem, has_effect=True)
-        return tree_leaves(value)
+        return leaves_of(value)

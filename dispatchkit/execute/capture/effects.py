@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError
+from dispatchkit.execute.io.structure import is_immutable, is_same_value, leaves_of
 from dispatchkit.execute.step.pieces import Piece
 from dispatchkit.execute.step.python_state import (
     MISSING,
@@ -233,7 +233,7 @@ class PythonEffects:
     ) -> str:
         """Return the reason that a step's Python effects are; or what else they are."""
         snapshot.restore()
-        first = _copies(tree_leaves(run()))
+        first = _copies(leaves_of(run()))
         made = before.changes()
         if not made:
             return _NOT_OURS
@@ -241,7 +241,7 @@ class PythonEffects:
         written = snapshot.contents()
         snapshot.restore()
         after = PythonState(self._roots())
-        second = _copies(tree_leaves(run()))
+        second = _copies(leaves_of(run()))
         if after.changes():
             return Reason.PYTHON_STATE
         is_same_result = (
@@ -274,7 +274,7 @@ def _content(value: Any) -> Any:
     """Return a copy of a value to compare later, deep through builtin containers."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if is_plain(value) or value is MISSING:
+    if is_plain(value) or value is MISSING or is_immutable(value):
         return value
     if isinstance(value, dict):
         return {key: _content(one) for key, one in value.items()}
@@ -295,7 +295,7 @@ def _equal(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_equal, one, other))
-    return is_same(one, other)
+    return is_same(one, other) or is_same_value(one, other)
 
 
 def write_noise(tensors: Iterable[torch.Tensor], *, seed: int = 0) -> None:

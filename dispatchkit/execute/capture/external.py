@@ -7,7 +7,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils._pytree import tree_leaves
 
 from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.capture.captured import CapturedKey
@@ -15,6 +14,7 @@ from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.input_path import copied_path
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.outputs import declared_layout
+from dispatchkit.execute.io.structure import leaves_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Fingerprint
 from dispatchkit.keys.batch import GraphKey
@@ -63,7 +63,7 @@ def external_step(
             inputs.names[0], f"{key} reads tensors of {key.num_tokens} rows, got {rows} rows."
         )
     layout = declared_layout(outputs, key.num_tokens, output_batch_dims)
-    leaves = tuple(tree_leaves(outputs))
+    leaves = tuple(leaves_of(outputs))
     return CapturedKey(
         key=key,
         lane=lane,

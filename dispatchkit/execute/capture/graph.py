@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.backends.optional import WarmupNotes, WatchedGraph, features_of
@@ -17,6 +16,7 @@ from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
 from dispatchkit.execute.capture.warmup import Family
 from dispatchkit.execute.io.outputs import SharedMemory
+from dispatchkit.execute.io.structure import flatten
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.state import CompiledCode
 
@@ -216,7 +216,7 @@ class SharedOutputs:
 
     def __call__(self) -> None:
         """Run it; called by the backend."""
-        leaves, spec = tree_flatten(self._run())
+        leaves, structure = flatten(self._run())
         targets = self._targets or [None] * len(leaves)
         if len(targets) != len(leaves):
             raise CaptureError(
@@ -231,4 +231,4 @@ class SharedOutputs:
         final = [
             leaf if target is None else target for target, leaf in zip(targets, leaves, strict=True)
         ]
-        self.outputs = tree_unflatten(final, spec)
+        self.outputs = structure.build(final)

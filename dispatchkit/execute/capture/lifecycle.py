@@ -285,6 +285,17 @@ class Lifecycle:
         self._capturer.forget()
         return number
 
+    def measure_values(self, captured: CapturedKey, num_tokens: int) -> None:
+        """Find out which Python values a step returns at a number of rows.
+
+        Where it cannot be run so, its graph is put out of use.
+        """
+        try:
+            captured.row_values[num_tokens] = self._capturer.values_at(captured, num_tokens)
+        except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
+            problem = as_capture_error(error, captured.key)
+            self.graphs.fail_step(captured, f"{problem.reason}: {problem}")
+
     def replaced(self, captured: CapturedKey) -> str:
         """Invalidate the graphs if something that they have built in was replaced.
 

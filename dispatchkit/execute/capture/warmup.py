@@ -319,6 +319,10 @@ class Warmups:
         """Run the step once at the key's size, on what its static inputs hold."""
         return self._run(self.views(key, key.num_tokens))
 
+    def run_at(self, key: GraphKey, num_rows: int) -> Any:
+        """Run the step once for a key at fewer rows than its size, on dummy rows."""
+        return self._shapes(self.views(key, num_rows))
+
     def _reached(self, inputs: StorageSet) -> Iterator[torch.Tensor]:
         """Yield the tensors that the step reaches and is not known to write."""
         for entry in self.effects.state().values_read():

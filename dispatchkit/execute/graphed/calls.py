@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.graphed.forms import Form
+from dispatchkit.execute.graphed.gradients import HeldWeights
 from dispatchkit.execute.io.inputs import RESERVED_NAMES
 from dispatchkit.execute.lanes.lane_set import StepHandle
 from dispatchkit.execute.runner import GraphRunner
@@ -58,6 +59,17 @@ class GraphedStats:
         return dict(total)
 
 
+@attrs.frozen
+class _ByResult:
+    """A call that runs plainly; its result tells whether others of the kind must do so.
+
+    Attributes:
+        kind: Which.
+    """
+
+    kind: Hashable
+
+
 class GraphedCalls:
     """The calls of one module or function, each form of them through a runner.
 
@@ -98,6 +110,7 @@ class GraphedCalls:
         self._plain: Counter[str] = Counter()
         self._calls = 0
         self._once = Once()
+        self._weights = HeldWeights(target)
         self._mark = self._weights_mark()
         try:
             self._signature: inspect.Signature | None = inspect.signature(
@@ -112,8 +125,10 @@ class GraphedCalls:
         found = self._find(args, kwargs)
         if isinstance(found, str):
             return self._run_plainly(found, args, kwargs)
-        runner, tensors = found
-        return runner(*tensors)
+        if isinstance(found, _ByResult):
+            return self._run_for_gradients(found, args, kwargs)
+        form, runner, tensors = found
+        return form.run(runner, tensors, args, kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> StepHandle:
         """Queue a call on one of the lanes, beside others, and return at once.
@@ -121,7 +136,7 @@ class GraphedCalls:
         Raises:
             InputError: Such a call has no graphs; with the reason.
         """
-        runner, tensors = self._find_or_raise(args, kwargs)
+        _, runner, tensors = self._find_or_raise(args, kwargs)
         self._calls += 1
         return runner.submit(*tensors)
 
@@ -131,7 +146,7 @@ class GraphedCalls:
         Raises:
             InputError: Such a call has no graphs; with the reason.
         """
-        return self._find_or_raise(args, kwargs)[0].capture().num_graphs
+        return self._find_or_raise(args, kwargs, for_result=False)[1].capture().num_graphs
 
     def invalidate(self) -> None:
         """Give up all graphs, after what they read was replaced."""
@@ -161,9 +176,15 @@ class GraphedCalls:
     # -- inside -------------------------------------------------------------------------
 
     def _find(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str | tuple[GraphRunner, Sequence[torch.Tensor]]:
-        """Return the runner of a call and its tensors, or why it has none."""
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_result: bool = True
+    ) -> str | _ByResult | tuple[Form, GraphRunner, Sequence[torch.Tensor]]:
+        """Return the form of a call, its runner and its tensors, or why it has none.
+
+        Args:
+            args: Of the call.
+            kwargs: Of the same.
+            for_result: The caller wants its result, which may require gradients.
+        """
         if len(kwargs) > 1:
             kwargs = dict(sorted(kwargs.items()))  # the order they are written in is no matter
         leaves: Sequence[Any] = (*args, *kwargs.values())
@@ -193,6 +214,13 @@ class GraphedCalls:
             hash(kind)
         except TypeError:
             return Reason.UNHASHABLE_VALUE
+        if (
+            for_result
+            and self.module is None
+            and torch.is_grad_enabled()
+            and self._weights.need_gradients(kind)
+        ):
+            return _ByResult(kind)
         dims = self._dims.get(kind)
         if dims is None or not _agree(tensors, dims):
             derived = self._derive(args, kwargs, tensors, dims)
@@ -224,12 +252,14 @@ class GraphedCalls:
                 form = self._forms[key] = Form(
                     self.target, self.settings, self.grows, args, kwargs, dims, names
                 )
-            return form.runner_for(rows), tensors
+            return form, form.runner_for(rows), tensors
 
     def _find_or_raise(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[GraphRunner, Sequence[torch.Tensor]]:
-        found = self._find(args, kwargs)
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_result: bool = True
+    ) -> tuple[Form, GraphRunner, Sequence[torch.Tensor]]:
+        found = self._find(args, kwargs, for_result=for_result)
+        if isinstance(found, _ByResult):
+            found = Reason.GRADIENTS
         if isinstance(found, str):
             raise InputError(found, f"Such a call runs without graphs: {found}. Call it directly.")
         return found
@@ -307,6 +337,25 @@ class GraphedCalls:
                 stacklevel=4,
             )
         return self.target(*args, **kwargs)
+
+    def _run_for_gradients(
+        self, found: _ByResult, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call plainly whose result may require gradients by what the function holds."""
+        result = self.target(*args, **kwargs)
+        if not self._weights.note(found.kind, result):
+            self._plain[Reason.FIRST_CALL] += 1
+            return result
+        self._plain[Reason.GRADIENTS] += 1
+        if self._once.first("held weights"):
+            warnings.warn(
+                "Calls run without graphs, reason gradients: the function holds weights that "
+                "require gradients, and so do its results. Call it under torch.no_grad() where "
+                "nobody needs them. Warned once; stats() counts them.",
+                EagerStepWarning,
+                stacklevel=4,
+            )
+        return result
 
     def _weights_mark(self) -> tuple[int, Any]:
         """Return what changes when a module is moved or its weights are replaced."""

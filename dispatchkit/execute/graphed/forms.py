@@ -8,13 +8,22 @@ their batch alone.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 
+from dispatchkit.dispatch import Reason
+from dispatchkit.errors import CaptureError
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.observe.counters import RunnerStats
@@ -63,10 +72,28 @@ class Form:
         for name, at, dim in zip(names, self._places, dims, strict=True):
             shape = [size if axis != dim else None for axis, size in enumerate(leaves[at].shape)]
             self.inputs[name] = StaticInput(tuple(shape), leaves[at].dtype)
+        self._call: _CurrentCall | None = _CurrentCall() if _has_mutable(self._spec) else None
         self.device: Any = leaves[self._places[0]].device
         self.top: int = 0
         self.runner: GraphRunner | None = None
         self.outgrown: dict[str, RunnerStats] = {}
+
+    def run(
+        self,
+        runner: GraphRunner,
+        tensors: Sequence[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a call; an eager step is given the caller's own containers."""
+        own = self._call
+        if own is None:
+            return runner(*tensors)
+        before, own.now = own.now, (args, kwargs, tensors)
+        try:
+            return runner(*tensors)
+        finally:
+            own.now = before
 
     def runner_for(self, rows: int) -> GraphRunner:
         """Return a runner with room for so many rows, where sizes are not declared."""
@@ -92,7 +119,9 @@ class Form:
             options = settings.get("options", RunnerOptions())
             if options.device is None:
                 settings["options"] = attrs.evolve(options, device=self.device)
-        step = _step_of(self._target, self._constants, self._places, self._names, self._spec)
+        step = _step_of(
+            self._target, self._constants, self._places, self._names, self._spec, self._call
+        )
         runner = GraphRunner(step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
             runner.lanes[0].work.guard.add(self._target)
@@ -110,23 +139,82 @@ class Form:
         return text + (f", n <= {self.top}" if self.top else "")
 
 
+class _CurrentCall(threading.local):
+    """The call that a thread is in: its arguments, and its tensors in order."""
+
+    now: tuple[tuple[Any, ...], dict[str, Any], Sequence[torch.Tensor]] | None = None
+
+
+def _has_mutable(spec: TreeSpec) -> bool:
+    """Return whether a call has containers that a step could write to."""
+    args, kwargs = spec.children()
+    inside = [*args.children(), *kwargs.children()]
+    while inside:
+        one = inside.pop()
+        if not (one.is_leaf() or one.type is tuple):
+            return True
+        inside += one.children()
+    return False
+
+
 def _step_of(
     target: Callable[..., Any],
     constants: Sequence[Any],
     places: Sequence[int],
     names: Sequence[str],
     spec: TreeSpec,
+    call: _CurrentCall | None,
 ) -> Callable[..., Any]:
     """Return a step that calls a target as the calls of a form do.
 
-    A function and no method: what it changes is looked for in what it closes over.
+    A function and no method: what it changes is looked for in what it closes over. On the tensors
+    of a call it is the call itself; on dummy rows it has containers of its own, and raises a
+    CaptureError where the target writes to them.
     """
 
     def step(**inputs: torch.Tensor) -> Any:
+        own = None if call is None else call.now
+        if own is not None:
+            args, kwargs, tensors = own
+            if all(inputs[name] is one for name, one in zip(names, tensors, strict=True)):
+                return target(*args, **kwargs)
         leaves = list(constants)
         for at, name in zip(places, names, strict=True):
             leaves[at] = inputs[name]
         args, kwargs = tree_unflatten(leaves, spec)
-        return target(*args, **kwargs)
+        result = target(*args, **kwargs)
+        if call is not None:
+            _check_unchanged(leaves, spec, (args, kwargs))
+        return result
 
     return step
+
+
+def _check_unchanged(leaves: Sequence[Any], spec: TreeSpec, call: Any) -> None:
+    """Refuse a step that wrote to a container of its call.
+
+    Raises:
+        CaptureError: It did: reason ``container_written``.
+    """
+    now, now_spec = tree_flatten(call)
+    if now_spec == spec and all(one is other for one, other in zip(leaves, now, strict=True)):
+        return
+    before = _by_path(tree_unflatten(leaves, spec))
+    after = _by_path(call)
+    changed = [
+        path
+        for path in {**before, **after}
+        if path not in before or path not in after or before[path] is not after[path]
+    ]
+    raise CaptureError(
+        f"The step writes {', '.join(changed[:3])} in a container that it was given, which a "
+        "replay would not. Return the new value, and write it outside of the step.",
+        reason=Reason.CONTAINER_WRITTEN,
+    )
+
+
+def _by_path(call: Any) -> dict[str, Any]:
+    """Return the leaves of a call by their paths, such as ``args[0]['h']``."""
+    args, kwargs = call
+    found = {f"args{keystr(path)}": one for path, one in tree_flatten_with_path(args)[0]}
+    return found | {f"kwargs{keystr(path)}": one for path, one in tree_flatten_with_path(kwargs)[0]}

@@ -13,12 +13,12 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils._pytree import tree_flatten
 
 from dispatchkit.errors import CaptureError, ConfigError, InputError
 from dispatchkit.execute.io.host_arrays import host_array, numpy_module
 from dispatchkit.execute.io.inputs import MAX_KEPT_SIZES, RESERVED_NAMES, InputSet
 from dispatchkit.execute.io.static_input import StaticInput
+from dispatchkit.execute.io.structure import flatten, is_same_value
 from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
@@ -232,13 +232,13 @@ def _other_value(axis: Axis, bucket: int) -> int:
 def _dimensions(
     outputs: Any, others: Any, index: int, axis: Axis, bucket: int, other: int
 ) -> list[AxisCut]:
-    leaves, spec = tree_flatten(outputs)
-    found, other_spec = tree_flatten(others)
-    problem = "" if spec == other_spec else "the structure of the outputs"
+    leaves, structure = flatten(outputs)
+    found, other_structure = flatten(others)
+    problem = "" if structure == other_structure else "the structure of the outputs"
     cuts: list[AxisCut] = []
     for number, (leaf, one) in enumerate(zip(leaves, found, strict=False)):
         if not isinstance(leaf, torch.Tensor) or not isinstance(one, torch.Tensor):
-            if isinstance(leaf, torch.Tensor) or isinstance(one, torch.Tensor) or leaf != one:
+            if not is_same_value(leaf, one):
                 problem = problem or f"output {number}, a Python value,"
             continue
         if leaf.dim() != one.dim():

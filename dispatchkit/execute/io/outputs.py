@@ -11,15 +11,21 @@ All graphs of a lane write their outputs to one memory, since a lane runs one at
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.execute.io.structure import (
+    Structure,
+    flatten,
+    is_immutable,
+    is_same_value,
+)
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.options import DERIVED
 
@@ -29,10 +35,12 @@ class LeafLayout:
     """One leaf of the outputs.
 
     Attributes:
-        kind: ``tensor``; ``rows``, a Python number equal to the size; or ``constant``.
+        kind: ``tensor``; ``value``, a Python value that may follow the number of rows;
+            ``rows``, a number declared to be that of the rows; ``constant``, a value declared to
+            be the same for all; or ``kept``, in an object that the step itself keeps.
         shape: A tensor's shape with None at its batch dimension.
         dtype: A tensor's type.
-        value: A constant's value.
+        value: A constant's value, or the value at some number of rows.
     """
 
     kind: str
@@ -57,33 +65,56 @@ class LeafLayout:
                     for have, want in zip(leaf.shape, self.shape, strict=True)
                 )
             )
+        if self.kind == "kept":
+            return True
         if isinstance(leaf, torch.Tensor):
             return False
-        return _same(leaf, size) if self.kind == "rows" else _same(leaf, self.value)
+        if self.kind == "value":
+            return type(leaf) is type(self.value)
+        return is_same_value(leaf, size if self.kind == "rows" else self.value)
+
+    @property
+    def is_mutable_value(self) -> bool:
+        """Whether a caller could change such a value."""
+        return self.kind == "value" and not is_immutable(self.value)
 
 
 @attrs.frozen
 class OutputLayout:
     """The structure of a step's outputs and the layout of each leaf."""
 
-    spec: TreeSpec
+    structure: Structure
     leaves: tuple[LeafLayout, ...]
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there are values that may follow the number of rows."""
+        return any(one.kind == "value" for one in self.leaves)
 
     def fits(self, outputs: Any, size: int) -> bool:
         """Return whether outputs that were computed at a size are of this layout."""
-        leaves, spec = tree_flatten(outputs)
-        return spec == self.spec and all(
+        leaves, structure = flatten(outputs)
+        return structure == self.structure and all(
             one.fits(leaf, size) for one, leaf in zip(self.leaves, leaves, strict=True)
         )
 
+    def values(self, outputs: Any, size: int) -> dict[int, Any]:
+        """Return the Python values of outputs that were computed at a size, by leaf.
 
-def _same(left: Any, right: Any) -> bool:
-    if type(left) is not type(right):
-        return False
-    try:
-        return bool(left == right) or left is right
-    except (RuntimeError, TypeError, ValueError):
-        return left is right
+        Raises:
+            CaptureError: The outputs are of another layout.
+        """
+        leaves, structure = flatten(outputs)
+        fits = structure == self.structure and len(leaves) == len(self.leaves)
+        for index, one in enumerate(self.leaves):
+            if not fits or not one.fits(leaves[index], size):
+                raise CaptureError(
+                    f"At {size} rows output {index} is something else than at other sizes.",
+                    reason="output_layout",
+                )
+        return {
+            index: leaves[index] for index, one in enumerate(self.leaves) if one.kind == "value"
+        }
 
 
 def _undeclared(index: int, problem: str) -> CaptureError:
@@ -100,28 +131,34 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
     Raises:
         CaptureError: They do not: reason ``output_layout``.
     """
-    leaves, spec = tree_flatten(first)
-    others, other_spec = tree_flatten(second)
-    if spec != other_spec:
+    leaves, structure = flatten(first)
+    others, other_structure = flatten(second)
+    if structure != other_structure:
         raise CaptureError(
-            f"The structure of the outputs depends on the batch: {spec} at {size} rows, "
-            f"{other_spec} at {other_size}.",
+            f"The structure of the outputs depends on the batch: {structure} at {size} rows, "
+            f"{other_structure} at {other_size}.",
             reason="output_layout",
         )
+    structure = structure.keeping(first, second)
     found = []
-    for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+    for index, (leaf, other, is_kept) in enumerate(
+        zip(leaves, others, structure.kept(), strict=True)
+    ):
+        if is_kept:
+            found.append(LeafLayout("kept"))
+            continue
         if not isinstance(leaf, torch.Tensor):
-            if _same(leaf, other):
-                found.append(LeafLayout("constant", value=leaf))
-            elif _same(leaf, size) and _same(other, other_size):
-                found.append(LeafLayout("rows"))
-            else:
+            if type(leaf) is not type(other):
                 raise CaptureError(
-                    f"Output {index} is no tensor: {leaf!r:.40} ({type(leaf).__name__}), and "
-                    f"differs between {size} rows and {other_size}. A graph computes tensors "
-                    "alone; return those, in tuples, lists or dictionaries.",
+                    f"Output {index} is a {type(leaf).__name__} at {size} rows and a "
+                    f"{type(other).__name__} at {other_size}. Return the same kind of value for "
+                    "all sizes.",
                     reason="output_layout",
                 )
+            is_object = leaf is other and not is_immutable(leaf)  # one that the step has
+            # What another value is at a number of rows is measured once that comes.
+            kind = "constant" if leaf is None or is_object else "value"
+            found.append(LeafLayout(kind, value=leaf))
             continue
         if not isinstance(other, torch.Tensor) or other.dim() != leaf.dim():
             raise _undeclared(index, "is of another rank at another size")
@@ -138,7 +175,7 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
         if batch:
             shape[batch[0]] = None
         found.append(LeafLayout("tensor", tuple(shape), leaf.dtype))
-    return OutputLayout(spec, tuple(found))
+    return OutputLayout(structure, tuple(found))
 
 
 def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
@@ -152,7 +189,7 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
     Raises:
         CaptureError: It does not fit the outputs: reason ``output_layout``.
     """
-    leaves, spec = tree_flatten(outputs)
+    leaves, structure = flatten(outputs)
     whole = batch_dims is None or isinstance(batch_dims, int)
     dims = [batch_dims] * len(leaves) if whole else tree_leaves(batch_dims)
     if len(dims) != len(leaves):
@@ -163,14 +200,14 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
     found = []
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if not isinstance(leaf, torch.Tensor):
-            if whole and _same(leaf, size):
+            if whole and is_same_value(leaf, size):
                 raise CaptureError(
                     f"Output {index} is the number {leaf!r}, equal to the rows it was computed "
                     "at. Give output_batch_dims as a structure: 0 for it if it is the number of "
                     "rows, None if it is a constant.",
                     reason="output_layout",
                 )
-            is_rows = dim is not None and _same(leaf, size)
+            is_rows = dim is not None and is_same_value(leaf, size)
             found.append(LeafLayout("rows") if is_rows else LeafLayout("constant", value=leaf))
             continue
         shape: list[int | None] = list(leaf.shape)
@@ -183,7 +220,7 @@ def declared_layout(outputs: Any, size: int, batch_dims: Any) -> OutputLayout:
                 )
             shape[dim] = None
         found.append(LeafLayout("tensor", tuple(shape), leaf.dtype))
-    return OutputLayout(spec, tuple(found))
+    return OutputLayout(structure, tuple(found))
 
 
 def check_batch_dims(value: Any) -> None:
@@ -251,8 +288,16 @@ def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def cut(layout: OutputLayout, leaves: Sequence[Any], num_rows: int) -> list[Any]:
+def cut(
+    layout: OutputLayout, leaves: Sequence[Any], num_rows: int, values: Mapping[int, Any]
+) -> list[Any]:
     """Return padded leaves cut to the real rows; a slice that comes out short is an error.
+
+    Args:
+        layout: Of the leaves.
+        leaves: Computed at the size of the graph.
+        num_rows: The real rows.
+        values: Python values at so many rows, where they may differ, by leaf.
 
     Raises:
         CaptureError: A leaf has fewer rows than the call: reason ``output_layout``.
@@ -263,6 +308,8 @@ def cut(layout: OutputLayout, leaves: Sequence[Any], num_rows: int) -> list[Any]
             result.append(num_rows)
         elif one.kind == "constant":
             result.append(one.value)
+        elif one.kind in ("value", "kept"):
+            result.append(values.get(index, leaf))
         elif (dim := one.batch_dim) is None:
             result.append(leaf)
         elif leaf.shape[dim] < num_rows:
@@ -270,18 +317,3 @@ def cut(layout: OutputLayout, leaves: Sequence[Any], num_rows: int) -> list[Any]
         else:
             result.append(leaf.narrow(dim, 0, num_rows))
     return result
-
-
-def builder(spec: TreeSpec) -> Callable[[list[Any]], Any]:
-    """Return what puts leaves into a structure; quick for a tensor, a tuple and a list."""
-    if spec.is_leaf():
-        return lambda leaves: leaves[0]
-    if spec.num_nodes == 1 + spec.num_leaves:  # flat: no container inside
-        if spec.type is tuple:
-            return tuple
-        if spec.type is list:
-            return list
-        if spec.type is dict:
-            names = list(spec.context)
-            return lambda leaves: dict(zip(names, leaves, strict=True))
-    return lambda leaves: tree_unflatten(leaves, spec)

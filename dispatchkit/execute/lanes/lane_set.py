@@ -20,13 +20,13 @@ from typing import Any, overload
 
 import attrs
 import torch
-from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.base import Event, Stream
 from dispatchkit.dispatch import KeyHomes
 from dispatchkit.errors import PolicyError, ReplayError
 from dispatchkit.execute.executor import Executor, run_again
 from dispatchkit.execute.io.calls import CallReader
+from dispatchkit.execute.io.structure import leaves_of
 from dispatchkit.execute.lanes.chooser import LaneChooser
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.keys.batch import GraphKey
@@ -93,7 +93,7 @@ class StepHandle:
     def _keep_for(self, stream: Any) -> None:
         """Tell the allocator who reads the result: its memory is the lane's stream's."""
         raw: Any = None if stream is None else stream.raw
-        for leaf in tree_leaves(self._result):
+        for leaf in leaves_of(self._result):
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
                 raw = torch.cuda.current_stream(leaf.device) if raw is None else raw
                 leaf.record_stream(raw)

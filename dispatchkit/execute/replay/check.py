@@ -6,17 +6,18 @@ are compared, and what stays of both is eager's. A graph that gave something els
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.fingerprint import Facts, changed, moved
 from dispatchkit.execute.io.buffers import InputBuffers
+from dispatchkit.execute.io.structure import flatten, is_same_value
 from dispatchkit.execute.replay.check_state import (
     State,
     StateCheck,
@@ -164,32 +165,48 @@ class Checker:
         for leaf in self._handed_out:
             leaf.fill_(_poison(leaf.dtype))
         copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._handed_out = [leaf for leaf in tree_leaves(copies) if isinstance(leaf, torch.Tensor)]
+        self._handed_out = [leaf for leaf in copies if isinstance(leaf, torch.Tensor)]
         return copies
 
 
 def _assert_close(got: Any, want: Any) -> None:
     """Raise what tells how two results differ; floats of one byte are rounded as coarsely."""
+    ours, structure = flatten(got)
+    theirs, other_structure = flatten(want)
+    if structure != other_structure:
+        raise AssertionError(f"The replay returned {structure}, and eager {other_structure}.")
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            _assert_tensors_close(one, other, f"Output {index}: " if len(ours) > 1 else "")
+        elif not _is_close(one, other):
+            raise AssertionError(
+                f"Output {index} is {one!r:.60} by the replay, and {other!r:.60} by eager."
+            )
 
-    def coarse(result: Any) -> list[torch.Tensor]:
-        return [one for one in tree_leaves(result) if is_coarse(one)]
 
-    def others(result: Any) -> Any:
-        return tree_map(lambda one: None if is_coarse(one) else one, result)
+def _is_close(one: Any, other: Any) -> bool:
+    """Return whether two values are the same, numbers with a fraction within tolerance."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or one != one != other
+    return is_same_value(one, other)
 
-    torch.testing.assert_close(
-        others(got), others(want), rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True, check_stride=False
-    )
-    for one, other in zip(coarse(got), coarse(want), strict=True):
+
+def _assert_tensors_close(one: torch.Tensor, other: torch.Tensor, where: str) -> None:
+    relative = RELATIVE
+    if is_coarse(one) and is_coarse(other):
         if not is_comparable(one.dtype, one.device):
-            continue
-        torch.testing.assert_close(
-            comparable(one),
-            comparable(other),
-            rtol=tolerance(one.dtype, RELATIVE),
-            atol=ABSOLUTE,
-            equal_nan=True,
-        )
+            return
+        relative = tolerance(one.dtype, RELATIVE)
+        one, other = comparable(one), comparable(other)
+    torch.testing.assert_close(
+        one,
+        other,
+        rtol=relative,
+        atol=ABSOLUTE,
+        equal_nan=True,
+        check_stride=False,
+        msg=lambda text: where + text,
+    )
 
 
 def _poison(dtype: torch.dtype) -> float | int | bool:

@@ -17,7 +17,9 @@ from dispatchkit.execute.replay.plans import (
     GraphPlan,
     LazyPlan,
     Plan,
+    TimeablePlan,
     TimedPlan,
+    ValuesPlan,
 )
 from dispatchkit.execute.replay.timing import Timer, Timings
 from dispatchkit.execute.step.guard import Guard
@@ -103,11 +105,13 @@ class Planner:
         """Return the plan that replays a captured step: measured or compared where asked for."""
         count, is_owned = self._counters.of_key(key), self._is_owned
         replay = GraphPlan(step, num_tokens, count, self._eager, self._guard, is_owned=is_owned)
-        timed = replay if timer is None else TimedPlan(replay, timer)
+        timed: TimeablePlan = replay if timer is None else TimedPlan(replay, timer)
+        if step.layout.has_values and num_tokens < key.num_tokens:
+            timed = ValuesPlan(timed, step, num_tokens, self._lifecycle)
         if not self._axes and self._checker is None:
             return timed
         # What is compared has been cut, and cutting is no part of the time.
-        plan = AxisPlan(timed, step, self._axes, is_owned=is_owned) if self._axes else replay
+        plan = AxisPlan(timed, step, self._axes, is_owned=is_owned) if self._axes else timed
         if self._checker is None:
             return plan
         return CheckedPlan(plan, replay, self._checker, is_owned=is_owned)

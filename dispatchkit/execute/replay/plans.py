@@ -6,18 +6,18 @@ is for an exact number of tokens, so that views of static inputs and outputs can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dispatchkit.backends.optional import LaunchCall
 from dispatchkit.execute.capture.captured import CapturedKey, LaunchError
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.io.axes import refused_in_place
-from dispatchkit.execute.io.outputs import builder, cut
+from dispatchkit.execute.io.outputs import cut
+from dispatchkit.execute.io.structure import flatten, leaves_of, own_value
 from dispatchkit.execute.io.transports import Transport, transport_of
 from dispatchkit.execute.lane import Chain, Lane
 from dispatchkit.execute.replay.check import Checker
@@ -192,7 +192,8 @@ class GraphPlan:
         self._make: Callable[[], Any] | None = None
         self._leaves: list[Any] | None = None
         self._padded: Sequence[Any] = ()
-        self._build = builder(step.layout.spec)
+        self._build = step.layout.structure.builder()
+        self._has_mutable_values = any(one.is_mutable_value for one in step.layout.leaves)
 
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
         """Copy a checked call in, launch, and return its own rows of the outputs.
@@ -263,7 +264,7 @@ class GraphPlan:
         step = self.step
         self._choose_launch()
         if step.leaves:
-            self._leaves = cut(step.layout, step.leaves, self.num_tokens)
+            self._leaves = cut(step.layout, step.leaves, self.num_tokens, self._row_values)
             self._choose_result(self._leaves)
         transport = self.transport = transport_of(step.input_path, self.num_tokens)
         step.lane.keep_ready(self)
@@ -289,11 +290,11 @@ class GraphPlan:
 
     def _choose_result(self, leaves: list[Any]) -> None:
         """Keep the result itself where every call may have the same one, or what makes it."""
-        spec = self.step.layout.spec
+        structure = self.step.layout.structure
         if self._is_owned and any(self.step.clones):
-            if spec.is_leaf():
+            if structure.is_leaf:
                 self._make = leaves[0].clone
-        elif spec.is_leaf() or (spec.type is tuple and spec.num_nodes == 1 + spec.num_leaves):
+        elif not self._has_mutable_values and (structure.is_leaf or structure.is_flat_tuple):
             self._ready = self._build(leaves)
 
     # -- the ways that are not direct ---------------------------------------------------
@@ -320,15 +321,51 @@ class GraphPlan:
     def _make_result(self) -> Any:
         leaves = self._leaves
         if leaves is None:
-            leaves = cut(self.step.layout, self._padded, self.num_tokens)
-        if not self._is_owned:
-            return self._build(list(leaves))
-        return self._build(
-            [
+            leaves = cut(self.step.layout, self._padded, self.num_tokens, self._row_values)
+        if self._is_owned:
+            leaves = [
                 leaf.clone() if own else leaf
                 for leaf, own in zip(leaves, self.step.clones, strict=True)
             ]
-        )
+        if self._has_mutable_values:
+            leaves = [
+                own_value(leaf) if one.is_mutable_value else leaf
+                for leaf, one in zip(leaves, self.step.layout.leaves, strict=True)
+            ]
+        return self._build(list(leaves))
+
+    @property
+    def _row_values(self) -> Mapping[int, Any]:
+        return self.step.row_values.get(self.num_tokens, {})
+
+
+class ValuesPlan:
+    """Replay a captured step that returns Python values, at fewer rows than its size.
+
+    A replay runs no Python: what those values are at a number of rows is measured before the
+    first replay at it.
+
+    Args:
+        plan: Replays it.
+        step: What is replayed.
+        num_tokens: Rows of the cell.
+        lifecycle: Measures.
+    """
+
+    def __init__(
+        self, plan: TimeablePlan, step: CapturedKey, num_tokens: int, lifecycle: Lifecycle
+    ) -> None:
+        self.eager: EagerRunner = plan.eager
+        self._plan, self._step, self._num_tokens = plan, step, num_tokens
+        self._lifecycle = lifecycle
+
+    def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
+        """Replay as any other step does."""
+        step, num_tokens = self._step, self._num_tokens
+        if num_tokens not in step.row_values and not step.released:
+            with _rows_kept(step.lane, tensors, num_tokens):
+                self._lifecycle.measure_values(step, num_tokens)
+        return self._plan.run(tensors, stream, readable)
 
 
 class TimedPlan:
@@ -385,7 +422,7 @@ class AxisPlan:
 
     def __init__(
         self,
-        plan: GraphPlan | TimedPlan,
+        plan: TimeablePlan,
         step: CapturedKey,
         axes: Sequence[str],
         *,
@@ -407,12 +444,12 @@ class AxisPlan:
         buckets = self._step.key.descriptor.axes
         if result is AGAIN or not cuts or tensors.values == buckets:
             return result
-        leaves, spec = tree_flatten(result)
+        leaves, _ = flatten(result)
         for number, dim, index in cuts:
             if leaves[number].shape[dim] == buckets[index] != tensors.values[index]:
                 leaf = leaves[number].narrow(dim, 0, tensors.values[index])
                 leaves[number] = leaf.clone() if self._is_owned else leaf
-        return tree_unflatten(leaves, spec)
+        return self._step.layout.structure.build(leaves)
 
 
 class CheckedPlan:
@@ -426,7 +463,12 @@ class CheckedPlan:
     """
 
     def __init__(
-        self, plan: GraphPlan | AxisPlan, replay: GraphPlan, checker: Checker, *, is_owned: bool
+        self,
+        plan: TimeablePlan | AxisPlan,
+        replay: GraphPlan,
+        checker: Checker,
+        *,
+        is_owned: bool,
     ) -> None:
         self.eager: EagerRunner = plan.eager
         self._plan, self._replay, self._checker, self._is_owned = plan, replay, checker, is_owned
@@ -442,8 +484,7 @@ class CheckedPlan:
             result = self._plan.run(tensors, stream, readable)
             if self._is_owned or step.hits == hits:  # nothing is handed out, or it ran eager
                 return result
-            leaves, spec = tree_flatten(result)
-            return tree_unflatten(checker.hand_out(leaves), spec)
+            return step.layout.structure.build(checker.hand_out(leaves_of(result)))
         steps, tokens = count.steps, count.tokens
         result, found = checker.compare(
             step,
@@ -459,12 +500,13 @@ class CheckedPlan:
 
     def _own(self, result: Any) -> Any:
         """Return a result in memory of its own."""
-        clones = self._replay.step.clones
-        leaves, spec = tree_flatten(result)
-        if self._is_owned or len(leaves) != len(clones):
+        step, leaves = self._replay.step, leaves_of(result)
+        if self._is_owned or len(leaves) != len(step.clones):
             return result
-        own = [leaf.clone() if one else leaf for leaf, one in zip(leaves, clones, strict=True)]
-        return tree_unflatten(own, spec)
+        own = [leaf.clone() if one else leaf for leaf, one in zip(leaves, step.clones, strict=True)]
+        return step.layout.structure.build(own)
 
 
-Plan = EagerPlan | LazyPlan | GraphPlan | TimedPlan | AxisPlan | CheckedPlan
+#: What replays a captured step, measured where that is asked for.
+TimeablePlan = GraphPlan | TimedPlan | ValuesPlan
+Plan = EagerPlan | LazyPlan | TimeablePlan | AxisPlan | CheckedPlan

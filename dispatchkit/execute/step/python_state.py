@@ -132,10 +132,12 @@ class PythonState:
 
     Attributes:
         modules: The modules among what is reached.
+        tensors: The tensors.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.modules: list[torch.nn.Module] = []
+        self.tensors: list[torch.Tensor] = []
         self._records: list[Record] = []
         self._callables: list[Any] = []
         self._kept: list[Any] = []
@@ -163,6 +165,8 @@ class PythonState:
                     self._called.add(type(found.value))
             if isinstance(found.value, torch.nn.Module):
                 self.modules.append(found.value)
+            elif isinstance(found.value, torch.Tensor):
+                self.tensors.append(found.value)
             elif isinstance(found.value, _FUNCTIONS) and not found.is_method:
                 self._callables.append(found.value)
             for part in _parts(found):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dispatchkit.dispatch import Reason
 
 #: Reasons for which a capture is refused that say more than that it failed.
-REFUSED = frozenset({Reason.PYTHON_STATE, Reason.FIRST_CALL})
+REFUSED = frozenset({Reason.PYTHON_STATE, Reason.FIRST_CALL, Reason.CONTAINER_WRITTEN})
 #: Reasons that are a loss the user may want to know of; the others are what was asked for.
 DOWNGRADES = frozenset(
     {
@@ -25,6 +25,7 @@ DOWNGRADES = frozenset(
         Reason.REPLAY_FAILED,
         Reason.PYTHON_STATE,
         Reason.FIRST_CALL,
+        Reason.CONTAINER_WRITTEN,
         Reason.ROWS_DEPEND,
         Reason.WEIGHTS_REPLACED,
         Reason.VALUE_CHANGED,
@@ -59,6 +60,10 @@ NEXT_STEPS: Mapping[str, str] = {
         "step writes in place."
     ),
     Reason.FIRST_CALL: "Nothing to do: the key is captured after this call.",
+    Reason.CONTAINER_WRITTEN: (
+        "print(runner) names the key or index; return the new value instead, and write it outside "
+        "of the step."
+    ),
     Reason.ROWS_DEPEND: (
         "Padding changes the rows of this step: capture the sizes that come, declare fill values "
         "that it ignores, or give it row_count."
