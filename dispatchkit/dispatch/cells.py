@@ -42,7 +42,7 @@ def cell_of_call(
         ("ceiling", ceiling, len(ALLOWED_MODES) - 1, "the codes of allowed modes", _CODES),
         ("num_reqs", num_reqs, most, which, "Give 0 where they are not known."),
     ):
-        if not _is_whole(value) or not 0 <= value <= limit:
+        if (type(value) is not int and not _is_whole(value)) or not 0 <= value <= limit:
             allowed = f"a whole number from 0 to {limit} ({limit_name})"
             raise DescriptorError(field, value, allowed, hint)
     return int(ceiling), int(uniform), int(loras), int(num_tokens)
@@ -102,4 +102,4 @@ def names_of(modes: Iterable[RuntimeMode]) -> str:
 
 def _is_whole(value: Any) -> bool:
     """Return whether a value is a whole number, or a flag, which counts as 0 or 1."""
-    return is_flag(value) or whole_number(value) is not None
+    return whole_number(value) is not None or is_flag(value)

@@ -173,7 +173,7 @@ class Dispatcher:
             with self._lock:
                 # Under the lock, so that limits and table are of one epoch.
                 table = self._epoch.table
-                if self._is_beyond(num_tokens):
+                if not self.config.has_token_limit and self._is_beyond(num_tokens):
                     return self._decide_beyond(num_tokens, num_reqs, uniform, loras, ceiling)
                 cell = cell_of_call(self.config, num_tokens, num_reqs, uniform, loras, ceiling)
                 decision = table.take_one_shot(cell, num_reqs)
@@ -190,8 +190,8 @@ class Dispatcher:
             self._faults.report()
 
     def _is_beyond(self, num_tokens: Any) -> bool:
-        """Return whether a batch is above the table, where no limit forbids that."""
-        tokens = None if self.config.has_token_limit else whole_number(num_tokens)
+        """Return whether a batch is above the table."""
+        tokens = whole_number(num_tokens)
         return tokens is not None and tokens > self.config.max_num_tokens
 
     def _decide_beyond(

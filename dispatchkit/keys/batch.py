@@ -10,37 +10,42 @@ from dispatchkit.errors import DescriptorError
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 
-
-def _int(value: int) -> int:
-    number = whole_number(value)
-    return value if number is None else number  # the validator refuses it
+#: Name of a field, its smallest number, and whether it may be None.
+_Count = tuple[str, int, bool]
 
 
-def _int_or_none(value: int | None) -> int | None:
-    return None if value is None else _int(value)
+def _read_counts(record: Any, counts: tuple[_Count, ...]) -> None:
+    """Read whole numbers into ints, also those of numpy and torch.
+
+    For all fields at once: a dispatcher makes a batch for each cell that it fills.
+
+    Raises:
+        DescriptorError: One is none, or too small.
+    """
+    for name, minimum, is_optional in counts:
+        value = getattr(record, name)
+        if type(value) is int and value >= minimum:
+            continue
+        if value is None and is_optional:
+            continue
+        number = whole_number(value)
+        if number is None or number < minimum:
+            raise DescriptorError(name, value, f"a whole number of at least {minimum}")
+        object.__setattr__(record, name, number)
 
 
-def _count(minimum: int) -> Any:
-    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if whole_number(value) is None or value < minimum:
-            raise DescriptorError(attribute.name, value, f"a whole number of at least {minimum}")
+def _read_axes(record: Any) -> None:
+    """Read the values of axes into a tuple.
 
-    return check
-
-
-def _code(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    last = len(ALLOWED_MODES) - 1
-    if whole_number(value) is None or not 0 <= value <= last:
-        raise DescriptorError(
-            attribute.name, value, f"a code from 0 to {last}", "allowed_modes_code makes one."
-        )
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _values(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    Raises:
+        DescriptorError: They are none, or cannot be hashed.
+    """
+    value = record.axes
+    if value == ():
+        return
+    if isinstance(value, list):
+        value = tuple(value)
+        object.__setattr__(record, "axes", value)
     try:
         hash(value)
     except TypeError:
@@ -48,7 +53,23 @@ def _values(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     else:
         value_fits = isinstance(value, tuple)
     if not value_fits:
-        raise DescriptorError(attribute.name, value, "a tuple of values that can be hashed")
+        raise DescriptorError("axes", value, "a tuple of values that can be hashed")
+
+
+_DESCRIPTOR_COUNTS: tuple[_Count, ...] = (
+    ("num_tokens", 1, False),
+    ("num_reqs", 1, True),
+    ("num_active_loras", 0, False),
+    ("query_len", 0, False),
+    ("max_query_len", 1, True),
+)
+_BATCH_COUNTS: tuple[_Count, ...] = (
+    ("num_tokens", 0, False),
+    ("num_reqs", 0, True),
+    ("query_len", 0, False),
+    ("max_query_len", 1, True),
+    ("num_active_loras", 0, False),
+)
 
 
 @attrs.frozen(cache_hash=True)
@@ -71,19 +92,17 @@ class BatchDescriptor:
         DescriptorError: A fact is impossible, or two contradict each other.
     """
 
-    num_tokens: int = attrs.field(converter=_int, validator=_count(1))
-    num_reqs: int | None = attrs.field(
-        default=None, converter=_int_or_none, validator=attrs.validators.optional(_count(1))
-    )
+    num_tokens: int
+    num_reqs: int | None = None
     uniform: bool = attrs.field(default=False, converter=bool)
-    num_active_loras: int = attrs.field(default=0, converter=_int, validator=_count(0))
-    query_len: int = attrs.field(default=0, converter=_int, validator=_count(0))
-    max_query_len: int | None = attrs.field(
-        default=None, converter=_int_or_none, validator=attrs.validators.optional(_count(1))
-    )
-    axes: tuple[int, ...] = attrs.field(default=(), converter=_as_tuple, validator=_values)
+    num_active_loras: int = 0
+    query_len: int = 0
+    max_query_len: int | None = None
+    axes: tuple[int, ...] = ()
 
     def __attrs_post_init__(self) -> None:
+        _read_counts(self, _DESCRIPTOR_COUNTS)
+        _read_axes(self)
         if self.num_reqs is not None and self.num_reqs > self.num_tokens:
             raise DescriptorError(
                 "num_reqs",
@@ -181,18 +200,25 @@ class Batch:
             outside all buckets of its axis.
     """
 
-    num_tokens: int = attrs.field(converter=_int, validator=_count(0))
-    num_reqs: int | None = attrs.field(
-        default=None, converter=_int_or_none, validator=attrs.validators.optional(_count(0))
-    )
+    num_tokens: int
+    num_reqs: int | None = None
     uniform: bool = False
-    query_len: int = attrs.field(default=0, converter=_int, validator=_count(0))
-    max_query_len: int | None = attrs.field(
-        default=None, converter=_int_or_none, validator=attrs.validators.optional(_count(1))
-    )
-    num_active_loras: int = attrs.field(default=0, converter=_int, validator=_count(0))
-    allowed: int = attrs.field(default=int(RuntimeMode.FULL), converter=_int, validator=_code)
-    axes: tuple[int | None, ...] = attrs.field(default=(), converter=_as_tuple, validator=_values)
+    query_len: int = 0
+    max_query_len: int | None = None
+    num_active_loras: int = 0
+    allowed: int = int(RuntimeMode.FULL)
+    axes: tuple[int | None, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        _read_counts(self, _BATCH_COUNTS)
+        _read_axes(self)
+        code, last = whole_number(self.allowed), len(ALLOWED_MODES) - 1
+        if code is None or not 0 <= code <= last:
+            raise DescriptorError(
+                "allowed", self.allowed, f"a code from 0 to {last}", "allowed_modes_code makes one."
+            )
+        if code is not self.allowed:
+            object.__setattr__(self, "allowed", code)
 
     @property
     def allowed_modes(self) -> frozenset[RuntimeMode]:
