@@ -162,7 +162,7 @@ class Dispatcher:
                     return decision
                 if decision is not EMPTY:
                     return self._by_reqs[ceiling, uniform, loras, num_tokens][num_reqs]
-        except (LookupError, TypeError, ValueError, OverflowError):
+        except (LookupError, TypeError, ValueError, OverflowError, RuntimeError):
             pass  # an unused row, a batch above the table, or a wrong type: told apart below
         return self._dispatch_cold(num_tokens, num_reqs, uniform, loras, ceiling)
 

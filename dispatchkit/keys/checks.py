@@ -31,7 +31,7 @@ def whole_number(value: Any) -> int | None:
         return None
     try:
         return operator.index(value)
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # of arrays and tensors with several values
         return None
 
 

@@ -9,8 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit import (  # noqa: E402
+    Axis,
     BufferOptions,
     CaptureOptions,
+    GraphRunner,
     RunnerOptions,
     StaticInput,
     StepState,
@@ -18,7 +20,7 @@ from dispatchkit import (  # noqa: E402
     graph_piece,
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
-from dispatchkit.errors import ConfigError, InputError, UnknownNameError  # noqa: E402
+from dispatchkit.errors import ConfigError, DescriptorError, InputError, UnknownNameError  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
 
 
@@ -460,9 +462,44 @@ class TestStaticInput:
             StaticInput((None,), "int46")
         assert "int4" in caught.value.nearest or "int16" in caught.value.nearest
 
-    def test_fill_must_be_of_the_type(self):
+    @pytest.mark.parametrize(
+        ("fill", "dtype"),
+        [
+            ("x", "int64"),
+            (1.5, "int64"),
+            (-1, "uint8"),
+            (300, "uint8"),
+            (float("nan"), "int32"),
+            (2**40, "int32"),
+            (2**70, "int64"),
+            (2, "bool"),
+            (1e6, "float16"),
+            (1e6, "float8_e4m3fn"),
+            (float("inf"), "float8_e4m3fn"),
+            (1e300, "float32"),
+            (1j, "float32"),
+            ([1], "int64"),
+            (None, "float32"),
+        ],
+    )
+    def test_fill_must_be_of_the_type(self, fill, dtype):
+        """Torch cuts some off in silence: 1.5 to 1, -1 to 255."""
         with pytest.raises(ConfigError, match="fill"):
-            StaticInput((None,), "int64", fill="x")
+            StaticInput((None,), dtype, fill=fill)
+
+    @pytest.mark.parametrize(
+        ("fill", "dtype"),
+        [
+            (0.1, "float16"),
+            (float("-inf"), "float16"),
+            (True, "int64"),
+            (255, "uint8"),
+            (1, "bool"),
+        ],
+    )
+    def test_fill_that_the_type_holds_or_rounds_is_taken(self, fill, dtype):
+        held = StaticInput((None,), dtype, fill=fill).full(1, torch.device("cpu"))
+        assert held.item() == pytest.approx(float(fill), rel=1e-3)
 
     def test_no_batched_input(self, make_runner):
         with pytest.raises(ConfigError, match="at least one batched input"):
@@ -582,3 +619,96 @@ def test_step_that_writes_into_its_input_is_not_captured(make_runner, quiet):
     x = torch.zeros(3)
     same(runner(x), torch.full((3,), 2.0))
     assert x.tolist() == [1.0] * 3
+
+
+# -- inputs that lie where they are copied to -------------------------------------------------
+
+PAIR = {"x": StaticInput((None, 2), "float32"), "z": StaticInput((None, 2), "float32")}
+
+
+def rows(*values):
+    return torch.tensor(values, dtype=torch.float32)[:, None].expand(-1, 2).clone()
+
+
+class TestOverlappingInputs:
+    """A batch that lies in the runner's own static inputs is what it was when it was given."""
+
+    @pytest.fixture
+    def runner(self, make_runner):
+        runner = make_runner(lambda x, z: x * 10 + z, PAIR)
+        runner.capture()
+        runner.buffers["x"][:8] = rows(1, 2, 3, 4, 5, 6, 7, 8)
+        runner.buffers["z"][:8] = rows(8, 7, 6, 5, 4, 3, 2, 1)
+        return runner
+
+    def test_rows_moved_up(self, runner):
+        x, z = runner.buffers["x"], runner.buffers["z"]
+        same(runner(x[1:4], z[:3]), rows(28, 37, 46))
+
+    def test_inputs_crossed(self, runner):
+        """Each input is where the other is copied to."""
+        x, z = runner.buffers["x"], runner.buffers["z"]
+        same(runner(z[:3], x[:3]), rows(81, 72, 63))
+        same(runner(x=rows(1, 1), z=rows(2, 2)), rows(12, 12))
+
+    def test_one_row_for_all(self, runner):
+        x, z = runner.buffers["x"], runner.buffers["z"]
+        same(runner(x[2:3].expand(4, 2), z[4:8]), rows(34, 33, 32, 31))
+
+    def test_an_alias_made_elsewhere(self, runner):
+        x, z = runner.buffers["x"].detach(), runner.buffers["z"].view(-1).view(-1, 2)
+        same(runner(x=z[1:3], z=x[2:4]), rows(73, 64))
+
+    def test_inputs_that_the_step_returned(self, make_runner):
+        """With views of one graph the results are the static inputs themselves."""
+        runner = make_runner(lambda x, z: (z, x), PAIR, sizes=(4,), outputs="view")
+        runner.capture()
+        pair = runner(rows(1, 2), rows(3, 4))
+        for _ in range(3):
+            expected = [one.clone() for one in pair[::-1]]
+            pair = runner(*pair)
+            for one, other in zip(pair, expected, strict=True):
+                same(one, other)
+
+    def test_host_inputs(self, make_runner):
+        inputs = {name: StaticInput((None,), "int64", host=True) for name in ("x", "z")}
+        runner = make_runner(lambda x, z: x * 10 + z, inputs)
+        runner.capture()
+        runner.buffers.wait()
+        runner.buffers["x"][:4] = torch.tensor([1, 2, 3, 4])
+        runner.buffers["z"][:4] = torch.tensor([5, 6, 7, 8])
+        result = runner(runner.buffers["z"][:3], runner.buffers["x"][1:4])
+        same(result, torch.tensor([52, 63, 74]))
+
+
+@pytest.mark.parametrize("name", ["x", "length"])
+def test_row_count_is_no_name_that_something_else_has(name):
+    """The runner gives it in place of the caller's tensor, and results would be wrong."""
+    with pytest.raises(ConfigError, match="row_count must be a name that no input and no axis"):
+        GraphRunner(
+            lambda x, length: x + length,
+            {"x": StaticInput((None, 2), "float32")},
+            axes=[Axis("length", (1, 2))],
+            sizes=[4],
+            backend="tape",
+            options=RunnerOptions(buffers=BufferOptions(row_count=name)),
+        )
+
+
+@pytest.mark.parametrize("generators", [torch.default_generator, [5], ["cpu"]])
+def test_generators_are_a_list_of_generators(generators):
+    with pytest.raises(ConfigError, match="generators must be a list"):
+        StepState(generators=generators)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(3.0), torch.tensor([3, 4]), torch.tensor([])])
+def test_a_tensor_that_is_no_whole_number_is_refused(make_runner, value):
+    """As any other value that is none; a tensor of one whole number is taken."""
+    runner = make_runner(lambda tokens: tokens)
+    assert runner.dispatcher.dispatch(torch.tensor(3)) is runner.dispatcher.dispatch(3)
+    for call in (runner.dispatcher.dispatch, runner.explain, runner.run_in_place):
+        with pytest.raises(DescriptorError, match="num_tokens must be a whole number"):
+            call(value)
+    for fact in ("num_reqs", "uniform", "loras", "ceiling"):
+        with pytest.raises(DescriptorError, match=f"{fact} must be a whole number"):
+            runner(torch.arange(3), **{fact: value})

@@ -7,13 +7,15 @@ the bucket, must hold the input's fill value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import ConfigError, InputError, UnknownNameError
+from dispatchkit.execute.io.host_arrays import as_array, numpy_module
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.staging import Staging
 
@@ -34,6 +36,7 @@ class InputBuffers:
         clean_from: First row known to hold fill in every batched buffer (in pinned memory
             for host inputs that have some).
         clean_to: First row behind those.
+        are_shared: Others have the memory, and may give it as an input.
     """
 
     clean_to: int
@@ -49,6 +52,7 @@ class InputBuffers:
         self.inputs = inputs
         self.num_rows = num_rows
         self.staging: Staging | None = None
+        self.are_shared: bool = tensors is not None
         self.clean_from, self.clean_to = 0, num_rows
         if tensors is not None:
             self.tensors: list[torch.Tensor] = list(tensors)
@@ -126,6 +130,30 @@ class InputBuffers:
         for index, rows in self.host_rows(num_rows):
             sources[index] = rows
         return [source.to(self.inputs.device, copy=True) for source in sources]
+
+    def note_results(self, leaves: Iterable[Any]) -> None:
+        """Note results that are handed out as they are: a step may return its input."""
+        storages = {tensor.untyped_storage()._cdata for tensor in self.tensors}
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in storages:
+                self.are_shared = True
+
+    def apart(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Return a batch with copies of what lies in these buffers, which it is to overwrite."""
+        storages = {tensor.untyped_storage()._cdata for tensor in self.tensors}
+        pinned = () if self.staging is None else tuple(self.staging.host.values())
+
+        def overlaps(value: Any) -> bool:
+            if isinstance(value, torch.Tensor):
+                return value.untyped_storage()._cdata in storages
+            return any(numpy_module().may_share_memory(value, as_array(one)) for one in pinned)
+
+        if not any(map(overlaps, values)):
+            return values
+        copy = {True: lambda one: one.clone(), False: lambda one: one.copy()}
+        return [
+            copy[isinstance(one, torch.Tensor)](one) if overlaps(one) else one for one in values
+        ]
 
     @contextmanager
     def kept(self, num_rows: int) -> Iterator[None]:
@@ -207,9 +235,11 @@ class StaticBuffers:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         try:
-            return self._tensors[name]
+            found = self._tensors[name]
         except KeyError:
             raise UnknownNameError("input", name, self._tensors) from None
+        self._buffers.are_shared = True
+        return found
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors

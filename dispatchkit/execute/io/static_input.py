@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,17 @@ def _shape(value: Any) -> tuple[int | str | None, ...]:
     return shape
 
 
+def _is_value_of(fill: Any, dtype: torch.dtype) -> bool:
+    """Return whether a type has a value, or one that it is rounded to; torch cuts others off."""
+    try:
+        held = torch.full((), fill, dtype=dtype).item()
+        if dtype.is_floating_point and math.isfinite(fill):
+            return bool(abs(fill) <= torch.finfo(dtype).max)
+        return bool(held == fill or (held != held and fill != fill))
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return False
+
+
 @attrs.frozen
 class StaticInput:
     """What a graph expects of one input.
@@ -58,10 +70,8 @@ class StaticInput:
     host: bool = False
 
     def __attrs_post_init__(self) -> None:
-        try:
-            torch.full((), self.fill, dtype=self.dtype)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ConfigError("fill", self.fill, f"a value of {self.dtype}") from error
+        if not _is_value_of(self.fill, self.dtype):
+            raise ConfigError("fill", self.fill, f"a value of {self.dtype}")
 
     @property
     def batch_dim(self) -> int | None:

@@ -31,7 +31,12 @@ class Transport(Protocol):
     Either method is called under the runner's lock, right before the launch. Once the launch
     has brought in what it brings in, the graph reads the rows of this batch and, from there
     to its bucket, each input's fill.
+
+    Attributes:
+        buffers: That memory.
     """
+
+    buffers: InputBuffers
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
         """Bring in a batch.

@@ -223,7 +223,8 @@ class GraphPlan:
             lane.switch(stream)
         transport = self.transport or self.prepare()
         if tensors is not None:
-            transport.load(tensors, readable)
+            buffers = transport.buffers
+            transport.load(buffers.apart(tensors) if buffers.are_shared else tensors, readable)
         else:
             transport.load_in_place()
         if lane.row_count is not None:
@@ -266,6 +267,8 @@ class GraphPlan:
         if step.leaves:
             self._leaves = cut(step.layout, step.leaves, self.num_tokens, self._row_values)
             self._choose_result(self._leaves)
+            if not self._is_owned:
+                step.input_path.buffers.note_results(self._leaves)
         transport = self.transport = transport_of(step.input_path, self.num_tokens)
         step.lane.keep_ready(self)
         return transport

@@ -95,6 +95,13 @@ class Step:
         self.can_split: bool = isinstance(step, (list, tuple))
         given = list(step) if self.can_split else [graph_piece(step)]
         known = [*names, *([row_count] if row_count else [])]
+        if row_count in (*names, *axes):
+            raise ConfigError(
+                "row_count",
+                row_count,
+                "a name that no input and no axis has",
+                "The runner gives it itself; an input of this name would never reach the step.",
+            )
         if not given:
             raise ConfigError("step", step, "a function or a list of at least one piece")
         for index, piece in enumerate(given):

@@ -56,7 +56,14 @@ def _scratch(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def _generators(generators: Iterable[torch.Generator]) -> tuple[torch.Generator, ...]:
-    return tuple(generators)
+    if isinstance(generators, torch.Generator):
+        hint = "Put it into one: generators=[generator]."
+        raise ConfigError("generators", "Generator", "a list of generators", hint)
+    found = tuple(generators)
+    for generator in found:
+        if not isinstance(generator, torch.Generator):
+            raise ConfigError("generators", generator, "a list of torch.Generator")
+    return found
 
 
 @attrs.frozen(eq=False, repr=False)
