@@ -31,6 +31,7 @@ from dispatchkit.dispatch.policy import (
     policy_name,
     policy_traits,
 )
+from dispatchkit.dispatch.table import Row
 
 __all__ = [
     "LANE_TRAITS",
@@ -58,6 +59,7 @@ __all__ = [
     "Policy",
     "PolicyParts",
     "Reason",
+    "Row",
     "StepCost",
     "broken_constraint",
     "explain",

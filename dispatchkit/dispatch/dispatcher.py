@@ -50,7 +50,7 @@ from dispatchkit.dispatch.decision import (
 from dispatchkit.dispatch.epochs import Epoch, Epochs
 from dispatchkit.dispatch.faults import PolicyFaults
 from dispatchkit.dispatch.policy import GraphView, Policy, PolicyParts, Readiness, pace_fault
-from dispatchkit.dispatch.table import EMPTY, MAX_COLD_CELLS, Table
+from dispatchkit.dispatch.table import EMPTY, MAX_COLD_CELLS, Row, Table
 from dispatchkit.errors import DescriptorError, NoGraphError, PolicyError
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.checks import whole_number
@@ -165,6 +165,30 @@ class Dispatcher:
         except (LookupError, TypeError, ValueError, OverflowError, RuntimeError):
             pass  # an unused row, a batch above the table, or a wrong type: told apart below
         return self._dispatch_cold(num_tokens, num_reqs, uniform, loras, ceiling)
+
+    def row(self, uniform: int = 0, loras: int = 0, ceiling: int = 2) -> Row:
+        """Return what ``dispatch`` looks up for one kind of batch, by number of tokens.
+
+        For an engine that has no time for a call. An entry is what ``dispatch`` returns for a
+        batch of at most its ``max_num_reqs`` requests; for others ``dispatch`` must be called,
+        and it fills the row. That bound is -1 where nothing is decided yet, or a one-shot
+        decision waits. A negative number of tokens must not be looked up, and one above
+        ``max_num_tokens`` raises IndexError.
+
+        The row follows every change until ``swap``, which puts other rows in force.
+
+        Args:
+            uniform: As for ``dispatch``.
+            loras: As for ``dispatch``.
+            ceiling: As for ``dispatch``.
+
+        Raises:
+            DescriptorError: A fact is negative or above its limit.
+        """
+        with self._lock:
+            cell = cell_of_call(self.config, 0, 0, uniform, loras, ceiling)
+            row: Row = self._epoch.table.row(*cell[:3])
+            return row
 
     def _dispatch_cold(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int

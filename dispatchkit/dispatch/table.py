@@ -11,7 +11,7 @@ single item or slice assignment.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from dispatchkit.dispatch.cells import Cell
 from dispatchkit.dispatch.decision import Decision
@@ -23,6 +23,14 @@ MAX_COLD_CELLS = 65_536
 
 #: Stands in every cell that was not decided yet. No number of requests meets its bound.
 EMPTY = Decision(RuntimeMode.NONE, None, "", max_num_reqs=-1)
+
+
+class Row(Protocol):
+    """The decisions of one kind of batch, by number of tokens; see ``Dispatcher.row``."""
+
+    def __getitem__(self, num_tokens: int, /) -> Decision:
+        """Return the decision; its ``max_num_reqs`` is -1 where ``dispatch`` must be called."""
+        ...
 
 
 class DictRow(dict[int, Decision]):
@@ -92,14 +100,17 @@ class Table:
         if cell in self.waiting:
             self.steady[cell] = decision
             return
-        allowed, uniform, variant, num_tokens = cell
-        row = self._row(cell)
-        if row == ():
-            row = DictRow() if self._as_dict else [EMPTY] * self._row_size
-            self.rows[allowed][uniform][variant] = row
-        elif self._as_dict and len(row) >= MAX_COLD_CELLS:
+        row = self.row(*cell[:3])
+        if self._as_dict and len(row) >= MAX_COLD_CELLS:
             row.clear()
-        row[num_tokens] = decision
+        row[cell[3]] = decision
+
+    def row(self, allowed: int, uniform: int, variant: int) -> Any:
+        """Return a row, which is made if it was never used."""
+        line = self.rows[allowed][uniform]
+        if line[variant] == ():
+            line[variant] = DictRow() if self._as_dict else [EMPTY] * self._row_size
+        return line[variant]
 
     def put_one_shot(self, cell: Cell, decision: Decision) -> None:
         """Serve a decision once, after those that wait already."""

@@ -192,6 +192,38 @@ def test_filled_cell_is_served_by_the_table_alone(monkeypatch):
     assert all(dispatcher.dispatch(*call) is one for call, one in zip(calls, first, strict=True))
 
 
+@pytest.mark.parametrize("max_list_cells", [10**6, 0])
+def test_a_row_holds_what_dispatch_returns_and_follows_every_change(max_list_cells, monkeypatch):
+    monkeypatch.setattr(table_module, "MAX_LIST_CELLS", max_list_cells)
+    dispatcher = make()
+    row = dispatcher.row(1)
+    assert row[5].max_num_reqs == -1
+    found = dispatcher.dispatch(5, 5, 1)
+    assert row[5] is found
+    dispatcher.update(CellUpdate(dispatcher.batch(5, 0, 1), Decision.eager("slow")))
+    assert (row[5].reason, row[5].max_num_reqs) == ("slow", 5)
+    batch = dispatcher.batch(5, 0, 1)
+    dispatcher.update(CellUpdate(batch, Decision.eager("probe"), one_shot=True))
+    assert row[5].max_num_reqs == -1, "a one-shot decision is taken by dispatch alone"
+    assert dispatcher.dispatch(5, 5, 1).reason == "probe"
+    assert row[5].reason == "slow"
+    dispatcher.registry.evicted(decode(8))
+    assert row[5].max_num_reqs == -1
+    assert dispatcher.row(1) is row
+    dispatcher.swap(AskedPolicy())
+    assert dispatcher.row(1) is not row
+
+
+def test_a_row_of_no_kind_of_batch_is_refused_by_name():
+    for facts, field in (
+        ({"uniform": 2}, "uniform"),
+        ({"loras": 1}, "loras"),
+        ({"ceiling": 9}, "ceiling"),
+    ):
+        with pytest.raises(DescriptorError, match=field):
+            make().row(**facts)
+
+
 def test_what_is_not_said_of_a_batch_is_not_assumed():
     dispatcher = make(query_lens=(1, 2), max_loras=1)
     assert dispatcher.batch(8) == Batch(8)
