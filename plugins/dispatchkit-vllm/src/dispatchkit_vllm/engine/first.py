@@ -208,7 +208,10 @@ def _install(
             "specialize_active_loras": len(cases) > 1,
         },
         ask=ask,
-        eager=lambda batch: (modes[RuntimeMode.NONE], defined.BatchDescriptor(batch.num_tokens)),
+        eager=lambda batch, _: (
+            modes[RuntimeMode.NONE],
+            defined.BatchDescriptor(batch.num_tokens),
+        ),
     )
 
 
@@ -280,7 +283,7 @@ def _timed(own: Any) -> Any:
         timer = None if station is None else station.timer
         if timer is None or station is None or station.is_dummy:
             return own(self, *args, **options)
-        timer.begin()
+        timer.begin(station.take_answer())
         try:
             found = own(self, *args, **options)
         except BaseException:

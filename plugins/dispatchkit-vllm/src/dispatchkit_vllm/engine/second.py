@@ -14,6 +14,7 @@ from typing import Any
 from dispatchkit import Batch, BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.keys import CUDAGraphMode
 
+from dispatchkit_vllm.engine.core import Answer
 from dispatchkit_vllm.engine.station import Station, as_dummy, settings_of
 from dispatchkit_vllm.facade import _config
 
@@ -73,7 +74,6 @@ def detach(module: ModuleType) -> None:
 def manager_class(original: type[Any]) -> type[Any]:
     """Return a subclass of vLLM's manager that asks a policy first."""
     takes = inspect.signature(original.dispatch).parameters
-    fields = inspect.signature(_descriptor_type(original)).parameters
     later = [
         name for name in ("num_active_loras", "max_query_len", "num_ubatches") if name in takes
     ]
@@ -84,25 +84,38 @@ def manager_class(original: type[Any]) -> type[Any]:
         def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
             super().__init__(vllm_config, *args, **options)
             self.station = Station(settings_of(vllm_config), vllm_config, RUNNER)
+            self.station.on_put = self._serve
+            self._model: Any = None
             self._hooks: list[Any] = []
-            _install(self, original, later, "num_active_loras" in fields)
+            _install(self, original, later)
 
         def capture(self, model: Any, *args: Any, **options: Any) -> Any:
-            """Capture as vLLM does; steps are measured only afterwards."""
-            timer = self.station.timer
-            if timer is None:
-                return super().capture(model, *args, **options)
-            timer.is_paused = True
-            try:
-                found = super().capture(model, *args, **options)
-            finally:
-                timer.is_paused = False
-            if not self._hooks and hasattr(model, "register_forward_hook"):
-                self._hooks = [
-                    model.register_forward_pre_hook(lambda *_: timer.begin()),
-                    model.register_forward_hook(lambda *_: timer.end()),
-                ]
+            """Capture as vLLM does; policies decide, and steps are measured, only afterwards."""
+            found = super().capture(model, *args, **options)
+            self._model = model
+            self._serve()
             return found
+
+        def _serve(self) -> None:
+            """Look up the answers of the policy in force; measure eager steps while it learns."""
+            station, timer = self.station, self.station.timer
+            # Where requests vary in length, what `dispatch` is asked with names no row.
+            if station.core is not None and not self._varies:
+                row = station.core.dispatcher.row
+                station.rows = {
+                    count: {uniform: row(kind, case) for uniform, kind in self._kinds.items()}
+                    for count, case in self._cases.items()
+                }
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            if timer is not None and hasattr(self._model, "register_forward_hook"):
+                self._hooks = [
+                    self._model.register_forward_pre_hook(
+                        lambda *_: None if station.is_dummy else timer.begin(station.take_answer())
+                    ),
+                    self._model.register_forward_hook(lambda *_: timer.end()),
+                ]
 
         def dispatch(
             self,
@@ -115,22 +128,30 @@ def manager_class(original: type[Any]) -> type[Any]:
         ) -> Any:
             """Return the descriptor of the policy's graph, or what vLLM's own code answers."""
             station = self.station
-            if station.is_open and num_ubatches == 1 and self._graphs_captured:
-                # vLLM's own answer takes half a microsecond: ready ones are looked up at once.
-                ready = station.ready.get((num_tokens, uniform_token_count, num_active_loras))
-                if ready is not None:
-                    result, most_reqs, station.answer = ready
-                    if num_reqs <= most_reqs:
-                        station.is_open = False
-                        return result
-                if 0 < num_tokens <= self._largest:
+            is_ours = station.is_open and num_ubatches == 1 and self._graphs_captured
+            if is_ours and num_tokens > station.largest and not num_active_loras:
+                return self._eager(num_tokens, num_reqs, 0)  # vLLM's answer, without its search
+            if is_ours and 0 < num_tokens <= station.largest:
+                # vLLM's own answer takes half a microsecond: no call is made for one like it.
+                answer: Answer | None = None
+                try:
+                    decision = station.rows[num_active_loras][uniform_token_count][num_tokens]
+                    if num_reqs <= decision.max_num_reqs:
+                        answer = decision.plan
+                except KeyError:
+                    pass
+                if answer is None:
                     kind = self._kind(uniform_token_count, max_query_len)
                     case = self._case(num_active_loras)
                     answer = station.ask(num_tokens, num_reqs, kind, case, 2)
-                    if answer is not None:
-                        found = answer.result
-                        is_eager = found.cg_mode is self._none
-                        return self._eager(num_tokens, num_reqs, case) if is_eager else found
+                else:
+                    station.is_open = False
+                    station.answer = answer
+                if answer is not None:
+                    meant = answer.num_reqs
+                    if meant is None or meant == num_reqs:
+                        return answer.result
+                    return self._eager(num_tokens, num_reqs, answer.batch.num_active_loras)
             facts = (num_active_loras, max_query_len, num_ubatches)
             return original.dispatch(
                 self, num_reqs, num_tokens, uniform_token_count, *facts[: len(later)]
@@ -143,26 +164,12 @@ def manager_class(original: type[Any]) -> type[Any]:
             fits = max_query_len is not None and max_query_len <= self.decode_query_len
             return kinds[None] if fits else 0
 
-        def _make_ready(self) -> None:
-            """Keep the answers of a policy that does not learn, by what the runner asks with."""
-            core, ready = self.station.core, self.station.ready
-            if core is None or core.learns or self._varies:
-                return
-            for count in {0, *self._counts}:
-                for uniform, kind in self._kinds.items():
-                    for num_tokens in range(1, self._largest + 1):
-                        answer = core.ask(num_tokens, 0, kind, self._case(count), 2)
-                        if answer is not None and answer.decision.key is not None:
-                            bound = answer.decision.max_num_reqs
-                            ready[num_tokens, uniform, count] = answer.result, bound, answer
-            core.fallbacks.clear()
-
         def run_fullgraph(self, desc: Any) -> Any:
             """Replay as vLLM does, measured where the policy learns."""
             timer = self.station.timer
             if timer is None or self.station.is_dummy:
                 return super().run_fullgraph(desc)
-            timer.begin()
+            timer.begin(self.station.take_answer())
             found = super().run_fullgraph(desc)
             timer.end()
             return found
@@ -174,11 +181,9 @@ def manager_class(original: type[Any]) -> type[Any]:
                 timer = self.station.timer
                 if timer is None or self.station.is_dummy:
                     return super().run_pw_graph(*args, **options)
-                timer.begin()
-                # The model's own hooks fire inside of it; they find nothing to begin.
-                with timer.held():
-                    found = super().run_pw_graph(*args, **options)
-                timer.end()
+                timer.begin(self.station.take_answer())
+                found = super().run_pw_graph(*args, **options)
+                timer.end()  # unless the model's own hook has done so
                 return found
 
     PolicyManager.__name__ = PolicyManager.__qualname__ = "PolicyManager"
@@ -189,7 +194,7 @@ def _descriptor_type(original: type[Any]) -> Any:
     return sys.modules[original.__module__].BatchExecutionDescriptor
 
 
-def _install(manager: Any, original: type[Any], later: list[str], counts: bool) -> None:
+def _install(manager: Any, original: type[Any], later: list[str]) -> None:
     config, mode = manager.vllm_config, CUDAGraphMode.parse(manager.cudagraph_mode)
     make = _descriptor_type(original)
     modes = sys.modules[original.__module__].CUDAGraphMode
@@ -206,18 +211,22 @@ def _install(manager: Any, original: type[Any], later: list[str], counts: bool) 
     largest = max(sizes, default=0)
     none, resolve = modes.NONE, getattr(manager, "_resolve_effective_loras", None)
 
-    @functools.lru_cache(maxsize=4096)
     def eager(num_tokens: int, num_reqs: int, case: int) -> Any:
-        options = {"num_active_loras": case} if counts else {}
-        return make(none, num_tokens, num_reqs, **options)
+        if not case:
+            return make(none, num_tokens, num_reqs)
+        return make(none, num_tokens, num_reqs, num_active_loras=case)
 
-    manager._largest, manager._none, manager._eager = largest, none, eager  # noqa: SLF001
-    manager._varies = varies  # noqa: SLF001
+    manager._eager, manager._varies = eager, varies  # noqa: SLF001
     manager._kinds = {count: 1 + at for at, count in enumerate(lens)}  # noqa: SLF001
     manager._kinds[None] = 1 + len(lens) if varies else 0  # noqa: SLF001
-    manager._case = resolve or (lambda count: count)  # noqa: SLF001
-    manager._counts = {key.descriptor.num_active_loras for key in graphs}  # noqa: SLF001
-    manager.station.on_put = manager._make_ready  # noqa: SLF001
+    cases = {key.descriptor.num_active_loras for key in graphs}
+    case_of = manager._case = resolve or (lambda count: count)  # noqa: SLF001
+    manager._cases = {  # noqa: SLF001
+        count: case_of(count)
+        for count in range(max(cases, default=0) + 1)
+        if case_of(count) in cases
+    }
+    manager.station.largest = largest
 
     def ask(batch: Batch) -> GraphKey | None:
         uniform = batch.query_len if batch.uniform else None
@@ -241,13 +250,11 @@ def _install(manager: Any, original: type[Any], later: list[str], counts: bool) 
             "max_num_seqs": _config.max_num_seqs(config),
             "query_lens": tuple(lens),
             "varlen_decode": varies,
-            "max_loras": max((key.descriptor.num_active_loras for key in graphs), default=0),
-            "specialize_active_loras": len({k.descriptor.num_active_loras for k in graphs}) > 2,
+            "max_loras": max(cases, default=0),
+            "specialize_active_loras": len(cases) > 2,
         },
         ask=ask,
-        eager=lambda batch: eager(
-            batch.num_tokens, batch.num_reqs or batch.num_tokens, batch.num_active_loras
-        ),
+        eager=lambda batch, num_reqs: eager(batch.num_tokens, num_reqs, batch.num_active_loras),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from dispatchkit import Batch, DispatchConfig, GraphKey, load_plugins
-from dispatchkit.dispatch import policy_name
+from dispatchkit.dispatch import Row, policy_name
 from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.keys import CUDAGraphMode
 
@@ -70,11 +70,14 @@ class Station:
         core: The policy; None while vLLM's own dispatcher decides.
         timer: Reports device times to a policy that learns; None otherwise.
         is_dummy: A dummy run is going on.
-        is_open: A step is being decided, and nothing was asked in it yet.
-        answer: What the policy answered in the step that is being decided.
-        ready: For a runner that looks answers up itself: by what it asks with, the result, the
-            most requests it holds for, and the answer.
-        on_put: Called when another policy is put in front, to fill ``ready``.
+        is_open: A step is being decided by the policy, and nothing was asked in it yet.
+        answer: What the policy answered in the step that was decided last, until its forward
+            pass begins.
+        rows: For a runner that looks answers up itself: by active adapters, then by what else
+            its ``dispatch`` is asked with, the decisions by number of tokens. The ``plan`` of
+            each is its answer.
+        largest: For such a runner: most tokens that have a graph.
+        on_put: Called after another policy was put in front, to fill ``rows``.
         summary: What the policy does here, in words; empty while none acts.
         why_not: Why the policy asked for cannot act, in words; empty if it does.
     """
@@ -89,7 +92,8 @@ class Station:
         self.summary: str = ""
         self.why_not: str = "it was given no graphs" if settings.policy else ""
         self._device = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
-        self.ready: dict[tuple[Any, ...], tuple[Any, int, Answer]] = {}
+        self.rows: Mapping[int, Mapping[Any, Row]] = {}
+        self.largest: int = 0
         self.on_put: Callable[[], None] | None = None
         self.answer: Answer | None = None
         self._make: Callable[[EngineSettings], PolicyCore] | None = None
@@ -119,7 +123,7 @@ class Station:
         *,
         facts: Callable[[], dict[str, Any]],
         ask: Callable[[Batch], GraphKey | None],
-        eager: Callable[[Batch], Any],
+        eager: Callable[[Batch, int], Any],
     ) -> None:
         """Put the policy asked for in front of a runner's graphs.
 
@@ -128,7 +132,7 @@ class Station:
             graphs: Every graph that it captures, as what its ``dispatch`` returns.
             facts: Returns sizes and limits, as options of ``DispatchConfig``.
             ask: Returns the key that the runner's own code chooses; None for eager.
-            eager: Returns what its ``dispatch`` returns for an eager batch.
+            eager: Returns what its ``dispatch`` returns for an eager batch of so many requests.
 
         Raises:
             ConfigError: An option is wrong, the policy's graphs are not those of the runner,
@@ -178,7 +182,7 @@ class Station:
         A policy keeps what it learnt, and may be put back later. Call it between steps.
         """
         self.core, self.timer, self.summary = core, None, ""
-        self.ready = {}
+        self.rows = {}
         if core is not None and core.learns:
             if core not in self._timers:
                 self._timers[core] = StepTimer(core.dispatcher, self._clock(core.policy))
@@ -202,7 +206,7 @@ class Station:
 
     def open(self) -> None:
         """Begin a step: the next ``ask`` is answered by the policy."""
-        self.is_open = True
+        self.is_open = self.core is not None
         self.answer = None
 
     def ask(
@@ -216,16 +220,13 @@ class Station:
         if not self.is_open:
             return None
         self.is_open = False
-        core = self.core
-        if core is None:
-            return None
-        answer = core.ask(num_tokens, num_reqs, kind, loras, ceiling)
-        if answer is None:
-            return None
-        self.answer = answer
-        if self.timer is not None:
-            # As the policy was asked when the cell was filled: without a number of requests.
-            self.timer.expect(answer.decision, (num_tokens, 0, kind, loras, ceiling))
+        if self.core is not None:
+            self.answer = self.core.ask(num_tokens, num_reqs, kind, loras, ceiling)
+        return self.answer
+
+    def take_answer(self) -> Answer | None:
+        """Return what decides the next forward pass, once; None where no policy did."""
+        answer, self.answer = self.answer, None
         return answer
 
     def close(

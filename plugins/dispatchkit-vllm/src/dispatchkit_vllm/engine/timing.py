@@ -5,20 +5,19 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import attrs
 
 from dispatchkit import Batch, Decision, Dispatcher, Outcome
 
+from dispatchkit_vllm.engine.core import Answer
 from dispatchkit_vllm.engine.log import log
 
 __all__ = ["Clock", "DeviceClock", "HostClock", "StepTimer"]
 
-#: One step in so many is measured, beside those that a policy asks for.
-SAMPLE_EVERY = 8
+#: Of the steps that a policy decided, one in so many is measured, beside those that it asks for.
+SAMPLE_EVERY = 16
 # Measurements that wait for the device; with more the oldest is dropped.
 _MAX_PENDING = 64
 
@@ -119,9 +118,8 @@ class _Measurement:
 class StepTimer:
     """Measures some of the steps that a policy decided, and reports the outcomes to it.
 
-    A runner calls ``expect`` with each decision, then ``begin`` before the model's forward pass
-    and ``end`` behind it. A forward pass without a decision (a dummy run, a capture) is not
-    measured.
+    A runner calls ``begin`` with what the policy answered before the model's forward pass, and
+    ``end`` behind it.
 
     Args:
         dispatcher: Receives each outcome. Where its policy has a ``pace``, steps are measured
@@ -132,26 +130,23 @@ class StepTimer:
     def __init__(self, dispatcher: Dispatcher, clock: Clock) -> None:
         self._dispatcher = dispatcher
         self._clock = clock
-        self._expected: tuple[Decision, tuple[int, int, int, int, int]] | None = None
         self._running: _Measurement | None = None
         self._pending: deque[_Measurement] = deque()
         self._spare: list[tuple[Any, Any]] = []
         self._step = 0
         self._due = 1
         self.num_outcomes: int = 0
-        self.is_paused: bool = False
 
-    def expect(self, decision: Decision, asked: tuple[int, int, int, int, int]) -> None:
-        """Note what decides the next forward pass, and what the dispatcher was asked with."""
-        self._expected = decision, asked
+    def begin(self, answer: Answer | None) -> None:
+        """Mark the start of a forward pass, if it is to be measured.
 
-    def begin(self) -> None:
-        """Mark the start of a forward pass, if it is to be measured."""
-        expected, self._expected = self._expected, None
-        if expected is None or self.is_paused:
+        Args:
+            answer: What decided it; None where no policy did, so that it is not measured.
+        """
+        if answer is None:
             return
         self._step += 1
-        decision, asked = expected
+        decision = answer.decision
         if not decision.one_shot and self._step < self._due:
             return
         self._due = self._step + SAMPLE_EVERY * max(
@@ -161,9 +156,7 @@ class StepTimer:
         queued = clock.is_busy()
         start, end = self._spare.pop() if self._spare else (clock.new_mark(), clock.new_mark())
         clock.set_mark(start)
-        self._running = _Measurement(
-            self._dispatcher.batch(*asked), decision, self._step, queued, start, end
-        )
+        self._running = _Measurement(answer.batch, decision, self._step, queued, start, end)
 
     def end(self) -> None:
         """Mark the end of a measured forward pass; report those the device is done with."""
@@ -175,15 +168,6 @@ class StepTimer:
             self._pending.popleft()
         self._pending.append(measured)
         self.report()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Let ``begin`` and ``end`` inside of a measured part do nothing."""
-        running, self._running = self._running, None
-        try:
-            yield
-        finally:
-            self._running = running
 
     def drop(self) -> None:
         """Forget a forward pass that raised; its time means nothing."""
