@@ -23,6 +23,7 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, str]] = {
         DEFAULT_POLICY: "dispatchkit-vllm",
         "adaptive": "dispatchkit-adaptive",
         "composite": "dispatchkit-composite",
+        "grid": "dispatchkit-plan",
         "threshold": "dispatchkit-threshold",
     },
     "lane policy": dict.fromkeys(

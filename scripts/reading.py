@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "reading.md"
 PACKAGE = ROOT / "dispatchkit"
 ENTRY = re.compile(r"- `([\w/]+\.py)` \(([\d,]+)\): .*")
 HEADING = re.compile(r"(## .*) \(([\d,]+) lines\)")
-TOTAL = re.compile(r"([\d,]+) lines in \d+ files")
+TOTAL = re.compile(r"([\d,]+) lines of Python")
 #: What comes with the core and is no part of it.
 BESIDE = ("__main__", "cli/", "demo/", "testing/")
 
@@ -52,7 +52,7 @@ def rewritten(page: str) -> str:
             lines[at] = HEADING.sub(rf"\1 ({count_now} lines)", line)
         elif TOTAL.search(line):
             total = _count(TOTAL, line, 1, sum(core))
-            lines[at] = TOTAL.sub(f"{total} lines in {len(core)} files", line)
+            lines[at] = TOTAL.sub(f"{total} lines of Python", line)
     return "\n".join(lines) + "\n"
 
 

@@ -10,13 +10,13 @@ Importing this loads neither typer nor rich: names are loaded on first use.
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dispatchkit.cli.endings import STOPPED, Terminated
+from dispatchkit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dispatchkit.cli.app import run
@@ -110,13 +110,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value  # the next access does not come here
-    return value
+__getattr__, __dir__ = lazy_names(__name__, _HOME)
 
 
 _NEEDS = ("typer", "rich")

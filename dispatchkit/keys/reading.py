@@ -6,7 +6,6 @@ of the setting takes, so that one mistake has one text wherever it is made.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -77,6 +76,8 @@ def read_options(value: Any, name: str) -> dict[str, Any]:
     """
     allowed = "a table of options, as text a JSON object"
     if isinstance(value, str):
+        import json  # most programs write a table
+
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):

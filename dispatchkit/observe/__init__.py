@@ -5,9 +5,9 @@ Names of traces are loaded on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from dispatchkit.lazy import lazy_names
 from dispatchkit.observe.counters import RunnerStats, StepCount, StepCounters
 
 if TYPE_CHECKING:
@@ -87,10 +87,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value  # the next access does not come here
-    return value
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

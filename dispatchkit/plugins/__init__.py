@@ -12,8 +12,9 @@ plugin; its names are loaded on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dispatchkit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dispatchkit.errors import Origin, PluginError, PluginLoadError
@@ -28,20 +29,20 @@ if TYPE_CHECKING:
     from dispatchkit.plugins.records import PluginInfo, PluginState, Registered
 
 _HOME = {
-    "BackendSpec": "hookspecs",
-    "CommandSpec": "hookspecs",
-    "LanePolicySpec": "hookspecs",
-    "ObserverSpec": "hookspecs",
-    "Origin": "errors",
-    "PluginError": "errors",
-    "PluginInfo": "plugins.records",
-    "PluginLoadError": "errors",
-    "PluginSet": "plugins.plugin_set",
-    "PluginState": "plugins.records",
-    "PolicySpec": "hookspecs",
-    "PolicyWithPlugins": "plugins.plugin_set",
-    "Registered": "plugins.records",
-    "load_plugins": "plugins.plugin_set",
+    "BackendSpec": ".hookspecs",
+    "CommandSpec": ".hookspecs",
+    "LanePolicySpec": ".hookspecs",
+    "ObserverSpec": ".hookspecs",
+    "Origin": ".errors",
+    "PluginError": ".errors",
+    "PluginInfo": "records",
+    "PluginLoadError": ".errors",
+    "PluginSet": "plugin_set",
+    "PluginState": "records",
+    "PolicySpec": ".hookspecs",
+    "PolicyWithPlugins": "plugin_set",
+    "Registered": "records",
+    "load_plugins": "plugin_set",
 }
 
 __all__ = [
@@ -62,14 +63,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"dispatchkit.{home}"), name)
-    globals()[name] = value  # the next access does not come here
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

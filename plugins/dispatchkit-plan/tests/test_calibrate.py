@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dispatchkit import (  # noqa: E402
+    Axis,
     BufferOptions,
     GraphRunner,
     RunnerOptions,
@@ -358,3 +359,51 @@ def test_the_models_of_the_demo_can_be_measured(name, monkeypatch):
     model = calibrate(load_runner(f"dispatchkit.demo.models:{name}"), samples=1)
     assert [size for size, _ in model.graph_us.points] == [1, 2]
     assert (model.piecewise_us is not None) == (name == "decoder")
+
+
+def test_with_an_axis_every_size_is_measured_at_every_bucket():
+    """Each along the axis has curves of its own; the outer ones are those of the largest."""
+    weight = torch.randn(4, 2)
+    model = calibrate(
+        lambda rows: torch.tanh(rows @ weight),
+        inputs={"rows": StaticInput((None, "length", 4), "float32")},
+        axes=[Axis("length", (8, 16))],
+        sizes=(1, 2),
+        eager_sizes=[2, 3],
+        **ON_TAPE,
+    )
+    assert (model.axis, [value for value, _ in model.along]) == ("length", [8, 16])
+    for _, one in model.along:
+        assert [size for size, _ in one.graph_us.points] == [1, 2]
+        assert [size for size, _ in one.eager_us.points] == [2, 3]
+    assert model.graph_us == model.along[-1][1].graph_us
+
+
+def test_inputs_of_the_callers_own_get_the_value_of_the_axis():
+    seen = []
+
+    def make(size, value):
+        seen.append((size, value))
+        return {"rows": torch.ones(size, value, 4)}
+
+    calibrate(
+        lambda rows: rows + 1,
+        inputs={"rows": StaticInput((None, "length", 4), "float32")},
+        axes=[Axis("length", (8, 16))],
+        sizes=(2,),
+        eager_sizes=[2],
+        make_inputs=make,
+        **ON_TAPE,
+    )
+    assert set(seen) == {(2, 8), (2, 16)}
+
+
+def test_several_axes_cannot_be_measured_along():
+    with pytest.raises(ConfigError, match="at most one to measure along"):
+        calibrate(
+            lambda rows, one, two: rows + one + two,
+            inputs=INPUTS,
+            axes=[Axis("one", (8,), exact=True), Axis("two", (8,), exact=True)],
+            sizes=(2,),
+            **ON_TAPE,
+        )

@@ -7,8 +7,9 @@ Hints, cost models and the memory forecast do not import numpy either. Reports a
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dispatchkit.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
         save_cost_model,
     )
     from dispatchkit_plan.emitters import EMITTERS, Emitted, emit
+    from dispatchkit_plan.grid import GridPlan, GridProduct, plan_grid
+    from dispatchkit_plan.grid_policy import GridPolicy
     from dispatchkit_plan.hedge import Hedge, HedgeChoice
     from dispatchkit_plan.hints import Hint, free_tokens, hint
     from dispatchkit_plan.memory import MemoryForecast, MemorySample, forecast_memory
@@ -46,6 +49,9 @@ _HOME = {
     "Curve": "costs",
     "EMITTERS": "emitters",
     "Emitted": "emitters",
+    "GridPlan": "grid",
+    "GridPolicy": "grid_policy",
+    "GridProduct": "grid",
     "Hedge": "hedge",
     "HedgeChoice": "hedge",
     "Hint": "hints",
@@ -70,6 +76,7 @@ _HOME = {
     "hint": "hints",
     "load_cost_model": "costs",
     "load_runner": "calibration.calibrate",
+    "plan_grid": "grid",
     "plan_sizes": "planner",
     "rival_sizes": "rivals",
     "save_cost_model": "costs",
@@ -86,6 +93,9 @@ __all__ = [
     "CostModel",
     "Curve",
     "Emitted",
+    "GridPlan",
+    "GridPolicy",
+    "GridProduct",
     "Hedge",
     "HedgeChoice",
     "Hint",
@@ -110,6 +120,7 @@ __all__ = [
     "hint",
     "load_cost_model",
     "load_runner",
+    "plan_grid",
     "plan_sizes",
     "rival_sizes",
     "save_cost_model",
@@ -121,10 +132,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value  # the next access does not come here
-    return value
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

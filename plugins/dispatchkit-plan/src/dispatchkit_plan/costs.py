@@ -15,6 +15,10 @@ device to measure.
 
 The curves are the time of a whole step. Of what lies outside the measured sizes the model says
 that it does: ``covers``.
+
+A step whose time depends on a second fact (a sequence length, an image size) has curves for
+several values of that axis: ``"axis": "length", "at": [[16, {"eager_us": ..., "graph_us": ...}],
+...]``. The curves outside of ``at`` are then those of the largest value.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,6 +95,17 @@ class Curve:
         return [self(n) for n in range(max_tokens + 1)]
 
 
+def _between(low: Curve | None, high: Curve | None, share: float) -> Curve | None:
+    """Return the curve ``share`` of the way from one to another; above 1 it never falls."""
+    if low is None or high is None:
+        return None
+    points = []
+    for size in sorted({size for size, _ in (*low.points, *high.points)}):
+        value = low(size) + (high(size) - low(size)) * share
+        points.append((size, max(value, high(size)) if share > 1 else value))
+    return Curve(tuple(points))
+
+
 def _curve(setting: str, points: Any) -> Curve:
     allowed = "a list of [tokens, value] pairs, each size once, values finite and not negative"
     if isinstance(points, Curve):
@@ -125,6 +141,10 @@ def _piecewise(points: Any) -> Curve | None:
     return None if points is None else _curve("piecewise_us", points)
 
 
+def _pairs(value: Any) -> Any:
+    return tuple(tuple(pair) for pair in value)
+
+
 def _bytes(points: Any) -> Curve | None:
     return None if points is None else _curve("graph_bytes", points)
 
@@ -149,6 +169,8 @@ class CostModel:
         source: Who measured what, on which device, with which versions.
         clock: ``device``, or ``host`` for times of a stand-in without a device, which say
             nothing of one.
+        axis: Name of the axis that was measured beside tokens; empty: tokens alone.
+        along: (value, model) for each measured value of the axis, ascending.
 
     Units: microseconds, bytes.
     """
@@ -166,6 +188,53 @@ class CostModel:
     def _check_clock(self, attribute: attrs.Attribute[str], value: Any) -> None:
         if value not in ("device", "host"):
             raise ConfigError("clock", value, "'device' or 'host'")
+
+    axis: str = attrs.field(default="", validator=attrs.validators.instance_of(str))
+    along: tuple[tuple[int, CostModel], ...] = attrs.field(default=(), converter=_pairs)
+
+    def __attrs_post_init__(self) -> None:
+        values = [value for value, _ in self.along]
+        if bool(self.axis) != bool(values):
+            raise ConfigError("axis", self.axis, "given with models along it, and not without")
+        for value in values:
+            if whole_number(value) is None or not 1 <= value <= _LARGEST:
+                raise ConfigError("axis", value, "whole numbers of at least 1")
+        if sorted(set(values)) != values:
+            raise ConfigError("axis", values, "each value once, in ascending order")
+
+    def at(self, value: int) -> CostModel:
+        """Return the model for one value of the axis; itself where there is none.
+
+        Between two measured values every curve lies in proportion. Below the first one the first
+        holds; above the last one the line through the last two goes on, never downwards.
+        """
+        along = self.along
+        if not along:
+            return self
+        values = [known for known, _ in along]
+        after = bisect_left(values, value)
+        if after == 0 or len(along) == 1:
+            return along[0][1]
+        if after < len(along) and values[after] == value:
+            return along[after][1]
+        after = min(after, len(along) - 1)
+        (low_value, low), (high_value, high) = along[after - 1], along[after]
+        share = (value - low_value) / (high_value - low_value)
+        curves: dict[str, Any] = {
+            field: _between(getattr(low, field), getattr(high, field), share) for field in _CURVES
+        }
+        return attrs.evolve(low, **curves)
+
+    def scaled(self, factor: int) -> CostModel:
+        """Return the model of steps that bring ``factor`` tokens for each one counted."""
+        curves: dict[str, Any] = {}
+        for field in _CURVES:
+            curve = getattr(self, field)
+            if curve is not None:
+                sizes = sorted({-(-size // factor) for size, _ in curve.points})
+                curve = Curve(tuple((size, curve(size * factor)) for size in sizes))
+            curves[field] = curve
+        return attrs.evolve(self, **curves)
 
     @classmethod
     def from_measurements(
@@ -220,6 +289,13 @@ class CostModel:
             curve: Curve | None = getattr(self, field)
             if curve is not None:
                 data[field] = [list(point) for point in curve.points]
+        if self.along:
+            data["axis"] = self.axis
+            own = ("format", "version", "name", "source", "clock")
+            data["at"] = [
+                [value, {k: v for k, v in model.to_json().items() if k not in own}]
+                for value, model in self.along
+            ]
         return data
 
     @classmethod
@@ -244,7 +320,7 @@ class CostModel:
                 str(COST_MODEL_VERSION),
                 "It was written by another version of dispatchkit; calibrate again.",
             )
-        known = {"format", "version", "name", "source", "clock", *_CURVES}
+        known = {"format", "version", "name", "source", "clock", "axis", "at", *_CURVES}
         odd = sorted(set(data) - known)
         if odd:
             raise UnknownNameError(f"{where}: field", odd[0], known)
@@ -256,6 +332,8 @@ class CostModel:
                 name=data["name"],
                 source=data.get("source", ""),
                 clock=data.get("clock", "device"),
+                axis=data.get("axis", ""),
+                along=cls._along(data),
                 **{field: data[field] for field in _CURVES if field in data},
             )
         except (TypeError, ConfigError) as error:
@@ -263,6 +341,26 @@ class CostModel:
                 raise ConfigError(f"{where}: name", data["name"], "text") from None
             error.add_note(f"In {where}.")
             raise
+
+    @classmethod
+    def _along(cls, data: Mapping[str, Any]) -> list[tuple[int, CostModel]]:
+        """Return the models along the axis that a file's content holds."""
+        allowed = "a list of [value, {curves}] pairs"
+        pairs = data.get("at", [])
+        if not isinstance(pairs, list):
+            raise ConfigError("at", pairs, allowed)
+        found = []
+        for pair in pairs:
+            if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], Mapping)):
+                raise ConfigError("at", pair, allowed)
+            value, curves = pair
+            missing = {"eager_us", "graph_us"} - set(curves)
+            odd = set(curves) - set(_CURVES)
+            if missing or odd:
+                raise ConfigError("at", sorted(curves), f"curves, of {', '.join(_CURVES)}")
+            shared = {"name": data["name"], "source": data.get("source", "")}
+            found.append((value, cls(**shared, clock=data.get("clock", "device"), **curves)))
+        return found
 
 
 def load_cost_model(name_or_path: str | os.PathLike[str]) -> CostModel:

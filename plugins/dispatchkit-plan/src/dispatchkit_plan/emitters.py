@@ -16,9 +16,10 @@ import attrs
 from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.keys import check_count
 
+from dispatchkit_plan.grid import GridPlan
 from dispatchkit_plan.results import Plan
 
-__all__ = ["EMITTERS", "Emitted", "emit"]
+__all__ = ["EMITTERS", "Emitted", "emit", "emit_grid"]
 
 
 @attrs.frozen
@@ -87,16 +88,42 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Emit
     return attrs.evolve(made, notes=(*made.notes, *notes))
 
 
+def emit_grid(plan: GridPlan) -> Emitted:
+    """Return a plan of sizes and an axis as arguments of a ``GraphRunner``; the hedged one."""
+    chosen = plan.robust
+    grid = ", ".join(f"{bucket}: {_tuple(sizes)}" for bucket, sizes in chosen.grid.items())
+    sizes = tuple(sorted({size for row in chosen.grid.values() for size in row}))
+    return Emitted(
+        engine="dispatchkit",
+        text=f"axes=[Axis({chosen.axis!r}, {_tuple(tuple(chosen.grid))})],\n"
+        f"sizes={_tuple(sizes)},\n"
+        f"policy=GridPolicy({{{grid}}}),\n",
+        sizes=sizes,
+        means=f"rows of a step, {chosen.axis} apart",
+        notes=(
+            (
+                "Arguments of a GraphRunner; the step names the axis in its inputs or in its "
+                "signature. Imports: from dispatchkit import Axis; from dispatchkit_plan import "
+                "GridPolicy."
+            ),
+        ),
+        source="dispatchkit_plan.GridPolicy",
+    )
+
+
+def _tuple(numbers: Sequence[int]) -> str:
+    return f"({', '.join(map(str, numbers))}{',' if len(numbers) == 1 else ''})"
+
+
 def _per_request(sizes: tuple[int, ...], query_len: int) -> tuple[int, ...]:
     return tuple(sorted({-(-size // query_len) for size in sizes}))
 
 
 def _dispatchkit(sizes: tuple[int, ...], query_len: int) -> Emitted:
-    listed = ", ".join(map(str, sizes)) + ("," if len(sizes) == 1 else "")
     query = f", query_lens=({query_len},)" if query_len > 1 else ""
     return Emitted(
         engine="dispatchkit",
-        text=f"DispatchConfig(sizes=({listed}){query})",
+        text=f"DispatchConfig(sizes={_tuple(sizes)}{query})",
         sizes=sizes,
         means="tokens of a step, of any kind",
         notes=(),

@@ -29,21 +29,28 @@ _MAX_DENSE_CELLS = 1 << 24
 class Steps:
     """The arguments of each step's ``dispatch``, as arrays (steps,).
 
-    With axes ``loras`` are variants.
+    With axes ``loras`` are variants. ``values`` are those of the axis that costs depend on, 0 where
+    there is none.
     """
 
     num_tokens: IntArray
     num_reqs: IntArray
     uniform: IntArray
     loras: IntArray
+    values: IntArray
     has_order: bool = True
 
     def __len__(self) -> int:
         return len(self.num_tokens)
 
     @classmethod
-    def of(cls, trace: StepTrace, config: DispatchConfig) -> Steps:
+    def of(cls, trace: StepTrace, config: DispatchConfig, axis: str = "") -> Steps:
         """Return the steps of a trace that have tokens.
+
+        Args:
+            trace: Steps.
+            config: What they are dispatched under.
+            axis: The axis that costs depend on; empty: none.
 
         Raises:
             ConfigError: One is larger than the configuration allows.
@@ -76,6 +83,7 @@ class Steps:
             np.minimum(column("num_reqs"), config.max_num_seqs)[some],
             query[some],
             np.array(trace_variants(trace, config), dtype=np.int64)[some],
+            column(f"axis.{axis}")[some],
             trace.has_order,
         )
 
@@ -83,7 +91,11 @@ class Steps:
         """Return the steps that one lane gets."""
         part = slice(first, None, stride)
         return Steps(
-            self.num_tokens[part], self.num_reqs[part], self.uniform[part], self.loras[part]
+            self.num_tokens[part],
+            self.num_reqs[part],
+            self.uniform[part],
+            self.loras[part],
+            self.values[part],
         )
 
 
@@ -114,10 +126,14 @@ class LaneRun:
     ) -> None:
         self.dispatcher, self.model, self.scenario = dispatcher, model, scenario
         self._chance = chance
-        self.tallies: dict[int, Tally] = {}
+        self.tallies: dict[tuple[int, int], Tally] = {}
+        self._models: dict[int, CostModel] = {}  # by value of the axis
+        axes = dispatcher.config.axes
+        self._axis = next((i for i, axis in enumerate(axes) if axis.name == model.axis), None)
         self.measured = self.captures = self.evictions = 0
         self.capture_us = self.live_bytes = self.peak_bytes = 0.0
-        self.pending: Counter[int] = Counter()  # eager steps before a capture, by tokens
+        # Eager steps before a capture, by tokens and value of the axis.
+        self.pending: Counter[tuple[int, int]] = Counter()
         self._asked: Counter[GraphKey] = Counter()
         self._live: OrderedDict[GraphKey, int] = OrderedDict()  # key to its replays
         if not scenario.is_lazy:
@@ -147,14 +163,21 @@ class LaneRun:
             The tallies by number; each step's number.
         """
         num_uniform, num_loras = int(steps.uniform.max()) + 1, int(steps.loras.max()) + 1
+        num_values = int(steps.values.max()) + 1
         cell = (steps.num_tokens * num_uniform + steps.uniform) * num_loras + steps.loras
-        number, cells = _numbered(cell)
+        number, cells = _numbered(cell * num_values + steps.values)
+
+        def batch_of(packed: int) -> tuple[int, int, int, int]:
+            rest, value = divmod(packed, num_values)
+            rest, loras = divmod(rest, num_loras)
+            tokens, uniform = divmod(rest, num_uniform)
+            return tokens, uniform, loras, value
+
         dispatch = self.dispatcher.dispatch
         tallies = []
         for packed in cells.tolist():
-            rest, loras = divmod(packed, num_loras)
-            tokens, uniform = divmod(rest, num_uniform)
-            tallies.append(self._tally(dispatch(tokens, 0, uniform, loras), tokens))
+            tokens, uniform, loras, value = batch_of(packed)
+            tallies.append(self._tally(dispatch(tokens, 0, uniform, loras), tokens, value))
         # A cell's decision holds up to a number of requests; beyond it the batch is asked for.
         bounds = np.array([tally.decision.max_num_reqs for tally in tallies], dtype=np.int64)
         beyond = np.flatnonzero(steps.num_reqs > bounds[number])
@@ -164,16 +187,15 @@ class LaneRun:
             number[beyond] = odd + len(tallies)
             for packed in packs.tolist():
                 which, reqs = divmod(packed, most)
-                rest, loras = divmod(int(cells[which]), num_loras)
-                tokens, uniform = divmod(rest, num_uniform)
-                tallies.append(self._tally(dispatch(tokens, reqs, uniform, loras), tokens))
+                tokens, uniform, loras, value = batch_of(int(cells[which]))
+                tallies.append(self._tally(dispatch(tokens, reqs, uniform, loras), tokens, value))
         return tallies, number
 
     def _serve_lazy(self, steps: Steps) -> None:
         tallies, number = self.decide_all(steps)
         keys = [tally.decision.key for tally in tallies]
         live, use = self._live, self._use
-        for which in number.tolist():
+        for which, value in zip(number.tolist(), steps.values.tolist(), strict=True):
             tally, key = tallies[which], keys[which]
             if key is None:
                 tally.count += 1
@@ -184,7 +206,7 @@ class LaneRun:
             elif use(key):
                 tally.count += 1
             else:
-                self.pending[tally.decision.num_tokens] += 1
+                self.pending[tally.decision.num_tokens, value] += 1
 
     # -- a policy that learns: every step, in order ---------------------------------------
 
@@ -197,19 +219,20 @@ class LaneRun:
             steps.num_reqs.tolist(),
             steps.uniform.tolist(),
             steps.loras.tolist(),
+            steps.values.tolist(),
             strict=True,
         )
         live, is_lazy = self._live, self.scenario.is_lazy
-        for step, (tokens, reqs, uniform, loras) in enumerate(rows):
+        for step, (tokens, reqs, uniform, loras, value) in enumerate(rows):
             decision = dispatch(tokens, reqs, uniform, loras)
-            tally = tallies.get(id(decision)) or self._tally(decision, tokens)
+            tally = tallies.get((id(decision), value)) or self._tally(decision, tokens, value)
             key = decision.key
             if is_lazy and key is not None:
                 if key in live:
                     live[key] += 1
                     live.move_to_end(key)
                 elif not self._use(key):
-                    self.pending[tokens] += 1
+                    self.pending[tokens, value] += 1
                     continue  # it ran eager and teaches nothing of its graph
             tally.count += 1
             if decision.timed and (decision.one_shot or step - last_sample >= sample_every):
@@ -221,17 +244,34 @@ class LaneRun:
 
     # -- both -----------------------------------------------------------------------------
 
-    def _tally(self, decision: Decision, num_tokens: int) -> Tally:
-        # By identity: a bound decision belongs to one cell, and so has one time. The tally
-        # keeps it alive, so that its id stays its own.
-        tally = self.tallies.get(id(decision))
+    def _tally(self, decision: Decision, num_tokens: int, value: int) -> Tally:
+        # By identity: a bound decision belongs to one cell, and so has one time for each value
+        # of the axis. The tally keeps it alive, so that its id stays its own.
+        tally = self.tallies.get((id(decision), value))
         if tally is None:
-            captured = None if decision.key is None else decision.key.num_tokens
+            key = decision.key
+            captured = None if key is None else key.num_tokens
             piecewise = decision.mode is RuntimeMode.PIECEWISE
-            time_us = self.model.step_us(num_tokens, captured, piecewise=piecewise)
+            model = self._model_at(value) if key is None else self._model_of(key)
+            time_us = model.step_us(num_tokens, captured, piecewise=piecewise)
             tally = Tally(decision, time_us)
-            self.tallies[id(decision)] = tally
+            self.tallies[id(decision), value] = tally
         return tally
+
+    def eager_us(self, num_tokens: int, value: int) -> float:
+        """Return what an eager step takes."""
+        return self._model_at(value).eager_us(num_tokens)
+
+    def _model_at(self, value: int) -> CostModel:
+        if self._axis is None:
+            return self.model
+        model = self._models.get(value)
+        if model is None:
+            model = self._models[value] = self.model.at(value)
+        return model
+
+    def _model_of(self, key: GraphKey) -> CostModel:
+        return self._model_at(0 if self._axis is None else key.descriptor.axes[self._axis])
 
     def _use(self, key: GraphKey) -> bool:
         """Capture a graph that is asked for, after making room for it; False: not yet."""
@@ -265,11 +305,13 @@ class LaneRun:
         self.captures += 1
         self.live_bytes += self._bytes_of(key)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        if self.model.capture_us is not None:
-            self.capture_us += self.model.capture_us(key.num_tokens)
+        capture_us = self._model_of(key).capture_us
+        if capture_us is not None:
+            self.capture_us += capture_us(key.num_tokens)
 
     def _bytes_of(self, key: GraphKey) -> float:
-        return 0.0 if self.model.graph_bytes is None else self.model.graph_bytes(key.num_tokens)
+        graph_bytes = self._model_of(key).graph_bytes
+        return 0.0 if graph_bytes is None else graph_bytes(key.num_tokens)
 
 
 def _numbered(values: IntArray) -> tuple[IntArray, IntArray]:

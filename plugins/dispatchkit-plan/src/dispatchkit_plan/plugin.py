@@ -1,4 +1,4 @@
-"""What this distribution registers with dispatchkit: commands, loaded when they are asked for."""
+"""What this distribution registers: a policy, and commands that are loaded when asked for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dispatchkit.hookspecs import CommandSpec, hookimpl
+from dispatchkit.hookspecs import CommandSpec, PolicySpec, hookimpl
+
+from dispatchkit_plan.grid_policy import GridPolicy
 
 
 def _loader(module: str, name: str) -> Callable[[], Any]:
     return lambda: getattr(importlib.import_module(f"dispatchkit_plan.commands.{module}"), name)
+
+
+@hookimpl
+def dispatchkit_register_policies() -> Sequence[PolicySpec]:
+    """Register the policy for plans of sizes and an axis."""
+    return [
+        PolicySpec(
+            "grid", GridPolicy, summary="Capture sizes of its own for each bucket of an axis"
+        )
+    ]
 
 
 @hookimpl

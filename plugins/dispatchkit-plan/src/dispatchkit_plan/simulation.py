@@ -133,7 +133,8 @@ def simulate(
     scenario = scenario or Scenario()
     model = scenario.model
     config = scenario.config or trace_config(trace, sizes=scenario.sizes, mode=scenario.mode)
-    steps = Steps.of(trace, config)
+    axis = model.axis if model.axis in [axis.name for axis in config.axes] else ""
+    steps = Steps.of(trace, config, axis)
     if not len(steps):
         raise TraceError(trace.source, None, "has no step with tokens in it.")
     if scenario.max_bytes is not None and model.graph_bytes is None:
@@ -194,10 +195,10 @@ def _merged(
             else:
                 real += decision.num_tokens * count
                 padding += decision.padding * count
-        for num_tokens, count in run.pending.items():
+        for (num_tokens, value), count in run.pending.items():
             modes[RuntimeMode.NONE.name] += count
             misses[PENDING] += count
-            total_us += model.eager_us(num_tokens) * count
+            total_us += run.eager_us(num_tokens, value) * count
         lane_us.append(total_us)
     first = runs[0].dispatcher
     learns = callable(getattr(first.policy, "observe", None))
@@ -216,7 +217,7 @@ def _merged(
         measured=sum(run.measured for run in runs),
         policy_errors=sum(run.dispatcher.num_policy_errors for run in runs),
         time_s=sum(lane_us) / 1e6,
-        eager_time_s=_eager_us(steps, model.eager_us) / 1e6,
+        eager_time_s=_eager_us(steps, runs[0].eager_us) / 1e6,
         busiest_lane_s=max(lane_us) / 1e6,
         capture_time_s=None
         if model.capture_us is None
@@ -229,9 +230,15 @@ def _merged(
     )
 
 
-def _eager_us(steps: Steps, eager: Callable[[float], float]) -> float:
-    sizes, counts = np.unique(steps.num_tokens, return_counts=True)
-    return float(sum(eager(int(n)) * int(count) for n, count in zip(sizes, counts, strict=True)))
+def _eager_us(steps: Steps, eager: Callable[[int, int], float]) -> float:
+    batches = np.stack([steps.num_tokens, steps.values])
+    different, counts = np.unique(batches, axis=1, return_counts=True)
+    return float(
+        sum(
+            eager(tokens, value) * count
+            for tokens, value, count in zip(*different.tolist(), counts.tolist(), strict=True)
+        )
+    )
 
 
 def _notes(
@@ -258,7 +265,11 @@ def _notes(
             "Lanes get the steps in turn; how far they slow each other down is not modelled: "
             "the truth lies between busiest_lane_s and time_s."
         )
-    if config.axes:
-        yield f"{model.name} knows tokens alone: padding along an axis costs nothing here."
+    free = [axis.name for axis in config.axes if axis.name != model.axis]
+    if free:
+        yield (
+            f"{model.name} was not measured along {', '.join(free)}: padding along that costs "
+            "nothing here."
+        )
     if not config.sizes:
         yield "There are no capture sizes: every step runs eager."

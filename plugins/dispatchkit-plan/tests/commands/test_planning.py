@@ -93,3 +93,43 @@ def test_a_torn_trace_is_named_with_its_line(run: Any, tmp_path: Path) -> None:
     done = run("plan", str(path), "--graphs", "2", "--json")
     assert (done.code, done.out) == (2, "")
     assert "torn.csv, line 3" in done.err
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.csv"
+    rows = [f"{1 + step % 7},{8 * (1 + step % 5)}" for step in range(60)]
+    path.write_text("\n".join(["num_tokens,axis.length", *rows]) + "\n")
+    return str(path)
+
+
+def test_with_an_axis_each_bucket_has_sizes_of_its_own(run: Any, lengths: str) -> None:
+    """And the arguments of a runner are printed to paste."""
+    asked = ("plan", lengths, "--graphs", "6", "--axis", "length", "--engine", "dispatchkit")
+    done = run(*asked)
+    assert done.code == 0
+    assert "length 40: " in done.out
+    assert "policy=GridPolicy({" in done.out
+    assert "Warning: Too short" in done.err
+    plan = json.loads(run(*asked, "--json").out)
+    assert sum(len(sizes) for _, sizes in plan["grid"]) == plan["graphs"] <= 6
+    assert plan["settings"]["text"].startswith("axes=[Axis('length', (")
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (("--axis", "length", "--keyed", "--graphs", "3"), "--keyed"),
+        (("--axis", "length", "--engine", "vllm", "--graphs", "3"), "--engine"),
+        (("--axis", "length", "--memory-bytes", "3"), "--memory-bytes"),
+        (("--axis", "length"), "--graphs"),
+        (("--axis", "width", "--graphs", "3"), "axis.width"),
+        (("--max-value", "3", "--graphs", "3"), "--axis"),
+    ],
+)
+def test_what_does_not_go_with_an_axis_is_refused(
+    run: Any, lengths: str, extra: tuple[str, ...], says: str
+) -> None:
+    done = run("plan", lengths, *extra)
+    assert done.code != 0
+    assert says in done.err

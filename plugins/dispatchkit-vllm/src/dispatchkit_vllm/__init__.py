@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dispatchkit.lazy import lazy_names
 
 from dispatchkit_vllm.dialects import DIALECTS, Dialect, Loras, Padding
 from dispatchkit_vllm.ladder import Ladder, PartialRequestError
@@ -26,9 +28,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ("GraphWrapper", "set_forward_context"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dispatchkit_vllm import wrapper  # it needs torch, which policies do not
-
-    return getattr(wrapper, name)
+# They need torch, which policies do not.
+__getattr__, __dir__ = lazy_names(
+    __name__, {"GraphWrapper": "wrapper", "set_forward_context": "wrapper"}
+)

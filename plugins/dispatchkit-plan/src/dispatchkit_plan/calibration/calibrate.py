@@ -1,5 +1,7 @@
 """Measure what a step costs on this device, eager and replayed, size by size.
 
+Where the runner has an axis, every size is measured at every bucket of it.
+
 The step is put into a runner of its own, with a graph for every size and mode, so that the
 runner it came from keeps its graphs, counters and policy. What the step changes (a key/value
 cache) is saved before and put back after; random generators too.
@@ -36,6 +38,7 @@ from dispatchkit.keys import GraphKey, RuntimeMode, check_count
 
 from dispatchkit_plan.calibration.graph_memory import (
     MemoryMeter,
+    Subject,
     measuring_subject,
     quietly,
 )
@@ -53,7 +56,7 @@ _SAMPLE_US = 5_000.0
 _MAX_STEPS = 200
 _LEAD_IN = 2
 
-Arm = tuple[RuntimeMode, int]  # how, and how many tokens
+Arm = tuple[RuntimeMode, int, int]  # how, how many tokens, value of the axis (0: there is none)
 
 
 def calibrate(
@@ -63,7 +66,7 @@ def calibrate(
     example: Mapping[str, torch.Tensor] | None = None,
     sizes: Sequence[int] | None = None,
     eager_sizes: Sequence[int] | None = None,
-    make_inputs: Callable[[int], Mapping[str, torch.Tensor]] | None = None,
+    make_inputs: Callable[..., Mapping[str, torch.Tensor]] | None = None,
     pace: Pace = "queued",
     samples: int = 7,
     name: str = "",
@@ -80,8 +83,9 @@ def calibrate(
         sizes: Sizes to capture and to replay; the runner's own by default.
         eager_sizes: Sizes to run eager; by default those of ``sizes`` and more up to the
             runner's ``max_num_tokens``.
-        make_inputs: Returns the inputs of a call with so many rows. By default random
-            numbers where an input holds fractions, its fill elsewhere: rows of nobody.
+        make_inputs: Returns the inputs of a call with so many rows; where the runner has an
+            axis, called with its value besides. By default random numbers where an input holds
+            fractions, its fill elsewhere.
         pace: ``queued`` or ``waited``, see above.
         samples: Samples of each size and mode; the median counts.
         name: Name of the model; by default step and device.
@@ -92,7 +96,8 @@ def calibrate(
         The model; ``save_cost_model`` writes it.
 
     Raises:
-        ConfigError: A setting cannot be used, or the step has no mode with graphs.
+        ConfigError: A setting cannot be used, the step has no mode with graphs, or the runner has
+            several axes.
         CaptureError: No size could be captured.
     """
     if pace not in ("queued", "waited"):
@@ -106,32 +111,85 @@ def calibrate(
         runner = subject.runner
         if not len(runner.registry):
             raise ConfigError("mode", str(runner.config.mode), "a mode with graphs to measure")
-        graphs = _capture(runner)
+        axes = runner.config.axes
+        if len(axes) > 1:
+            allowed = "at most one to measure along"
+            raise ConfigError("axes", [axis.name for axis in axes], allowed)
+        graphs = {value: _capture(runner, value) for value in _values(runner)}
         eager = sorted(set(asked)) or _eager_sizes(runner)
-        device = torch.device(runner.backend.torch_device)
-        make = make_inputs or (lambda size: sample_inputs(subject.specs, size, device))
         with preserved_state(runner):
-            arms = [(RuntimeMode.NONE, size) for size in eager]
-            arms += [(key.mode, key.num_tokens) for key in graphs.captured]
+            arms = [(RuntimeMode.NONE, size, value) for value in graphs for size in eager]
+            arms += [
+                (key.mode, key.num_tokens, value)
+                for value, found in graphs.items()
+                for key in found.captured
+            ]
+            make = functools.partial(_inputs, subject, make_inputs)
             times = _measure(runner, arms, make, pace, samples, progress)
         source = _source(runner, graphs, times, pace, samples)
         runner.clear()
     info = runner.backend.device_info()
+    shared: dict[str, Any] = {
+        "name": name or f"{_step_name(step)} on {info.get('device', runner.backend.name)}",
+        "source": source,
+        "clock": "device" if runner.backend.capabilities.device_timing else "host",
+    }
+    along = [(value, _curves(times, value, found)) for value, found in graphs.items()]
+    if not axes:
+        return CostModel(**shared, **along[0][1])
+    return CostModel(
+        **shared,
+        **along[-1][1],
+        axis=axes[0].name,
+        along=[(value, CostModel(**shared, **curves)) for value, curves in along],
+    )
+
+
+def _values(runner: GraphRunner) -> Sequence[int]:
+    """Return the buckets of the axis; one 0 where there is none."""
+    axes = runner.config.axes
+    return axes[0].buckets if axes else (0,)
+
+
+def _inputs(
+    subject: Subject,
+    make: Callable[..., Mapping[str, torch.Tensor]] | None,
+    size: int,
+    value: int,
+) -> dict[str, Any]:
+    """Return the arguments of a call with so many rows, the value of the axis among them."""
+    axes = subject.runner.config.axes
+    if make is not None:
+        return {**make(size, value), axes[0].name: value} if axes else dict(make(size))
+    device = torch.device(subject.runner.backend.torch_device)
+    if not axes:
+        return dict(sample_inputs(subject.specs, size, device))
+    name = axes[0].name
+    specs = {
+        key: attrs.evolve(spec, shape=tuple(value if dim == name else dim for dim in spec.shape))
+        for key, spec in subject.specs.items()
+    }
+    return {**sample_inputs(specs, size, device), name: value}
+
+
+def _curves(times: Mapping[Arm, _Times], value: int, graphs: _Graphs) -> dict[str, Any]:
+    """Return the curves of a cost model for one value of the axis."""
     curves = {
-        mode: [(size, us.median) for (one, size), us in times.items() if one is mode]
+        mode: [
+            (size, us.median)
+            for (one, size, at), us in times.items()
+            if one is mode and at == value
+        ]
         for mode in RuntimeMode
     }
     full, pieces = curves[RuntimeMode.FULL], curves[RuntimeMode.PIECEWISE]
-    return CostModel(
-        name=name or f"{_step_name(step)} on {info.get('device', runner.backend.name)}",
-        eager_us=curves[RuntimeMode.NONE],
-        graph_us=full or pieces,
-        piecewise_us=pieces if full and pieces else None,
-        graph_bytes=graphs.bytes_per_graph,
-        capture_us=graphs.us_per_graph,
-        source=source,
-        clock="device" if runner.backend.capabilities.device_timing else "host",
-    )
+    return {
+        "eager_us": curves[RuntimeMode.NONE],
+        "graph_us": full or pieces,
+        "piecewise_us": pieces if full and pieces else None,
+        "graph_bytes": graphs.bytes_per_graph,
+        "capture_us": graphs.us_per_graph,
+    }
 
 
 def load_runner(model: str = DEFAULT_MODEL, *, folder: Path | None = None) -> GraphRunner:
@@ -190,15 +248,18 @@ class _Graphs:
     us_per_graph: list[tuple[int, float]]
 
 
-def _capture(runner: GraphRunner) -> _Graphs:
+def _capture(runner: GraphRunner, value: int) -> _Graphs:
+    """Capture the graphs of one value of the axis."""
     runner.warm_up()  # libraries are loaded and set up here, not in the first capture
+    axes = (value,) if runner.config.axes else ()
+    declared = [key for key in runner.registry if key.descriptor.axes == axes]
     meter = MemoryMeter(runner)
     captured: list[GraphKey] = []
     failed: dict[GraphKey, str] = {}
     num_bytes, times = [], []
     before = 0
-    for size in sorted({key.num_tokens for key in runner.registry}, reverse=True):
-        keys = [key for key in runner.registry if key.num_tokens == size]
+    for size in sorted({key.num_tokens for key in declared}, reverse=True):
+        keys = [key for key in declared if key.num_tokens == size]
         report = runner.capture(keys)
         failed |= report.failed | report.skipped
         done = [key for key in keys if runner.has(key)]
@@ -235,38 +296,36 @@ class _Times:
 def _measure(
     runner: GraphRunner,
     arms: Sequence[Arm],
-    make: Callable[[int], Mapping[str, torch.Tensor]],
+    make: Callable[[int, int], Mapping[str, Any]],
     pace: Pace,
     samples: int,
     progress: Callable[[int, int], None] | None,
 ) -> dict[Arm, _Times]:
     """Time every arm; they take turns, so that a drift of the device's clock meets all alike."""
-    tensors = {size: dict(make(size)) for _, size in arms}
+    calls = {(size, value): make(size, value) for _, size, value in arms}
     take = {"queued": _queued, "waited": _waited}[pace]
     found: dict[Arm, list[float]] = {arm: [] for arm in arms}
     num_steps: dict[Arm, int] = {}
-    for mode, size in arms:
-        run = _run(runner, mode, tensors[size])
+    for arm in arms:
+        run = _run(runner, arm[0], calls[arm[1:]])
         take(runner.backend, run, 1)
         once = take(runner.backend, run, 3)
-        num_steps[mode, size] = max(3, min(_MAX_STEPS, math.ceil(_SAMPLE_US / max(once, 1.0))))
+        num_steps[arm] = max(3, min(_MAX_STEPS, math.ceil(_SAMPLE_US / max(once, 1.0))))
     for turn in range(samples):
-        for index, (mode, size) in enumerate(arms):
+        for index, arm in enumerate(arms):
             if progress is not None:
                 progress(turn * len(arms) + index, samples * len(arms))
-            run = _run(runner, mode, tensors[size])
-            found[mode, size].append(take(runner.backend, run, num_steps[mode, size]))
+            run = _run(runner, arm[0], calls[arm[1:]])
+            found[arm].append(take(runner.backend, run, num_steps[arm]))
     if progress is not None:
         progress(samples * len(arms), samples * len(arms))
     return {arm: _summary(us) for arm, us in found.items()}
 
 
-def _run(
-    runner: GraphRunner, mode: RuntimeMode, tensors: Mapping[str, torch.Tensor]
-) -> Callable[[], Any]:
+def _run(runner: GraphRunner, mode: RuntimeMode, arguments: Mapping[str, Any]) -> Callable[[], Any]:
     """Return one step in a mode: the whole call, as its user makes it."""
     call: Callable[..., Any] = functools.partial(runner, ceiling=int(mode))
-    return lambda: call(**tensors)
+    return lambda: call(**arguments)
 
 
 def _queued(backend: GraphBackend, run: Callable[[], Any], steps: int) -> float:
@@ -324,7 +383,11 @@ def _eager_sizes(runner: GraphRunner) -> list[int]:
 
 
 def _source(
-    runner: GraphRunner, graphs: _Graphs, times: Mapping[Arm, _Times], pace: Pace, samples: int
+    runner: GraphRunner,
+    graphs: Mapping[int, _Graphs],
+    times: Mapping[Arm, _Times],
+    pace: Pace,
+    samples: int,
 ) -> str:
     info = ", ".join(f"{key} {value}" for key, value in runner.backend.device_info().items())
     clock = {"queued": "timing events", "waited": "host clock, each step to its end"}[pace]
@@ -334,9 +397,10 @@ def _source(
         f"Backend {runner.backend.name}: {info}. Steps {pace} ({clock}); medians of "
         f"{samples} samples. {_steadiness(times)}"
     )
-    if graphs.failed:
-        listed = "; ".join(f"{key}: {why}" for key, why in list(graphs.failed.items())[:3])
-        text += f" Not captured: {len(graphs.failed)} keys ({listed})."
+    failed = {key: why for found in graphs.values() for key, why in found.failed.items()}
+    if failed:
+        listed = "; ".join(f"{key}: {why}" for key, why in list(failed.items())[:3])
+        text += f" Not captured: {len(failed)} keys ({listed})."
     return text
 
 

@@ -22,7 +22,7 @@ from dispatchkit.cli import (
 from dispatchkit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dispatchkit_plan import Emitted, Plan
+    from dispatchkit_plan import Emitted, GridPlan, Plan
 
 
 class FitOn(enum.StrEnum):
@@ -68,13 +68,15 @@ def plan(
         ),
     ] = None,
     max_size: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--max-size",
             metavar="N",
-            help="Largest size; always captured, counted among the graphs.",
+            help="Largest size; always captured, counted among the graphs. 512 by default, with "
+            "--axis the largest step.",
+            show_default=False,
         ),
-    ] = 512,
+    ] = None,
     fit_on: Annotated[
         FitOn,
         typer.Option(
@@ -89,6 +91,23 @@ def plan(
     align: Annotated[
         int, typer.Option("--align", metavar="N", help="Only multiples of N tokens.")
     ] = 1,
+    axis: Annotated[
+        str | None,
+        typer.Option(
+            "--axis",
+            metavar="NAME",
+            help="Plan buckets of this axis too, each with sizes of its own.",
+        ),
+    ] = None,
+    max_value: Annotated[
+        int | None,
+        typer.Option(
+            "--max-value",
+            metavar="N",
+            help="Largest bucket of --axis; the largest value of the trace by default.",
+            show_default=False,
+        ),
+    ] = None,
     cost_model: Annotated[
         str | None,
         typer.Option(
@@ -120,19 +139,45 @@ def plan(
     """
     for flag, given, needs, needed in (
         ("--query-len", query_len, "--engine", engine),
+        ("--max-value", max_value, "--axis", axis),
         ("--bytes-per-graph", bytes_per_graph, "--memory-bytes", memory_bytes),
         ("--capture-s-per-graph", capture_s_per_graph, "--capture-time-s", capture_time_s),
     ):
         if given is not None and needed is None:
             raise ConfigError(flag, given, f"left out without {needs}")
-    from dispatchkit.observe import read_workload
+    from dispatchkit.observe import StepTrace, read_workload
 
-    from dispatchkit_plan import emit, load_cost_model, plan_sizes
+    from dispatchkit_plan import emit, load_cost_model, plan_grid, plan_sizes
 
     with progress() as tell:
         tell("reading the trace", 0, 1)
         workload = read_workload(trace)
         tell("reading the trace", 1, 1)
+    if axis is not None:
+        for flag, given in (
+            ("--keyed", keyed),
+            ("--align", align != 1),
+            ("--memory-bytes", memory_bytes is not None),
+            ("--capture-time-s", capture_time_s is not None),
+            ("--engine", engine not in (None, "dispatchkit")),
+        ):
+            if given:
+                raise ConfigError(flag, "given", "left out with --axis")
+        if not isinstance(workload, StepTrace):
+            raise ConfigError("--axis", axis, "given with a trace of single steps")
+        if graphs is None:
+            raise ConfigError("--graphs", None, "given with --axis")
+        grid = plan_grid(
+            workload,
+            axis,
+            graphs=graphs,
+            max_size=max_size,
+            max_value=max_value,
+            fit_on="all" if fit_on is FitOn.ALL else "first-half",
+            cost_model=None if cost_model is None else load_cost_model(cost_model),
+        )
+        _print_grid(grid, with_settings=engine is not None, as_json=as_json)
+        return
     made = plan_sizes(
         workload,
         graphs=graphs,
@@ -140,7 +185,7 @@ def plan(
         capture_time_s=capture_time_s,
         bytes_per_graph=bytes_per_graph,
         capture_s_per_graph=capture_s_per_graph,
-        max_size=max_size,
+        max_size=512 if max_size is None else max_size,
         fit_on="all" if fit_on is FitOn.ALL else "first-half",
         keyed=keyed,
         align=align,
@@ -203,6 +248,55 @@ def show(made: Plan, out: Console) -> None:
     out.print()
     columns = ["Known list", "Graphs", "Padding", "Planned graphs that match it"]
     out.print(table(columns, rows, right=[1, 2, 3]))
+
+
+def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
+    from dispatchkit_plan.emitters import emit_grid
+
+    settings = emit_grid(made) if with_settings else None
+    if as_json:
+        value: dict[str, Any] = made.to_json()
+        if settings is not None:
+            value["settings"] = settings.to_json()
+        print_json(value)
+        return
+    out = console()
+    graphs = "1 graph" if made.num_graphs == 1 else f"{made.num_graphs} graphs"
+    title = (
+        f"Sizes to capture for each bucket of {made.axis} ({graphs}, up to {made.max_size} rows)"
+    )
+    out.print(Text(title, style="bold"))
+    _print_rows(made, out)
+    over, product = made.num_steps_over / made.num_steps, made.product
+    out.print()
+    out.print(
+        f"Padding {made.waste_pct:.2f}% of the real work (rows x {made.axis}), judged on "
+        f"{made.judged_on} ({made.num_steps:,} steps); {over:.1%} of them are beyond the limits "
+        "and run eager."
+    )
+    out.print(
+        f"{len(product.sizes)} sizes x {len(product.buckets)} buckets planned apart "
+        f"({product.num_graphs} graphs): {product.waste_pct:.2f}%."
+    )
+    if made.objective != "padding":
+        out.print(f"Minimised {made.objective}: {made.excess_pct:.2f}% above the best.")
+    if made.gap_pct:
+        out.print(f"At most {made.gap_pct:.2f}% above the optimum of the steps planned on.")
+    if made.future is not None:
+        out.print()
+        out.print(f"For later traffic (padding {made.future.waste_pct:.2f}% on these steps)")
+        _print_rows(made.future, out)
+    if settings is not None:
+        show_settings(settings, out)
+    for warning in made.warnings:
+        complain(f"Warning: {warning}")
+
+
+def _print_rows(made: GridPlan, out: Console) -> None:
+    width = len(str(max(made.grid)))
+    for bucket, sizes in made.grid.items():
+        text = f"{made.axis} {bucket:>{width}}: {', '.join(map(str, sizes))}"
+        out.print(Padding(Text(text), (0, 0, 0, 2), expand=False))
 
 
 def _kind(uniform: bool | None, num_active_loras: int | None) -> str:

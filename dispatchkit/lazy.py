@@ -1,0 +1,34 @@
+"""Names of a package that are loaded on first use, so that importing it stays cheap."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["lazy_names"]
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a package's ``__getattr__`` and ``__dir__``, which find names in modules.
+
+    Args:
+        package: The package's ``__name__``.
+        homes: The module of each name, relative to the package: ``"costs"`` lies in it,
+            ``".costs"`` beside it.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{homes[name]}", package), name)
+        setattr(sys.modules[package], name, value)  # the next access does not come here
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return get, names

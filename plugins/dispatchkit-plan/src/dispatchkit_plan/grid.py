@@ -1,0 +1,452 @@
+"""Capture sizes and buckets of one axis together, from a trace.
+
+A batch of n rows whose longest item has v positions runs at the smallest bucket of the axis that
+holds v, and there at the smallest captured size that holds n. Sizes and buckets could be planned
+apart, and a graph captured for each combination. But short batches tend to have other sizes than
+long ones, so each bucket deserves sizes of its own.
+
+``plan_grid`` finds the best such plan: for each range of values the best sizes of each number
+(``optimal``), and over those the best ranges out of one number of graphs, both by dynamic
+programming. The answer is the exact optimum of the values and sizes considered. Where those are
+fewer than the trace has, a bound says how far from the optimum the plan can be: no plan beats the
+best one for the same steps rounded down to what is considered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.keys import check_count
+from dispatchkit.observe import StepTrace
+
+from dispatchkit_plan.costs import CostModel
+from dispatchkit_plan.hedge import FALLBACK_HEDGE, NO_HEDGE, Hedge
+from dispatchkit_plan.objective import Objective, PaddingObjective, TimeObjective
+from dispatchkit_plan.optimal import BoolArray, FloatArray, IntArray, SizeCurve, size_curve
+from dispatchkit_plan.workload import FitOn
+
+__all__ = ["GridPlan", "GridProduct", "plan_grid"]
+
+_MAX_SIZES = 72
+_MAX_VALUES = 44
+
+Grid = Mapping[int, tuple[int, ...]]  # bucket of the axis to its capture sizes, both ascending
+
+
+@attrs.frozen
+class GridProduct:
+    """Sizes and buckets planned apart, with a graph for each combination.
+
+    Attributes:
+        sizes: Capture sizes of every bucket.
+        buckets: Buckets of the axis.
+        waste_pct: Padding per cent of the real work, on the judged steps.
+    """
+
+    sizes: tuple[int, ...]
+    buckets: tuple[int, ...]
+    waste_pct: float
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that it takes."""
+        return len(self.sizes) * len(self.buckets)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON holds it."""
+        return {
+            "sizes": list(self.sizes),
+            "buckets": list(self.buckets),
+            "graphs": self.num_graphs,
+            "waste_pct": round(self.waste_pct, 4),
+        }
+
+
+@attrs.frozen(kw_only=True)
+class GridPlan:
+    """Buckets of an axis, each with its capture sizes; how good they are.
+
+    Attributes:
+        axis: Name of the axis.
+        grid: Capture sizes of each bucket, ascending.
+        num_graphs: Graphs to capture, over all buckets.
+        waste_pct: Padded work per cent of the real work, over the judged steps within the limits.
+            Work is rows times positions.
+        excess_pct: What is minimised, above its value with a graph for each exact batch, in per
+            cent; the same as waste_pct unless there is a cost model.
+        gap_pct: How far above the optimum of the steps planned on the plan may be, in per cent of
+            what is minimised; 0: it is the optimum. None: no bound is known, since the cost model
+            has larger graphs that take less time, or the plan is hedged.
+        product: The best combination of sizes and buckets planned apart that takes no more graphs;
+            judged alike.
+        future: With ``fit_on="all"``, the hedged plan: for traffic like the trace rather than for
+            exactly it. None where the plan is hedged itself.
+        max_size: Largest size; larger steps run eager.
+        max_value: Largest bucket; steps beyond it run eager.
+        fit_on: What was planned on: ``all`` or ``first-half``.
+        judged_on: What was judged on, in words.
+        num_steps: Steps judged, of any size.
+        num_steps_over: Those of them beyond a limit.
+        objective: What was minimised, in words.
+        warnings: What to know before relying on the plan.
+    """
+
+    axis: str
+    grid: Grid
+    num_graphs: int
+    waste_pct: float
+    excess_pct: float
+    gap_pct: float | None
+    product: GridProduct
+    future: GridPlan | None
+    max_size: int
+    max_value: int
+    fit_on: FitOn
+    judged_on: str
+    num_steps: int
+    num_steps_over: int
+    objective: str
+    warnings: tuple[str, ...]
+
+    @property
+    def robust(self) -> GridPlan:
+        """The plan to capture for future traffic: the hedged one."""
+        return self.future or self
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON holds it."""
+        return {
+            "axis": self.axis,
+            "grid": [[bucket, list(sizes)] for bucket, sizes in self.grid.items()],
+            "graphs": self.num_graphs,
+            "max_size": self.max_size,
+            "max_value": self.max_value,
+            "waste_pct": round(self.waste_pct, 4),
+            "excess_pct": round(self.excess_pct, 4),
+            "gap_pct": None if self.gap_pct is None else round(self.gap_pct, 4),
+            "objective": self.objective,
+            "product": self.product.to_json(),
+            "fit_on": self.fit_on,
+            "judged_on": self.judged_on,
+            "steps": self.num_steps,
+            "steps_over": self.num_steps_over,
+            "future": None if self.future is None else self.future.to_json(),
+            "warnings": list(self.warnings),
+        }
+
+
+def plan_grid(
+    trace: StepTrace,
+    axis: str,
+    *,
+    graphs: int,
+    max_size: int | None = None,
+    max_value: int | None = None,
+    fit_on: FitOn = "all",
+    hedge: Hedge = FALLBACK_HEDGE,
+    cost_model: CostModel | None = None,
+) -> GridPlan:
+    """Return the best buckets of an axis with their capture sizes, for a number of graphs.
+
+    Planned on all steps, ``grid`` is the optimum of those steps, and ``future`` is hedged. Planned
+    on the first half, the plan is hedged, and judged on the second half.
+
+    Args:
+        trace: Steps with a value of the axis each (column ``axis.NAME``).
+        axis: Name of the axis.
+        graphs: Number of graphs, over all buckets.
+        max_size: Largest size, captured in every bucket; the largest step's by default.
+        max_value: Largest bucket; the largest value by default.
+        fit_on: ``all``, or ``first-half``.
+        hedge: The mixture that hedged sizes are planned for.
+        cost_model: Minimise time instead of padding. Measured along the axis, or else a step of n
+            rows at value v takes what one of n * v tokens does.
+
+    Raises:
+        ConfigError: A setting is out of range.
+        TraceError: The trace has no such axis, or no step within the limits.
+
+    Units: rows for sizes; positions, or whatever the axis counts, for values.
+    """
+    graphs = check_count(graphs, "graphs")
+    work = _Batches.of(trace, axis)
+    max_size = int(work.sizes.max()) if max_size is None else check_count(max_size, "max_size")
+    max_value = int(work.values.max()) if max_value is None else check_count(max_value, "max_value")
+    fit, judged, judged_on = work.split(fit_on)
+    if not len(fit.within(max_size, max_value)):
+        raise TraceError(
+            trace.source,
+            None,
+            f"no step planned on is within max_size {max_size} and max_value {max_value} of "
+            f"{axis}. Raise them.",
+        )
+    if cost_model is not None and cost_model.along and cost_model.axis != axis:
+        raise ConfigError(
+            "cost_model",
+            cost_model.name,
+            f"measured along {axis!r}, or along no axis",
+            f"It was measured along {cost_model.axis!r}.",
+        )
+    planner = _GridPlanner(
+        axis=axis,
+        fit=fit.within(max_size, max_value),
+        judged=judged,
+        judged_on=judged_on,
+        fit_on=fit_on,
+        graphs=graphs,
+        max_size=max_size,
+        max_value=max_value,
+        costs=_Costs(cost_model),
+    )
+    if fit_on == "all":
+        return planner.plan(NO_HEDGE, planner.plan(hedge, None))
+    return planner.plan(hedge, None)
+
+
+@attrs.frozen(eq=False)
+class _Batches:
+    """Steps as arrays: rows and value of the axis of each. Shapes: (steps,)."""
+
+    sizes: IntArray
+    values: IntArray
+    source: str
+    has_order: bool
+
+    @classmethod
+    def of(cls, trace: StepTrace, axis: str) -> _Batches:
+        """Return the steps of a trace that have rows."""
+        if axis not in trace.axes:
+            named = ", ".join(trace.axes) or "none"
+            raise TraceError(trace.source, None, f"has no column 'axis.{axis}'; its axes: {named}.")
+        sizes = np.array(trace.column("num_tokens"), dtype=np.int64)
+        values = np.maximum(np.array(trace.column(f"axis.{axis}"), dtype=np.int64), 1)
+        some = sizes > 0
+        if not some.any():
+            raise TraceError(trace.source, None, "has no step with tokens in it; nothing to plan.")
+        return cls(sizes[some], values[some], trace.source, trace.has_order)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def chosen(self, which: slice | BoolArray) -> _Batches:
+        """Return some of the steps."""
+        return attrs.evolve(self, sizes=self.sizes[which], values=self.values[which])
+
+    def within(self, max_size: int, max_value: int) -> _Batches:
+        """Return the steps that are not beyond the limits."""
+        return self.chosen((self.sizes <= max_size) & (self.values <= max_value))
+
+    def split(self, fit_on: FitOn) -> tuple[_Batches, _Batches, str]:
+        """Return (steps to plan on, steps to judge on, the latter in words)."""
+        if fit_on == "all":
+            return self, self, "all steps, the ones planned on"
+        if fit_on != "first-half":
+            raise ConfigError("fit_on", fit_on, "'all' or 'first-half'")
+        middle = len(self) // 2
+        if not middle or not self.has_order:
+            raise TraceError(self.source, None, "has no halves to plan and judge on.")
+        return self.chosen(slice(None, middle)), self.chosen(slice(middle, None)), "second half"
+
+
+class _Costs:
+    """What a batch costs in a bucket: padded work, or time."""
+
+    def __init__(self, model: CostModel | None) -> None:
+        self._model = model
+        self.name = "padding" if model is None else f"time under {model.name}"
+
+    def objective(self, value: int) -> tuple[Objective, float]:
+        """Return what sizes minimise in one bucket, and the factor that costs are taken by."""
+        model = self._model
+        if model is None:
+            return PaddingObjective(), float(value)
+        if model.along:
+            return TimeObjective(model.at(value)), 1.0
+        return TimeObjective(model.scaled(value)), 1.0
+
+    def of_grid(self, grid: Grid, work: _Batches) -> float:
+        """Return what the steps cost, each in its bucket; all are within the limits."""
+        buckets = np.array(list(grid), dtype=np.int64)
+        at = np.searchsorted(buckets, work.values)
+        total = 0.0
+        for index, (bucket, sizes) in enumerate(grid.items()):
+            objective, factor = self.objective(bucket)
+            demand = _demand(work.sizes[at == index], sizes[-1])
+            total += factor * float(objective.at_sizes(sizes, sizes[-1])[1:] @ demand[1:])
+        return total
+
+    def of_exact(self, work: _Batches) -> float:
+        """Return what the steps would cost with a graph for each exact batch."""
+        total = 0.0
+        for value in np.unique(work.values).tolist():
+            objective, factor = self.objective(value)
+            demand = _demand(work.sizes[work.values == value])
+            total += factor * float(objective.exact(len(demand) - 1)[1:] @ demand[1:])
+        return total
+
+    def excess_pct(self, grid: Grid, work: _Batches) -> float:
+        """Return the cost of a grid above that of exact batches, in per cent."""
+        exact = self.of_exact(work)
+        return 100.0 * (self.of_grid(grid, work) / exact - 1.0) if exact > 0 else 0.0
+
+
+def _demand(sizes: IntArray, top: int = 0) -> FloatArray:
+    return np.bincount(sizes, minlength=top + 1).astype(np.float64)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _GridPlanner:
+    """What the exact and the hedged plan of one request share."""
+
+    axis: str
+    fit: _Batches
+    judged: _Batches
+    judged_on: str
+    fit_on: FitOn
+    graphs: int
+    max_size: int
+    max_value: int
+    costs: _Costs
+
+    def plan(self, hedge: Hedge, future: GridPlan | None) -> GridPlan:
+        """Return the plan under one hedge, judged."""
+        product = self._product(hedge)
+        sizes = _candidates(self.fit.sizes, self.max_size, _MAX_SIZES, product[0])
+        values = _candidates(self.fit.values, self.max_value, _MAX_VALUES, product[1])
+        grid, cost, is_monotone = self._best(self.fit, sizes, values, hedge)
+        judged = self.judged.within(self.max_size, self.max_value)
+        of_product = dict.fromkeys(product[1], product[0])
+        padding = _Costs(None)
+        gap = None
+        if hedge is NO_HEDGE and is_monotone:
+            gap = self._gap(sizes, values, cost)
+        return GridPlan(
+            axis=self.axis,
+            grid=grid,
+            num_graphs=sum(map(len, grid.values())),
+            waste_pct=padding.excess_pct(grid, judged),
+            excess_pct=self.costs.excess_pct(grid, judged),
+            gap_pct=gap,
+            product=GridProduct(*product, padding.excess_pct(of_product, judged)),
+            future=future,
+            max_size=self.max_size,
+            max_value=self.max_value,
+            fit_on=self.fit_on,
+            judged_on=self.judged_on,
+            num_steps=len(self.judged),
+            num_steps_over=len(self.judged) - len(judged),
+            objective=self.costs.name,
+            warnings=tuple(self._warnings()),
+        )
+
+    def _warnings(self) -> list[str]:
+        if len(self.fit) >= 1000:
+            return []
+        short = (
+            f"Too short: {len(self.fit)} steps within the limits to plan on, fewer than 1000. "
+            "Record longer before relying on the plan."
+        )
+        return [short]
+
+    def _gap(self, sizes: IntArray, values: IntArray, cost: float) -> float:
+        """Return how far the plan may be from the optimum, in per cent.
+
+        Every plan, with each of its sizes and buckets rounded down to what is considered, serves
+        the steps rounded down alike, at no higher cost. So the best plan for those is a lower
+        bound.
+        """
+        rounded = attrs.evolve(
+            self.fit,
+            sizes=_rounded_down(self.fit.sizes, sizes),
+            values=_rounded_down(self.fit.values, values),
+        )
+        _, bound, _ = self._best(rounded, sizes, values, NO_HEDGE)
+        return 100.0 * max(0.0, cost / bound - 1.0)
+
+    def _product(self, hedge: Hedge) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return (sizes, buckets): planned apart, the best split of the graphs over the two."""
+        apart = PaddingObjective()
+        curves = []
+        for found, top, most in (
+            (self.fit.sizes, self.max_size, _MAX_SIZES),
+            (self.fit.values, self.max_value, _MAX_VALUES),
+        ):
+            considered = _candidates(found, top, 8 * most, ())
+            demand = hedge.apply(_demand(found, top))
+            levels = min(self.graphs, len(considered))
+            curves.append(size_curve(considered, apart.costs(considered, demand), levels))
+        by_size, by_value = curves
+        costs: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        for num_buckets in range(1, min(self.graphs, len(by_value)) + 1):
+            num_sizes = min(self.graphs // num_buckets, len(by_size))
+            one = by_size.sizes(num_sizes), by_value.sizes(num_buckets)
+            costs[one] = self.costs.of_grid(dict.fromkeys(one[1], one[0]), self.fit)
+        return min(costs, key=lambda one: costs[one])
+
+    def _best(
+        self, work: _Batches, sizes: IntArray, values: IntArray, hedge: Hedge
+    ) -> tuple[Grid, float, bool]:
+        """Return the best grid out of what is considered, its cost, and whether costs only grow."""
+        most = min(self.graphs, len(sizes) * len(values))
+        at = np.searchsorted(values, work.values)
+        top = int(sizes[-1])
+        by_value = [_demand(work.sizes[at == index], top) for index in range(len(values))]
+        # At [end, k]: least cost of the first `end` values with k graphs, where the last of their
+        # buckets begins, and how many sizes that has.
+        least = np.full((len(values) + 1, most + 1), np.inf)
+        least[0, 0] = 0.0
+        begins, counts = np.zeros((2, len(values) + 1, most + 1), dtype=np.int64)
+        curves: dict[tuple[int, int], SizeCurve] = {}
+        is_monotone = True
+        for end in range(1, len(values) + 1):
+            objective, factor = self.costs.objective(int(values[end - 1]))
+            is_monotone = is_monotone and objective.monotone
+            demand = np.zeros(top + 1)
+            for begin in range(end - 1, -1, -1):
+                demand = demand + by_value[begin]
+                if begin and not by_value[begin].any():
+                    continue  # the bucket may as well begin above
+                curve = size_curve(
+                    sizes,
+                    factor * objective.costs(sizes, hedge.apply(demand)),
+                    min(most, len(sizes)),
+                    monotone=objective.monotone,
+                )
+                curves[begin, end] = curve
+                for count, cost in enumerate(curve.costs.tolist(), start=1):
+                    sums = least[begin, : most + 1 - count] + cost
+                    better = sums < least[end, count:]
+                    least[end, count:][better] = sums[better]
+                    begins[end, count:][better] = begin
+                    counts[end, count:][better] = count
+        left, end = int(least[-1].argmin()), len(values)
+        cost = float(least[-1, left])
+        grid: dict[int, tuple[int, ...]] = {}
+        while end:
+            begin, count = int(begins[end, left]), int(counts[end, left])
+            grid[int(values[end - 1])] = curves[begin, end].sizes(count)
+            end, left = begin, left - count
+        return dict(sorted(grid.items())), cost, is_monotone
+
+
+def _rounded_down(found: IntArray, considered: IntArray) -> IntArray:
+    at = np.searchsorted(considered, found, side="right") - 1
+    rounded: IntArray = np.where(at < 0, found, considered[np.maximum(at, 0)])
+    return rounded
+
+
+def _candidates(found: IntArray, top: int, most: int, also: Sequence[int]) -> IntArray:
+    """Return what is considered: all that came where that is few, else even shares of the steps."""
+    different = np.unique(found)
+    if len(different) > most:
+        # Some by how often they come, some by where they lie: rare large ones cost much each.
+        shares = np.quantile(found, np.linspace(0, 1, most // 2), method="higher")
+        lying = np.quantile(different, np.linspace(0, 1, most // 2), method="higher")
+        different = np.concatenate([shares, lying, different[:1]])
+    every: IntArray = np.unique(np.concatenate([different, [top], np.array(also, dtype=np.int64)]))
+    return every.astype(np.int64)
