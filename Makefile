@@ -6,6 +6,9 @@ SETUP_INPUTS := requirements-dev.txt pyproject.toml scripts/setup.sh $(wildcard 
 # One thread per process: results do not depend on the number of cores, and timings are comparable.
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
+# Even where the environment forbids it: tests start hundreds of processes, and each would compile
+# the package again. (pytest keeps its rewritten assertions there, too.)
+export PYTHONDONTWRITEBYTECODE :=
 # Read by pytest-timeout where it is installed: seconds that one test may take.
 export PYTEST_TIMEOUT ?= 120
 # Processes that share the tests, a file each at a time; 0 runs them in one.
