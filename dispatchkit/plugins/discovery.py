@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import attrs
@@ -16,7 +16,7 @@ import attrs
 from dispatchkit.errors import Origin, did_you_mean
 
 if TYPE_CHECKING:
-    from importlib.metadata import Distribution
+    from importlib.metadata import EntryPoints
 
 GROUP = "dispatchkit"
 ALLOW_VARIABLE = "DISPATCHKIT_PLUGINS"
@@ -80,12 +80,14 @@ def discover() -> Iterator[Candidate]:
             # Most distributions end here, unparsed.
             if not any(map(_is_near, re.findall(r"^\s*\[(.*?)\]", text, re.MULTILINE))):
                 continue
-            name = normal(distribution.metadata["Name"])
+            metadata = distribution.metadata  # parsed anew each time it is asked for
+            name = normal(metadata["Name"])
             # Of several copies of one distribution Python imports the first on the path, so
             # its entry points are the ones that count.
             if name not in seen:
                 seen.add(name)
-                yield from list(_entries(distribution))
+                points = distribution.entry_points
+                yield from list(_entries(points, metadata["Name"], metadata["Version"]))
         except Exception as error:  # noqa: BLE001 - broken metadata of others is reported
             where = str(getattr(distribution, "_path", "a distribution"))
             reason = f"its metadata cannot be read: {type(error).__name__}: {error}"
@@ -95,14 +97,12 @@ def discover() -> Iterator[Candidate]:
 def _is_near(group: str) -> bool:
     """Return whether this is our group or one that was probably meant to be."""
     letters = re.sub(r"[^a-z]", "", group.lower())
-    return letters.startswith(GROUP) or SequenceMatcher(None, letters, GROUP).ratio() > 0.85
+    return letters.startswith(GROUP) or bool(get_close_matches(letters, [GROUP], cutoff=0.85))
 
 
-def _entries(distribution: Distribution) -> Iterator[Candidate]:
-    for point in filter(lambda point: _is_near(point.group), distribution.entry_points):
-        origin = Origin(
-            point.name, distribution.metadata["Name"], distribution.version, point.value
-        )
+def _entries(points: EntryPoints, distribution: str, version: str) -> Iterator[Candidate]:
+    for point in filter(lambda point: _is_near(point.group), points):
+        origin = Origin(point.name, distribution, version, point.value)
         load = point.load
         if point.group != GROUP:
             load = _refusing(

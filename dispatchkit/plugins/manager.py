@@ -25,6 +25,13 @@ _HOOK_PREFIXES = (f"{_PROJECT}_register_", f"{_PROJECT}_select_")
 _MARK, _SPEC_MARK = f"{_PROJECT}_impl", f"{_PROJECT}_spec"
 
 
+class Hooks(types.SimpleNamespace):
+    """The hook functions of a plugin, and nothing else for pluggy to look at one by one."""
+
+    def __dir__(self) -> list[str]:
+        return list(vars(self))
+
+
 class HookManager(pluggy.PluginManager):
     """Knows the hooks; at first no plugin."""
 
@@ -56,7 +63,7 @@ class HookManager(pluggy.PluginManager):
             self.unregister(name=name)
             raise
 
-    def _validate(self, hooks: types.SimpleNamespace) -> None:
+    def _validate(self, hooks: Hooks) -> None:
         callers = self.get_hookcallers(hooks) or ()
         try:
             self.check_pending()
@@ -71,7 +78,7 @@ class HookManager(pluggy.PluginManager):
             if sum(one.plugin is hooks for one in caller.get_hookimpls()) > 1:
                 raise PluginFault(f"two of its functions implement {caller.name}; keep one.")
 
-    def _records(self, hooks: types.SimpleNamespace, doing: list[str]) -> Iterator[Spec]:
+    def _records(self, hooks: Hooks, doing: list[str]) -> Iterator[Spec]:
         for record in RECORDS:
             for one in getattr(self.hook, record.hook).get_hookimpls():
                 if one.plugin is hooks:
@@ -79,7 +86,7 @@ class HookManager(pluggy.PluginManager):
                     yield from _checked(one.function(), record)
 
 
-def _hooks_of(plugin: object) -> types.SimpleNamespace:
+def _hooks_of(plugin: object) -> Hooks:
     functions: dict[str, Callable[..., Any]] = {}
     if not inspect.isclass(plugin):
         for name in object.__dir__(plugin):
@@ -95,7 +102,7 @@ def _hooks_of(plugin: object) -> types.SimpleNamespace:
             f"no hook at all in {_describe(plugin)}; name a module or an instance with functions "
             "marked @hookimpl (from dispatchkit.hookspecs) in the entry point."
         )
-    return types.SimpleNamespace(**functions)
+    return Hooks(**functions)
 
 
 def _describe(plugin: object) -> str:
