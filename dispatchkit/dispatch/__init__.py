@@ -8,15 +8,18 @@ from dispatchkit.dispatch.dispatcher import Dispatcher
 from dispatchkit.dispatch.explain import Explanation, MeasuredTime, explain
 from dispatchkit.dispatch.lanes import (
     LANE_TRAITS,
+    HomedLanePolicy,
+    KeyedLanePolicy,
     KeyHomes,
     LanePolicy,
     Lanes,
     LaneStep,
     LaneView,
+    PrioritizedLanePolicy,
     lane_fault,
     lane_homes,
-    lane_policy_traits,
     lane_priorities,
+    needs_key,
 )
 from dispatchkit.dispatch.policy import (
     TRAITS,
@@ -46,7 +49,9 @@ __all__ = [
     "ExplainingPolicy",
     "Explanation",
     "GraphView",
+    "HomedLanePolicy",
     "KeyHomes",
+    "KeyedLanePolicy",
     "LanePolicy",
     "LaneStep",
     "LaneView",
@@ -58,6 +63,7 @@ __all__ = [
     "PlainView",
     "Policy",
     "PolicyParts",
+    "PrioritizedLanePolicy",
     "Reason",
     "Row",
     "StepCost",
@@ -67,8 +73,8 @@ __all__ = [
     "knows_axes",
     "lane_fault",
     "lane_homes",
-    "lane_policy_traits",
     "lane_priorities",
+    "needs_key",
     "policy_name",
     "policy_traits",
 ]

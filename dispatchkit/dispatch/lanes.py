@@ -65,17 +65,41 @@ class LaneView(Protocol):
 class LanePolicy(Protocol):
     """A rule that chooses lanes. It never touches a device.
 
-    ``choose`` is asked once for each submitted step, under the runner's lock. Beside it a lane
-    policy may have:
-
-    - ``needs_key = True``: steps tell their key, at the price of one more table look-up;
-    - ``homes(key, num_lanes)``: on which lanes a key is captured, all of them without it;
-    - ``stream_priorities(num_lanes)``: how urgent each lane's stream is, 0 without it;
-    - ``traits``: properties to be tested, of ``LANE_TRAITS``.
+    ``choose`` is asked once for each submitted step, under the runner's lock. Everything else is
+    optional, and each part has a protocol of its own: ``KeyedLanePolicy``, ``HomedLanePolicy``,
+    ``PrioritizedLanePolicy``, and ``DescribedPolicy``'s name and traits, of ``LANE_TRAITS``.
     """
 
     def choose(self, step: LaneStep, lanes: Sequence[LaneView]) -> int:
         """Return the index of the lane that a step runs on."""
+        ...
+
+
+@runtime_checkable
+class KeyedLanePolicy(Protocol):
+    """A lane policy that asks for the key of each step."""
+
+    @property
+    def needs_key(self) -> bool:
+        """Steps tell their key, at the price of one more table look-up."""
+        ...
+
+
+@runtime_checkable
+class HomedLanePolicy(Protocol):
+    """A lane policy that says on which lanes a key is captured: all of them without it."""
+
+    def homes(self, key: GraphKey, num_lanes: int) -> Iterable[int]:
+        """Return the indices of the lanes, at least one, and the same ones every time."""
+        ...
+
+
+@runtime_checkable
+class PrioritizedLanePolicy(Protocol):
+    """A lane policy that says how urgent each lane's stream is: 0 without it."""
+
+    def stream_priorities(self, num_lanes: int) -> Iterable[int]:
+        """Return a whole number from 0 for each lane; more is more urgent."""
         ...
 
 
@@ -92,9 +116,9 @@ class Lanes:
     policy: LanePolicy
 
 
-def lane_policy_traits(policy: object) -> frozenset[str]:
-    """Return the traits a lane policy claims."""
-    return frozenset(getattr(policy, "traits", ()))
+def needs_key(policy: object) -> bool:
+    """Return whether a lane policy asks for the key of each step."""
+    return isinstance(policy, KeyedLanePolicy) and policy.needs_key
 
 
 def lane_fault(answer: Any, num_lanes: int) -> str:
@@ -114,13 +138,12 @@ def lane_homes(
     Raises:
         PolicyError: The policy raised, named a lane that is none, or no lane for a key.
     """
-    ask = getattr(policy, "homes", None)
-    if ask is None:
+    if not isinstance(policy, HomedLanePolicy):
         return dict.fromkeys(keys, tuple(range(num_lanes)))
     found: dict[GraphKey, tuple[int, ...]] = {}
     for key in keys:
         try:
-            homes: Collection[int] = tuple(ask(key, num_lanes))
+            homes: Collection[int] = tuple(policy.homes(key, num_lanes))
         except Exception as error:
             problem = f"raised {type(error).__name__}: {error}"
             raise PolicyError(name, "homes", problem, origin=origin) from error
@@ -150,7 +173,7 @@ class KeyHomes:
     ) -> None:
         self._policy, self._keys, self._num_lanes = policy, keys, num_lanes
         self._origin = origin
-        self.are_chosen: bool = getattr(policy, "homes", None) is not None
+        self.are_chosen: bool = isinstance(policy, HomedLanePolicy)
 
     def by_key(self) -> dict[GraphKey, tuple[int, ...]]:
         """Return the lanes of each key.
@@ -185,11 +208,10 @@ def lane_priorities(
     Raises:
         PolicyError: The policy raised, or answered with something else.
     """
-    ask = getattr(policy, "stream_priorities", None)
-    if ask is None:
+    if not isinstance(policy, PrioritizedLanePolicy):
         return (0,) * num_lanes
     try:
-        answer = tuple(ask(num_lanes))
+        answer = tuple(policy.stream_priorities(num_lanes))
     except Exception as error:
         problem = f"raised {type(error).__name__}: {error}"
         raise PolicyError(name, "stream_priorities", problem, origin=origin) from error

@@ -16,7 +16,6 @@ from dispatchkit.dispatch import (
     TRAITS,
     LanePolicy,
     Policy,
-    lane_policy_traits,
     policy_name,
     policy_traits,
 )
@@ -170,7 +169,7 @@ def run_lane_policy_conformance(
     tests = Tests()
     tests.seed, tests.max_examples = seed, max_examples
     first = make()
-    claimed = lane_policy_traits(first)
+    claimed = policy_traits(first)
     return _verdict(tests, LanePolicyTests, policy_name(first), claimed, "lane policy")
 
 

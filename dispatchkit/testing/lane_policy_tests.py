@@ -18,13 +18,15 @@ import attrs
 
 from dispatchkit.dispatch import (
     LANE_TRAITS,
+    HomedLanePolicy,
     LanePolicy,
     LaneStep,
     lane_fault,
     lane_homes,
-    lane_policy_traits,
     lane_priorities,
+    needs_key,
     policy_name,
+    policy_traits,
 )
 from dispatchkit.errors import PolicyError
 from dispatchkit.keys import BatchDescriptor, GraphKey, RuntimeMode
@@ -174,7 +176,7 @@ class LanePolicyTests:
         Without it steps come without a key, all of them, and the policy does the same for all.
         """
         for schedule in self._schedules():
-            if getattr(self.make_lane_policy(), "needs_key", False):
+            if needs_key(self.make_lane_policy()):
                 return
             bare = attrs.evolve(
                 schedule,
@@ -215,7 +217,7 @@ class LanePolicyTests:
         """
         for schedule in self._schedules():
             policy = self.make_lane_policy()
-            if getattr(policy, "homes", None) is None:
+            if not isinstance(policy, HomedLanePolicy):
                 return  # every lane has all keys
             homes = self._homes(policy, _KEYS, schedule.num_lanes)
             for step, lane, _ in self._play(policy, schedule):
@@ -241,7 +243,7 @@ class LanePolicyTests:
 
     def test_traits_are_known(self) -> None:
         """What is claimed is a trait that there is; a misspelt one would be tested by nobody."""
-        unknown = lane_policy_traits(self.make_lane_policy()) - LANE_TRAITS
+        unknown = policy_traits(self.make_lane_policy()) - LANE_TRAITS
         if unknown:
             known = ", ".join(sorted(LANE_TRAITS))
             self._fail(f"claims {', '.join(sorted(unknown))}; traits are {known}")
@@ -322,7 +324,7 @@ class LanePolicyTests:
             self._fail(f"{error} (with {num_lanes} lanes)")
 
     def _skip_unless(self, trait: str) -> None:
-        if trait not in lane_policy_traits(self.make_lane_policy()):
+        if trait not in policy_traits(self.make_lane_policy()):
             raise unittest.SkipTest(f"trait {trait} is not claimed")
 
     def _fail(

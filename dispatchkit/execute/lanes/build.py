@@ -13,6 +13,7 @@ from dispatchkit.dispatch import (
     Lanes,
     LearningPolicy,
     lane_priorities,
+    needs_key,
     policy_name,
 )
 from dispatchkit.errors import ConfigError
@@ -106,7 +107,7 @@ def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyHo
             f"at most {len(handles)}, the number of distinct streams on {backend.torch_device}",
         )
     router = None
-    if getattr(policy, "needs_key", False):
+    if needs_key(policy):
         config = first.dispatcher.config
         own, policy_origin, _ = make_policy(
             spec.named_policy, spec.options.policy_options, config, plugins
