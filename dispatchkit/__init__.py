@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from dispatchkit.errors import DispatchkitError
     from dispatchkit.execute import (
+        GraphMemory,
         GraphRunner,
         StaticInput,
         StepState,
@@ -68,6 +69,7 @@ _HOME = {
     "DispatchkitError": "errors",
     "GraphEntry": "registry",
     "GraphKey": "keys",
+    "GraphMemory": "execute",
     "GraphRegistry": "registry",
     "GraphRunner": "execute",
     "GraphView": "dispatch",
@@ -109,6 +111,7 @@ __all__ = [
     "DispatchkitError",
     "GraphEntry",
     "GraphKey",
+    "GraphMemory",
     "GraphRegistry",
     "GraphRunner",
     "GraphView",

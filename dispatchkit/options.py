@@ -284,7 +284,7 @@ def with_settings(options: RunnerOptions, settings: Mapping[str, Any]) -> Runner
 # -- keywords that moved ------------------------------------------------------------------
 
 # Arguments of a runner that are settings too.
-_KEPT = frozenset({"sizes", "max_num_tokens", "mode", "axes", "lanes"})
+_KEPT = frozenset({"sizes", "max_num_tokens", "mode", "axes", "lanes", "memory"})
 _STATE = {"scratch": "scratch", "generators": "generators"}
 _RENAMED = {"query_len": "query_lens"}
 _MOVED = {*_GROUP_OF, *_STATE, *_RENAMED, "plugins"} - _KEPT

@@ -187,6 +187,36 @@ class UnwatchedCaptureBackend(Protocol):
         ...
 
 
+class DeviceMemory(NamedTuple):
+    """What a device has handed out, to whomever.
+
+    Attributes:
+        used_bytes: Of the device as a whole: other processes and the driver included.
+        reserved_bytes: Of that, what this process's allocator has taken from the device.
+        held_bytes: Of that, what is in use while no graph runs.
+    """
+
+    used_bytes: int
+    reserved_bytes: int
+    held_bytes: int
+
+
+class MeteringBackend(Protocol):
+    """A backend that says where the memory of its device has gone.
+
+    Without it, an account of memory knows of pools and buffers alone, and a budget does not
+    count what the driver keeps for each graph.
+    """
+
+    def device_memory(self) -> DeviceMemory:
+        """Return what the device has handed out now; never waits for it."""
+        ...
+
+    def workspace_bytes(self, stream: Stream) -> int:
+        """Return what libraries work in on a stream, kept for graphs that were captured there."""
+        ...
+
+
 class CopyRegion(NamedTuple):
     """What a copy node does for one input.
 
@@ -267,6 +297,7 @@ class BackendFeatures:
         uploads: It prepares graphs before their first launch.
         unwatched_captures: It captures without watching each operation.
         copy_nodes: Its graphs can copy their own inputs.
+        meters: It says where the memory of its device has gone.
     """
 
     rehearsals: RehearsingBackend | None = None
@@ -275,6 +306,7 @@ class BackendFeatures:
     uploads: UploadingBackend | None = None
     unwatched_captures: UnwatchedCaptureBackend | None = None
     copy_nodes: CopyNodeBackend | None = None
+    meters: MeteringBackend | None = None
 
 
 def features_of(backend: GraphBackend) -> BackendFeatures:
@@ -292,4 +324,5 @@ def features_of(backend: GraphBackend) -> BackendFeatures:
         uploads=offering("upload"),
         unwatched_captures=offer if capabilities.unwatched_captures else None,
         copy_nodes=offering("copy_node"),
+        meters=offering("device_memory"),
     )

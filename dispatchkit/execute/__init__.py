@@ -27,6 +27,7 @@ from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lanes.lane_set import LaneCost, LanePolicyWarning, LaneStats, StepHandle
 from dispatchkit.execute.live.swap import SwapReport
+from dispatchkit.execute.memory import GraphMemory, MemoryAccount, MemoryGroup, PoolAccount
 from dispatchkit.execute.preserve import preserved_state
 from dispatchkit.execute.replay.check import CheckWarning
 from dispatchkit.execute.runner import GraphRunner
@@ -50,16 +51,20 @@ __all__ = [
     "ConfigWatcher",
     "DispatchMode",
     "EagerStepWarning",
+    "GraphMemory",
     "GraphRunner",
     "Guard",
     "InputSet",
     "LaneCost",
     "LanePolicyWarning",
     "LaneStats",
+    "MemoryAccount",
+    "MemoryGroup",
     "ModeDowngradeWarning",
     "NvtxRanges",
     "Piece",
     "PlainCodeWarning",
+    "PoolAccount",
     "RunnerStats",
     "StaticInput",
     "StepHandle",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from dispatchkit.execute.io.axes import AxisInputs
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.static_input import inputs_from_example
 from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.memory import PoolGroup
 from dispatchkit.execute.notices import Notices
 from dispatchkit.execute.replay.calibration_runs import CalibrationRuns
 from dispatchkit.execute.replay.check import Checker
@@ -71,8 +71,10 @@ def make_workload(spec: RunnerSpec) -> Workload:
         ConfigError: A setting cannot be used.
         UnknownNameError: No backend or mode goes by a given name.
     """
-    options = spec.options
+    options, group = spec.options, spec.memory_group
     backend = make_backend(spec.backend, options.device, spec.plugins)
+    if group is not None and isinstance(spec.backend, str):
+        backend = group.memory.shared_backend(backend)
     device = torch.device(backend.torch_device)
     inputs = spec.inputs if spec.inputs is not None else inputs_from_example(spec.example or {})
     axes = AxisInputs(inputs, options.config, device) if options.config.axes else None
@@ -89,7 +91,7 @@ class Executor:
 
     Args:
         work: What is run.
-        lock: Held by each step, on whatever lane.
+        group: The pool of its graphs, and the lock that each step holds.
 
     Attributes:
         work: What is run.
@@ -114,9 +116,9 @@ class Executor:
 
     decide: Callable[..., Decision]
 
-    def __init__(self, work: Workload, lock: threading.RLock) -> None:
+    def __init__(self, work: Workload, group: PoolGroup) -> None:
         spec, options = work.spec, work.spec.options
-        self.work, self.lock, self.spec = work, lock, spec
+        self.work, self.lock, self.spec = work, group.lock, spec
         self.mode_reasons: tuple[str, ...] = work.mode_reasons
         policy, origin, plugins = make_policy(
             spec.named_policy, options.policy_options, work.config, spec.plugins
@@ -140,7 +142,7 @@ class Executor:
         self.decide = self.dispatcher.dispatch
         registry = self.dispatcher.registry
         self.registry: GraphRegistry = registry
-        self.lane: Lane = self._make_lane()
+        self.lane: Lane = self._make_lane(group)
         self.counters: StepCounters = StepCounters()
         self.timings: Timings = Timings(
             work.backend, self.dispatcher, self.lane, options.sample_every
@@ -162,7 +164,7 @@ class Executor:
             self.lane,
             work.guard,
             # An only graph has nobody to share with, and needs no copy.
-            share_outputs=lambda: shares and len(registry) > 1,
+            share_outputs=lambda: shares and (len(registry) > 1 or group.is_open),
             notes_facts=bool(options.check),
         )
         self.checker: Checker | None = None
@@ -185,6 +187,7 @@ class Executor:
             lazy=spec.lazy,
             capture_after=options.capture.capture_after,
         )
+        group.add_member(self.lifecycle)
         self.eager: EagerRunner = EagerRunner(
             self.warmups,
             work.inputs,
@@ -227,16 +230,24 @@ class Executor:
         """The mode that was asked for; the one in force may be less."""
         return self.spec.options.config.mode
 
-    def _make_lane(self) -> Lane:
+    def _make_lane(self, group: PoolGroup) -> Lane:
+        """Return a lane with graphs in the pool of a group.
+
+        Raises:
+            ConfigError: Its static inputs find no room in the budget.
+        """
         work = self.work
         axes, buffers = work.axes, work.spec.options.buffers
         # Room for the largest bucket, which is what is cut, whatever batches may come; also for
         # one of a size that only a later policy declares.
         largest = max((key.num_tokens for key in self.registry), default=1)
+        num_rows = max(largest, work.config.max_capture_size, buffers.buffer_rows or 0)
+        if group.memory is not None:
+            group.memory.make_room(group, work.inputs.num_bytes(num_rows), "static inputs")
         return Lane(
-            work.backend,
+            group,
             work.inputs,
-            max(largest, work.config.max_capture_size, buffers.buffer_rows or 0),
+            num_rows,
             row_count=buffers.row_count is not None,
             inputs_at=axes.at if axes is not None and axes.has_dimensions else None,
         )

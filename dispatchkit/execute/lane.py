@@ -1,10 +1,12 @@
-"""Lane: one stream, one memory pool, and buffers whose graphs run one at a time.
+"""Lane: static buffers and output memory, whose graphs run one at a time.
 
 A call of the runner is launched on the caller's own stream, so that it is ordered with the
 caller's work before and after it, for nothing. Only when the caller's stream changes
 between two steps is the new stream made to wait for the old one: the buffers are shared.
 Steps that run eager use no buffers; they are ordered likewise where they change state.
-The lane's own stream serves warmup, capture and ``submit``.
+
+Pool and stream are those of the lane's group, which other runners' lanes may share (see
+``memory.pool_group``); the stream serves warmup, capture and ``submit``.
 """
 
 from __future__ import annotations
@@ -13,17 +15,16 @@ import ctypes
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from dispatchkit.backends.base import CapturedGraph, GraphBackend, Stream
-from dispatchkit.backends.optional import features_of
-from dispatchkit.errors import ConfigError
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.outputs import SharedMemory
+from dispatchkit.execute.memory import PoolGroup
 from dispatchkit.keys.batch import GraphKey
 
 # Plans that keep their views ready. A view costs about half a kilobyte, so that tables with
@@ -65,31 +66,18 @@ class Chain:
             self._last.record(stream)
 
 
-def new_stream(backend: GraphBackend, priority: int = 0) -> Stream:
-    """Return a stream of a priority.
-
-    Raises:
-        ConfigError: The device gives no more streams, or its backend knows no priorities.
-    """
-    if not priority:
-        return backend.new_stream()
-    priorities = features_of(backend).priorities
-    if priorities is None:
-        raise ConfigError("priority", priority, f"0: backend {backend.name!r} has no priorities")
-    return priorities.new_stream(priority=priority)
-
-
 class Lane:
-    """One stream with one pool, static buffers and output memory.
+    """Static buffers and output memory of graphs that lie in the pool of a group.
 
     Args:
-        backend: The device.
+        group: Pool and stream.
         inputs: What is declared of the inputs.
         num_rows: Rows the buffers make room for: the largest bucket, not the largest batch.
         row_count: Keep a device value that tells graphs the true row count.
         inputs_at: Returns the inputs at the buckets of the axes, where inputs have some.
 
     Attributes:
+        group: Pool and stream.
         index: Number of the lane.
         chain: Keeps steps apart that must not overlap; None where there is one lane.
         tick: Counts runs of the step, eager ones too; says which graph was used last.
@@ -100,20 +88,19 @@ class Lane:
 
     def __init__(
         self,
-        backend: GraphBackend,
+        group: PoolGroup,
         inputs: InputSet,
         num_rows: int,
         *,
         row_count: bool = False,
         inputs_at: Callable[[Sequence[int]], InputSet] | None = None,
     ) -> None:
-        self.backend = backend
+        self.group = group
+        self.backend: GraphBackend = group.backend
         self.index: int = 0
         self._peers: tuple[weakref.ref[Lane], ...] = ()
         self.chain: Chain | None = None
-        self.stream: Stream = backend.new_stream()
-        self.pool: Any = backend.new_pool()
-        self.buffers: InputBuffers = InputBuffers(inputs, num_rows, backend=backend)
+        self.buffers: InputBuffers = InputBuffers(inputs, num_rows, backend=group.backend)
         self._inputs_at = inputs_at
         self._by_axes: dict[Any, InputBuffers] = {}
         self._by_shapes: dict[Any, InputBuffers] = {_shapes(inputs): self.buffers}
@@ -129,6 +116,17 @@ class Lane:
         self.stream_argument: ctypes.c_void_p = ctypes.c_void_p()
         self.last_stream: Stream | None = None
         self._ready: deque[weakref.ref[Any]] = deque()
+        group.add_lane(self)
+
+    @property
+    def stream(self) -> Stream:
+        """Where its graphs are warmed up and captured, and submitted steps run."""
+        return self.group.stream
+
+    @property
+    def pool(self) -> Any:
+        """Where its graphs lie."""
+        return self.group.pool
 
     def buffers_of(self, key: GraphKey) -> InputBuffers:
         """Return the buffers that the graph of a key reads; axes may make them others."""
@@ -153,11 +151,7 @@ class Lane:
             if self._inputs_at is not None and key.descriptor.axes:
                 inputs = self._inputs_at(key.descriptor.axes)
                 wanted[_shapes(inputs)] = inputs
-        return sum(
-            spec.sized(self.buffers.num_rows).numel() * spec.dtype.itemsize
-            for inputs in wanted.values()
-            for spec in inputs
-        )
+        return sum(inputs.num_bytes(self.buffers.num_rows) for inputs in wanted.values())
 
     @property
     def static_bytes(self) -> int:
@@ -172,10 +166,7 @@ class Lane:
 
     def switch(self, handle: int) -> None:
         """Make the current stream, another one than before, wait for the lane's earlier steps."""
-        current = self.backend.current_stream()
-        if self.last_stream is not None:
-            # Also covers what the old stream's user queued there to read views of outputs.
-            current.wait_stream(self.last_stream)
+        current = self.group.order(self, handle)
         self.handle, self.last_stream = handle, current
         self.stream_argument = ctypes.c_void_p(handle)
 
@@ -191,8 +182,7 @@ class Lane:
         # Weakly, as plans below: a lane's memory must go with its runner, at once.
         self._peers = tuple(weakref.ref(peer) for peer in peers)
         if priority:
-            del self.stream  # first, so that there are never more streams than lanes
-            self.stream = new_stream(self.backend, priority)
+            self.group.use_priority(priority)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -236,15 +226,23 @@ class Lane:
 
     def num_bytes(self) -> int:
         """Return the bytes of its graphs: the pool, and the outputs they share."""
-        shared = self.outputs.num_bytes + self.between.num_bytes
-        return self.backend.pool_bytes(self.pool) + shared
+        return self.backend.pool_bytes(self.pool) + self.shared_bytes
 
-    def drop_pool(self) -> None:
-        """Start a new pool and new output memory; the graphs of the old are released before."""
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the outputs that its graphs share."""
+        return self.outputs.num_bytes + self.between.num_bytes
+
+    def drop_outputs(self) -> None:
+        """Start new output memory; the graphs that write to the old are released before."""
         self.forget_plans()
-        self.pool = self.backend.new_pool()
         self.outputs.clear()
         self.between.clear()
+
+    def measuring(self, part: str) -> AbstractContextManager[None]:
+        """Note what the driver takes in a block, where runners share a ``GraphMemory``."""
+        memory = self.group.memory
+        return nullcontext() if memory is None else memory.measuring(self.backend, part)
 
 
 def _shapes(inputs: InputSet) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from dispatchkit.execute.live.decisions import DecisionRunner
 from dispatchkit.execute.live.swap import Swapper, SwapReport
 from dispatchkit.execute.live.swap_requests import UNCHANGED
 from dispatchkit.execute.live.taps import StepTaps, StepWatcher
+from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.report import ladder
 from dispatchkit.execute.setup import RunnerSpec, merge_config
@@ -72,6 +72,8 @@ class GraphRunner:
         lazy: Capture a key when a call asks for it.
         lanes: Streams that ``submit`` spreads steps over, each with buffers, graphs, table and
             budget of its own; ``Lanes(4, policy)`` for a lane policy that is an object.
+        memory: A ``GraphMemory``, or a group of one: a pool, a budget and an account that
+            runners share. By default each has a pool for each lane.
         options: All other settings.
 
     Attributes:
@@ -108,6 +110,7 @@ class GraphRunner:
         state: StepState | Iterable[torch.Tensor] = (),
         lazy: bool = False,
         lanes: int | Lanes = 1,
+        memory: GraphMemory | MemoryGroup | None = None,
         options: RunnerOptions | None = None,
     ) -> None:
         options = RunnerOptions() if options is None else options
@@ -142,12 +145,13 @@ class GraphRunner:
             state=StepState.of(state),
             lazy=lazy,
             lanes=lanes,
+            memory=memory,
             options=attrs.evolve(options, config=config),
         )
         check_lanes(spec)
         work = make_workload(spec)
-        lock = threading.RLock()
-        executors = make_executors(work, lock)
+        executors = make_executors(work)
+        lock = executors[0].lane.group.lock
         chooser, homes = join_lanes(executors)
         self._executor = executors[0]
         self.backend: GraphBackend = work.backend

@@ -15,6 +15,7 @@ from dispatchkit.dispatch import Lanes, Policy
 from dispatchkit.distributions import DEFAULT_POLICY
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.io.static_input import StaticInput
+from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.execute.step.support import mode_for_pieces, warn_of_downgrade
@@ -40,6 +41,7 @@ class RunnerSpec:
         state: What the step changes.
         lazy: Whether keys are captured when they are asked for.
         lanes: How many, with or without an object that chooses.
+        memory: What it shares its memory with, if with anything.
         options: All other settings; ``options.config`` holds sizes, limits, modes and axes as
             they were asked for.
     """
@@ -53,6 +55,7 @@ class RunnerSpec:
     state: StepState
     lazy: bool
     lanes: int | Lanes
+    memory: GraphMemory | MemoryGroup | None
     options: RunnerOptions
 
     def arguments(self) -> dict[str, Any]:
@@ -63,6 +66,11 @@ class RunnerSpec:
     def num_lanes(self) -> int:
         """How many lanes the runner has."""
         return self.lanes.count if isinstance(self.lanes, Lanes) else self.lanes
+
+    @property
+    def memory_group(self) -> MemoryGroup | None:
+        """The group of runners that it shares a pool with; None: it shares nothing."""
+        return MemoryGroup.of(self.memory)
 
     @property
     def named_policy(self) -> str | Policy | None:

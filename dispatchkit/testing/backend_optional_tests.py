@@ -68,6 +68,37 @@ class OptionalTests:
         assert x.nbytes <= grown <= expected, problem
         assert rig.read(rig.replayed(graph)[:2]) == [4.0, 4.0]
 
+    # -- meters ---------------------------------------------------------------------------
+
+    def test_a_meter_sees_what_graphs_take(self, rig: Rig) -> None:
+        """An account of memory adds up only if pools are part of what the device handed out."""
+        meter = offered(rig, "meters")
+        x = rig.zeros(1 << 20)
+        run = lambda: ((x + 1) * 2).sum() + x  # noqa: E731
+        rig.backend.warmup(run, stream=rig.stream)
+        rig.backend.pool_bytes(rig.pool)  # gives unused memory back
+        before = meter.device_memory()
+        graph = rig.capture(run)
+        after, grown = meter.device_memory(), rig.backend.pool_bytes(rig.pool)
+        assert after.reserved_bytes - before.reserved_bytes >= grown > 0, (
+            "The pool is not reserved."
+        )
+        assert after.held_bytes - before.held_bytes >= x.nbytes, "The output is not held."
+        for one in (before, after):
+            assert one.used_bytes >= one.reserved_bytes >= one.held_bytes >= 0, one
+        graph.release()
+
+    def test_workspaces_belong_to_streams_that_were_captured(self, rig: Rig) -> None:
+        """They stay for as long as the graphs of the stream may use them."""
+        meter = offered(rig, "meters")
+        stream, square = rig.backend.new_stream(), rig.randn(16, 16)
+        assert meter.workspace_bytes(stream) >= 0
+        run = lambda: square @ square  # noqa: E731
+        rig.backend.warmup(run, stream=stream)
+        graph = rig.backend.capture(run, stream=stream, pool=rig.pool)
+        assert meter.workspace_bytes(stream) > 0, "The stream's workspaces are not counted."
+        graph.release()
+
     # -- priorities -----------------------------------------------------------------------
 
     def test_streams_of_every_priority_are_distinct_and_capture(self, rig: Rig) -> None:

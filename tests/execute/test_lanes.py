@@ -131,7 +131,7 @@ def planted(runner, fault, monkeypatch):
             lane.buffers = first.buffers
     elif fault == "shared pool":
         for lane in others:
-            lane.pool = first.pool
+            lane.group.pool = first.group.pool
     else:
         for lane in others:
             lane.outputs = first.outputs

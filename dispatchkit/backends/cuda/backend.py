@@ -45,8 +45,8 @@ from dispatchkit.backends.cuda.streams import (
     unused_streams,
 )
 from dispatchkit.backends.cuda.watch import CaptureWatch, WarmupNotes
-from dispatchkit.backends.cuda.workspace import hold_workspace
-from dispatchkit.backends.optional import LaunchCall
+from dispatchkit.backends.cuda.workspace import hold_workspace, workspace_bytes
+from dispatchkit.backends.optional import DeviceMemory, LaunchCall
 from dispatchkit.backends.warmup import run_warmup
 from dispatchkit.errors import CaptureError, ConfigError
 
@@ -230,6 +230,16 @@ class CudaBackend:
         """
         free_idle_memory()
         return int(pool.reserved_bytes(self._index))
+
+    def device_memory(self) -> DeviceMemory:
+        """Return what the device has handed out now, and what torch's allocator has of it."""
+        free, total = torch.cuda.mem_get_info(self._index)
+        reserved = torch.cuda.memory_reserved(self._index)
+        return DeviceMemory(total - free, reserved, torch.cuda.memory_allocated(self._index))
+
+    def workspace_bytes(self, stream: CudaStream) -> int:
+        """Return what the workspaces of cuBLAS for a stream take, kept in a pool of their own."""
+        return workspace_bytes(stream.raw)
 
     # -- graphs -------------------------------------------------------------------------
 

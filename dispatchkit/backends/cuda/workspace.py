@@ -19,6 +19,8 @@ import threading
 
 import torch
 
+from dispatchkit.backends.cuda.segments import segments_of
+
 _guard = threading.Lock()
 _pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
 
@@ -49,6 +51,15 @@ def hold_workspace(stream: torch.cuda.Stream) -> None:
             # there, as those with a bias of one dimension do.
             square = torch.zeros(16, 16, device=torch.device("cuda", stream.device_index))
             torch.addmm(square[0], square, square)
+
+
+def workspace_bytes(stream: torch.cuda.Stream) -> int:
+    """Return the bytes that are reserved for the workspaces of a stream."""
+    with _guard:
+        pool = _pools.get((stream.device_index, stream.cuda_stream))
+    if pool is None:
+        return 0
+    return sum(int(segment["total_size"]) for segment in segments_of(pool.id))
 
 
 def _may_multiply() -> bool:

@@ -30,6 +30,7 @@ from dispatchkit.backends.capture_guard import (
     refuse_in_capture,
     run_as_capture,
 )
+from dispatchkit.backends.optional import DeviceMemory
 from dispatchkit.backends.tape.graph import TapeGraph, poison_kept
 from dispatchkit.backends.tape.pool import TapePool
 from dispatchkit.backends.tape.recorder import Recorder
@@ -51,6 +52,10 @@ _T = TypeVar("_T")
 DEFAULT_MAX_STREAMS = 32
 # Parts that a graph of a deferred tape runs in: enough for others to come in between.
 MAX_PARTS = 8
+# What a device would keep beside the pools: the driver for each step of a graph, and libraries
+# for each stream that graphs were captured on.
+DRIVER_BYTES = 64
+WORKSPACE_BYTES = 4096
 
 
 class _CurrentStream(threading.local):
@@ -80,6 +85,7 @@ class TapeBackend:
         self._default_stream = TapeStream(0, self._scheduler)
         self._streams: weakref.WeakSet[TapeStream] = weakref.WeakSet()
         self._streams_guard = threading.Lock()
+        self._pools: weakref.WeakSet[TapePool] = weakref.WeakSet()
         self._next_handle = 1
         self._thread = _CurrentStream()
 
@@ -177,12 +183,28 @@ class TapeBackend:
 
     def new_pool(self) -> TapePool:
         """Return a private memory pool for captures."""
-        return TapePool()
+        pool = TapePool()
+        with self._streams_guard:
+            self._pools.add(pool)
+        return pool
 
     def pool_bytes(self, pool: Any) -> int:
         """Return the bytes the pool reserves now; 0 once it is unused."""
         num_bytes: int = pool.num_bytes
         return num_bytes
+
+    def device_memory(self) -> DeviceMemory:
+        """Return what a device would have handed out for the graphs of this tape."""
+        with self._streams_guard:
+            pools, streams = tuple(self._pools), tuple(self._streams)
+        held = sum(pool.held_bytes for pool in pools) + sum(map(self.workspace_bytes, streams))
+        reserved = held + sum(pool.num_bytes - pool.held_bytes for pool in pools)
+        driver = DRIVER_BYTES * sum(pool.num_steps for pool in pools)
+        return DeviceMemory(reserved + driver, reserved, held)
+
+    def workspace_bytes(self, stream: TapeStream) -> int:
+        """Return what libraries of a device would keep for a stream that was captured."""
+        return WORKSPACE_BYTES if stream.was_captured else 0
 
     # -- graphs -------------------------------------------------------------------------
 
@@ -215,6 +237,7 @@ class TapeBackend:
         handled = sys.exception()
 
         def capture() -> TapeGraph:
+            stream.was_captured = True
             recorder, outputs = self._record(run, generators, handled)
             kept = recorder.kept()
             tensors = pool.allocate(recorder, kept)
@@ -223,8 +246,17 @@ class TapeBackend:
             size = max(1, len(steps) if self._scheduler is None else -(-len(steps) // MAX_PARTS))
             parts = [steps[start : start + size] for start in range(0, len(steps), size)] or [[]]
             launches = tuple(compile_replay(part, tensors) for part in parts)
+            if (overwrite := pool.overwriting(recorder, kept)) is not None:
+                launches = (overwrite, *launches)
             poison_kept(recorder, kept)
-            return TapeGraph(self.current_stream, pool, outputs, launches, draws=recorder.draws)
+            return TapeGraph(
+                self.current_stream,
+                pool,
+                outputs,
+                launches,
+                draws=recorder.draws,
+                num_steps=len(recorder.steps),
+            )
 
         return self._alone(stream, capture)
 

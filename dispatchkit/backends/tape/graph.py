@@ -21,7 +21,11 @@ def _refuse_replay() -> None:
 
 
 class TapeGraph:
-    """One captured graph of the tape."""
+    """One captured graph of the tape.
+
+    Attributes:
+        num_steps: Operations that a replay runs.
+    """
 
     def __init__(
         self,
@@ -31,7 +35,9 @@ class TapeGraph:
         launches: tuple[Callable[[], None], ...],
         *,
         draws: bool,
+        num_steps: int = 0,
     ) -> None:
+        self.num_steps: int = num_steps
         self._current_stream = current_stream
         self._pool = pool
         self._outputs = outputs

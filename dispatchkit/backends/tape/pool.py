@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,14 +20,17 @@ class TapePool:
 
     Intermediates of all its graphs lie in the same segments, so that a replay overwrites
     the intermediates of every other graph of the pool. Outputs, and whatever else outlives
-    the callable, have memory of their own and are overwritten by no other graph: as on a
-    device, where a later capture reuses only what was free by then.
+    the callable, are overwritten by the replay of each graph that was captured before: on a
+    device they may lie where that one has its intermediates, which were free by then. Graphs
+    that were captured later leave them alone.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._segments: list[Any] = []
-        self._kept: list[tuple[StorageWeakRef, int]] = []
+        # With the number of the capture that each outlives.
+        self._kept: list[tuple[StorageWeakRef, int, int]] = []
+        self._num_captures = 0
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -35,9 +39,21 @@ class TapePool:
         with self._lock:
             if not self._graphs:
                 self._segments.clear()
-            self._kept = [pair for pair in self._kept if not pair[0].expired()]
+            self._kept = [one for one in self._kept if not one[0].expired()]
             segments: int = sum(segment.nbytes() for segment in self._segments)
-            return segments + sum(num_bytes for _, num_bytes in self._kept)
+            return segments + sum(num_bytes for _, num_bytes, _ in self._kept)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of outputs that are still alive."""
+        with self._lock:
+            return sum(num_bytes for storage, num_bytes, _ in self._kept if not storage.expired())
+
+    @property
+    def num_steps(self) -> int:
+        """Operations of all graphs of the pool."""
+        with self._lock:
+            return sum(graph.num_steps for graph in self._graphs)
 
     def allocate(self, recorder: Recorder, kept: set[int]) -> Materialiser:
         """Place the intermediates of a recording in the segments; kept storages stay put."""
@@ -52,10 +68,30 @@ class TapePool:
             }
             for identity, (number, start) in placement.where.items():
                 places[identity] = (self._segments[number], start)
+            self._num_captures += 1
             for identity in kept:
                 storage = recorder.storages[identity]
-                self._kept.append((StorageWeakRef(storage), storage.nbytes()))
+                self._kept.append((StorageWeakRef(storage), storage.nbytes(), self._num_captures))
         return Materialiser(places)
+
+    def overwriting(self, recorder: Recorder, kept: set[int]) -> Callable[[], None] | None:
+        """Return what a replay of the last recording overwrites; None if it has no intermediates.
+
+        It fills outputs of later captures that are still alive with NaN.
+        """
+        if not any(recorder.storages[identity].nbytes() for identity in recorder.own - kept):
+            return None
+        mine = self._num_captures
+
+        def overwrite() -> None:
+            with self._lock:
+                later = [storage for storage, _, number in self._kept if number > mine]
+            for reference in later:
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                if storage is not None:
+                    torch.tensor((), dtype=torch.uint8).set_(storage).fill_(255)
+
+        return overwrite
 
     def growth(self, recorder: Recorder, kept: set[int]) -> int:
         """Return by how many bytes a recording would make the pool grow."""

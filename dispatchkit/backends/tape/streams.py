@@ -131,6 +131,9 @@ class TapeStream:
     """An in-order queue of work. Handle 0 is the default stream.
 
     ``lock`` makes replays of one stream, called from several threads, run one at a time.
+
+    Attributes:
+        was_captured: Graphs were captured on it.
     """
 
     def __init__(self, handle: int, scheduler: Scheduler | None) -> None:
@@ -138,6 +141,7 @@ class TapeStream:
         self.scheduler = scheduler
         self.lock: threading.Lock = threading.Lock()
         self.interception: _Interception = _Interception()
+        self.was_captured = False
 
     @property
     def handle(self) -> int:

@@ -4,20 +4,25 @@ A budget of bytes holds at every moment: before a graph takes memory it is told 
 a rehearsal on the device, and what does not fit is not begun. Graphs of one pool share their
 memory, so that it is the pool that goes to make room, as a group, and whatever is still
 wanted of it is captured anew.
+
+There may be two budgets of bytes: the runner's own, of the lane's pool and outputs, and that of a
+``GraphMemory``, of all that runners share.
 """
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import attrs
 
 from dispatchkit.backends.optional import features_of
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.live_graphs import LiveGraphs
 from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.memory import PoolMember
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCounters
 from dispatchkit.once import Once
@@ -46,16 +51,54 @@ _SCORES: dict[str, Callable[[CapturedKey], float]] = {
 }
 
 
+@attrs.frozen
+class _Passed:
+    """A budget that would be passed.
+
+    Attributes:
+        need: Bytes that it would have to allow.
+        limit: Bytes that it allows.
+        elsewhere: Of those needed, the bytes that evicting the pool would not free.
+        is_shared: It is that of several runners.
+    """
+
+    need: int
+    limit: int
+    elsewhere: int
+    is_shared: bool
+
+
+def _passed_by(lane: Lane, limit: int | None, num_bytes: int) -> _Passed | None:
+    """Return which budget would be passed if a lane took some bytes more; None if none.
+
+    Args:
+        lane: The lane.
+        limit: Its runner's own.
+        num_bytes: What it would take; 0 for what it has.
+    """
+    if limit is not None and (need := lane.num_bytes() + num_bytes) > limit:
+        return _Passed(need, limit, 0, is_shared=False)
+    memory = lane.group.memory
+    if memory is not None and memory.max_bytes is not None:
+        used = memory.num_bytes(lane.backend.torch_device)
+        if used + num_bytes > memory.max_bytes:
+            group = lane.group.pool_bytes() + lane.group.shared_bytes()
+            return _Passed(used + num_bytes, memory.max_bytes, used - group, is_shared=True)
+    return None
+
+
 class OverBudgetError(CaptureError):
     """A capture would take more memory than it may; nothing was taken.
 
     Attributes:
-        fits_alone: As far as can be told it would fit if the lane had no other graphs.
+        fits_alone: As far as can be told it would fit if its pool had no other graphs.
     """
 
-    def __init__(self, key: GraphKey, need: int, limit: int, *, fits_alone: bool) -> None:
+    def __init__(self, key: GraphKey, passed: _Passed, *, fits_alone: bool) -> None:
+        whose = " of the shared GraphMemory" if passed.is_shared else ""
         super().__init__(
-            f"{key} would bring the graphs to {need} bytes, and max_bytes is {limit}.",
+            f"{key} would bring the graphs to {passed.need} bytes, and max_bytes{whose} is "
+            f"{passed.limit}.",
             key=str(key),
             reason="over_budget",
         )
@@ -67,20 +110,21 @@ class Admission:
 
     Args:
         key: What is captured.
-        limit: Most bytes of the lane's graphs.
+        limit: Most bytes of the lane's graphs, by its runner's own budget.
         lane: Whose memory.
         forecast: Bytes the key's graph is expected to need, None if not known; for backends
             that cannot rehearse.
-        give_way: Evicts a graph that alone holds memory of the pool; False if there is none.
+        give_way: Evicts what frees memory for a budget, and leaves the pool; False if nothing
+            does.
     """
 
     def __init__(
         self,
         key: GraphKey,
-        limit: int,
+        limit: int | None,
         lane: Lane,
         forecast: Callable[[GraphKey], int | None],
-        give_way: Callable[[], bool],
+        give_way: Callable[[_Passed], bool],
     ) -> None:
         self._key, self._limit, self._lane = key, limit, lane
         self._forecast, self._give_way = forecast, give_way
@@ -91,8 +135,10 @@ class Admission:
         Raises:
             OverBudgetError: They may not.
         """
-        if num_bytes and (need := self._lane.num_bytes() + num_bytes) > self._limit:
-            raise OverBudgetError(self._key, need, self._limit, fits_alone=num_bytes <= self._limit)
+        while num_bytes and (passed := _passed_by(self._lane, self._limit, num_bytes)):
+            if not (passed.is_shared and self._give_way(passed)):
+                fits = passed.elsewhere + num_bytes <= passed.limit
+                raise OverBudgetError(self._key, passed, fits_alone=fits)
 
     def ask_for_graph(
         self, trial: Callable[[], Any], generators: Iterable[Any], more: int = 0
@@ -108,14 +154,18 @@ class Admission:
             OverBudgetError: It may not.
             CaptureError: It could not be captured either.
         """
-        lane, limit = self._lane, self._limit
+        lane, memory = self._lane, self._lane.group.memory
+        if memory is not None:
+            more += memory.expected_bytes(lane.group)
         while True:
-            need = lane.num_bytes() + self._growth(trial, generators, lane.pool) + more
-            if need <= limit:
+            growth = self._growth(trial, generators, lane.pool) + more
+            passed = _passed_by(lane, self._limit, growth)
+            if passed is None:
                 return
-            if not self._give_way():
+            if not self._give_way(passed):
                 alone = self._growth(trial, generators, lane.backend.new_pool()) + more
-                raise OverBudgetError(self._key, need, limit, fits_alone=alone <= limit)
+                fits = passed.elsewhere + alone <= passed.limit
+                raise OverBudgetError(self._key, passed, fits_alone=fits)
 
     def _growth(self, trial: Callable[[], Any], generators: Iterable[Any], pool: Any) -> int:
         """Return by how many bytes a pool grows at most."""
@@ -157,23 +207,25 @@ class MemoryBudget:
         self._forecast = forecast
         self._once = Once()
         self.limits: MemoryOptions = limits
+        self._note_limit()
         self.score: Callable[[CapturedKey], float] | None = None
 
-    def update(self, limits: MemoryOptions) -> list[GraphKey]:
+    def update(self, limits: MemoryOptions) -> Mapping[PoolMember, list[GraphKey]]:
         """Put other limits in force, and evict graphs until they hold.
 
         Returns:
             The keys that lost their graph with the whole pool, and may find room in a new one.
         """
         self.limits = limits
+        self._note_limit()
         limit = limits.max_graphs
         while limit is not None and self._graphs.count() > limit:
             self._evict_one(self._graphs.by_key().values())
         most = limits.max_bytes
-        while most is not None and self._lane.num_bytes() > most:
-            if not self._give_way():
-                return self.clear_pool()
-        return []
+        while (passed := _passed_by(self._lane, most, 0)) is not None:
+            if not self._give_way(passed):
+                return self._lane.group.clear()
+        return {}
 
     @property
     def refusal(self) -> str:
@@ -199,49 +251,41 @@ class MemoryBudget:
 
     def admission(self, key: GraphKey, *, evict: bool) -> Admission | None:
         """Return what the capture of a key asks for memory; None where there is no limit."""
-        limit = self.limits.max_bytes
-        if limit is None:
+        limit, memory = self.limits.max_bytes, self._lane.group.memory
+        if limit is None and (memory is None or memory.max_bytes is None):
             return None
-        give_way = self._give_way if evict else lambda: False
+        give_way = self._give_way if evict else lambda _: False
         return Admission(key, limit, self._lane, self._forecast, give_way)
 
-    def clear_pool(self) -> list[GraphKey]:
-        """Evict all graphs of the lane's pool, and start a new pool.
-
-        Graphs of one pool share memory: evicting some of them frees next to nothing.
-
-        Returns:
-            The keys that lost their graph.
-        """
-        lost = [key for key, step in self._graphs.by_key().items() if not step.is_foreign]
-        for key in lost:
-            self._graphs.evict(key, "budget")
-        self.drop_pool()
-        return lost
-
     def drop_pool(self) -> None:
-        """Start a new pool once the graphs are gone, and see that the memory they had is."""
-        lane, old = self._lane, self._lane.pool
-        lane.drop_pool()
-        limit = self.limits.max_bytes
-        # The new pool has nothing yet: what is counted now is memory of before.
-        if limit is not None and (lane.backend.pool_bytes(old) or lane.num_bytes() > limit):
-            gc.collect()  # something in a ring of references still holds outputs of it
+        """Start new memory once the lane's graphs are gone: a pool, if no other lane has some."""
+        self._lane.drop_outputs()
+        group = self._lane.group
+        if not group.num_graphs():
+            group.start_pool()
 
-    def check(self, key: GraphKey, step: CapturedKey) -> None:
+    def check(self, key: GraphKey, step: CapturedKey, *, evict: bool) -> None:
         """Release a graph that took more than was forecast, and more than it may.
+
+        Args:
+            key: What was captured.
+            step: The graph.
+            evict: Idle pools of other runners may go first.
 
         Raises:
             OverBudgetError: It did.
         """
         limit = self.limits.max_bytes
-        if limit is None or (taken := self._lane.num_bytes()) <= limit:
+        passed = _passed_by(self._lane, limit, 0)
+        while evict and passed is not None and passed.is_shared and self._evict_idle():
+            passed = _passed_by(self._lane, limit, 0)
+        if passed is None:
             return
         self._lane.synchronize()
         step.release()
-        if self._lane.num_bytes() > limit:
-            self.clear_pool()
-        raise OverBudgetError(key, taken, limit, fits_alone=False)
+        if _passed_by(self._lane, limit, 0) is not None:
+            self._lane.group.clear()
+        raise OverBudgetError(key, passed, fits_alone=False)
 
     def warn_of_churn(self) -> None:
         """Warn once when most captured graphs are evicted again."""
@@ -256,8 +300,15 @@ class MemoryBudget:
                 stacklevel=2,
             )
 
-    def _give_way(self) -> bool:
-        """Evict the graph that goes first of those whose going leaves memory to others."""
+    def _note_limit(self) -> None:
+        memory = self._lane.group.memory
+        shared = None if memory is None else memory.max_bytes
+        self._lane.group.is_limited = self.limits.max_bytes is not None or shared is not None
+
+    def _give_way(self, passed: _Passed) -> bool:
+        """Evict what goes first: an idle pool of others, or a graph that alone holds memory."""
+        if passed.is_shared and self._evict_idle():
+            return True
         holding = [
             step
             for step in self._graphs.by_key().values()
@@ -266,6 +317,11 @@ class MemoryBudget:
         if holding:
             self._evict_one(holding)
         return bool(holding)
+
+    def _evict_idle(self) -> bool:
+        """Evict the graphs of another pool that shares the budget; False if there is none."""
+        group = self._lane.group
+        return group.memory is not None and group.memory.evict_idle_group(group)
 
     def _evict_one(self, steps: Iterable[CapturedKey]) -> None:
         score = self.score or _SCORES[self.limits.eviction]

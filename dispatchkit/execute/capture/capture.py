@@ -121,8 +121,9 @@ class Capturer:
         admission: Admission | None,
         snapshot: Snapshot,
     ) -> CapturedKey:
-        outputs, notes = self._warmups.run(key, snapshot)
-        layout = self._warmups.layout(key, outputs, other_sizes)
+        with self._lane.measuring("library"):
+            outputs, notes = self._warmups.run(key, snapshot)
+            layout = self._warmups.layout(key, outputs, other_sizes)
         slots = self._slots(outputs, layout) if layout is not None else []
         values = {} if layout is None else layout.values(outputs, key.num_tokens)
         del outputs  # what is alive of the warmup from here on is kept by the step
@@ -152,7 +153,8 @@ class Capturer:
         return self._contained(key, run)
 
     def _expect(self, key: GraphKey, snapshot: Snapshot) -> int:
-        outputs, _ = self._warmups.run(key, snapshot)
+        with self._lane.measuring("library"):
+            outputs, _ = self._warmups.run(key, snapshot)
         slots = self._slots(outputs, None)
         del outputs
         views = self._warmups.views(key, key.num_tokens)

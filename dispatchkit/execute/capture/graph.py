@@ -136,25 +136,27 @@ class GraphMaker:
             admission.ask_for_graph(trial, self._generators, more)
         captured = SharedOutputs(run, _taken(lane.outputs, slots))
         if self._unwatched is None:  # each is watched in full, and by itself
-            own = self._backend.capture(
-                captured, stream=lane.stream, pool=lane.pool, generators=self._generators
-            )
+            with lane.measuring("driver"):
+                own = self._backend.capture(
+                    captured, stream=lane.stream, pool=lane.pool, generators=self._generators
+                )
             return MadeGraph(own, captured.outputs, own.has_random_state)
         # Keys that differ in size only run the same operations: one of them is watched.
         known = self._watched.get(name)
         if known is not None or compiled is not None or (notes is not None and not notes.is_plain):
             notes = None
         begun = None if FORCE_EAGER.is_on else FORCE_EAGER.num_begun
-        graph = self._unwatched.capture(
-            captured,
-            stream=lane.stream,
-            pool=lane.pool,
-            generators=self._generators,
-            watched=known is None,
-            notes=notes,
-            compiled=known is None and compiled is not None,
-            draws=draws,
-        )
+        with lane.measuring("driver"):
+            graph = self._unwatched.capture(
+                captured,
+                stream=lane.stream,
+                pool=lane.pool,
+                generators=self._generators,
+                watched=known is None,
+                notes=notes,
+                compiled=known is None and compiled is not None,
+                draws=draws,
+            )
         if compiled is not None and FORCE_EAGER.num_begun != begun:
             warnings.warn(
                 "Another thread was warming a step up during a capture, which has functions of "

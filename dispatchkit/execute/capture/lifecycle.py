@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import attrs
@@ -26,6 +26,7 @@ from dispatchkit.execute.capture.live_graphs import LiveGraphs
 from dispatchkit.execute.capture.report import CaptureReport, as_capture_error, largest_first
 from dispatchkit.execute.capture.warmup import family_of
 from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.memory import PoolMember
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import StepCounters
@@ -43,12 +44,12 @@ class _Attempt:
     Attributes:
         captured: Its graphs, or
         problem: why there are none.
-        evicted: Keys that lost their graphs for it.
+        lost: Keys that lost their graphs for it.
     """
 
     captured: CapturedKey | None
     problem: CaptureError | None
-    evicted: Sequence[GraphKey]
+    lost: Mapping[PoolMember, Iterable[GraphKey]]
 
 
 class Lifecycle:
@@ -332,13 +333,41 @@ class Lifecycle:
 
     def set_budget(self, limits: MemoryOptions) -> None:
         """Put other limits in force; graphs beyond them go, and what can stay is captured anew."""
-        lost = self._budget.update(limits)
-        if lost and not self.lazy and not self.is_frozen:
-            self.capture_all(lost)
+        self._capture_lost(self._budget.update(limits))
 
     def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
         """Evict the graph of the lowest score first; None: the order that the limits name."""
         self._budget.score = score
+
+    # -- as a member of a pool's group --------------------------------------------------
+
+    def num_graphs_in_pool(self) -> int:
+        """Return how many keys have a graph in the pool: not those of graphs made elsewhere."""
+        return sum(not step.is_foreign for step in self.live().values())
+
+    def num_steps(self) -> int:
+        """Return how many steps the lane has run."""
+        return self._lane.tick
+
+    def evict_all(self) -> list[GraphKey]:
+        """Evict the graphs in the pool, for others to have the memory.
+
+        Returns:
+            The keys that lost their graph.
+        """
+        lost = [key for key, step in self.live().items() if not step.is_foreign]
+        for key in lost:
+            self.graphs.evict(key, "budget")
+        self._lane.drop_outputs()
+        return lost
+
+    def capture_again(self, keys: Iterable[GraphKey]) -> None:
+        """Capture keys that lost their graph; where the runner is lazy, a call does that."""
+        if self.lazy or self.is_frozen:
+            return
+        for key in sorted(keys, key=largest_first):
+            if self._budget.has_slot() and self.may_capture(key):
+                self._try(key, evict=False)
 
     # -- inside -------------------------------------------------------------------------
 
@@ -361,18 +390,20 @@ class Lifecycle:
             self._counters.captures += 1
             self.graphs.report(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown)
         if problem is not None:
-            if all(one.is_foreign for one in self.live().values()):
+            if not self.num_graphs_in_pool():
                 self._budget.drop_pool()  # what the failed one had got of it
             self._registry.failed(key, f"{problem.reason}: {problem}")
             self._retries.note_failure(key)
             self._counters.capture_failures += 1
             facts = {"reason": problem.reason, "message": str(problem), "elapsed_us": elapsed}
             self.graphs.report(CaptureFailedEvent, key, **facts)
-        if not self.lazy:  # otherwise the next call that asks for one captures it
-            for other in sorted(attempt.evicted, key=largest_first):
-                if self._budget.has_slot():
-                    self._try(other, evict=False)
+        self._capture_lost(attempt.lost)
         return problem
+
+    def _capture_lost(self, lost: Mapping[PoolMember, Iterable[GraphKey]]) -> None:
+        """Capture keys again that lost their graph with a whole pool, each on its own lane."""
+        for member, keys in lost.items():
+            member.capture_again(keys)
 
     def _attempt(self, key: GraphKey, *, evict: bool) -> _Attempt:
         """Capture a key; where others hold the memory it needs, they go first, as a group.
@@ -386,7 +417,7 @@ class Lifecycle:
             self._budget.admission(key, evict=evict),
             partial(self._other_sizes, key),
         )
-        evicted: list[GraphKey] = []
+        lost: Mapping[PoolMember, Iterable[GraphKey]] = {}
         try:
             if evict:
                 self._budget.evict_until_fits()
@@ -398,17 +429,17 @@ class Lifecycle:
                     raise
                 clear_traceback(error, handled)
             if captured is None:
-                evicted = self._budget.clear_pool()
+                lost = self._lane.group.clear()
                 captured = self._capturer.capture(key, others, admission)
-            self._budget.check(key, captured)
+            self._budget.check(key, captured, evict=evict)
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
             # Frames hold tensors, and with them memory of the graphs: for as long as somebody
             # keeps the error, or until a garbage collection where it names its own frame.
             clear_traceback(error, handled)
             problem = as_capture_error(error, key)
             problem.__cause__ = problem.__context__ = None
-            return _Attempt(None, problem, evicted)
-        return _Attempt(captured, None, evicted)
+            return _Attempt(None, problem, lost)
+        return _Attempt(captured, None, lost)
 
     def _other_sizes(self, key: GraphKey) -> list[int]:
         """Return sizes that the step can be run at: those of keys like this one, or any."""

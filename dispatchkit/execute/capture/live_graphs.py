@@ -127,4 +127,5 @@ class LiveGraphs:
             return
         step.lane.synchronize()
         step.lane.forget_plans()  # the views in them would keep its outputs
-        step.release()
+        with step.lane.measuring("driver"):
+            step.release()

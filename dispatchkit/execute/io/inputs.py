@@ -102,6 +102,10 @@ class InputSet:
     def __iter__(self) -> Iterator[StaticInput]:
         return iter(self.specs.values())
 
+    def num_bytes(self, num_rows: int) -> int:
+        """Return the bytes on the device of buffers with so many rows."""
+        return sum(spec.sized(num_rows).numel() * spec.dtype.itemsize for spec in self)
+
     def as_device(self) -> InputSet:
         """Return the same inputs, all of them on the device."""
         if not self.host:

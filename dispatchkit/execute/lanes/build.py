@@ -20,6 +20,7 @@ from dispatchkit.errors import ConfigError
 from dispatchkit.execute.executor import Executor, Workload
 from dispatchkit.execute.lane import Chain
 from dispatchkit.execute.lanes.chooser import LaneChooser
+from dispatchkit.execute.memory import PoolGroup
 from dispatchkit.execute.setup import RunnerSpec, make_policy
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def check_lanes(spec: RunnerSpec) -> None:
         )
 
 
-def make_executors(work: Workload, lock: threading.RLock) -> tuple[Executor, ...]:
-    """Return an executor for each lane.
+def make_executors(work: Workload) -> tuple[Executor, ...]:
+    """Return an executor for each lane, all under one lock.
 
     Raises:
         ConfigError: The device has fewer streams.
@@ -76,7 +77,38 @@ def make_executors(work: Workload, lock: threading.RLock) -> tuple[Executor, ...
             number,
             f"at most {limit}, the number of independent streams on {backend.torch_device}",
         )
-    return tuple(Executor(work, lock) for _ in range(number))
+    return tuple(Executor(work, group) for group in _pool_groups(work, number))
+
+
+def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
+    """Return the pool of each lane: one that other runners share, where that is right."""
+    group, backend, lock = work.spec.memory_group, work.backend, threading.RLock()
+    if group is None:
+        return [PoolGroup(backend, lock) for _ in range(number)]
+    memory, why = group.memory, _why_apart(work, number)
+    if not why:
+        return [memory.open_group(backend, group.name)]
+    return [
+        memory.closed_group(backend, f"{group.name}, apart: {why}", lock) for _ in range(number)
+    ]
+
+
+def _why_apart(work: Workload, number: int) -> str:
+    """Return why lanes must not share a pool with those of other runners; empty if they may.
+
+    Steps of such lanes would overlap, or something of theirs would be read from the pool while
+    another runner's steps write there.
+    """
+    options = work.spec.options
+    if number > 1:
+        return "several lanes"
+    if work.step.can_split:
+        return "eager pieces between graphs"  # which may call another runner
+    if work.spec.outputs == "view" and not options.buffers.share_outputs:
+        return "views of outputs in the pool"
+    if options.memory.max_bytes is not None:
+        return "max_bytes of its own"
+    return ""
 
 
 def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyHomes]:

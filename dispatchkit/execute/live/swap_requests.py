@@ -78,12 +78,24 @@ class SwapRequests:
         }
 
     def budget(self, max_graphs: Any, max_bytes: Any, eviction: str | None) -> MemoryOptions:
-        """Return the limits in force with those that are asked for; see ``UNCHANGED``."""
+        """Return the limits in force with those that are asked for; see ``UNCHANGED``.
+
+        Raises:
+            ConfigError: A limit cannot be used, or bytes are limited where others share them.
+        """
         changes: dict[str, Any] = {"max_graphs": max_graphs, "max_bytes": max_bytes}
         changes = {name: value for name, value in changes.items() if value is not UNCHANGED}
         if eviction is not None:
             changes["eviction"] = eviction
-        return attrs.evolve(self._executor.lifecycle.budget, **changes)
+        budget = attrs.evolve(self._executor.lifecycle.budget, **changes)
+        if budget.max_bytes is not None and self._executor.lane.group.is_open:
+            raise ConfigError(
+                "max_bytes",
+                budget.max_bytes,
+                "None where other runners share the pool",
+                "The budget is that of their GraphMemory.",
+            )
+        return budget
 
     def change(
         self,

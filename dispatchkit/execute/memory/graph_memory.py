@@ -1,0 +1,349 @@
+"""GraphMemory: what the runners of a process share of their memory, and the budget of all.
+
+Runners that are given one object share a pool wherever that is right. Evicting one graph of a
+shared pool frees next to nothing, so that it is pools that go to make room, each as a group: the
+one whose lanes have been idle for longest. Put runners into groups of one name that are used, and
+can be spared, together.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+
+from dispatchkit.backends.base import GraphBackend
+from dispatchkit.backends.optional import DeviceMemory, MeteringBackend, features_of
+from dispatchkit.errors import ConfigError
+from dispatchkit.execute.memory.account import MemoryAccount, PoolAccount
+from dispatchkit.execute.memory.pool_group import PoolGroup
+from dispatchkit.keys.checks import check_count
+
+#: Name of the group of runners that are given no other.
+DEFAULT_GROUP = "default"
+
+
+class GraphMemory:
+    """The memory of the graphs of several runners: ``GraphRunner(..., memory=memory)``.
+
+    ``print(memory)`` shows where the memory of each device has gone.
+
+    Args:
+        max_bytes: Most bytes, on each device, of pools, outputs, static inputs, workspaces and of
+            what the driver keeps for graphs; None for no limit.
+
+    Raises:
+        ConfigError: ``max_bytes`` is not a whole number of at least 0.
+
+    Thread safety: any thread may use it. Steps of runners that share a pool run one at a time.
+    """
+
+    def __init__(self, *, max_bytes: int | None = None) -> None:
+        self.max_bytes: int | None = (
+            None if max_bytes is None else check_count(max_bytes, "max_bytes")
+        )
+        self._guard = threading.RLock()
+        self._backends: dict[tuple[str, str], GraphBackend] = {}
+        self._open: dict[tuple[str, int], PoolGroup] = {}
+        # Those of lanes that share with nobody: gone with their runners.
+        self._apart: weakref.WeakSet[PoolGroup] = weakref.WeakSet()
+        self._devices: dict[str, _Device] = {}
+        self._num_looks = 0
+
+    def group(self, name: str) -> MemoryGroup:
+        """Return what is given to runners that share a pool, and are spared, together.
+
+        Raises:
+            ConfigError: It is not a name.
+        """
+        return MemoryGroup(self, name)
+
+    def account(self) -> tuple[MemoryAccount, ...]:
+        """Return where memory has gone, for each device that a runner uses."""
+        with self._guard:
+            devices = tuple(self._devices.values())
+        return tuple(self._account_of(device) for device in devices)
+
+    def num_bytes(self, device: str | None = None) -> int:
+        """Return the bytes that count in the budget.
+
+        Args:
+            device: Of one device, such as ``cuda:0``; None: of all.
+        """
+        with self._guard:
+            devices = tuple(self._devices.values())
+        return sum(self._bytes_of(one) for one in devices if device is None or one.name == device)
+
+    # -- for runners --------------------------------------------------------------------
+
+    def shared_backend(self, backend: GraphBackend) -> GraphBackend:
+        """Return the one backend of a name and device that runners share, so that pools can be."""
+        with self._guard:
+            return self._backends.setdefault((backend.name, backend.torch_device), backend)
+
+    def open_group(self, backend: GraphBackend, name: str) -> PoolGroup:
+        """Return the pool that lanes of a group share on a device; made for the first of them."""
+        with self._guard:
+            place = (name, id(backend))
+            group = self._open.get(place)
+            if group is None:
+                self._begin_on(backend)
+                lock = threading.RLock()
+                group = PoolGroup(backend, lock, name=name, memory=self, is_open=True)
+                self._open[place] = group
+            return group
+
+    def closed_group(self, backend: GraphBackend, name: str, lock: threading.RLock) -> PoolGroup:
+        """Return a pool of its own for a lane, in this budget."""
+        with self._guard:
+            self._begin_on(backend)
+            group = PoolGroup(backend, lock, name=name, memory=self)
+            self._apart.add(group)
+            return group
+
+    def expected_bytes(self, group: PoolGroup) -> int:
+        """Return what a capture in a group may take beside its pool and outputs.
+
+        As far as can be told by the captures before: a driver takes whole blocks, now and then.
+        """
+        return self._devices[group.backend.torch_device].driver_step
+
+    def make_room(self, group: PoolGroup, num_bytes: int, what: str) -> None:
+        """Evict idle pools until so many bytes may be taken outside of any pool.
+
+        Args:
+            group: Whose lane takes them.
+            num_bytes: How many.
+            what: What for, in an error.
+
+        Raises:
+            ConfigError: There is no room.
+        """
+        if self.max_bytes is None:
+            return
+        while (need := self.num_bytes(group.backend.torch_device) + num_bytes) > self.max_bytes:
+            if not self.evict_idle_group(group):
+                raise ConfigError(
+                    "max_bytes",
+                    self.max_bytes,
+                    f"at least {need}, with {num_bytes} bytes of {what}",
+                    "Raise max_bytes of the GraphMemory, or make fewer or smaller runners.",
+                )
+
+    def evict_idle_group(self, keep: PoolGroup) -> bool:
+        """Evict all graphs of the pool that has been idle for longest; False if there is none.
+
+        A pool whose lanes are running a step is not idle, and not waited for.
+
+        Args:
+            keep: The group that needs the memory, which goes last and not here.
+        """
+        device = keep.backend.torch_device
+        with self._guard:
+            groups = [one for one in self._groups() if one.backend.torch_device == device]
+            self._num_looks += 1
+            for group in groups:
+                group.note_use(self._num_looks)
+        groups = [one for one in groups if one is not keep and one.num_graphs()]
+        for group in sorted(groups, key=lambda one: one.idle_since):
+            if not _is_held_here(group.lock) and _clear_if_free(group):
+                return True
+        return False
+
+    @contextmanager
+    def measuring(self, backend: GraphBackend, part: str) -> Iterator[None]:
+        """Note what the driver takes in a block, or gives back.
+
+        Args:
+            backend: The device.
+            part: What for: ``driver``, for graphs, or ``library``, in warmups.
+        """
+        device = self._devices[backend.torch_device]
+        before = device.outside()
+        try:
+            yield
+        finally:
+            device.note(part, device.outside() - before)
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _begin_on(self, backend: GraphBackend) -> None:
+        self._devices.setdefault(backend.torch_device, _Device(backend))
+
+    def _groups(self) -> list[PoolGroup]:
+        with self._guard:
+            return [*self._open.values(), *sorted(self._apart, key=lambda one: one.name)]
+
+    def _of(self, device: _Device) -> list[PoolGroup]:
+        return [one for one in self._groups() if one.backend.torch_device == device.name]
+
+    def _bytes_of(self, device: _Device) -> int:
+        device.reconcile()
+        return device.driver_bytes + sum(
+            one.pool_bytes() + one.shared_bytes() + one.static_bytes() + device.workspace(one)
+            for one in self._of(device)
+        )
+
+    def _account_of(self, device: _Device) -> MemoryAccount:
+        groups = self._of(device)
+        pools = tuple(
+            PoolAccount(one.name, one.pool_bytes(), one.num_lanes(), one.num_graphs())
+            for one in groups
+        )
+        outputs = sum(one.shared_bytes() for one in groups)
+        static = sum(one.static_bytes() for one in groups)
+        workspaces = sum(device.workspace(one) for one in groups)
+        ours = sum(pool.num_bytes for pool in pools) + outputs + static + workspaces
+        device.reconcile()
+        now = device.now()
+        reserved = now.reserved_bytes - device.start.reserved_bytes
+        gone = now.used_bytes - device.start.used_bytes
+        known = reserved + device.driver_bytes + device.library_bytes
+        return MemoryAccount(
+            device=device.name,
+            max_bytes=self.max_bytes,
+            pools=pools,
+            output_bytes=outputs,
+            static_bytes=static,
+            workspace_bytes=workspaces,
+            driver_bytes=device.driver_bytes,
+            library_bytes=device.library_bytes,
+            other_bytes=max(0, reserved - ours),
+            unexplained_bytes=gone - known,
+            is_metered=device.meter is not None,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process: the same budget, and nothing in it."""
+        return _remake, (self.max_bytes,)
+
+    def __copy__(self) -> GraphMemory:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> GraphMemory:
+        """Be the same in copies of a runner: its memory comes from this process, too."""
+        return self
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.account())) or repr(self)
+
+    def __repr__(self) -> str:
+        limit = "" if self.max_bytes is None else f"max_bytes={self.max_bytes}"
+        return f"GraphMemory({limit})"
+
+
+def _remake(max_bytes: int | None) -> GraphMemory:
+    return GraphMemory(max_bytes=max_bytes)
+
+
+@attrs.frozen
+class MemoryGroup:
+    """Runners of one ``GraphMemory`` that share a pool; made by ``memory.group(name)``.
+
+    Attributes:
+        memory: The memory.
+        name: Name of the group.
+    """
+
+    memory: GraphMemory
+    name: str = attrs.field()
+
+    @name.validator
+    def _check_name(self, _: Any, value: Any) -> None:
+        if not isinstance(value, str) or not value:
+            raise ConfigError("group", value, "a name")
+
+    @classmethod
+    def of(cls, given: Any) -> MemoryGroup | None:
+        """Return the group that a runner was given, the default one for a memory alone.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        if given is None or isinstance(given, MemoryGroup):
+            return given
+        if isinstance(given, GraphMemory):
+            return cls(given, DEFAULT_GROUP)
+        raise ConfigError(
+            "memory",
+            type(given).__name__,
+            "a GraphMemory, or a group of one",
+            "Limits of this runner alone go into options=RunnerOptions(memory=MemoryOptions(...)).",
+        )
+
+
+def _clear_if_free(group: PoolGroup) -> bool:
+    """Evict all graphs of a pool, unless its lanes are running a step; True if that was done.
+
+    It is not waited for: its thread may be waiting for ours. Where a signal's exception comes
+    between any two instructions, the lock is released nevertheless.
+    """
+    lock = group.lock
+    try:
+        try:
+            if not lock.acquire(blocking=False):
+                return False
+            group.clear()
+            return True
+        finally:
+            _release_if_held(lock)
+    finally:
+        _release_if_held(lock)
+
+
+def _release_if_held(lock: Any) -> None:
+    if _is_held_here(lock):
+        lock.release()
+
+
+def _is_held_here(lock: Any) -> bool:
+    """Return whether this thread is in a step that holds a lock."""
+    return bool(lock._is_owned())
+
+
+class _Device:
+    """What is counted on one device.
+
+    Args:
+        backend: A backend of the device.
+    """
+
+    def __init__(self, backend: GraphBackend) -> None:
+        self.name: str = backend.torch_device
+        self.meter: MeteringBackend | None = features_of(backend).meters
+        self.start: DeviceMemory = self.now()
+        self.driver_bytes = 0
+        self.library_bytes = 0
+        self.driver_step = 0
+
+    def now(self) -> DeviceMemory:
+        """Return what the device has handed out."""
+        return DeviceMemory(0, 0, 0) if self.meter is None else self.meter.device_memory()
+
+    def outside(self) -> int:
+        """Return what the device has handed out past torch's allocator."""
+        now = self.now()
+        return now.used_bytes - now.reserved_bytes
+
+    def note(self, part: str, num_bytes: int) -> None:
+        """Add what was seen to be taken, or given back."""
+        if part == "driver":
+            self.driver_step = max(self.driver_step, num_bytes)
+            self.driver_bytes = max(0, self.driver_bytes + num_bytes)
+        else:
+            self.library_bytes = max(0, self.library_bytes + num_bytes)
+
+    def reconcile(self) -> None:
+        """Take off what the driver gave back unseen, such as for graphs of a dropped runner."""
+        gone = self.outside() - self.start.used_bytes + self.start.reserved_bytes
+        self.driver_bytes -= min(
+            self.driver_bytes, max(0, self.driver_bytes + self.library_bytes - gone)
+        )
+
+    def workspace(self, group: PoolGroup) -> int:
+        """Return the bytes that libraries work in on the stream of a group."""
+        return 0 if self.meter is None else self.meter.workspace_bytes(group.stream)

@@ -1,0 +1,489 @@
+"""GraphMemory: pools that runners share, the budget of all, and the account."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import re
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import (  # noqa: E402
+    BufferOptions,
+    GraphMemory,
+    GraphRunner,
+    MemoryOptions,
+    RunnerOptions,
+    StaticInput,
+    eager_piece,
+    graph_piece,
+)
+from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+from dispatchkit.errors import ConfigError  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
+from dispatchkit.testing import OneBucketPolicy  # noqa: E402
+
+WIDTH = 32
+
+
+def network(seed, width=WIDTH):
+    """Return a step whose intermediates are large beside its inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(width, width, generator=generator) / width**0.5 for _ in range(3)]
+
+    def step(x):
+        for weight in weights:
+            x = torch.tanh(x @ weight) + x
+        return x
+
+    return step
+
+
+@pytest.fixture
+def tape():
+    return TapeBackend()
+
+
+@pytest.fixture
+def make(tape):
+    """Return runners of one tape, sizes 1, 2, 4, 8, in a memory."""
+
+    def make(step, memory, *, width=WIDTH, **settings):
+        settings = {
+            "policy": OneBucketPolicy(),
+            "mode": "FULL",
+            "sizes": (1, 2, 4, 8),
+            "backend": tape,
+            **settings,
+        }
+        return GraphRunner(
+            step, {"x": StaticInput((None, width), "float32")}, memory=memory, **settings
+        )
+
+    return make
+
+
+def rows_of(number, seed=0, width=WIDTH):
+    return torch.randn(number, width, generator=torch.Generator().manual_seed(seed))
+
+
+def live(runner):
+    return runner.lanes[0].lifecycle.num_graphs()
+
+
+def test_runners_that_share_a_memory_take_little_more_than_the_largest(make):
+    """A pool each takes the sum of all."""
+    apart = [make(network(seed), None) for seed in range(4)]
+    memory = GraphMemory()
+    shared = [make(network(seed), memory) for seed in range(4)]
+    for runner in (*apart, *shared):
+        runner.capture()
+    pools = [runner.lanes[0].lane.group for runner in shared]
+    assert len(set(map(id, pools))) == 1
+    alone = apart[0].lanes[0].lane.group.pool_bytes()
+    assert pools[0].pool_bytes() <= 1.1 * alone
+    assert sum(one.lanes[0].lane.group.pool_bytes() for one in apart) == 4 * alone
+
+
+@pytest.mark.parametrize("outputs", ["owned", "view"])
+@pytest.mark.parametrize("share_outputs", [True, False])
+def test_steps_in_any_order_compute_what_eager_computes(make, outputs, share_outputs):
+    """A replay overwrites what the other graphs of the pool work in; no result lies there."""
+    memory, chooser = GraphMemory(), random.Random(1)
+    options = RunnerOptions(buffers=BufferOptions(share_outputs=share_outputs))
+    steps = [network(seed) for seed in range(3)]
+    sizes = [(1, 2, 4, 8), (8,), (3, 8)]  # also an only graph, which else keeps its output
+    runners = [
+        make(step, memory, sizes=own, outputs=outputs, options=options)
+        for step, own in zip(steps, sizes, strict=True)
+    ]
+    for runner in reversed(runners):
+        runner.capture()
+    held = {}
+    for number in range(60):
+        index, rows = chooser.randrange(3), chooser.randint(1, 8)
+        x = rows_of(rows, number)
+        result = runners[index](x)
+        held[index] = (result, steps[index](x))  # a view is valid until the runner's next call
+        for got, expected in held.values():
+            torch.testing.assert_close(got, expected)
+    assert all(runner.stats().steps_by_mode.get("NONE", 0) == 0 for runner in runners)
+
+
+def pieces(seed):
+    step = network(seed)
+    return [graph_piece(step), eager_piece(lambda h: h + 1), graph_piece(step)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"lanes": 2}, "several lanes"),
+        ({"options": RunnerOptions(memory=MemoryOptions(max_bytes=1 << 20))}, "max_bytes"),
+        (
+            {
+                "outputs": "view",
+                "options": RunnerOptions(buffers=BufferOptions(share_outputs=False)),
+            },
+            "views of outputs",
+        ),
+    ],
+)
+def test_what_could_overlap_or_be_overwritten_stays_apart(make, settings, why):
+    """Such lanes have pools of their own, and the account says why."""
+    memory = GraphMemory()
+    usual, other = make(network(0), memory), make(network(1), memory, **settings)
+    usual.capture()
+    other.capture()
+    groups = [executor.lane.group for executor in (*usual.lanes, *other.lanes)]
+    assert len(set(map(id, groups))) == len(groups)
+    (account,) = memory.account()
+    assert [pool.name for pool in account.pools if why in pool.name] != []
+    assert sum(pool.num_graphs for pool in account.pools) == 4 * len(groups)
+
+
+def test_pieces_stay_apart_for_they_may_call_another_runner(make):
+    """What lies between two pieces is in the pool, and held by nobody."""
+    memory, inner_step = GraphMemory(), network(5)
+    inner = make(inner_step, memory)
+    inner.capture()
+    first, last = network(0), network(1)
+
+    def middle(h):
+        return h + inner(h) + h
+
+    runner = make(
+        [graph_piece(first), eager_piece(middle), graph_piece(last)],
+        memory,
+        mode="FULL_AND_PIECEWISE",
+    )
+    runner.capture()
+    for rows in (8, 3, 5, 1):
+        x = rows_of(rows, rows)
+        hidden = first(x)
+        torch.testing.assert_close(runner(x), last(hidden + inner_step(hidden) + hidden))
+    assert runner.lanes[0].lane.group is not inner.lanes[0].lane.group
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_on_different_streams_wait_for_each_other(seed):
+    """The pool is one: a step that began before another's end would spoil it."""
+    tape = TapeBackend(scheduler=seed)
+    memory, chooser = GraphMemory(), random.Random(seed)
+    steps = [network(seed) for seed in range(2)]
+    settings = {"policy": OneBucketPolicy(), "mode": "FULL", "sizes": (2, 4), "backend": tape}
+    inputs = {"x": StaticInput((None, WIDTH), "float32")}
+    runners = [GraphRunner(step, inputs, memory=memory, **settings) for step in steps]
+    for runner in runners:
+        runner.capture()
+    streams = [tape.new_stream() for _ in range(3)]
+    for number in range(25):
+        done = []
+        for _ in range(3):
+            index, stream = chooser.randrange(2), chooser.choice(streams)
+            x = rows_of(chooser.randint(1, 4), number)
+            with tape.use_stream(stream):
+                done.append((runners[index](x), steps[index](x)))
+        tape.synchronize()
+        for got, expected in done:
+            torch.testing.assert_close(got, expected)
+
+
+def test_threads_that_call_different_runners_of_a_pool(make):
+    """Their steps run one at a time, lazy captures included."""
+    memory, steps = GraphMemory(), [network(seed) for seed in range(3)]
+    runners = [make(step, memory, lazy=True) for step in steps]
+    failures = []
+
+    def serve(index):
+        chooser = random.Random(index)
+        for number in range(40):
+            x = rows_of(chooser.randint(1, 8), number)
+            got, expected = runners[index](x), steps[index](x)
+            if not torch.allclose(got, expected, atol=1e-5):
+                failures.append((index, number))
+
+    threads = [threading.Thread(target=serve, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_the_last_reference_to_a_runner_frees_its_graphs(make):
+    """Also in a pool that others share, with the collector off."""
+    memory = GraphMemory()
+    stays = make(network(0), memory)
+    stays.capture()
+    group = stays.lanes[0].lane.group
+    before = (group.num_graphs(), group.pool_bytes(), memory.num_bytes())
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in range(5):
+            other = make(network(seed), memory)
+            other.capture()
+            del other
+        assert (group.num_graphs(), group.pool_bytes(), memory.num_bytes()) == before
+    finally:
+        gc.enable()
+
+
+# -- the budget ---------------------------------------------------------------------------
+
+
+def graph_bytes(runner, memory):
+    """Return what all graphs of a runner take, alone in a memory."""
+    runner.capture()
+    (account,) = memory.account()
+    return account.pool_bytes + account.output_bytes + account.driver_bytes
+
+
+LARGE = 256
+
+
+def lazy_groups(make, room, names=("a", "b", "c")):
+    """Return lazy runners, a group each, whose budget has room for so many of them."""
+    alone = GraphMemory()
+    one = graph_bytes(make(network(0, LARGE), alone, width=LARGE), alone)
+    memory = GraphMemory()
+    steps = [network(seed, LARGE) for seed in range(len(names))]
+    runners = [
+        make(step, memory.group(name), width=LARGE, lazy=True)
+        for step, name in zip(steps, names, strict=True)
+    ]
+    fixed = memory.num_bytes() + len(names) * 4096  # their workspaces
+    memory.max_bytes = fixed + int(room * one)
+    return memory, runners, steps
+
+
+def test_the_budget_of_all_holds_at_every_moment(make):
+    """Lazy runners of three groups take turns, and never pass it together."""
+    memory, runners, steps = lazy_groups(make, 1.5)
+    chooser = random.Random(0)
+    for number in range(60):
+        index = number // 10 % 3
+        x = rows_of(chooser.randint(1, 8), number, LARGE)
+        torch.testing.assert_close(runners[index](x), steps[index](x))
+        assert memory.num_bytes() <= memory.max_bytes
+    assert all(runner.stats().steps_by_mode["FULL"] == 20 for runner in runners)
+    assert all(runner.stats().captures > 4 for runner in runners), "no group came back"
+
+
+def test_the_pool_that_was_idle_for_longest_goes_first(make):
+    """As far as looks at evictions tell: no step notes when it ran."""
+    _, (first, second, third), _ = lazy_groups(make, 2.5)
+    x = rows_of(8, width=LARGE)
+    for runner in (first, second, third):
+        runner(x)  # the third finds both in use, and takes the first's
+    assert [live(one) for one in (first, second, third)] == [0, 1, 1]
+    first(x)  # both have run since the last look
+    assert [live(one) for one in (first, second, third)] == [1, 0, 1]
+    second(x)  # the third has run nothing since
+    assert [live(one) for one in (first, second, third)] == [1, 1, 0]
+
+
+def test_a_pool_goes_as_a_whole_with_the_graphs_of_all_its_runners(make):
+    """Evicting one graph of a shared pool would free next to nothing."""
+    memory, runners, steps = lazy_groups(make, 1.6, ("pair", "pair", "other"))
+    x = rows_of(8, width=LARGE)
+    for runner in runners[:2]:
+        for rows in (8, 4):
+            runner(x[:rows])
+    assert [live(one) for one in runners] == [2, 2, 0]
+    runners[2](x)
+    assert [live(one) for one in runners] == [0, 0, 1]
+    for runner, step in zip(runners, steps, strict=True):
+        torch.testing.assert_close(runner(x), step(x))
+    assert memory.num_bytes() <= memory.max_bytes
+
+
+def test_a_pool_that_is_full_is_given_up_by_its_own_runners(make):
+    """And what they use is captured again, as far as there is room."""
+    memory, (small, large), _ = lazy_groups(make, 0.2, ("one", "one"))
+    small(rows_of(1, width=LARGE))
+    with pytest.warns(EagerStepWarning, match="capture_failed"):
+        large(rows_of(8, width=LARGE))  # would not fit alone
+    assert (live(small), live(large)) == (1, 0)
+    memory, (first, second), steps = lazy_groups(make, 1.05, ("one", "one"))
+    for runner, step in ((first, steps[0]), (second, steps[1])):
+        for rows in (1, 2, 8):
+            x = rows_of(rows, width=LARGE)
+            torch.testing.assert_close(runner(x), step(x))
+    assert live(second) >= 1
+    assert memory.num_bytes() <= memory.max_bytes
+
+
+def test_a_session_skips_what_finds_no_room(make):
+    _, (first, second), _ = lazy_groups(make, 1.1, ("one", "two"))
+    assert first.capture().num_graphs == 4
+    report = second.capture()
+    assert (report.num_graphs, len(report.skipped)) == (0, 4)
+    assert "of the shared GraphMemory" in next(iter(report.skipped.values()))
+    assert live(first) == 4  # a session takes nothing from others
+
+
+def test_static_inputs_count_and_must_find_room(make):
+    memory = GraphMemory(max_bytes=2000)
+    make(network(0), memory)  # 8 rows of 32 numbers: dropped at once
+    kept = make(network(0), memory)
+    with pytest.raises(ConfigError, match="max_bytes") as caught:
+        make(network(1), memory)
+    assert "static inputs" in str(caught.value)
+    assert memory.num_bytes() == kept.lanes[0].lane.static_bytes == 1024
+
+
+def test_an_idle_pool_makes_room_for_static_inputs(make):
+    memory = GraphMemory()
+    first = make(network(0), memory)
+    first.capture()
+    memory.max_bytes = memory.num_bytes() + 500
+    make(network(1), memory.group("second"))
+    assert live(first) == 0
+
+
+def test_a_pool_in_use_is_not_taken_away(make):
+    """Its thread holds the lock of its steps, and may wait for ours."""
+    _, (first, second), steps = lazy_groups(make, 1.2, ("one", "two"))
+    x, seen = rows_of(8, width=LARGE), []
+    first(x)
+
+    def call():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EagerStepWarning)
+            seen.append(second(x))
+
+    with first.lanes[0].lane.group.lock:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(30)
+    torch.testing.assert_close(seen[0], steps[1](x))
+    assert (live(first), live(second)) == (1, 0)
+    assert second.stats().eager_by_reason.keys() == {"capture_failed"}
+
+
+# -- the account --------------------------------------------------------------------------
+
+
+def test_the_account_adds_up(make, tape):
+    """Each byte that a device would have handed out is in one line."""
+    memory = GraphMemory(max_bytes=1 << 30)
+    runners = [make(network(seed), memory.group(f"g{seed % 2}")) for seed in range(4)]
+    for runner in runners:
+        runner.capture()
+    (account,) = memory.account()
+    assert account.num_bytes == memory.num_bytes() == memory.num_bytes("cpu")
+    assert [(one.name, one.num_lanes, one.num_graphs) for one in account.pools] == [
+        ("g0", 2, 8),
+        ("g1", 2, 8),
+    ]
+    assert account.static_bytes == 4 * 8 * WIDTH * 4
+    assert account.output_bytes == 4 * 8 * WIDTH * 4
+    assert account.workspace_bytes == 2 * tape.workspace_bytes(runners[0].lanes[0].lane.stream) > 0
+    used, reserved, _ = tape.device_memory()
+    assert account.driver_bytes == used - reserved > 0
+    assert account.gone_bytes >= used
+    assert account.unexplained_bytes == 0
+    assert memory.num_bytes("cuda:7") == 0
+    for runner in runners:
+        runner.clear()
+    (account,) = memory.account()
+    assert account.driver_bytes == account.pool_bytes == account.unexplained_bytes == 0
+
+
+def test_what_others_take_is_unexplained(make, tape):
+    """The line must not be hidden in another one."""
+    memory = GraphMemory()
+    runner = make(network(0), memory)
+    runner.capture()
+    x = torch.ones(64)
+    theirs = tape.capture(lambda: (x + 1) * 2, stream=tape.new_stream(), pool=tape.new_pool())
+    (account,) = memory.account()
+    assert account.unexplained_bytes == 2 * 64
+    assert (theirs.num_steps, live(runner)) == (2, 4)
+
+
+def test_it_prints_where_memory_has_gone(make):
+    memory = GraphMemory(max_bytes=3 << 20)
+    assert str(memory) == "GraphMemory(max_bytes=3145728)"
+    make(network(0), memory).capture()
+    text = str(memory)
+    assert text.startswith("Graphs on cpu: 0.0")
+    assert "of 3.00 MiB" in text
+    lines = ("pools", "default", "outputs", "static inputs", "workspaces", "driver", "unexplained")
+    assert all(any(line.strip().startswith(one) for line in text.splitlines()) for one in lines)
+
+
+# -- what it is given to ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [1 << 30, MemoryOptions(max_bytes=1), "default"])
+def test_only_a_memory_is_taken_for_one(make, given):
+    with pytest.raises(ConfigError, match="a GraphMemory, or a group of one"):
+        make(network(0), given)
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, "1 GiB", True])
+def test_a_limit_is_a_number_of_bytes(limit):
+    with pytest.raises(ConfigError, match="max_bytes"):
+        GraphMemory(max_bytes=limit)
+
+
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_a_group_has_a_name(name):
+    with pytest.raises(ConfigError, match="group"):
+        GraphMemory().group(name)
+
+
+def test_a_limit_of_bytes_is_the_memorys_alone(make):
+    runner = make(network(0), GraphMemory())
+    with pytest.raises(ConfigError, match="GraphMemory"):
+        runner.swap(max_bytes=1 << 20)
+
+
+def test_runners_with_a_backend_by_name_share_a_pool_too(make):
+    memory = GraphMemory()
+    pair = [make(network(seed), memory, backend="tape") for seed in range(2)]
+    assert pair[0].lanes[0].lane.group is pair[1].lanes[0].lane.group
+
+
+def test_copies_share_it_and_other_processes_begin_anew(make):
+    memory = GraphMemory(max_bytes=1 << 30)
+    runner = make(Doubled(), memory, backend="tape", policy="vllm")
+    for twin in (copy.copy(runner), copy.deepcopy(runner)):
+        assert twin.spec.memory is memory
+        assert twin.lanes[0].lane.group is runner.lanes[0].lane.group
+    other = pickle.loads(pickle.dumps(runner))  # noqa: S301
+    assert other.spec.memory.max_bytes == memory.max_bytes
+    assert other.spec.memory is not memory
+    other.capture()
+    torch.testing.assert_close(other(rows_of(3)), rows_of(3) * 2)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+def test_the_page_on_memory(capsys):
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "memory.md"
+    names = {"__name__": "example"}
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)  # noqa: S102 - the page's own code
+    printed = capsys.readouterr().out
+    rows = [
+        cell
+        for cell in re.findall(r"^\| ([a-z ]+) \|", page.read_text(), re.MULTILINE)
+        if cell != "line"
+    ]
+    assert all(row in printed for row in rows)
