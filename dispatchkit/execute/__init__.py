@@ -20,7 +20,7 @@ from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.graph import PlainCodeWarning
 from dispatchkit.execute.capture.report import CaptureReport
 from dispatchkit.execute.config_watcher import ConfigWatcher, SwapWarning
-from dispatchkit.execute.io.axes import AxisCut
+from dispatchkit.execute.io.axes import AxisCut, pad_input
 from dispatchkit.execute.io.inputs import RESERVED_NAMES, InputSet
 from dispatchkit.execute.io.sample_inputs import sample_inputs
 from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
@@ -79,6 +79,7 @@ __all__ = [
     "inputs_from_example",
     "limited_support",
     "make_backend",
+    "pad_input",
     "preserved_state",
     "sample_inputs",
     "storage_of",

@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "axes.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["dimension", "host-value"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=["dimension", "host-value", "packed"])
 def test_example_runs(example, capsys):
     # An upper bound of the axis steers the step; nothing of it may run eager unsaid.
     with warnings.catch_warnings():

@@ -199,7 +199,7 @@ class CapturedKey:
     guard: Fingerprint = (None, (), ())
     facts: Facts | None = None
     has_effect: bool = False
-    axis_cuts: tuple[tuple[int, int, int], ...] = ()
+    axis_cuts: tuple[tuple[int, int, int, int], ...] = ()
     values: ValueWatch = attrs.field(factory=ValueWatch)
     pieces: CapturedPieces | None = None
     row_values: dict[int, dict[int, Any]] = attrs.field(factory=dict)

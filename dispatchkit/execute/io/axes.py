@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 
 from dispatchkit.errors import CaptureError, ConfigError, InputError
 from dispatchkit.execute.io.host_arrays import host_array, numpy_module
 from dispatchkit.execute.io.inputs import MAX_KEPT_SIZES, RESERVED_NAMES, InputSet
-from dispatchkit.execute.io.static_input import StaticInput
+from dispatchkit.execute.io.static_input import LAST, StaticInput, axis_of
 from dispatchkit.execute.io.structure import flatten, is_same_value
 from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 
-#: An output (its index), its dimension, and the axis (its index) that the dimension follows.
-AxisCut = tuple[int, int, int]
+#: An output (its index), its dimension, the axis (its index) that the dimension follows, and how
+#: many it has more than the axis's value.
+AxisCut = tuple[int, int, int, int]
 
 
 class AxisCall(list[Any]):
@@ -65,11 +65,11 @@ class AxisInputs:
             if name in RESERVED_NAMES or name in self._specs:
                 raise ConfigError("axes", name, "a name that nothing else of a call has")
         for name, spec in self._specs.items():
-            for size in spec.shape:
-                if isinstance(size, str) and size not in self.names:
+            for size in spec.named:
+                if axis_of(size)[0] not in self.names:
                     known = ", ".join(self.names) or "none"
                     raise ConfigError(f"inputs[{name!r}]", spec.shape, f"axes in it ({known})")
-        used = {size for spec in self._specs.values() for size in spec.shape}
+        used = {axis_of(size)[0] for spec in self._specs.values() for size in spec.named}
         # Only axes that are a dimension of something make a difference to the inputs.
         self._sizing = tuple(i for i, name in enumerate(self.names) if name in used)
         self._kept: dict[tuple[int, ...], InputSet] = {}
@@ -86,10 +86,7 @@ class AxisInputs:
         found = self._kept.get(name)
         if found is None:
             by_name = dict(zip(self.names, values, strict=True))
-            specs = {
-                key: attrs.evolve(spec, shape=tuple(by_name.get(size, size) for size in spec.shape))
-                for key, spec in self._specs.items()
-            }
+            specs = {key: spec.at(by_name) for key, spec in self._specs.items()}
             if len(self._kept) >= MAX_KEPT_SIZES:
                 self._kept.clear()
             found = self._kept[name] = InputSet(specs, self._device)
@@ -152,11 +149,11 @@ class AxisInputs:
         call[:] = call.given
         if self._sizing and all(indices):
             buckets = [axis.buckets[i - 1] for axis, i in zip(self._axes, indices, strict=True)]
-            padded = self.at(buckets)
-            for index, spec in enumerate(padded):
+            padded = zip(self._specs.values(), self.at(buckets), strict=True)
+            for index, (declared, spec) in enumerate(padded):
                 shape = spec.sized(rows)
                 if tuple(call[index].shape) != tuple(shape):
-                    call[index] = _padded(call[index], spec, shape)
+                    call[index] = pad_input(call[index], declared, shape)
         return rows, readable  # what was padded is contiguous, too
 
     def plain(self, call: AxisCall | None) -> dict[str, Any]:
@@ -245,31 +242,42 @@ def _dimensions(
             problem = problem or f"the rank of output {number}"
             continue
         for dim, sizes in enumerate(zip(leaf.shape, one.shape, strict=True)):
-            if sizes == (bucket, other):
-                cuts.append((number, dim, index))
+            if sizes[0] - sizes[1] == bucket - other:
+                cuts.append((number, dim, index, sizes[0] - bucket))
             elif sizes[0] != sizes[1]:
                 problem = problem or f"dimension {dim} of output {number}"
     if problem:
         raise CaptureError(
             f"With {axis.name}={other} rather than {bucket}, {problem} is another, and not by "
-            "having that size: it could not be cut to a value in between. Make the axis exact.",
+            "so many more: it could not be cut to a value in between. Make the axis exact.",
             reason="output_layout",
         )
     return cuts
 
 
-def _padded(value: Any, spec: StaticInput, shape: torch.Size) -> Any:
-    """Return an input in a larger shape, its fill behind what was given."""
+def pad_input(value: Any, spec: StaticInput, shape: torch.Size) -> Any:
+    """Return an input in a larger shape, its fill behind what was given.
+
+    Args:
+        value: A tensor, or an array of the host.
+        spec: As it was declared.
+        shape: No dimension is smaller than the value's.
+    """
     inside = tuple(slice(0, size) for size in value.shape)
+    padded: Any
     if isinstance(value, torch.Tensor):
-        padded = torch.full(shape, spec.fill, dtype=value.dtype, device=value.device)
-        padded[inside] = value
-        return padded
-    array = numpy_module().full(tuple(shape), _bits(spec), dtype=value.dtype)
-    array[inside] = value
-    return array
+        padded = torch.full(shape, spec.fill_value, dtype=value.dtype, device=value.device)
+    else:
+        padded = numpy_module().full(tuple(shape), _bits(spec), dtype=value.dtype)
+    padded[inside] = value
+    if spec.fill == LAST:
+        for dim, size in enumerate(value.shape):
+            if 0 < size < shape[dim]:
+                before = (slice(None),) * dim
+                padded[(*before, slice(size, None))] = padded[(*before, slice(size - 1, size))]
+    return padded
 
 
 def _bits(spec: StaticInput) -> Any:
     """Return the fill as an array holds it: types that numpy lacks go bit by bit."""
-    return host_array(torch.full((1,), spec.fill, dtype=spec.dtype), spec.dtype)[0]
+    return host_array(torch.full((1,), spec.fill_value, dtype=spec.dtype), spec.dtype)[0]

@@ -178,7 +178,7 @@ class InputBuffers:
             self.staging.wait()
         for index, _ in self.inputs.batched:
             name = self.inputs.names[index]
-            fill = self.inputs.specs[name].fill
+            fill = self.inputs.specs[name].fill_value
             self.tensors[index].fill_(fill)
             if self.staging is not None and name in self.staging.host:
                 self.staging.host[name].fill_(fill)

@@ -51,9 +51,8 @@ class InputSet:
         for name, spec in specs.items():
             if not isinstance(spec, StaticInput):
                 raise ConfigError(f"inputs[{name!r}]", spec, "a StaticInput")
-            named = [size for size in spec.shape if isinstance(size, str)]
-            if named:
-                raise ConfigError(f"inputs[{name!r}]", named, "declared as axes of the runner")
+            if spec.named:
+                raise ConfigError(f"inputs[{name!r}]", spec.named, "declared as axes of the runner")
             if name in RESERVED_NAMES or not str(name).isidentifier():
                 raise ConfigError("inputs", name, f"names other than {sorted(RESERVED_NAMES)}")
         self.specs: dict[str, StaticInput] = dict(specs)

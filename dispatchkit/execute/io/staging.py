@@ -70,10 +70,10 @@ class Staging:
                 self._device_block, specs, starts, num_rows
             )
             for name, spec in specs.items():
-                self.host[name].fill_(spec.fill)
-                self.device[name].fill_(spec.fill)
+                self.host[name].fill_(spec.fill_value)
+                self.device[name].fill_(spec.fill_value)
         self.fill_arrays: dict[str, Any] = {
-            name: as_array(torch.full((), spec.fill, dtype=spec.dtype))
+            name: as_array(torch.full((), spec.fill_value, dtype=spec.dtype))
             for name, spec in specs.items()
         }
         self._specs = specs

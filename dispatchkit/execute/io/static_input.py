@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,10 +30,28 @@ def parse_dtype(value: Any) -> torch.dtype:
     return found
 
 
+# A dimension along an axis: its value, or so many more or fewer.
+_OF_AXIS = re.compile(r"(?P<axis>[^\W\d]\w*)( ?(?P<sign>[+-]) ?(?P<more>\d+))?")
+#: The fill of inputs along an axis whose last value goes on behind it.
+LAST = "last"
+
+
+def axis_of(size: str) -> tuple[str, int]:
+    """Return the axis that a dimension follows, and how many it has more than the value."""
+    found = _OF_AXIS.fullmatch(size)
+    if found is None:
+        raise ConfigError("shape", size, "an axis, or one with a number: 'requests + 1'")
+    more = int(found["more"] or 0)
+    return found["axis"], -more if found["sign"] == "-" else more
+
+
 def _shape(value: Any) -> tuple[int | str | None, ...]:
     shape = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    named = [size for size in shape if isinstance(size, str) and size.isidentifier()]
-    sizes = [size for size in shape if size is not None and size not in named]
+    sizes = [
+        size
+        for size in shape
+        if size is not None and not (isinstance(size, str) and _OF_AXIS.fullmatch(size))
+    ]
     if any((number := whole_number(size)) is None or number < 0 for size in sizes):
         raise ConfigError("shape", value, "whole numbers, with None for the batch dimension")
     if shape.count(None) > 1:
@@ -57,21 +76,54 @@ class StaticInput:
 
     Attributes:
         shape: Its shape, None at the batch dimension (tokens). Without a None it is not
-            batched and is copied whole. The name of an axis stands for the axis's value.
+            batched and is copied whole. The name of an axis stands for the axis's value;
+            ``"requests + 1"`` for one more than that, as offsets of packed sequences have.
         dtype: Its type, as a torch dtype or a name.
-        fill: What rows without a token hold, in warmup, capture and every replay.
+        fill: What rows without a token hold, in warmup, capture and every replay. ``"last"``,
+            for an input along an axis without a batch dimension: the last value goes on behind
+            a call's own, as in offsets of packed sequences, where what is behind is empty.
         host: It is given in host memory: a numpy array, a CPU tensor (pinned or not), or a
             list. Its copy to the device is part of the graph.
     """
 
     shape: tuple[Any, ...] = attrs.field(converter=_shape)
     dtype: torch.dtype = attrs.field(converter=parse_dtype)
-    fill: float | int | bool = 0
+    fill: float | int | bool | str = 0
     host: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if not _is_value_of(self.fill, self.dtype):
+        if self.fill == LAST:
+            if self.batch_dim is not None or not self.named:
+                raise ConfigError(
+                    "fill",
+                    self.fill,
+                    "a value, unless the input is along an axis and not batched",
+                    "Rows without a token hold one value in every step.",
+                )
+        elif not _is_value_of(self.fill, self.dtype):
             raise ConfigError("fill", self.fill, f"a value of {self.dtype}")
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The dimensions that follow an axis."""
+        return tuple(size for size in self.shape if isinstance(size, str))
+
+    @property
+    def fill_value(self) -> float | int | bool:
+        """What its memory holds before the first call."""
+        return 0 if isinstance(self.fill, str) else self.fill
+
+    def at(self, values: Mapping[str, int]) -> StaticInput:
+        """Return the input at a value of each axis, filled with one value."""
+
+        def sized(size: Any) -> Any:
+            if not isinstance(size, str):
+                return size
+            axis, more = axis_of(size)
+            return max(0, values[axis] + more)
+
+        shape = tuple(map(sized, self.shape))
+        return attrs.evolve(self, shape=shape, fill=self.fill_value)
 
     @property
     def batch_dim(self) -> int | None:
@@ -84,7 +136,7 @@ class StaticInput:
 
     def full(self, num_rows: int, device: torch.device) -> torch.Tensor:
         """Return new memory of so many rows, all of it fill."""
-        return torch.full(self.sized(num_rows), self.fill, dtype=self.dtype, device=device)
+        return torch.full(self.sized(num_rows), self.fill_value, dtype=self.dtype, device=device)
 
 
 def inputs_from_example(example: Mapping[str, torch.Tensor]) -> dict[str, StaticInput]:

@@ -403,7 +403,7 @@ class NodeTransport:
         row, target = buffers.row_bytes(index), buffers.tensors[index].data_ptr()
         if spec.batch_dim is None:
             return CopyRegion(target, row, 0, 0)
-        element = torch.full((1,), spec.fill, dtype=spec.dtype).view(torch.uint8).tolist()
+        element = torch.full((1,), spec.fill_value, dtype=spec.dtype).view(torch.uint8).tolist()
         fill = int.from_bytes(bytes(element * (FILL_BYTES // len(element))), "little")
         return CopyRegion(target, row * self.num_rows, row * (self.bucket - self.num_rows), fill)
 

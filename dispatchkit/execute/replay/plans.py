@@ -448,9 +448,10 @@ class AxisPlan:
         if result is AGAIN or not cuts or tensors.values == buckets:
             return result
         leaves, _ = flatten(result)
-        for number, dim, index in cuts:
-            if leaves[number].shape[dim] == buckets[index] != tensors.values[index]:
-                leaf = leaves[number].narrow(dim, 0, tensors.values[index])
+        for number, dim, index, more in cuts:
+            size = tensors.values[index] + more
+            if leaves[number].shape[dim] == buckets[index] + more != size:
+                leaf = leaves[number].narrow(dim, 0, max(0, size))
                 leaves[number] = leaf.clone() if self._is_owned else leaf
         return self._step.layout.structure.build(leaves)
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dispatchkit.errors import ConfigError, InputError, NoGraphError, RankError
+from dispatchkit.execute import pad_input
 from dispatchkit.keys import ALLOWED_MODES, GraphKey, RuntimeMode
 
 from dispatchkit_ranks.dispatcher import RankedDispatcher
@@ -266,24 +267,17 @@ class RankedRunner:
         for name, shape in self._shapes(rows, values).items():
             spec, tensor = self._inputs[name], given.get(name)
             if tensor is None:
-                padded[name] = torch.full(shape, spec.fill, dtype=spec.dtype, device=device)
+                padded[name] = torch.full(shape, spec.fill_value, dtype=spec.dtype, device=device)
             elif tensor.shape == shape:
                 padded[name] = tensor
             else:
                 # Of its own type, so that a wrong one is refused and not converted.
-                padded[name] = tensor.new_full(shape, spec.fill)
-                padded[name][tuple(slice(0, size) for size in tensor.shape)] = tensor
+                padded[name] = pad_input(tensor, spec, shape)
         return padded | {name: one for name, one in given.items() if name not in padded}
 
     def _shapes(self, rows: int, values: Mapping[str, int]) -> dict[str, torch.Size]:
         """Return the shape of each input at a number of rows and a value of each axis."""
-        return {
-            name: torch.Size(
-                rows if size is None else values[size] if isinstance(size, str) else size
-                for size in spec.shape
-            )
-            for name, spec in self._inputs.items()
-        }
+        return {name: spec.at(values).sized(rows) for name, spec in self._inputs.items()}
 
     def _cuts(
         self, key: GraphKey | None, values: Mapping[str, int], wanted: Mapping[str, int]
@@ -318,21 +312,22 @@ class RankedRunner:
         wanted: Mapping[str, int],
     ) -> Any:
         leaves, spec = tree_flatten(result)
-        for number, dim, index in cuts:
+        for number, dim, index, more in cuts:
             name = self._names[index]
             if values[name] == wanted[name]:
                 continue
             leaf: Any = leaves[number] if number < len(leaves) else None
             shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
-            if dim >= len(shape) or shape[dim] != wanted[name]:
+            if dim >= len(shape) or shape[dim] != wanted[name] + more:
                 raise RankError(
-                    f"Output {number} was expected to have {name}={wanted[name]} as dimension "
-                    f"{dim}, as in captures, and is {shape}: it cannot be cut to {values[name]}. "
+                    f"Output {number} was expected to have {wanted[name] + more} as dimension "
+                    f"{dim} at {name}={wanted[name]}, as in captures, and is {shape}: it cannot be "
+                    f"cut to {name}={values[name]}. "
                     "Make the axis exact, or give all ranks the same values.",
                     step=self.ranked.step,
                     reason="not_measured",
                 )
-            leaves[number] = leaf.narrow(dim, 0, values[name])
+            leaves[number] = leaf.narrow(dim, 0, max(0, values[name] + more))
         return tree_unflatten(leaves, spec)
 
     def _fill_rows(self, name: str, rows: int) -> torch.Tensor:
