@@ -50,6 +50,8 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, str]] = {
                 "forecast_swap",
                 "load_cost_model",
                 "plan_sizes",
+                "read_steps",
+                "read_workload",
                 "save_cost_model",
                 "simulate",
                 "write_report",

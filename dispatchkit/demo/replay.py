@@ -18,11 +18,18 @@ import torch
 from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache
 from dispatchkit.demo.report import Batch1, Comparison, DemoReport, Difference, KindTimes
 from dispatchkit.demo.traffic import DEFAULT_STEPS, PlannedStep, Traffic, plan_traffic
-from dispatchkit.errors import BackendUnavailableError, ConfigError, UnknownNameError
+from dispatchkit.distributions import load_attribute
+from dispatchkit.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    MissingDistributionError,
+    TraceError,
+    UnknownNameError,
+)
 from dispatchkit.execute import EagerStepWarning, GraphRunner, RunnerStats, StaticInput
 from dispatchkit.keys import DispatchConfig
 from dispatchkit.keys.checks import check_count
-from dispatchkit.observe import StepTrace, read_steps, read_trace
+from dispatchkit.observe import StepTrace, read_trace
 from dispatchkit.registry import KeyState
 from dispatchkit.settings import Settings
 
@@ -410,9 +417,22 @@ def _larger(one: float, other: float) -> float:
 def _read(path: Path | None, steps: int) -> tuple[str, StepTrace]:
     """Return the name and the first steps of a trace."""
     if path is not None:
-        return str(path), read_steps(path)[:steps]
+        return str(path), _read_file(path)[:steps]
     with as_file(files("dispatchkit.demo") / "data" / "azure_conv_high.csv") as excerpt:
         return "azure_conv_high (excerpt, CC-BY-4.0)", read_trace(excerpt)[:steps]
+
+
+def _read_file(path: Path) -> StepTrace:
+    """Return the steps in a file; dispatchkit-plan's reader takes counts and logs, too."""
+    try:
+        read: Callable[[Path], StepTrace] = load_attribute("read_steps")
+    except MissingDistributionError as missing:
+        try:
+            return read_trace(path)
+        except TraceError as error:
+            error.add_note(f"Counts and logs of servers: {missing}")
+            raise
+    return read(path)
 
 
 @contextmanager

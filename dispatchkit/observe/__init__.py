@@ -20,55 +20,60 @@ if TYPE_CHECKING:
     )
     from dispatchkit.observe.timeline import Timeline
     from dispatchkit.observe.trace import (
+        MAX_COUNT,
+        MAX_STEPS,
         TRACE_COLUMNS,
         StepTrace,
         TraceStep,
+        parse_trace,
         read_trace,
     )
     from dispatchkit.observe.trace_arguments import trace_config, trace_variants
-    from dispatchkit.observe.trace_counts import (
-        CudagraphStats,
-        SizeHistogram,
-        read_cudagraph_stats,
-        read_histogram,
+    from dispatchkit.observe.trace_files import (
+        DEFAULT_MAX_BYTES,
+        Blocks,
+        iter_line_blocks,
+        trace_name,
     )
     from dispatchkit.observe.trace_writer import TraceWarning, TraceWriter, write_trace
-    from dispatchkit.observe.workload_files import read_steps, read_workload
 
 _HOME = {
+    "Blocks": "trace_files",
+    "DEFAULT_MAX_BYTES": "trace_files",
+    "MAX_COUNT": "trace",
+    "MAX_STEPS": "trace",
+    "iter_line_blocks": "trace_files",
+    "parse_trace": "trace",
+    "trace_name": "trace_files",
     "CaptureEvent": "events",
     "CaptureFailedEvent": "events",
     "EvictEvent": "events",
     "PolicyErrorEvent": "events",
     "PolicySwappedEvent": "events",
-    "CudagraphStats": "trace_counts",
     "TRACE_COLUMNS": "trace",
-    "SizeHistogram": "trace_counts",
     "Timeline": "timeline",
     "StepTrace": "trace",
     "TraceStep": "trace",
     "TraceWarning": "trace_writer",
     "TraceWriter": "trace_writer",
-    "read_cudagraph_stats": "trace_counts",
-    "read_histogram": "trace_counts",
     "read_trace": "trace",
-    "read_steps": "workload_files",
-    "read_workload": "workload_files",
     "trace_config": "trace_arguments",
     "trace_variants": "trace_arguments",
     "write_trace": "trace_writer",
 }
 
 __all__ = [
+    "DEFAULT_MAX_BYTES",
+    "MAX_COUNT",
+    "MAX_STEPS",
     "TRACE_COLUMNS",
+    "Blocks",
     "CaptureEvent",
     "CaptureFailedEvent",
-    "CudagraphStats",
     "EvictEvent",
     "PolicyErrorEvent",
     "PolicySwappedEvent",
     "RunnerStats",
-    "SizeHistogram",
     "StepCount",
     "StepCounters",
     "StepTrace",
@@ -76,12 +81,11 @@ __all__ = [
     "TraceStep",
     "TraceWarning",
     "TraceWriter",
-    "read_cudagraph_stats",
-    "read_histogram",
-    "read_steps",
+    "iter_line_blocks",
+    "parse_trace",
     "read_trace",
-    "read_workload",
     "trace_config",
+    "trace_name",
     "trace_variants",
     "write_trace",
 ]

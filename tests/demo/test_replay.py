@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("dispatchkit_vllm")
 
+from dispatchkit.demo import replay  # noqa: E402
 from dispatchkit.demo.decoder import Decoder, DecoderShape  # noqa: E402
 from dispatchkit.demo.replay import DemoOptions, resolve_device, run_demo  # noqa: E402
 from dispatchkit.demo.report import DemoReport  # noqa: E402
@@ -272,3 +274,18 @@ def test_bad_traces_are_refused(tmp_path: Path) -> None:
         run(write(tmp_path, ["3,3,1,1", "3,3,1,1", "14,4"]))
     with pytest.raises(TraceError, match="line 2"):
         run(write(tmp_path, ["3,-3,1,1"]))
+
+
+def test_without_the_planner_step_traces_are_replayed_and_others_say_what_reads_them(
+    tmp_path, monkeypatch
+):
+    counts = tmp_path / "counts.csv"
+    counts.write_text("size,count\n3,2\n")
+    assert len(replay._read_file(counts)) == 2
+    monkeypatch.setitem(sys.modules, "dispatchkit_plan", None)
+    steps = tmp_path / "steps.csv"
+    steps.write_text("num_tokens\n3\n")
+    assert len(replay._read_file(steps)) == 1
+    with pytest.raises(TraceError) as raised:
+        replay._read_file(counts)
+    assert "pip install dispatchkit-plan" in raised.value.__notes__[0]

@@ -25,16 +25,11 @@ pytest.importorskip("numpy")
 from dispatchkit import load_plugins
 from dispatchkit.errors import DispatchkitError
 from dispatchkit.keys import Batch, BatchDescriptor, DispatchConfig
-from dispatchkit.observe import (
-    TraceWriter,
-    read_cudagraph_stats,
-    read_histogram,
-    read_trace,
-    read_workload,
-)
+from dispatchkit.observe import TraceWriter, read_trace
 from dispatchkit.settings import SETTINGS, load_settings
 
 from dispatchkit_plan import load_cost_model
+from dispatchkit_plan.traffic import read_cudagraph_stats, read_histogram, read_workload
 
 pytestmark = pytest.mark.slow
 

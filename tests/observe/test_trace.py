@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from dispatchkit.errors import ConfigError, DispatchkitError, TraceError
 from dispatchkit.observe import trace as trace_module
-from dispatchkit.observe import trace_counts
 from dispatchkit.observe.trace import (
     MAX_COUNT,
     TRACE_COLUMNS,
@@ -24,7 +23,6 @@ from dispatchkit.observe.trace import (
     read_trace,
 )
 from dispatchkit.observe.trace_writer import TraceWriter, write_trace
-from dispatchkit.observe.workload_files import read_steps, read_workload
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 HEADER = ",".join(TRACE_COLUMNS)
@@ -275,7 +273,6 @@ def test_reading_a_trace_loads_no_numpy():
     code = (
         "import sys\n"
         "from dispatchkit.observe.trace import read_trace\n"
-        "from dispatchkit.observe.workload_files import read_workload\n"
         f"read_trace({str(TRACES / 'step_mooncake_low.csv.gz')!r})\n"
         "assert not {'numpy', 'torch'} & set(sys.modules), 'heavy imports'\n"
     )
@@ -374,14 +371,9 @@ def test_axes_of_later_steps_alone_are_refused_and_leave_no_file(tmp_path):
 
 
 def test_a_packed_file_of_endless_steps_is_refused(tmp_path, monkeypatch):
-    """Before they fill the memory, however small the file is; counts of steps, too."""
+    """Before they fill the memory, however small the file is."""
     monkeypatch.setattr(trace_module, "MAX_STEPS", 50_000)
-    monkeypatch.setattr(trace_counts, "MAX_STEPS", 50_000)
     path = write(tmp_path / "t.csv.gz", gzip.compress(b"num_tokens\n" + b"5\n" * 500_000))
     assert path.stat().st_size < 10_000
     with pytest.raises(TraceError, match="more than 50,000 steps"):
         read_trace(path)
-    counts = write(tmp_path / "h.csv", "size,count\n5,50001\n")
-    with pytest.raises(TraceError, match="counts 50,001 steps"):
-        read_steps(counts)
-    assert read_workload(counts).num_steps == 50_001

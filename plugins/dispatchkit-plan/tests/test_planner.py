@@ -14,12 +14,12 @@ np = pytest.importorskip("numpy")
 
 from dispatchkit.errors import ConfigError, TraceError  # noqa: E402 - after numpy's check
 from dispatchkit.observe.trace import StepTrace, read_trace  # noqa: E402
-from dispatchkit.observe.trace_counts import SizeHistogram, StepKind  # noqa: E402
 
 from dispatchkit_plan import Hedge, plan_sizes  # noqa: E402
 from dispatchkit_plan.costs import CostModel  # noqa: E402
 from dispatchkit_plan.hedge import FALLBACK_HEDGE, HEDGE_CANDIDATES, NO_HEDGE  # noqa: E402
 from dispatchkit_plan.objective import waste_pct  # noqa: E402
+from dispatchkit_plan.traffic import SizeHistogram, StepKind  # noqa: E402
 
 TRACES = Path(__file__).parents[3] / "tests" / "data" / "traces"
 

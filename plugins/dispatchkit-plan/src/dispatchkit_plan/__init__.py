@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from dispatchkit_plan.simulation import Simulation, simulate, simulate_all
     from dispatchkit_plan.swap_forecast import SwapForecast, forecast_swap
     from dispatchkit_plan.token_budget import TokenBudget
+    from dispatchkit_plan.traffic import read_steps, read_workload
 
 _HOME = {
     "BUILTIN_COST_MODELS": "costs",
@@ -78,6 +79,8 @@ _HOME = {
     "load_runner": "calibration.calibrate",
     "plan_grid": "grid",
     "plan_sizes": "planner",
+    "read_steps": "traffic",
+    "read_workload": "traffic",
     "rival_sizes": "rivals",
     "save_cost_model": "costs",
     "simulate": "simulation",
@@ -122,6 +125,8 @@ __all__ = [
     "load_runner",
     "plan_grid",
     "plan_sizes",
+    "read_steps",
+    "read_workload",
     "rival_sizes",
     "save_cost_model",
     "simulate",

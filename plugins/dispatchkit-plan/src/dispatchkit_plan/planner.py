@@ -10,7 +10,7 @@ import numpy as np
 
 from dispatchkit.errors import ConfigError, TraceError
 from dispatchkit.keys import check_count
-from dispatchkit.observe import SizeHistogram, StepTrace
+from dispatchkit.observe import StepTrace
 
 from dispatchkit_plan.budgets import Budget, make_budget
 from dispatchkit_plan.costs import CostModel
@@ -26,6 +26,7 @@ from dispatchkit_plan.optimal import FloatArray, IntArray, best_sizes_within, si
 from dispatchkit_plan.results import Plan, PlannedFamily, RivalResult
 from dispatchkit_plan.rivals import rival_sizes
 from dispatchkit_plan.token_budget import TokenBudget, weigh_token_budget
+from dispatchkit_plan.traffic import SizeHistogram
 from dispatchkit_plan.workload import FitOn, Workload, as_workload
 
 __all__ = ["Plan", "PlannedFamily", "RivalResult", "plan_sizes"]

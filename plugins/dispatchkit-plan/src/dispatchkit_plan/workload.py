@@ -8,9 +8,10 @@ import attrs
 import numpy as np
 
 from dispatchkit.errors import ConfigError, TraceError
-from dispatchkit.observe import SizeHistogram, StepTrace
+from dispatchkit.observe import StepTrace
 
 from dispatchkit_plan.optimal import BoolArray, FloatArray, IntArray
+from dispatchkit_plan.traffic import SizeHistogram
 
 __all__ = ["FitOn", "Workload", "as_workload"]
 

@@ -11,11 +11,12 @@ from rich.text import Text
 
 from dispatchkit.cli import complain, console, dispatcher_of, print_json, progress, table
 from dispatchkit.keys import CaptureSizeWarning, DispatchConfig
-from dispatchkit.observe import StepTrace, read_steps, trace_config
+from dispatchkit.observe import StepTrace, trace_config
 from dispatchkit.settings import Settings
 
 from dispatchkit_plan.costs import CostModel, load_cost_model
 from dispatchkit_plan.report.account import Account, AccountedDecision, account_for
+from dispatchkit_plan.traffic import read_steps
 
 MAX_SHOWN = 15
 

@@ -145,9 +145,10 @@ def plan(
     ):
         if given is not None and needed is None:
             raise ConfigError(flag, given, f"left out without {needs}")
-    from dispatchkit.observe import StepTrace, read_workload
+    from dispatchkit.observe import StepTrace
 
     from dispatchkit_plan import emit, load_cost_model, plan_grid, plan_sizes
+    from dispatchkit_plan.traffic import read_workload
 
     with progress() as tell:
         tell("reading the trace", 0, 1)

@@ -88,10 +88,9 @@ def simulate(
         "cost_model": cost_model,
     }
     settings = settings_of(given)
-    from dispatchkit.observe import read_steps
-
     from dispatchkit_plan import Scenario
     from dispatchkit_plan import simulate as run_scenario
+    from dispatchkit_plan.traffic import read_steps
 
     rows = read_steps(trace)
     config = config_for(rows, settings)

@@ -8,7 +8,9 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-from dispatchkit.observe import StepTrace, read_steps
+from dispatchkit.observe import StepTrace
+
+from dispatchkit_plan.traffic import read_steps
 
 __all__ = ["read_source"]
 

@@ -14,10 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import attrs
 
 from dispatchkit.errors import TraceError, nearest_names
-from dispatchkit.observe.trace import MAX_COUNT, MAX_STEPS, StepTrace
-from dispatchkit.observe.trace_files import (
+from dispatchkit.observe import (
     DEFAULT_MAX_BYTES,
+    MAX_COUNT,
+    MAX_STEPS,
     Blocks,
+    StepTrace,
     iter_line_blocks,
     trace_name,
 )

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dispatchkit.observe.trace import StepTrace
-from dispatchkit.observe.trace_files import Blocks
+from dispatchkit.observe import Blocks, StepTrace
 
 __all__ = ["IterationLog"]
 

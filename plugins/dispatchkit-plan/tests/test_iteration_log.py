@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dispatchkit.observe import StepTrace, read_workload
+from dispatchkit.observe import StepTrace
+
+from dispatchkit_plan.traffic import read_workload
 
 OLD = (
     "INFO 11-29 [core.py:349] Iteration({}): {} context requests, {} context tokens, "

@@ -1,8 +1,7 @@
 """Reading whatever a user has of their traffic: the one way in for every command.
 
-Files that others wrote are read here and not in dispatchkit-plan, since ``dispatchkit demo``
-replays them as well. The content says what a file is: a step trace, a histogram, or the log of a
-server. Further forms of logs are added to ``parse_log``.
+The content says what a file is: a step trace, a histogram, or the log of a server. Further forms of
+logs are added to ``parse_log``.
 """
 
 from __future__ import annotations
@@ -12,19 +11,21 @@ import os
 from typing import IO
 
 from dispatchkit.errors import TraceError, nearest_names
-from dispatchkit.observe.iteration_log import IterationLog
-from dispatchkit.observe.trace import StepTrace, parse_trace
-from dispatchkit.observe.trace_counts import (
+from dispatchkit.observe import (
+    DEFAULT_MAX_BYTES,
+    Blocks,
+    StepTrace,
+    iter_line_blocks,
+    parse_trace,
+    trace_name,
+)
+
+from dispatchkit_plan.traffic.counts import (
     SizeHistogram,
     parse_cudagraph_stats,
     parse_histogram,
 )
-from dispatchkit.observe.trace_files import (
-    DEFAULT_MAX_BYTES,
-    Blocks,
-    iter_line_blocks,
-    trace_name,
-)
+from dispatchkit_plan.traffic.iteration_log import IterationLog
 
 __all__ = ["read_steps", "read_workload"]
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from dispatchkit.errors import TraceError
 from dispatchkit.observe.trace import StepTrace, read_trace
-from dispatchkit.observe.trace_counts import (
+
+from dispatchkit_plan.traffic import (
     SizeHistogram,
     StepKind,
+    counts,
     read_cudagraph_stats,
     read_histogram,
+    read_steps,
+    read_workload,
 )
-from dispatchkit.observe.workload_files import read_workload
 
-TRACES = Path(__file__).parents[1] / "data" / "traces"
+TRACES = Path(__file__).parents[3] / "tests" / "data" / "traces"
 
 LOG = """\
 INFO 11-28 10:00:00 [engine.py:12] something else | with a bar
@@ -163,3 +168,21 @@ def test_a_list_of_sizes_is_read_however_a_log_writes_it(tmp_path):
     table = "| Unpadded Tokens | Padded Tokens | Num Paddings | Runtime Mode | Count |"
     path.write_text(f"- Capture sizes: [1 2 4, 8]\n{table}\n| 1 | 1 | 0 | FULL | 3 |\n")
     assert read_cudagraph_stats(path).sizes == (1, 2, 4, 8)
+
+
+def test_reading_traffic_loads_no_numpy():
+    code = (
+        "import sys\n"
+        "from dispatchkit_plan.traffic import read_workload\n"
+        f"read_workload({str(TRACES / 'step_mooncake_low.csv.gz')!r})\n"
+        "assert not {'numpy', 'torch'} & set(sys.modules), 'heavy imports'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_counts_of_endless_steps_are_not_gone_through_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(counts, "MAX_STEPS", 50_000)
+    path = write(tmp_path / "h.csv", "size,count\n5,50001\n")
+    with pytest.raises(TraceError, match="counts 50,001 steps"):
+        read_steps(path)
+    assert read_workload(path).num_steps == 50_001
