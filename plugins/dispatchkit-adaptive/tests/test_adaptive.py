@@ -279,6 +279,24 @@ def test_probes_are_one_shot_and_the_steady_answer_is_back_after_them() -> None:
     assert 1 <= probes <= 3000 // 16
 
 
+@pytest.mark.parametrize(
+    ("eager_us", "steps", "is_tried"), [(9000.0, 400, False), (500.0, 5, True)]
+)
+def test_what_was_never_measured_is_tried_if_the_arm_most_like_it_is_fast_enough(
+    eager_us: float, steps: int, is_tried: bool
+) -> None:
+    policy = adaptive()
+    table = serve(policy)
+    table.dispatch(480)
+    policy.record(table.batch(480), RuntimeMode.NONE, eager_us)
+    found = [table.dispatch(700)]
+    for step in range(1, steps):
+        outcome = Outcome(table.batch(700), found[-1], 900.0, step=step)
+        table.observe(outcome)
+        found.append(table.dispatch(700))
+    assert any(decision.key is None for decision in found) is is_tried
+
+
 def test_far_arms_are_seldom_tried() -> None:
     device = Device(serve(adaptive()), 8.0, 900.0)
     device.calibrate()

@@ -63,6 +63,16 @@ class Piece:
 ArmId = GraphKey | Piece
 
 
+def mode_of(ident: ArmId) -> RuntimeMode:
+    """Return the mode that an arm runs in."""
+    return ident.mode if isinstance(ident, GraphKey) else RuntimeMode.NONE
+
+
+def size_of(ident: ArmId) -> int:
+    """Return the most tokens of an arm."""
+    return ident.num_tokens if isinstance(ident, GraphKey) else ident.top
+
+
 def bands(low: int, top: int) -> list[tuple[int, int]]:
     """Return the bands of a bucket of ``low`` to ``top`` tokens, largest first.
 

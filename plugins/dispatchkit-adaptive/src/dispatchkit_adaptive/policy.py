@@ -39,6 +39,8 @@ from dispatchkit_adaptive.buckets import (
     allows_eager,
     band_of,
     bands,
+    mode_of,
+    size_of,
 )
 from dispatchkit_adaptive.ledger import DRIFT, Ledger
 from dispatchkit_adaptive.report import BucketReport, describe
@@ -683,14 +685,31 @@ class AdaptivePolicy:
         return self._send(bucket, batch, best[2])
 
     def _guess(self, ident: ArmId, current: ArmId, num_tokens: int) -> float:
-        """Return how many times as long an arm may take of which little is known."""
-        for regime in self._known_regimes():
-            one, other = self._arms.get((regime, ident)), self._arms.get((regime, current))
-            us = None if one is None else one.expect(num_tokens)
-            now_us = None if other is None else other.expect(num_tokens)
-            if us is not None and now_us:
-                return 1.2 * us / now_us
+        """Return how many times as long an arm may take of which little is known.
+
+        What is known of the arm itself in another regime says most, then what is known of the
+        arm that is most like it.
+        """
+        for find in (self._arms.get, self._most_like):
+            for regime in self._known_regimes():
+                one, other = find((regime, ident)), self._arms.get((regime, current))
+                us = None if one is None else one.expect(num_tokens)
+                now_us = None if other is None else other.expect(num_tokens)
+                if us is not None and now_us:
+                    return 1.2 * us / now_us
         return _UNKNOWN_COST
+
+    def _most_like(self, where: tuple[_Regime, ArmId]) -> Arm | None:
+        """Return the measured arm of the same mode whose size is nearest."""
+        regime, ident = where
+        near, found = math.inf, None
+        for (measured_in, other), arm in self._arms.items():
+            if measured_in != regime or mode_of(other) is not mode_of(ident) or not arm.samples:
+                continue
+            distance = abs(math.log(size_of(other) / size_of(ident)))
+            if distance < near:
+                near, found = distance, arm
+        return found
 
     def _send(self, bucket: Bucket, batch: Batch, ident: ArmId | None) -> list[CellUpdate]:
         bucket.waiting[batch] = self._outcomes
