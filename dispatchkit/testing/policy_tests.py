@@ -554,7 +554,7 @@ class PolicyTests(CaseRunner):
         """
         batches = list(case.batches())
         answers = [case.decide(batch) for batch in batches]
-        if hasattr(case.policy, "observe"):
+        if callable(getattr(case.policy, "observe", None)):
             for outcome in self._outcomes(case, case.policy, batches[:4], failures=True):
                 self._observe(case, case.policy, outcome)
         fresh = case.make_policy()

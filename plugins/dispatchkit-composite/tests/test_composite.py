@@ -26,6 +26,7 @@ from dispatchkit import (
     explain,
     load_plugins,
 )
+from dispatchkit.dispatch import PolicyParts
 from dispatchkit.errors import ConfigError, PolicyError, UnknownNameError
 from dispatchkit.testing import PolicyTests, batches, configs, graph_view, registries
 
@@ -232,6 +233,14 @@ def test_members_see_their_own_outcomes_and_others_marked() -> None:
     assert [(one.won, one.batch.num_tokens) for one in first.seen] == [(True, 8), (False, 9)]
     assert [(one.won, one.batch.num_tokens) for one in second.seen] == [(False, 8), (True, 9)]
     assert second.seen[1].decision.policy == "two"
+
+
+def test_it_learns_if_a_member_does_and_a_composite_of_composites_alike() -> None:
+    plain = CompositePolicy([Member("inner", CompositePolicy("vllm"))])
+    learning = CompositePolicy([Member("inner", CompositePolicy("vllm,adaptive"))])
+    assert (PolicyParts.of(plain).learns, PolicyParts.of(learning).learns) == (False, True)
+    plain.add("adaptive")
+    assert PolicyParts.of(plain).learns
 
 
 def test_a_member_changes_only_cells_that_are_its_own() -> None:

@@ -611,6 +611,11 @@ def test_a_policy_that_learns_is_refused_on_several_ranks(runner_module, monkeyp
     ask(monkeypatch, "adaptive")
     with pytest.raises(ConfigError, match="does not learn, with 4 ranks"):
         first_of(runner_module, world_size=2, replicas=2)
+    ask(monkeypatch, "composite", members="vllm,adaptive")
+    with pytest.raises(ConfigError, match="does not learn, with 4 ranks"):
+        first_of(runner_module, world_size=2, replicas=2)
+    ask(monkeypatch, "composite", members="vllm,threshold")
+    assert first_of(runner_module, world_size=2, replicas=2).cudagraph_dispatcher.station.core
 
 
 # -- traces and counts ------------------------------------------------------------------

@@ -171,12 +171,17 @@ class CompositePolicy:
             refused = refused or answer  # eager is no fault, but others may have a graph
         return refused
 
-    def observe(self, outcome: Outcome) -> list[CellUpdate]:
+    @property
+    def observe(self) -> Callable[[Outcome], list[CellUpdate]] | None:
+        """What receives outcomes; None where no member learns, so that no step is measured."""
+        return self._observe if any(_learns(one) for one in self._seats) else None
+
+    def _observe(self, outcome: Outcome) -> list[CellUpdate]:
         """Tell every member; one whose decision did not run is told so (``won``)."""
         who, _, rest = outcome.decision.policy.partition("/")
         updates = []
         for one in self._active():
-            if not hasattr(one.policy, "observe"):
+            if not _learns(one):
                 continue
             told = attrs.evolve(outcome, won=outcome.won and who == one.name)
             if told.won:
@@ -239,6 +244,10 @@ class CompositePolicy:
         if one.faults == 1 or one.suspended:
             end = " It is suspended; resume() asks it again." if one.suspended else ""
             _log.warning("Member %r of the composite, %s.%s", one.name, one.last_fault, end)
+
+
+def _learns(one: Seat) -> bool:
+    return callable(getattr(one.policy, "observe", None))
 
 
 def _declared(policy: Policy, config: DispatchConfig) -> list[GraphKey]:
