@@ -14,6 +14,7 @@ from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.backends.cuda.segments import Segment
 from dispatchkit.backends.watching.compiled_code import Calls
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode, PerOperation, WeakStorages
+from dispatchkit.backends.watching.higher_order import is_higher_order, run_higher_order
 from dispatchkit.backends.watching.host_sync import (
     HostSyncGuard,
     is_composite,
@@ -154,6 +155,8 @@ class CaptureWatch(DispatchMode):
         kwargs = kwargs or {}
         if self._calls is not None:
             self._calls.note(sys._getframe(1))
+        if is_higher_order(func):
+            return run_higher_order(self, func, args, kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         on_device = self._given.note((*args, *kwargs.values()) if kwargs else args)

@@ -35,6 +35,7 @@ from dispatchkit.backends.tape.poison import poison
 from dispatchkit.backends.tape.steps import LAUNCH_KEYS, flat_tensors
 from dispatchkit.backends.tape.streams import TapeStream
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode
+from dispatchkit.backends.watching.higher_order import is_higher_order
 from dispatchkit.backends.watching.host_sync import SYNC_FUNCTIONS, is_data_dependent
 
 _Tensor = torch.Tensor
@@ -79,6 +80,8 @@ class _DeferredOperations(DispatchMode):
             return func(*args, **kwargs)  # the recorder above this mode has seen it
         if _blocks.inmost() is not self:
             return func(*args, **kwargs)  # of a block further in, which asks for it now
+        if is_higher_order(func):
+            return self._run_now(func, args, kwargs)
         result = run_parts(self, func, args, kwargs)
         if result is not NotImplemented:
             return result

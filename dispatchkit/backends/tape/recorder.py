@@ -35,6 +35,7 @@ from dispatchkit.backends.watching.collectives import (
     writes_first_argument,
 )
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode
+from dispatchkit.backends.watching.higher_order import is_higher_order, run_higher_order
 from dispatchkit.backends.watching.host_sync import sync_of
 
 _Tensor = torch.Tensor
@@ -122,6 +123,8 @@ class Recorder(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_higher_order(func):
+            return run_higher_order(self, func, args, kwargs)
         error = sync_of(func, args)
         if error is not None:
             self.note_error(error)

@@ -134,6 +134,8 @@ class DispatchMode(TorchDispatchMode):
     whose ``ignore_compile_internals`` is True lets them run compiled, and sees what is left.
     """
 
+    #: Operators that are given functions come to ``__torch_dispatch__``, too.
+    supports_higher_order_operators = True
     _is_hidden_from_dynamo = False
 
     @classmethod
@@ -145,6 +147,7 @@ class DispatchMode(TorchDispatchMode):
         if dynamo_is_loaded():
             self._hide_from_dynamo()
         # Entered again from inside, as for the parts of an operation, it must end as often.
+        self.__dict__.setdefault("_had_dynamo", []).append(dynamo_is_loaded())
         begun = self.__dict__.setdefault("_has_begun", [])
         begun.append(not self.ignore_compile_internals() and FORCE_EAGER.begin())
         with _OVERLAPS.lock:
@@ -157,6 +160,9 @@ class DispatchMode(TorchDispatchMode):
             _OVERLAPS.end()
         if self.__dict__["_has_begun"].pop():
             FORCE_EAGER.end()
+        if not self.__dict__["_had_dynamo"].pop() and dynamo_is_loaded():
+            # What was compiled first in here, as by torch.cond, is marked to be skipped for good.
+            torch._dynamo.reset_code_caches()
 
     @classmethod
     def _hide_from_dynamo(cls) -> None:

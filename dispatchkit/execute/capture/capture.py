@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.backends.optional import WarmupNotes
+from dispatchkit.backends.watching.compiled_code import dynamo_is_loaded
 from dispatchkit.backends.watching.dispatch_mode import ThreadModes
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
@@ -163,12 +164,17 @@ class Capturer:
 
     def _contained(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
         """Run what runs the step for nothing, and leave the modes of this thread as they were."""
-        modes = ThreadModes()
+        modes, had_dynamo = ThreadModes(), dynamo_is_loaded()
         try:
             try:
                 return self._without_effects(key, run)
+            except Exception:
+                if had_dynamo or not dynamo_is_loaded():
+                    raise
             finally:
                 modes.put_back()
+            # The step itself has loaded Dynamo, under a mode that had not been hidden from it.
+            return self._without_effects(key, run)
         finally:  # again: a signal's exception may have come in the first
             modes.put_back()
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import attrs
 import torch
 
+from dispatchkit.backends.capture_errors import capture_error
+from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.errors import CaptureError
 from dispatchkit.keys.batch import GraphKey
 
@@ -63,6 +65,10 @@ def as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
     if isinstance(error, CaptureError):
         error.key = error.key or str(key)
         return error
+    if isinstance(error, HostSyncError):
+        refused = capture_error(error)
+        refused.key, refused.__cause__ = str(key), error
+        return refused
     is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     wrapped = CaptureError(
         f"Warmup or capture of {key} raised {type(error).__name__}: {error}",

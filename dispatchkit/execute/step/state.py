@@ -32,6 +32,7 @@ from dispatchkit.backends.watching.dispatch_mode import (
     WeakStorages,
     tensors_in,
 )
+from dispatchkit.backends.watching.higher_order import is_higher_order, run_higher_order
 from dispatchkit.errors import CaptureError, ConfigError
 
 
@@ -255,6 +256,8 @@ class WriteWatch(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_higher_order(func):
+            return run_higher_order(self, func, args, kwargs)
         if self._notes is not None:
             self._notes.see(func, args, kwargs)
         facts = _facts_of(func)

@@ -225,7 +225,7 @@ class _WatchWrites(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             self.storages |= {storage_of(tensor) for tensor in _written(func, args, kwargs)}
         return func(*args, **kwargs)
 
