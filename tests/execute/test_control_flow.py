@@ -1,4 +1,4 @@
-"""Operators that are given functions, in a step: ``torch.cond``, loops, and what Dynamo loads for."""
+"""Operators that are given functions, in a step: ``torch.cond`` and loops."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_dynamo_loaded_in_mid_warmup_compiles_afterwards(first):
         torch.compile(lambda x: x + 1, backend=counter)(x)
         assert counter.frame_count == 1
     """
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,

@@ -96,6 +96,7 @@ def test_values_beside_tensors_are_those_of_the_call(name):
 
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 def test_what_a_caller_does_to_a_value_changes_no_later_result(outputs):
+    """A set and an array are copied for each call, whoever owns the tensors."""
     runner = make_runner(lambda x: (x + 1, {"a"}, np.zeros(2)), outputs=outputs)
     runner.capture()
     for _ in range(3):
@@ -136,6 +137,7 @@ def test_values_are_right_behind_an_eager_piece_and_beside_axes():
     "make", [itertools.count().__next__, object, threading.Lock], ids=["counter", "object", "lock"]
 )
 def test_a_value_that_no_replay_could_return_is_refused_and_named(make):
+    """It is another in each run on the same rows."""
     runner = make_runner(lambda x: (x + 1, make()))
     report = runner.capture()
     assert report.num_graphs == 0
@@ -199,6 +201,7 @@ OBJECTS = {
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_objects_with_tensors_are_new_in_each_result(name):
+    """As in the plain call, and their tensors are the caller's own."""
     step = OBJECTS[name]
     runner = make_runner(step, lazy=True)
     results = []
@@ -277,6 +280,8 @@ def count_in_inner_dictionary(d):
 )
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
 def test_what_a_step_writes_to_a_container_is_written_to_the_callers_own(step, named, kind):
+    """Keys written, added and removed, items appended, also further inside."""
+
     def fresh():
         return kind(
             x=torch.ones(4, 3), h=torch.zeros(4, 3), log=[torch.zeros(4)], counts={"calls": 0}
@@ -311,6 +316,8 @@ def test_a_deque_that_a_step_rotates_is_the_callers_own():
 
 
 def test_containers_that_are_only_read_or_are_the_steps_own_have_graphs():
+    """A copy that the step makes for itself may be written."""
+
     def step(d, *, more):
         own = dict(d)
         own["h"] = own["x"] + more[0]
@@ -396,6 +403,7 @@ def test_results_that_need_no_gradients_have_graphs_after_the_first_call():
 
 
 def test_weights_frozen_and_thawed_are_seen():
+    """By ``requires_grad_`` between calls."""
     weight = torch.ones(2, 2)
     run = graphed(lambda x: x @ weight, backend="tape")
     x = torch.ones(3, 2)

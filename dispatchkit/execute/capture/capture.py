@@ -163,35 +163,42 @@ class Capturer:
         return known if known is not None else self._warmups.forecast_bytes(key) or 0
 
     def _contained(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
-        """Run what runs the step for nothing, and leave the modes of this thread as they were."""
-        modes, had_dynamo = ThreadModes(), dynamo_is_loaded()
-        try:
-            try:
-                return self._without_effects(key, run)
-            except Exception:
-                if had_dynamo or not dynamo_is_loaded():
-                    raise
-            finally:
-                modes.put_back()
-            # The step itself has loaded Dynamo, under a mode that had not been hidden from it.
-            return self._without_effects(key, run)
-        finally:  # again: a signal's exception may have come in the first
-            modes.put_back()
-
-    def _without_effects(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
         """Run what runs the step for nothing; whatever that changes is put back.
 
-        A step that makes a cache in Python meanwhile keeps it, and is run again with it.
+        The modes of this thread too. A step that makes a cache in Python meanwhile keeps it, and
+        is run again with it.
 
         Raises:
             CaptureError: The step has Python state, or this was its first call.
         """
-        if self._warmups.effects.refresh():
-            self._watch_again()
+        modes, had_dynamo = ThreadModes(), dynamo_is_loaded()
         try:
-            return self._contained_once(key, run)
-        except PythonChangedError as error:
-            changed = error
+            try:
+                if self._warmups.effects.refresh():
+                    self._watch_again()
+                try:
+                    return self._contained_once(key, run)
+                except PythonChangedError as error:
+                    changed: PythonChangedError | None = error
+                except Exception:
+                    if had_dynamo or not dynamo_is_loaded():
+                        raise
+                    # The step has loaded Dynamo, under a mode that was not hidden from it.
+                    changed = None
+                if changed is not None:
+                    self._look_into(changed, key)
+                return self._contained_once(key, run)
+            finally:
+                modes.put_back()
+        finally:  # again: a signal's exception may have come in the first
+            modes.put_back()
+
+    def _look_into(self, changed: PythonChangedError, key: GraphKey) -> None:
+        """Find out what Python state means that a run has changed; return if there is a graph.
+
+        Raises:
+            CaptureError: The step has Python state, or this was its first call.
+        """
         self._watch_again()
         buffers = self._lane.buffers_of(key)
         with self._set_up(key) as snapshot:
@@ -206,7 +213,6 @@ class Capturer:
                 return self._warmups.run_plainly(key)
 
             self._warmups.effects.check(changed, snapshot, on_rows, on_other_rows)
-        return self._contained_once(key, run)
 
     def _watch_again(self) -> None:
         self._warmups.watch_again()
