@@ -302,14 +302,18 @@ def refuse_moved(arguments: Mapping[str, Any]) -> None:
     value = arguments[moved[0]]
     if not isinstance(value, str | int | Mapping | DispatchConfig | None):
         value = type(value).__name__  # printing a tensor waits for the device
-    written, called = _replacement({name: arguments[name] for name in moved}, arguments)
-    hints = [f"Call: {called}" if called else "", f"Write: {written}" if written else ""]
+    written, called, needless = _replacement({name: arguments[name] for name in moved}, arguments)
+    hints = [
+        f"Call: {called}" if called else "",
+        f"Write: {written}" if written else "",
+        f"Leave out: {needless} (the default)" if needless else "",
+    ]
     text = "\n".join(filter(None, hints))
     raise ConfigError(", ".join(moved), value, "given in another place", text)
 
 
-def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the arguments to write, and what to call afterwards.
+def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the arguments to write, what to call afterwards, and what is a default anyway.
 
     Objects go by the names of the keywords that they were given as.
     """
@@ -331,10 +335,17 @@ def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[s
         called = "runner.set_eviction(eviction)"
     options = arguments.get("options")
     settings = {_RENAMED.get(name, name): value for name, value in moved.items()}
+    needless = ""
     if settings:
-        base = options if isinstance(options, RunnerOptions) else RunnerOptions()
-        written.append(f"options={with_settings(base, settings)!r}")
-    return ", ".join(written), called
+        default = RunnerOptions()
+        made = with_settings(options if isinstance(options, RunnerOptions) else default, settings)
+        holds, plain = settings_of(made), settings_of(default)
+        needless = ", ".join(
+            f"{name}={value!r}" for name, value in settings.items() if holds[name] == plain[name]
+        )
+        if made != default:
+            written.append(f"options={made!r}")
+    return ", ".join(written), called, needless
 
 
 def refuses_moved(function: Callable[_P, _T]) -> Callable[_P, _T]:

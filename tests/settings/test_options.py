@@ -191,8 +191,9 @@ def test_a_moved_keyword_is_refused_with_what_to_write(name: str) -> None:
     if name in ("sizes", "mode", "max_num_tokens", "axes"):
         refuse_moved({name: value})  # a runner's own arguments
         return
+    wanted = with_settings(RunnerOptions(), {name: value})
     made = eval(f"dict({written_for(**{name: value})})", dict(NAMES))  # noqa: S307
-    assert made == {"options": with_settings(RunnerOptions(), {name: value})}
+    assert made == ({} if wanted == RunnerOptions() else {"options": wanted})
 
 
 def test_several_moved_keywords_join_options_that_are_given() -> None:
@@ -203,6 +204,14 @@ def test_several_moved_keywords_join_options_that_are_given() -> None:
         "options=RunnerOptions(config=DispatchConfig(query_lens=(2,)), strict=True, check=1, "
         "memory=MemoryOptions(max_bytes=1073741824))"
     )
+
+
+def test_a_moved_keyword_that_is_the_default_is_to_be_left_out() -> None:
+    """There is nothing to write for it; beside another one it is named apart."""
+    with pytest.raises(ConfigError, match=r" Leave out: warmups=1 \(the default\)$"):
+        refuse_moved({"warmups": 1})
+    text = written_for(warmups=1, strict=True)
+    assert text == "options=RunnerOptions(strict=True)\nLeave out: warmups=1 (the default)"
 
 
 def test_keywords_that_did_not_move_pass() -> None:
