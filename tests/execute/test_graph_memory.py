@@ -24,6 +24,7 @@ from dispatchkit import (  # noqa: E402
     StaticInput,
     eager_piece,
     graph_piece,
+    graphed,
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError  # noqa: E402
@@ -471,6 +472,53 @@ def test_copies_share_it_and_other_processes_begin_anew(make):
 class Doubled(torch.nn.Module):
     def forward(self, x):
         return x * 2
+
+
+# -- the front door -----------------------------------------------------------------------
+
+
+def test_all_forms_of_a_graphed_share_one_pool_and_one_account():
+    step = network(0)
+    fast = graphed(lambda x, scale: step(x) * scale, sizes=[2, 8])
+    for rows, scale in ((8, 1.0), (2, 1.0), (8, 2.0), (5, 3.0), (1, 2.0)):
+        x = rows_of(rows, rows)
+        torch.testing.assert_close(fast(x, scale), step(x) * scale)
+    memory = fast.graphed.memory
+    (account,) = memory.account()
+    assert [(pool.name, pool.num_lanes) for pool in account.pools] == [("graphed", 3)]
+    assert len({id(one.lanes[0].lane.group) for one in fast.graphed.runners}) == 1
+    assert "graphed" in str(memory)
+
+
+def test_a_limit_of_bytes_is_of_all_forms_together():
+    """A limit for each form would be passed sixteen times."""
+    limited = RunnerOptions(memory=MemoryOptions(max_bytes=26_000))
+    step = network(0)
+    fast = graphed(lambda x, scale: step(x) * scale, sizes=[8], options=limited)
+    assert fast.graphed.memory.max_bytes == 26_000
+    for scale in range(12):
+        x = rows_of(8, scale)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EagerStepWarning)
+            torch.testing.assert_close(fast(x, float(scale)), step(x) * scale)
+        assert fast.graphed.memory.num_bytes() <= 26_000
+    assert sum(one.stats().evictions for one in fast.graphed.runners) > 0
+
+
+def test_a_graphed_may_share_with_others(make):
+    memory = GraphMemory()
+    step = network(0)
+    fast = graphed(step, sizes=[2, 8], memory=memory.group("both"), backend="tape")
+    runner = make(network(1), memory.group("both"), backend="tape")
+    runner.capture()
+    x = rows_of(3)
+    torch.testing.assert_close(fast(x), step(x))
+    torch.testing.assert_close(runner(x), network(1)(x))
+    assert fast.graphed.memory is memory
+    (account,) = memory.account()
+    assert [(pool.name, pool.num_lanes) for pool in account.pools] == [("both", 2)]
+    with pytest.raises(ConfigError, match="a GraphMemory"):
+        graphed(step, memory=1 << 30)
 
 
 def test_the_page_on_memory(capsys):

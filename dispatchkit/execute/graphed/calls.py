@@ -19,6 +19,7 @@ from dispatchkit.execute.graphed.forms import Form
 from dispatchkit.execute.graphed.gradients import HeldWeights
 from dispatchkit.execute.io.inputs import RESERVED_NAMES
 from dispatchkit.execute.lanes.lane_set import StepHandle
+from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.step.reasons import EagerStepWarning
 from dispatchkit.keys.records import given_in
@@ -82,6 +83,7 @@ class GraphedCalls:
         target: What is called.
         module: The same where it is a module.
         settings: Of the runners.
+        memory: What they share: a pool wherever that is right, a budget and an account.
         batch_dims: As given.
         grows: Sizes are not declared: the ladder of a form grows with its largest batch.
     """
@@ -98,6 +100,8 @@ class GraphedCalls:
         if not callable(target):
             raise ConfigError("module_or_function", target, "a module or a function")
         self.target, self.settings = target, settings
+        self._of_runners = _sharing_memory(settings)
+        self.memory: GraphMemory = self._of_runners["memory"].memory
         self.module: torch.nn.Module | None = (
             target if isinstance(target, torch.nn.Module) else None
         )
@@ -250,7 +254,7 @@ class GraphedCalls:
                     return Reason.TOO_MANY_FORMS
                 names = self._names(args, kwargs, len(tensors))
                 form = self._forms[key] = Form(
-                    self.target, self.settings, self.grows, args, kwargs, dims, names
+                    self.target, self._of_runners, self.grows, args, kwargs, dims, names
                 )
             return form, form.runner_for(rows), tensors
 
@@ -363,6 +367,20 @@ class GraphedCalls:
             return 0, None
         first = next(self.module.parameters(), None)
         return (0, None) if first is None else (first.data_ptr(), first.device)
+
+
+def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of each runner, whose memory is that of all.
+
+    Raises:
+        ConfigError: What is given as memory is not one.
+    """
+    group, options = MemoryGroup.of(settings.get("memory")), settings["options"]
+    if group is None:
+        limits = options.memory
+        group = GraphMemory(max_bytes=limits.max_bytes).group("graphed")
+        options = attrs.evolve(options, memory=attrs.evolve(limits, max_bytes=None))
+    return {**settings, "memory": group, "options": options}
 
 
 def _agree(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> bool:

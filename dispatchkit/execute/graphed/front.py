@@ -18,6 +18,7 @@ from dispatchkit.dispatch import Policy
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.graphed.calls import GraphedCalls
 from dispatchkit.execute.graphed.module import graphed_module
+from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.options import FIRST, RunnerOptions, refuse_moved
 
@@ -60,6 +61,7 @@ def graphed(
     outputs: str = "owned",
     example: Sequence[Any] | Mapping[str, Any] | None = None,
     batch_dims: int | Mapping[str, int | None] | str | None = "derived",
+    memory: GraphMemory | MemoryGroup | None = None,
     **settings: Any,
 ) -> Any:
     """Run a module or a function through graphs; also a decorator.
@@ -81,6 +83,9 @@ def graphed(
         batch_dims: Batch dimension by parameter name (None: has none; nested tensors are
             numbered, ``name_0``), or one for all. Derived by default: dimension 0 of the
             tensors that share the first one's, and no longer of one that once did not.
+        memory: A ``GraphMemory``, or a group of one, to share with others. By default the graphs
+            of all forms have one of their own: a pool, and a budget of ``MemoryOptions.max_bytes``
+            for all of them together, which counts what ``GraphMemory`` counts.
         settings: Further settings of ``GraphRunner``.
 
     Returns:
@@ -106,6 +111,7 @@ def graphed(
         **({} if sizes is None else {"sizes": tuple(sizes)}),
         **({} if policy is None else {"policy": policy}),
         **({} if lanes is None else {"lanes": lanes}),
+        **({} if memory is None else {"memory": memory}),
     }
     if module_or_function is None:
         given.pop("outputs")

@@ -20,9 +20,10 @@ from dispatchkit import (  # noqa: E402
     graph_piece,
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
-from dispatchkit.errors import CaptureError, ConfigError  # noqa: E402
+from dispatchkit.errors import CaptureError, ConfigError, DispatchkitError  # noqa: E402
 
 from dispatchkit_plan.calibration.calibrate import calibrate, load_runner  # noqa: E402
+from dispatchkit_plan.calibration.capture_memory import forecast  # noqa: E402
 from dispatchkit_plan.calibration.graph_memory import forecast_graph_memory  # noqa: E402
 from dispatchkit_plan.costs import load_cost_model, save_cost_model  # noqa: E402
 
@@ -302,6 +303,52 @@ def test_a_forecast_holds_what_all_graphs_take(share_outputs):
     runner.capture()
     assert forecast.low_bytes <= runner.num_bytes <= forecast.high_bytes
     assert forecast.high_bytes <= 1.1 * runner.num_bytes
+
+
+def tape_graphs(tape):
+    """Return a function that captures the graph of a size on a tape, into one pool."""
+    stream, pool = tape.new_stream(), tape.new_pool()
+    weight = torch.randn(16, 16)
+
+    def capture(size):
+        x = torch.zeros(size, 16)
+        return tape.capture(lambda: (x @ weight).relu() @ weight + x, stream=stream, pool=pool)
+
+    return capture, pool
+
+
+def test_a_forecast_needs_no_runner():
+    """It is for whoever captures by hand, before a cache takes the rest of the memory."""
+    tape, sizes = TapeBackend(), list(range(1, 49))
+    seen = []
+    told = forecast(tape_graphs(tape)[0], sizes, samples=6, backend=tape, warm_up=seen.append)
+    assert tape.device_memory().used_bytes == 0, "something of the samples is still there"
+    assert seen == sorted(seen, reverse=True)
+    assert {1, 48} < set(seen)
+    capture, pool = tape_graphs(tape)
+    before = tape.device_memory()
+    graphs = [capture(size) for size in reversed(sizes)]
+    taken = tape.device_memory()
+    assert told.low_bytes <= tape.pool_bytes(pool) <= told.high_bytes
+    assert told.high_bytes <= 1.2 * tape.pool_bytes(pool)
+    driver = (taken.used_bytes - taken.reserved_bytes) - (before.used_bytes - before.reserved_bytes)
+    assert told.driver_bytes <= driver <= told.driver_high_bytes
+    assert len(graphs) == 48
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sizes": [4]}, "at least two"),
+        ({"samples": 1}, "samples"),
+        ({"capture": 3}, "a function of a size"),
+        ({"backend": "nowhere"}, "nowhere"),
+    ],
+)
+def test_a_forecast_refuses_what_cannot_be(wrong, message):
+    given = {"capture": lambda size: size, "sizes": [1, 2], "backend": "tape", **wrong}
+    with pytest.raises(DispatchkitError, match=message):
+        forecast(given.pop("capture"), given.pop("sizes"), **given)
 
 
 # -- a model by name ----------------------------------------------------------------------

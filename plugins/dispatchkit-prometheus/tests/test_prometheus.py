@@ -19,10 +19,15 @@ pytest.importorskip("dispatchkit_vllm")
 from prometheus_client import CollectorRegistry, parser  # noqa: E402
 from prometheus_client.openmetrics import parser as openmetrics_parser  # noqa: E402
 
-from dispatchkit import GraphRunner, StaticInput, load_plugins  # noqa: E402
+from dispatchkit import GraphMemory, GraphRunner, StaticInput, load_plugins  # noqa: E402
 from dispatchkit.errors import ConfigError  # noqa: E402
 
-from dispatchkit_prometheus import PrometheusObserver, dashboard, watch  # noqa: E402
+from dispatchkit_prometheus import (  # noqa: E402
+    PrometheusObserver,
+    dashboard,
+    watch,
+    watch_memory,
+)
 from dispatchkit_prometheus.engine import EngineCollector  # noqa: E402
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -268,3 +273,29 @@ def test_a_collector_that_was_unregistered_is_registered_by_the_next_watch(
     assert watch(runner, registry=registry) is collector
     assert watch(runner, registry=registry) is collector
     assert b"dispatchkit_steps" in client.generate_latest(registry)
+
+
+def test_the_account_of_a_memory_is_scraped(address: str, registry: CollectorRegistry) -> None:
+    memory = GraphMemory(max_bytes=1 << 30)
+    runners = [make_runner(memory=memory.group(name)) for name in ("a", "b")]
+    for runner in runners:
+        runner.capture()
+    watch_memory(memory, registry=registry)
+    found = scrape(address)
+    (account,) = memory.account()
+    place = {"memory": "memory", "device": "cpu"}
+
+    def value(metric: str, **labels: str) -> float:
+        return found[metric, frozenset({**place, **labels}.items())]
+
+    for part, num_bytes in account.lines().items():
+        assert value("dispatchkit_memory_bytes", part=part) == num_bytes
+    for pool in account.pools:
+        assert value("dispatchkit_memory_pool_bytes", pool=pool.name) == pool.num_bytes > 0
+    assert value("dispatchkit_memory_counted_bytes") == account.num_bytes
+    assert value("dispatchkit_memory_max_bytes") == 1 << 30
+    with pytest.raises(ConfigError, match="one for each memory"):
+        watch_memory(GraphMemory(), registry=registry)
+    del memory, runners, runner
+    gc.collect()
+    assert not any(name.startswith("dispatchkit_memory") for name, _ in scrape(address))

@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from dispatchkit_plan.calibration.calibrate import calibrate, load_runner
+    from dispatchkit_plan.calibration.capture_memory import forecast
     from dispatchkit_plan.calibration.graph_memory import MemoryMeter, forecast_graph_memory
     from dispatchkit_plan.commands.accounting import explain_trace
     from dispatchkit_plan.costs import (
@@ -70,6 +71,7 @@ _HOME = {
     "calibrate": "calibration.calibrate",
     "emit": "emitters",
     "explain_trace": "commands.accounting",
+    "forecast": "calibration.capture_memory",
     "forecast_graph_memory": "calibration.graph_memory",
     "forecast_memory": "memory",
     "forecast_swap": "swap_forecast",
@@ -116,6 +118,7 @@ __all__ = [
     "calibrate",
     "emit",
     "explain_trace",
+    "forecast",
     "forecast_graph_memory",
     "forecast_memory",
     "forecast_swap",

@@ -24,7 +24,13 @@ import attrs
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import check_count
 
-__all__ = ["SEGMENT_BYTES", "MemoryForecast", "MemorySample", "forecast_memory"]
+__all__ = [
+    "SEGMENT_BYTES",
+    "MemoryForecast",
+    "MemorySample",
+    "forecast_memory",
+    "spread_sizes",
+]
 
 SEGMENT_BYTES = 2 * 1024 * 1024
 """Smallest step in which torch's caching allocator reserves memory (torch 2.x, kSmallBuffer)."""
@@ -123,6 +129,17 @@ def forecast_memory(
     return MemoryForecast(
         round(expected), round(low), round(high), tuple(per_graph), driver, driver_high
     )
+
+
+def spread_sizes(sizes: Sequence[int], count: int) -> list[int]:
+    """Return about so many of the sizes, the largest first, in even ratios down to the smallest.
+
+    In ratios, since it is around powers of two that libraries take another kernel, with
+    other needs of memory.
+    """
+    largest, smallest = sizes[0], sizes[-1]
+    wanted = [largest * (smallest / largest) ** (i / (count - 1)) for i in range(count)]
+    return sorted({min(sizes, key=lambda size: abs(size - want)) for want in wanted}, reverse=True)
 
 
 def _driver(taken: Sequence[MemorySample], num_sizes: int, block_bytes: int) -> tuple[int, int]:

@@ -28,7 +28,13 @@ from dispatchkit.keys import (
     check_count,
 )
 
-from dispatchkit_plan.memory import SEGMENT_BYTES, MemoryForecast, MemorySample, forecast_memory
+from dispatchkit_plan.memory import (
+    SEGMENT_BYTES,
+    MemoryForecast,
+    MemorySample,
+    forecast_memory,
+    spread_sizes,
+)
 
 __all__ = ["MemoryMeter", "Subject", "forecast_graph_memory", "measuring_subject"]
 
@@ -125,6 +131,7 @@ def measuring_subject(
         runner.spec,
         backend=runner.backend,
         lazy=False,
+        memory=None,
         options=attrs.evolve(
             runner.spec.options, config=config, memory=limits, strict=False, check=0
         ),
@@ -223,7 +230,7 @@ def forecast_graph_memory(
         runner.warm_up()
         meter = MemoryMeter(runner)
         taken = []
-        chosen = _spread(sizes, samples)
+        chosen = spread_sizes(sizes, samples)
         try:
             for done, size in enumerate(chosen):
                 if progress is not None:
@@ -243,14 +250,3 @@ def forecast_graph_memory(
     is_device = torch.device(runner.backend.torch_device).type == "cuda"
     # Other devices, the tape too, hand out what is asked for and no whole segments.
     return forecast_memory(taken, sizes, segment_bytes=SEGMENT_BYTES if is_device else 0)
-
-
-def _spread(sizes: Sequence[int], count: int) -> list[int]:
-    """Return about so many of the sizes, the largest first, in even ratios down to the smallest.
-
-    In ratios, since it is around powers of two that libraries take another kernel, with
-    other needs of memory.
-    """
-    largest, smallest = sizes[0], sizes[-1]
-    wanted = [largest * (smallest / largest) ** (i / (count - 1)) for i in range(count)]
-    return sorted({min(sizes, key=lambda size: abs(size - want)) for want in wanted}, reverse=True)

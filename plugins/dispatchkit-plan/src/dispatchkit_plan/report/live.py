@@ -50,12 +50,15 @@ class LiveStatistics:
         policy: Name of the policy, as of the last sample.
         samples: Counters of each sample, as plain values.
         arms: What a learning policy had measured by the last sample.
+        memory: Where the memory of each device had gone by the last sample, where the runner
+            shares a ``GraphMemory``: bytes by what they are for.
     """
 
     def __init__(self) -> None:
         self.policy: str = ""
         self.samples: list[dict[str, Any]] = []
         self.arms: list[dict[str, Any]] = []
+        self.memory: dict[str, dict[str, int]] = {}
 
     def sample(self, runner: Any) -> None:
         """Read a GraphRunner's counters, and what its policy has learnt."""
@@ -63,6 +66,8 @@ class LiveStatistics:
         self.samples.append(attrs.asdict(runner.stats()))
         if len(self.samples) > MAX_SAMPLES:
             self.samples = self.samples[::2]
+        if (group := runner.spec.memory_group) is not None:
+            self.memory = {one.device: one.lines() for one in group.memory.account()}
         explains = runner.dispatcher.policy_parts.explain
         if explains is not None:
             self.arms = [attrs.asdict(bucket) for bucket in explains() if attrs.has(type(bucket))]
@@ -75,6 +80,7 @@ class LiveStatistics:
             "policy": self.policy,
             "samples": self.samples,
             "arms": _finite(self.arms),
+            "memory": self.memory,
         }
 
     def save(self, path: str | Path) -> None:
@@ -124,7 +130,12 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
             f"Of {last['steps']:,} steps {replayed:.1%} replayed a graph, with padding of "
             f"{share:.2f}% of their real tokens."
         ),
-        facts=(("Source", source), ("Policy", policy), ("Samples", f"{len(samples):,}")),
+        facts=(
+            ("Source", source),
+            ("Policy", policy),
+            ("Samples", f"{len(samples):,}"),
+            *_memory(data.get("memory"), source),
+        ),
         tiles=(
             Tile("Steps", f"{last['steps']:,}", f"{last['failed_steps']:,} failed"),
             Tile("Replayed", f"{replayed:.1%}", f"{len(last['hits'])} graphs in use"),
@@ -149,6 +160,26 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
         ),
         notes=("These are counts of a runner at work, since it was made.",),
     )
+
+
+def _memory(devices: Any, source: str) -> list[tuple[str, str]]:
+    """Return where the memory of each device has gone, in words."""
+    if devices is None:
+        return []
+    if not isinstance(devices, Mapping) or not all(
+        isinstance(lines, Mapping) and all(whole_number(one) is not None for one in lines.values())
+        for lines in devices.values()
+    ):
+        raise ConfigError(f"{source}: memory", devices, "bytes by device and part")
+    return [
+        (
+            f"Memory of {device}",
+            ", ".join(
+                f"{part} {num_bytes / (1 << 20):,.1f} MiB" for part, num_bytes in lines.items()
+            ),
+        )
+        for device, lines in devices.items()
+    ]
 
 
 def _check_sample(sample: Any, source: str) -> None:
