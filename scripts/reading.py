@@ -1,7 +1,7 @@
 """Bring docs/reading.md up to date: its counts, and what each file says of itself.
 
 Usage: scripts/reading.py. The order of the files is kept. A file that is not on the page yet comes
-last, to be moved to its place by hand; one that is gone is left out.
+behind the last one of its folder, to be moved to its place by hand; one that is gone is left out.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ def rewritten(page: str) -> str:
     """Return the page as it should be now."""
     there = files()
     lines = [line for line in page.splitlines() if _name(line) is None or _name(line) in there]
-    missing = set(there) - {_name(line) for line in lines}
-    lines += [f"- `{name}` (0): " for name in sorted(missing)]
+    for name in sorted(set(there) - {_name(line) for line in lines}):
+        folder = name.rpartition("/")[0]
+        of_folder = [
+            at for at, line in enumerate(lines) if (_name(line) or "/").rpartition("/")[0] == folder
+        ]
+        lines.insert(1 + (of_folder or [len(lines) - 1])[-1], f"- `{name}` (0): ")
     sections: Counter[str] = Counter()
     heading = ""
     for line in lines:

@@ -36,4 +36,12 @@ def test_what_is_out_of_date_is_seen() -> None:
     ):
         assert wrong != PAGE
         assert reading.rewritten(wrong) == PAGE
-    assert reading.rewritten(PAGE.replace(f"{second}\n", "")).endswith(f"{second}\n")
+    *_, tape = (line for line in entries(PAGE) if "`backends/tape/" in line)  # its folder's last
+    assert reading.rewritten(PAGE.replace(f"{tape}\n", "")) == PAGE
+
+
+def test_what_comes_with_the_core_is_read_after_it() -> None:
+    core, beside = PAGE.split("## Beside the core", 1)
+    for part, is_beside in ((core, False), (beside, True)):
+        names = [reading.ENTRY.fullmatch(line)[1] for line in entries(part)]
+        assert [name for name in names if name.startswith(reading.BESIDE) is not is_beside] == []
