@@ -159,3 +159,36 @@ def test_no_interrupt_of_a_capture_stops_others_for_good(draws):
         torch.testing.assert_close(runner(x=x), x @ weight)
         assert runner.stats().steps_by_mode["FULL"], f"not captured after an interrupt at {at}"
     KEPT.clear()
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("served", [True, False])
+def test_an_engine_in_inference_mode_replays(captured, served):
+    """Its cache was made inside; it is captured and served inside, outside, or in turn."""
+    with torch.inference_mode():
+        cache = torch.zeros(16, 2, device="cuda")
+        weight = torch.randn(2, 2, device="cuda")
+
+    def step(x):
+        cache[: x.shape[0]] += x
+        return cache[: x.shape[0]] @ weight
+
+    runner = GraphRunner(
+        step,
+        {"x": StaticInput((None, 2), "float32")},
+        sizes=[4, 8],
+        mode="FULL",
+        state=[cache],
+        backend=CudaBackend(0),
+    )
+    with torch.inference_mode(captured):
+        assert runner.capture().failed == {}
+    assert not cache.any()
+    total = torch.zeros(16, 2, device="cuda")
+    for rows in (3, 8, 5):
+        x = torch.randn(rows, 2, device="cuda")
+        total[:rows] += x
+        with torch.inference_mode(served):
+            result = runner(x=x)
+        torch.testing.assert_close(result, total[:rows] @ weight.clone())
+    assert runner.stats().steps_by_mode["FULL"] == 3

@@ -39,7 +39,7 @@ from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.python_state import Entry
-from dispatchkit.execute.step.state import Snapshot, StorageSet, restored
+from dispatchkit.execute.step.state import Snapshot, StorageSet, plain_tensor, restored
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
@@ -242,10 +242,9 @@ class Capturer:
                 key=str(key),
                 reason="too_large",
             )
-        # Graphs carry no gradients, and their memory must be usable outside inference mode.
         with (
             lane.alone(),
-            torch.inference_mode(False),
+            torch.inference_mode(self._warmups.needs_inference_mode()),
             torch.no_grad(),
             restored(self._warmups.snapshot()) as snapshot,
         ):
@@ -323,7 +322,12 @@ class Capturer:
                 key=str(key),
                 reason="output_layout",
             )
-        leaves = tuple(leaves_of(outputs))
+        leaves = tuple(
+            plain_tensor(leaf)
+            if isinstance(leaf, torch.Tensor) and not warmups.is_state(leaf)
+            else leaf
+            for leaf in leaves_of(outputs)
+        )
         clones = tuple(
             isinstance(leaf, torch.Tensor) and one.kind != "kept" and not warmups.is_state(leaf)
             for one, leaf in zip(layout.leaves, leaves, strict=True)

@@ -95,6 +95,9 @@ class Warmups:
         self._features = features_of(lane.backend)
         self._row_count, self._axes = row_count, axes
         self._state = StorageSet(state.tensors)
+        self._declared = (*state.tensors, *state.scratch)
+        # Whether the step reaches a tensor made in inference mode, with what that was asked of.
+        self._has_inference: tuple[object, bool] | None = None
         self._written = StorageSet()  # by any watched warmup, beside the declared state
         self._scratch = StorageSet(state.scratch)
         self._state_limit = state_limit_bytes
@@ -322,6 +325,21 @@ class Warmups:
     def run_at(self, key: GraphKey, num_rows: int) -> Any:
         """Run the step once for a key at fewer rows than its size, on dummy rows."""
         return self._shapes(self.views(key, num_rows))
+
+    def needs_inference_mode(self) -> bool:
+        """Return whether to capture in inference mode: graphs are captured where they serve.
+
+        Also outside of it where the step reaches a tensor that was made in it, such as a cache of
+        an engine that lives in it: it could not be written elsewhere.
+        """
+        if torch.is_inference_mode_enabled() or any(one.is_inference() for one in self._declared):
+            return True
+        state = self.effects.state()
+        if self._has_inference is None or self._has_inference[0] is not state:
+            values = (entry.before for entry in state.values_read())
+            found = any(isinstance(one, torch.Tensor) and one.is_inference() for one in values)
+            self._has_inference = (state, found)
+        return self._has_inference[1]
 
     def _reached(self, inputs: StorageSet) -> Iterator[torch.Tensor]:
         """Yield the tensors that the step reaches and is not known to write."""

@@ -33,6 +33,7 @@ from dispatchkit.backends.watching.dispatch_mode import (
     tensors_in,
 )
 from dispatchkit.backends.watching.higher_order import is_higher_order, run_higher_order
+from dispatchkit.backends.watching.host_sync import run_composite
 from dispatchkit.errors import CaptureError, ConfigError
 
 
@@ -112,6 +113,17 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
     """Return all of a storage as elements of a type, without a copy."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+
+
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that can be used outside inference mode, on the same memory."""
+    if not tensor.is_inference() or tensor.layout is not torch.strided:
+        return tensor
+    with torch.inference_mode(False):
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return made.set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
 
 
 class StorageSet:
@@ -264,6 +276,10 @@ class WriteWatch(DispatchMode):
         self.draws = self.draws or facts.draws
         if self._calls is not None and self._calls.note(sys._getframe(1)):
             self._note_given(args, kwargs)
+        if torch.is_inference_mode_enabled():
+            result = run_composite(self, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         for index, name in facts.writes:
             for tensor in tensors_in((args[index] if index < len(args) else kwargs.get(name),)):
                 self._before_write(tensor, func._schema.name)
