@@ -272,7 +272,7 @@ def second_runner(engine: CpuEngine) -> bool:
     for _ in range(600):
         found = step(made, 8, 8, 1)
         modes.append(found.cg_mode.name)
-        timer.begin()
+        timer.begin(made.station.take_answer())
         time.sleep(0.004 if found.cg_mode == CUDAGraphMode.FULL else 0.001)
         timer.end()
     late = Counter(modes[-60:])

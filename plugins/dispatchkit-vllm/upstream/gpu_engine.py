@@ -264,6 +264,24 @@ def recording_us(engine: Engine, rounds: int) -> dict[str, float]:
     }
 
 
+def time_learning(timer: Any) -> None:
+    """Have a timer of steps add up the host's time that it takes itself, in ``host_ns``."""
+    timer.host_ns = 0
+    begin, end, now = timer.begin, timer.end, time.perf_counter_ns
+
+    def timed_begin(answer: Any) -> None:
+        begun = now()
+        begin(answer)
+        timer.host_ns += now() - begun
+
+    def timed_end() -> None:
+        begun = now()
+        end()
+        timer.host_ns += now() - begun
+
+    timer.begin, timer.end = timed_begin, timed_end
+
+
 def turns(
     engine: Engine, names: list[str], rounds: int, make: Callable[[random.Random], Any]
 ) -> Any:
@@ -273,6 +291,9 @@ def turns(
         if name != "plain":
             policy, options = POLICIES[name]
             cores[name] = engine.station.make(policy, **options)
+            engine.station.put(cores[name])
+            if engine.station.timer is not None:
+                time_learning(engine.station.timer)
     watch = Watch(engine)
     results: dict[str, list[float]] = {name: [] for name in names}
     same: dict[str, bool] = dict.fromkeys(names, True)
@@ -332,7 +353,8 @@ def emit_adaptive(
 ) -> None:
     """Report adaptive beside plain."""
     plain, adaptive = results["plain"], results["adaptive"]
-    timer = engine.station._timers[cores["adaptive"]]
+    timer, policy = engine.station._timers[cores["adaptive"]], cores["adaptive"].policy
+    steps = max(1, timer._step)
     emit(
         what=what,
         runner=runner,
@@ -345,7 +367,12 @@ def emit_adaptive(
             / statistics.median(plain[len(plain) // 2 :]),
             4,
         ),
+        steps=steps,
         outcomes=timer.num_outcomes,
+        pace=policy.pace,
+        learning_us=round(timer.host_ns / 1e3 / steps, 2),
+        device_us=round(policy.ledger.base_us / max(1.0, policy.ledger.steps), 1),
+        lead_pct=round(100 * policy.ledger.lead_us / max(1.0, policy.ledger.base_us), 3),
         tokens_equal=same["adaptive"],
     )
 

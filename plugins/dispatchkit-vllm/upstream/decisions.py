@@ -1,0 +1,191 @@
+"""Time the decisions of vLLM's second model runner, its own and those of policies.
+
+    .vllm/cpu-0.32.0/bin/python plugins/dispatchkit-vllm/upstream/decisions.py [--steps 1000]
+
+Runs in an environment of ``cpu_engine.py``; no model is loaded. The steps are those of a recorded
+trace from its start, with everything cold that a policy has cold. Between two steps the caches of
+the processor are overwritten, as a forward pass does: a warm decision takes a tenth of one in an
+engine. Policies take turns; of each step the least time over the rounds counts. One JSON line for
+each policy: the mean time of a decision, and what it is of vLLM's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["DISPATCHKIT_POLICY"] = "vllm"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+
+from dispatchkit.observe import read_trace
+
+from dispatchkit_vllm import engine
+
+TRACE = Path(__file__).resolve().parents[3] / "tests/data/traces/step_azure_conv_high.csv.gz"
+SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's default
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("", {}),
+    "vllm": ("vllm", {}),
+    "threshold": ("threshold", {}),
+    "threshold max_tokens=64": ("threshold", {"max_tokens": 64}),
+    "threshold prefer_piecewise": ("threshold", {"prefer_piecewise": True}),
+    "composite": ("composite", {"members": "vllm"}),
+    "composite with adaptive": ("composite", {"members": "vllm,adaptive"}),
+    "adaptive": ("adaptive", {}),
+}
+#: Device times that policies are told, microseconds: without tokens, and for each.
+MODELLED_US = {"FULL": (900.0, 2.0), "PIECEWISE": (2500.0, 2.0), "NONE": (8000.0, 2.0)}
+
+Shape = tuple[int, int, int | None]
+
+
+def runner_module() -> Any:
+    """Import the second runner, with what a CPU lacks for it left out."""
+    engine.install()
+    from vllm.v1.worker.gpu import model_runner as module
+
+    names = module.ModelCudaGraphManager.replaces.__init__.__globals__
+    names["current_platform"] = SimpleNamespace(get_global_graph_pool=object)
+    names["get_pp_group"] = lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    return module
+
+
+def new_manager(module: Any) -> Any:
+    """Return a manager of vLLM's default sizes that counts as captured."""
+    from vllm.config import CUDAGraphMode
+
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=SIZES,
+            max_cudagraph_capture_size=SIZES[-1],
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+            compile_sizes=None,
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=256),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        parallel_config=SimpleNamespace(
+            world_size=1, data_parallel_size=1, tensor_parallel_size=1, rank=0
+        ),
+        device_config=SimpleNamespace(device_type="cpu"),
+        speculative_config=None,
+        num_speculative_tokens=0,
+        lora_config=None,
+        additional_config={},
+    )
+    made = module.ModelCudaGraphManager(config, "cpu", CUDAGraphMode.FULL_AND_PIECEWISE, 1)
+    made._graphs_captured = True  # noqa: SLF001 - what vLLM calls it
+    return made
+
+
+class ModelledClock:
+    """A clock that tells the time that was set."""
+
+    name = "device"
+    us = 0.0
+
+    def is_busy(self) -> bool:
+        """Return True, as with asynchronous scheduling."""
+        return True
+
+    def new_mark(self) -> object:
+        """Return a mark."""
+        return object()
+
+    def set_mark(self, mark: object) -> None:
+        """Do nothing."""
+
+    def is_reached(self, mark: object) -> bool:
+        """Return True."""
+        return True
+
+    def elapsed_us(self, start: object, end: object) -> float:
+        """Return the time that was set."""
+        return self.us
+
+
+def decide_all(
+    module: Any, manager: Any, name: str, steps: list[Shape], chill: Callable[[], None]
+) -> tuple[list[int], list[int]]:
+    """Return the nanoseconds of each decision, and of each step's measuring and learning."""
+    policy, options = POLICIES[name]
+    station, clock, now = manager.station, ModelledClock(), time.perf_counter_ns
+    station._clock = lambda _: clock  # noqa: SLF001
+    station.put(station.make(policy, **options) if policy else None)
+    own = (module.ModelCudaGraphManager.replaces if not policy else type(manager)).dispatch
+    decisions: list[int] = []
+    learning: list[int] = []
+
+    def dispatch(*args: Any, **options: Any) -> Any:
+        begun = now()
+        found = own(manager, *args, **options)
+        decisions.append(now() - begun)
+        return found
+
+    manager.dispatch = dispatch
+    timer = station.timer
+    for num_reqs, num_tokens, uniform in steps:
+        chill()
+        found = module.dispatch_cg_and_sync_dp(manager, num_reqs, num_tokens, uniform, 1, 0)[0]
+        if timer is not None:
+            fixed, each = MODELLED_US[found.cg_mode.name]
+            clock.us = fixed + each * found.num_tokens
+            chill()
+            begun = now()
+            timer.begin(station.take_answer())
+            timer.end()
+            learning.append(now() - begun)
+    del manager.dispatch
+    station.put(None)
+    return decisions, learning
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--cold-mib", type=int, default=64, help="overwritten between steps; 0: none"
+    )
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    trace = list(read_trace(given.trace))[: given.steps]
+    steps = [(one.num_reqs, one.num_tokens, 1 if one.uniform_decode else None) for one in trace]
+    memory = torch.zeros(given.cold_mib * 2**20, dtype=torch.uint8)
+    module = runner_module()
+    manager = new_manager(module)
+    found: dict[str, list[tuple[list[int], list[int]]]] = {name: [] for name in POLICIES}
+    for _ in range(given.rounds):
+        for name in POLICIES:
+            found[name].append(decide_all(module, manager, name, steps, lambda: memory.add_(1)))
+
+    def mean_us(name: str, part: int) -> float:
+        least = [min(times) for times in zip(*(one[part] for one in found[name]), strict=True)]
+        return statistics.fmean(least) / 1e3 if least else 0.0
+
+    plain = mean_us("plain", 0)
+    for name in POLICIES:
+        line = {
+            "policy": name,
+            "decision_us": round(mean_us(name, 0), 2),
+            "of_plain": round(mean_us(name, 0) / plain, 3),
+            "learning_us": round(mean_us(name, 1), 2),
+            "steps": len(steps),
+        }
+        sys.stdout.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
