@@ -73,30 +73,34 @@ class PythonEffects:
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = tuple(pieces)
-        self._state: PythonState | None = None
-        # Within ``contained``: what was reached before, and whether graphs alone count.
-        self._begun: tuple[PythonState, bool] | None = None
-        # With the state it was made of: of whole steps, and of graph pieces alone.
-        self._watches: dict[bool, tuple[PythonState, ValueWatch]] = {}
+        # What is reached by the whole step, and by graph pieces alone; what watches the values.
+        self._states: dict[bool, PythonState] = {}
+        self._watches: dict[bool, ValueWatch] = {}
+        # Within ``contained``: whether graphs alone count.
+        self._graphs_alone: bool | None = None
         self._replaced: Counter[str] = Counter()
         # Entries that the step changed in a first call, by container and key.
         self._first: dict[tuple[int, Any], Entry] = {}
 
     def forget(self) -> None:
         """Look anew at what the step reaches: it may be something else from now on."""
-        self._state = None
+        self._states.clear()
         self._watches.clear()
 
-    def _roots(self, *, graphs_alone: bool = False) -> dict[str, Any]:
-        return {
-            piece.name: piece.fn for piece in self._pieces if piece.is_graph or not graphs_alone
-        }
+    def _reach(self, *, graphs_alone: bool = False) -> PythonState:
+        """Return what the step, or its graph pieces, reach now."""
+        pieces = [one for one in self._pieces if one.is_graph or not graphs_alone]
+        return PythonState({piece.name: piece.fn for piece in pieces})
 
-    def state(self) -> PythonState:
-        """Return what the step reaches, as it is now."""
-        if self._state is None or not self._state.is_current():
-            self._state = PythonState(self._roots())
-        return self._state
+    def state(self, *, graphs_alone: bool = False) -> PythonState:
+        """Return what the step reaches, as it was when a capture last looked (``refresh``).
+
+        Args:
+            graphs_alone: Only what its graph pieces reach.
+        """
+        if graphs_alone not in self._states:
+            self._states[graphs_alone] = self._reach(graphs_alone=graphs_alone)
+        return self._states[graphs_alone]
 
     def watch(self, *, graphs_alone: bool = False) -> ValueWatch:
         """Return what watches the values that a graph made now has built in.
@@ -104,13 +108,10 @@ class PythonEffects:
         Args:
             graphs_alone: Eager pieces read their values anew at each replay.
         """
-        state = self.state()
-        made_of, watch = self._watches.get(graphs_alone, (None, None))
-        if watch is None or made_of is not state:
-            read = PythonState(self._roots(graphs_alone=True)) if graphs_alone else state
-            watch = ValueWatch(read, self._changed_once())
-            self._watches[graphs_alone] = (state, watch)
-        return watch
+        if graphs_alone not in self._watches:
+            read = self.state(graphs_alone=graphs_alone)
+            self._watches[graphs_alone] = ValueWatch(read, self._changed_once())
+        return self._watches[graphs_alone]
 
     def note_replaced(self, entries: Iterable[Entry]) -> None:
         """Count entries that were found to be replaced after a capture."""
@@ -118,13 +119,21 @@ class PythonEffects:
         self.forget()
 
     def refresh(self) -> bool:
-        """Return whether what the step reaches is another than at the last capture."""
-        known = self._state
-        return self.state() is not known
+        """Return whether what the step reaches is another than at the last capture.
+
+        Everything is compared, which takes milliseconds for a large model: once for each capture.
+        """
+        known = self._states.get(False)
+        if known is not None and known.is_current():
+            return False
+        self.forget()
+        return True
 
     def _changed_once(self) -> tuple[Entry, ...]:
         """Return the entries that a first call changes, as they are now."""
         wanted = self._first
+        if not wanted:
+            return ()
         return tuple(
             entry
             for entry in self.state().values_read()
@@ -149,31 +158,40 @@ class PythonEffects:
                 reason=Reason.PYTHON_STATE,
             )
         before = self.state()
-        self._begun = before, graphs_alone
+        if graphs_alone:
+            self.state(graphs_alone=True)  # before anything is changed
+        self._graphs_alone = graphs_alone
+        changed: tuple[Entry, ...] = ()
         try:
             yield
-            self.check_run()
+            changed = self.check_run()
+        except BaseException:
+            changed = before.changes()
+            raise
         finally:
-            self._begun = None
-            if changed := before.changes():
+            self._graphs_alone = None
+            if changed:
                 restore(changed)
-                self._state = None
+                self.forget()
 
-    def check_run(self) -> None:
+    def check_run(self) -> tuple[Entry, ...]:
         """Look at what one run has changed, before another one changes it back.
+
+        Returns:
+            What eager pieces have changed.
 
         Raises:
             PythonChangedError: There was something that no replay would change.
         """
-        if self._begun is None:
-            return
-        before, graphs_alone = self._begun
-        changed = before.changes()
-        if changed and graphs_alone:
-            reached = PythonState(self._roots(graphs_alone=True)).containers()
-            changed = tuple(one for one in changed if id(one.record.target) in reached)
-        if changed:
-            raise PythonChangedError(changed)
+        if self._graphs_alone is None:
+            return ()
+        changed = ours = self.state().changes()
+        if changed and self._graphs_alone:
+            reached = self.state(graphs_alone=True).containers()
+            ours = tuple(one for one in changed if id(one.record.target) in reached)
+        if ours:
+            raise PythonChangedError(ours)
+        return changed
 
     def check(
         self,
@@ -196,20 +214,21 @@ class PythonEffects:
         Raises:
             CaptureError: The step has Python state, or this was its first call.
         """
-        before = PythonState(self._roots())
+        before = self._reach()
         try:
             found = self._find(before, snapshot, run, run_on_other_rows)
         except BaseException:
             restore(before.changes())
             raise
         if found in (_CACHE, _NOT_OURS):
-            self._state = None
+            self.forget()
             if found == _NOT_OURS:
                 error.redo()
             return
         restore(before.changes())
         snapshot.restore()
-        self._state, changed = None, error.entries
+        self.forget()
+        changed = error.entries
         if found == Reason.FIRST_CALL:
             self._first |= {(id(one.record.target), one.key): one for one in changed}
             raise CaptureError(
@@ -240,7 +259,7 @@ class PythonEffects:
         values = [_content(entry.now()) for entry in made]
         written = snapshot.contents()
         snapshot.restore()
-        after = PythonState(self._roots())
+        after = self._reach()
         second = _copies(leaves_of(run()))
         if after.changes():
             return Reason.PYTHON_STATE

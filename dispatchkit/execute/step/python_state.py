@@ -145,6 +145,7 @@ class PythonState:
         # Those of objects that the step may call, and not only methods of them.
         self._called: set[type] = set()
         self._names: set[str] | None = None
+        self._values_read: tuple[Entry, ...] | None = None
         self._records_of: dict[int, list[Record]] = {}
         # Objects that need no attribute to be reached: roots, cells, globals, classes.
         self._roots: set[int] = set()
@@ -189,14 +190,16 @@ class PythonState:
 
     def values_read(self) -> tuple[Entry, ...]:
         """Return the entries that the step's code may read, and that may change."""
-        reads_gradients = not self._names_read().isdisjoint({"grad", *_DYNAMIC})
-        return self._read_by_step(
-            Entry(record, key)
-            for record in self._records
-            if record.kind is not _GRADIENT or reads_gradients
-            for key, value in record.saved.items()
-            if record.kind is not _TUPLE or not is_plain(value)
-        )
+        if self._values_read is None:
+            reads_gradients = not self._names_read().isdisjoint({"grad", "backward", *_DYNAMIC})
+            self._values_read = self._read_by_step(
+                Entry(record, key)
+                for record in self._records
+                if record.kind is not _GRADIENT or reads_gradients
+                for key, value in record.saved.items()
+                if record.kind is not _TUPLE or not is_plain(value)
+            )
+        return self._values_read
 
     def containers(self) -> set[int]:
         """Return the identities of the containers that the step's code reaches."""
@@ -367,11 +370,13 @@ class Record:
         """Yield the entries that are different now."""
         now = self.kind.read(self.target)
         for key, value in self.saved.items():
-            if not is_same(value, now.get(key, MISSING)):
+            one = now.get(key, MISSING)
+            if one is not value and not is_same(value, one):
                 yield Entry(self, key)
-        for key in now:
-            if key not in self.saved:
-                yield Entry(self, key)
+        if now.keys() != self.saved.keys():
+            for key in now:
+                if key not in self.saved:
+                    yield Entry(self, key)
 
 
 def _dotted(path: str, key: Any) -> str:
@@ -675,7 +680,7 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
 def _parts(found: _Found) -> Iterator[Record | _Found]:
     """Yield the records of one object, and what it refers to besides their entries."""
     value = found.value
-    own = attrs.evolve(found, owner=found.owner or type(value).__qualname__)
+    own = found if found.owner else attrs.evolve(found, owner=type(value).__qualname__)
     if isinstance(value, types.ModuleType):
         if value is random:
             yield Record(_RANDOM_MODULE, own)
