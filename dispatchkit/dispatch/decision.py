@@ -66,6 +66,8 @@ class Reason(enum.StrEnum):
     GRADIENTS = "gradients"
     #: its tensors are on several devices,
     SEVERAL_DEVICES = "several_devices"
+    #: a tensor is of a kind that no graph takes: nested, sparse, quantized, a subclass,
+    TENSOR_KIND = "tensor_kind"
     #: a value cannot be part of a graph's name,
     UNHASHABLE_VALUE = "unhashable_value"
     #: or as many other forms of calls as there may be have graphs.

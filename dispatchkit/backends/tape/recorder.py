@@ -34,7 +34,7 @@ from dispatchkit.backends.watching.collectives import (
     waited,
     writes_first_argument,
 )
-from dispatchkit.backends.watching.dispatch_mode import DispatchMode
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode, has_subclass
 from dispatchkit.backends.watching.higher_order import is_higher_order, run_higher_order
 from dispatchkit.backends.watching.host_sync import sync_of
 
@@ -123,6 +123,8 @@ class Recorder(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and has_subclass(types):
+            return NotImplemented  # a subclass: what it does by itself comes here
         if is_higher_order(func):
             return run_higher_order(self, func, args, kwargs)
         error = sync_of(func, args)
@@ -204,9 +206,13 @@ class Recorder(DispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         """Note a tensor's storage, refusing what a tape cannot hold at a fixed address."""
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if tensor.is_nested:
+            raise HostSyncError("an operation on a nested tensor", "its sizes are on the host")
+        is_strided = tensor.layout is torch.strided and not tensor.is_quantized
+        if tensor.device.type != "cpu" or not is_strided:
+            kind = "quantized" if tensor.is_quantized else str(tensor.layout)
             raise RuntimeError(
-                f"a {tensor.layout} tensor on {tensor.device} cannot be recorded on the tape; "
+                f"a {kind} tensor on {tensor.device} cannot be recorded on the tape; "
                 "only strided CPU tensors can"
             )
         self.storages.setdefault(storage_id(tensor), tensor.untyped_storage())

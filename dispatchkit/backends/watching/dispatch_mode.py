@@ -41,6 +41,15 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
+def has_subclass(types: Iterable[Any]) -> bool:
+    """Return whether there is a subclass among types that handles operations itself.
+
+    A mode leaves those to it: what it does then comes to the mode.
+    """
+    plain = torch.Tensor.__torch_dispatch__
+    return any(one.__torch_dispatch__ != plain for one in types)
+
+
 class PerOperation(Generic[_Facts]):
     """What is found out about each operation once.
 

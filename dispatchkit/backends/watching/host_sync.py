@@ -38,12 +38,18 @@ _PUBLIC_NAMES = {
     "aten::_index_put_impl_": "assignment by a mask",
     "aten::_unique2": "torch.unique",
     "aten::unique_dim": "torch.unique",
+    "aten::_nested_tensor_from_mask_left_aligned": "a padding mask turned into nested tensors",
+    "aten::_nested_tensor_from_mask": "a padding mask turned into nested tensors",
 }
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 _READS_BY_INDEX = ("aten::index", "aten::_unsafe_index")
 _WRITES_BY_INDEX = ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
+# Untagged, though the host reads the mask: whether it is aligned, and where each row ends.
+_READS_MASK = frozenset(
+    {"aten::_nested_tensor_from_mask_left_aligned", "aten::_nested_tensor_from_mask"}
+)
 _DATA_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -93,7 +99,7 @@ def is_data_dependent(func: Any, args: tuple[Any, ...]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_tagged(func: Any) -> bool:
-    return any(tag in func.tags for tag in _DATA_TAGS)
+    return func._schema.name in _READS_MASK or any(tag in func.tags for tag in _DATA_TAGS)
 
 
 def _has_mask(indices: Any) -> bool:
@@ -106,9 +112,12 @@ def sync_of(func: Any, args: tuple[Any, ...]) -> HostSyncError | None:
     if not is_data_dependent(func, args):
         return None
     name = func._schema.name
-    return HostSyncError(
-        _PUBLIC_NAMES.get(name, name), "its result's value or shape depends on data"
-    )
+    why = "its result's value or shape depends on data"
+    if name in _READS_MASK:
+        why = (
+            "torch.nn.TransformerEncoder does without it when made with enable_nested_tensor=False"
+        )
+    return HostSyncError(_PUBLIC_NAMES.get(name, name), why)
 
 
 class HostSyncGuard(TorchFunctionMode):

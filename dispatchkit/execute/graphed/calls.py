@@ -17,6 +17,7 @@ from dispatchkit.dispatch import Reason
 from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.graphed.forms import Form
 from dispatchkit.execute.graphed.gradients import HeldWeights
+from dispatchkit.execute.io.input_errors import odd_kind
 from dispatchkit.execute.io.inputs import RESERVED_NAMES
 from dispatchkit.execute.lanes.lane_set import StepHandle
 from dispatchkit.execute.memory import GraphMemory, MemoryGroup
@@ -205,6 +206,8 @@ class GraphedCalls:
                 for at, one in enumerate(leaves)
                 if not isinstance(one, torch.Tensor)
             )
+        if any(map(odd_kind, tensors)):
+            return Reason.TENSOR_KIND
         if torch.is_grad_enabled() and (
             (self.module is not None and self.module.training)
             or any(one.requires_grad for one in tensors)

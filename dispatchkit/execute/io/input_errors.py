@@ -11,6 +11,8 @@ from dispatchkit.errors import InputError
 from dispatchkit.execute.io.host_arrays import array_dtype, numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
 
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
 
 def bind_or_raise(
     names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -42,6 +44,19 @@ def bind_or_raise(
     return [given[name] for name in names]
 
 
+def odd_kind(tensor: torch.Tensor) -> str:
+    """Return in words what a tensor is whose data no static buffer takes; empty for others."""
+    if type(tensor) not in _PLAIN_TYPES:
+        return f"a {type(tensor).__name__}"
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_meta:
+        return "on the meta device"
+    return "" if tensor.layout is torch.strided else f"of {tensor.layout}"
+
+
 def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Sequence[Any]) -> int:
     """Return the number of rows of a call; raise for the first input that does not fit.
 
@@ -64,6 +79,13 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
             raise InputError(
                 name,
                 f"Input {name!r} must be a tensor of {spec.dtype}, got {_no_tensor(tensor)}.",
+            )
+        elif not tensor.is_meta and (kind := odd_kind(tensor)):
+            raise InputError(
+                name,
+                f"Input {name!r} must be a plain strided tensor, got one that is {kind}. Convert "
+                "it before the call, with to_dense(), to_padded_tensor(), dequantize() or "
+                "as_subclass(torch.Tensor).",
             )
         elif tensor.dtype is not spec.dtype:
             raise InputError(

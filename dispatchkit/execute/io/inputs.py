@@ -78,7 +78,7 @@ class InputSet:
         is_only = device.type == "cuda" and torch.cuda.device_count() == 1
         self._place: Any = True if is_only else device
         self._facts: Any = attrgetter(
-            "shape", "dtype", "is_cuda" if is_only else "device", "requires_grad"
+            "shape", "dtype", "is_cuda" if is_only else "device", "requires_grad", "layout"
         )
         self.check: Callable[[Any], tuple[int, bool]] = self._check_alike
         if len(self.host) == len(self.names):
@@ -148,9 +148,11 @@ class InputSet:
                     return rows, True
                 if fits(*values):
                     return rows, False
-        except (AttributeError, IndexError):
+        except (AttributeError, IndexError, RuntimeError):
             pass  # reported below
         rows, _ = self._check_alike(values)
+        if any(type(value) is not torch.Tensor for value in values):
+            validate(self.specs, self.device, values)  # a subclass has these facts, too
         self._note_fit(rows, values)
         return rows, False
 
@@ -184,7 +186,7 @@ class InputSet:
             expected = self._expected.get(rows) or self._expect(rows)
             if tuple(map(self._facts, values)) == expected:
                 return rows, False
-        except (AttributeError, IndexError):
+        except (AttributeError, IndexError, RuntimeError):
             pass  # not a tensor, or of too low a rank: reported below
         return validate(self.specs, self.device, values), False
 
@@ -199,7 +201,7 @@ class InputSet:
             )
             if tuple(found) == expected:
                 return rows, False
-        except (AttributeError, IndexError):
+        except (AttributeError, IndexError, RuntimeError):
             pass  # not a tensor or an array, or of too low a rank: reported below
         return validate(self.specs, self.device, values), False
 
@@ -242,7 +244,7 @@ class InputSet:
         expected = tuple(
             (spec.sized(rows), array_dtype(spec.dtype))
             if spec.host
-            else (spec.sized(rows), spec.dtype, self._place, False)
+            else (spec.sized(rows), spec.dtype, self._place, False, torch.strided)
             for spec in self
         )
         self._expected[rows] = expected

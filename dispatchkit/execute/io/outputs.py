@@ -29,6 +29,8 @@ from dispatchkit.execute.io.structure import (
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.options import DERIVED
 
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
 
 @attrs.frozen
 class LeafLayout:
@@ -160,6 +162,12 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
             kind = "constant" if leaf is None or is_object else "value"
             found.append(LeafLayout(kind, value=leaf))
             continue
+        if type(leaf) not in _PLAIN_TENSORS:
+            raise CaptureError(
+                f"Output {index} is a {type(leaf).__name__}, and a graph computes plain tensors: "
+                "return as_subclass(torch.Tensor), and make it one outside of the step.",
+                reason="output_layout",
+            )
         if not isinstance(other, torch.Tensor) or other.dim() != leaf.dim():
             raise _undeclared(index, "is of another rank at another size")
         pairs = list(zip(leaf.shape, other.shape, strict=True))

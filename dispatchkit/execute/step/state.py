@@ -30,6 +30,7 @@ from dispatchkit.backends.watching.dispatch_mode import (
     DispatchMode,
     PerOperation,
     WeakStorages,
+    has_subclass,
     tensors_in,
 )
 from dispatchkit.backends.watching.higher_order import is_higher_order, run_higher_order
@@ -268,6 +269,8 @@ class WriteWatch(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if types and has_subclass(types):
+            return NotImplemented  # a subclass: what it does by itself comes here
         if is_higher_order(func):
             return run_higher_order(self, func, args, kwargs)
         if self._notes is not None:
