@@ -121,7 +121,7 @@ class MemoryOptions:
         max_bytes: Most bytes that the graphs' pool and outputs take; None for no limit.
         eviction: Which graph is evicted first: ``lru``, the one not used for longest, or
             ``benefit``, the one with the fewest replays for its size. A function of your own
-            is set by ``runner.set_eviction``.
+            is set by ``runner.controls.set_eviction``.
     """
 
     max_graphs: int | None = setting(
@@ -332,7 +332,7 @@ def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[s
         written.append(f"lanes=Lanes({arguments.get('lanes', 1)}, lane_policy)")
     if callable(moved.get("eviction")):
         del moved["eviction"]
-        called = "runner.set_eviction(eviction)"
+        called = "runner.controls.set_eviction(eviction)"
     options = arguments.get("options")
     settings = {_RENAMED.get(name, name): value for name, value in moved.items()}
     needless = ""

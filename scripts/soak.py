@@ -218,14 +218,14 @@ class Soak:
 
     def on_mode(self) -> None:
         """A mode is switched off."""
-        self.runner.set_enabled(False, mode=self.rng.choice(("FULL", "PIECEWISE")))
+        self.runner.controls.set_enabled(False, mode=self.rng.choice(("FULL", "PIECEWISE")))
 
     def on_key(self, *, again: bool = False) -> None:
         """A key is switched off, and perhaps on again."""
         key = self.rng.choice(list(self.runner.registry))
-        self.runner.set_enabled(False, key=key)
+        self.runner.controls.set_enabled(False, key=key)
         if again:
-            self.runner.set_enabled(True, key=key)
+            self.runner.controls.set_enabled(True, key=key)
 
     def on_in_place(self) -> None:
         """Weights change in place: the next replay sees them."""
@@ -262,7 +262,7 @@ class Soak:
 
     def on_idle(self) -> None:
         """Idle moments are used."""
-        self.runner.capture_next()
+        self.runner.controls.capture_next()
 
     def on_drain(self) -> None:
         """What was measured is waited for."""
@@ -308,9 +308,9 @@ class Soak:
         self.recent.append(f"heal after {self.steps}")
         runner = self.runner
         for mode in ("FULL", "PIECEWISE"):
-            runner.set_enabled(True, mode=mode)
+            runner.controls.set_enabled(True, mode=mode)
         for key in runner.registry:
-            runner.set_enabled(True, key=key)
+            runner.controls.set_enabled(True, key=key)
         budget = runner.lanes[0].lifecycle.budget
         if (budget.max_graphs, budget.max_bytes) != (MAX_GRAPHS, None):
             runner.swap(max_graphs=MAX_GRAPHS, max_bytes=None)

@@ -69,7 +69,8 @@ class Controls:
     def warm_up(self) -> dict[GraphKey, str]:
         """Warm all keys up before the first is captured; returns those whose warmup raised.
 
-        See ``GraphRunner.warm_up``.
+        For libraries whose scratch memory grows with the size: all of it is there before a
+        graph reads its address.
         """
         failed: dict[GraphKey, str] = {}
         with self._lock:
@@ -102,7 +103,9 @@ class Controls:
     def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
         """Choose by a function which graph is evicted first, on every lane.
 
-        See ``GraphRunner.set_eviction``.
+        Args:
+            score: Of a captured key; the lowest goes first. None: as
+                ``MemoryOptions.eviction`` names it.
         """
         with self._lock:
             for member in self._executors:
@@ -120,7 +123,16 @@ class Controls:
     ) -> None:
         """Use a graph that was captured elsewhere for a key, on the first lane.
 
-        See ``GraphRunner.register``.
+        Args:
+            key: Its name; declared if it is not.
+            graph: Anything with ``replay()``, launched on the current stream.
+            inputs: The tensors it reads, of the key's size, by input name.
+            outputs: What it writes, padded.
+            output_batch_dims: Their batch dimension, as for the runner.
+            has_effect: A replay changes more than its outputs.
+
+        Raises:
+            InputError: The tensors do not fit the declared inputs at the key's size.
         """
         with self._lock:
             first = self._first
@@ -184,6 +196,11 @@ class Controls:
         return sum(member.timings.drain(wait=wait) for member in self._executors)
 
     # -- reading ------------------------------------------------------------------------
+
+    @property
+    def can_split(self) -> bool:
+        """Whether the step is pieces, so that PIECEWISE graphs can be captured."""
+        return self._first.work.step.can_split
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,6 @@ import torch
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.dispatch import CostModel, Dispatcher, Explanation, Lanes, Policy
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.report import CaptureReport
 from dispatchkit.execute.controls import Controls
 from dispatchkit.execute.executor import make_workload, run_again
@@ -23,7 +22,7 @@ from dispatchkit.execute.lanes.lane_set import LaneSet, StepHandle
 from dispatchkit.execute.live.decisions import DecisionRunner
 from dispatchkit.execute.live.swap import Swapper, SwapReport
 from dispatchkit.execute.live.swap_requests import UNCHANGED
-from dispatchkit.execute.live.taps import StepTaps, StepWatcher
+from dispatchkit.execute.live.taps import StepTaps
 from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.report import ladder
@@ -33,7 +32,7 @@ from dispatchkit.keys.axes import Axis
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.checks import check_flag
 from dispatchkit.keys.config import DispatchConfig
-from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
+from dispatchkit.keys.modes import CUDAGraphMode
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.observe.recorder import DEFAULT_CAPACITY, StepRecorder
 from dispatchkit.options import RunnerOptions, refuses_moved
@@ -80,9 +79,10 @@ class GraphRunner:
         backend: The device.
         buffers: The static inputs by name, for callers that write them themselves; see
             ``run_in_place``.
-        controls: Capture, freeze, evict, and how graphs are launched.
+        controls: Capture, freeze, evict, and what is asked for seldom: warm-ups beforehand,
+            graphs from elsewhere, keys switched off, how a graph is launched.
         lanes: The lanes, each an executor with a dispatcher, graphs and counters of its own.
-        taps: What follows the decisions of steps.
+        taps: What follows the decisions of steps: recordings, listeners, watchers.
         decisions: Steps that are decided first and run later, as ranks do.
         swapper: Changes what decides, while steps run.
 
@@ -321,18 +321,6 @@ class GraphRunner:
         """
         return self.controls.capture(keys, progress=progress, again=again)
 
-    def warm_up(self) -> dict[GraphKey, str]:
-        """Warm all keys up before the first is captured; returns those whose warmup raised.
-
-        For libraries whose scratch memory grows with the size: all of it is there before a
-        graph reads its address.
-        """
-        return self.controls.warm_up()
-
-    def capture_next(self) -> GraphKey | None:
-        """Capture the key that was most asked for in vain; to be called in idle moments."""
-        return self.controls.capture_next()
-
     def freeze(self, *, strict: bool | None = None) -> None:
         """Capture nothing from now on; a key without a graph runs eager, or raises if strict."""
         return self.controls.freeze(strict=strict)
@@ -340,55 +328,6 @@ class GraphRunner:
     def unfreeze(self) -> None:
         """Allow captures again, lazy ones where the runner is lazy: to wake up after a sleep."""
         return self.controls.unfreeze()
-
-    def set_eviction(self, score: Callable[[CapturedKey], float] | None) -> None:
-        """Choose by a function which graph is evicted first, on every lane.
-
-        Args:
-            score: Of a captured key; the lowest goes first. None: as
-                ``MemoryOptions.eviction`` names it.
-        """
-        return self.controls.set_eviction(score)
-
-    def register(
-        self,
-        key: GraphKey,
-        graph: Any,
-        *,
-        inputs: Mapping[str, torch.Tensor],
-        outputs: Any,
-        output_batch_dims: Any = 0,
-        has_effect: bool = True,
-    ) -> None:
-        """Use a graph that was captured elsewhere for a key, on the first lane.
-
-        Args:
-            key: Its name; declared if it is not.
-            graph: Anything with ``replay()``, launched on the current stream.
-            inputs: The tensors it reads, of the key's size, by input name.
-            outputs: What it writes, padded.
-            output_batch_dims: Their batch dimension, as for the runner.
-            has_effect: A replay changes more than its outputs.
-
-        Raises:
-            InputError: The tensors do not fit the declared inputs at the key's size.
-        """
-        return self.controls.register(
-            key,
-            graph,
-            inputs=inputs,
-            outputs=outputs,
-            output_batch_dims=output_batch_dims,
-            has_effect=has_effect,
-        )
-
-    def has(self, key: GraphKey) -> bool:
-        """Return whether a key has a graph now, on any lane."""
-        return self.controls.has(key)
-
-    def get(self, key: GraphKey) -> CapturedKey | None:
-        """Return the captured step of a key on the first lane, None if it has none there."""
-        return self.controls.get(key)
 
     def evict(self, key: GraphKey) -> None:
         """Give up the graphs of a key.
@@ -412,22 +351,11 @@ class GraphRunner:
         """
         return self.controls.invalidate(reason)
 
-    def set_enabled(
-        self, enabled: bool, *, mode: RuntimeMode | str | None = None, key: GraphKey | None = None
-    ) -> None:
-        """Switch a runtime mode, or one key, on or off while serving."""
-        return self.controls.set_enabled(enabled, mode=mode, key=key)
-
     def drain(self, *, wait: bool = False) -> int:
         """Give the outcomes of measured steps that are done to the policy; how many."""
         return self.controls.drain(wait=wait)
 
     # -- reading ------------------------------------------------------------------------
-
-    @property
-    def can_split(self) -> bool:
-        """Whether the step is pieces, so that PIECEWISE graphs can be captured."""
-        return self._executor.work.step.can_split
 
     @property
     def num_bytes(self) -> int:
@@ -577,19 +505,6 @@ class GraphRunner:
     def stop_recording(self) -> None:
         """Record no more steps."""
         return self.taps.stop_recording()
-
-    def watch_steps(self, watcher: StepWatcher | None) -> None:
-        """Have each step watched from now on; None: no more.
-
-        Args:
-            watcher: ``dispatchkit.observe.Timeline``, ``NvtxRanges``, or anything else with
-                their ``enter`` and ``leave``. It runs in the step, under the runner's lock: it
-                must be quick, and what it raises is raised by the step.
-
-        Raises:
-            ConfigError: It lacks one of the two.
-        """
-        return self.taps.watch_steps(watcher)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy, or send to another process: the same settings, own buffers and no graphs."""

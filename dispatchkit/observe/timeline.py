@@ -41,9 +41,9 @@ class Timeline:
     Example::
 
         timeline = Timeline()
-        runner.watch_steps(timeline)
+        runner.taps.watch_steps(timeline)
         ...
-        runner.watch_steps(None)
+        runner.taps.watch_steps(None)
         timeline.save("steps.json")      # open it at ui.perfetto.dev
 
     Captures, evictions and changes of policy join once it is attached to the plugins that the

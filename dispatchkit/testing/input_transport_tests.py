@@ -167,7 +167,7 @@ class InputTransportTests:
         runner_keys = [bench.key(size) for size in SIZES]
         for number, smallest in enumerate((0, 3, 1, 2, 0, 3)):
             for index, key in enumerate(runner_keys):
-                runner.set_enabled(index >= smallest, key=key)
+                runner.controls.set_enabled(index >= smallest, key=key)
             for kind in ("call", "in place"):
                 bench.run_and_compare(runner, 1, 10 * number, kind, bucket=SIZES[smallest])
 
@@ -352,7 +352,7 @@ class Bench:
             backend.warmup(lambda static=static: step(**static), stream=stream)
             graph = backend.capture(lambda static=static: step(**static), stream=stream, pool=pool)
             dims = {name: spec.batch_dim for name, spec in self.way.inputs.items()}
-            runner.register(
+            runner.controls.register(
                 self.key(size),
                 graph,
                 inputs=static,

@@ -127,10 +127,10 @@ class RunnerTests:
             for _ in range(self.num_steps):
                 keys = list(runner.registry)
                 match rng.randrange(6) if keys else 5:
-                    case 0 if runner.has(key := rng.choice(keys)):
+                    case 0 if runner.controls.has(key := rng.choice(keys)):
                         runner.evict(key)
                     case 1:
-                        runner.set_enabled(rng.random() < 0.5, key=rng.choice(keys))
+                        runner.controls.set_enabled(rng.random() < 0.5, key=rng.choice(keys))
                     case 2:
                         runner.capture()
                 num_tokens = rng.randint(1, runner.config.max_num_tokens)

@@ -88,7 +88,7 @@ def test_all_keys_can_be_warmed_up_before_the_first_capture(make_runner, backend
         return tokens + scratch[0][: tokens.shape[0]].long()
 
     runner = make_runner(step)
-    assert runner.warm_up() == {}
+    assert runner.controls.warm_up() == {}
     grown = scratch[0]
     assert grown.numel() == 8
     assert [kind for kind, _ in backend.streams_used if kind == "capture"] == []
@@ -104,7 +104,7 @@ def test_warmup_that_raises_is_reported_and_marks_nothing(make_runner):
         return tokens
 
     runner = make_runner(step)
-    failed = runner.warm_up()
+    failed = runner.controls.warm_up()
     assert [key.num_tokens for key in failed] == [4]
     assert {entry.state for entry in runner.registry.entries.values()} == {KeyState.DECLARED}
 
@@ -427,13 +427,13 @@ def test_lazy_capture_after_so_many_asks(make_runner):
 
 def test_idle_moments_capture_what_was_most_asked_for(make_runner, keys, quiet):
     runner = make_runner(double)
-    assert runner.capture_next() is None
+    assert runner.controls.capture_next() is None
     for rows in (3, 8, 8, 3, 8):
         runner(torch.arange(rows))
-    assert runner.capture_next() == keys.full(8)
-    assert runner.capture_next() == keys.full(4)
-    assert runner.capture_next() is None
-    assert runner.has(keys.full(8))
+    assert runner.controls.capture_next() == keys.full(8)
+    assert runner.controls.capture_next() == keys.full(4)
+    assert runner.controls.capture_next() is None
+    assert runner.controls.has(keys.full(8))
 
 
 def test_frozen_runner_captures_nothing(make_runner, keys):
@@ -445,7 +445,7 @@ def test_frozen_runner_captures_nothing(make_runner, keys):
         same(runner(torch.arange(3)), torch.arange(3) * 2)
     same(runner(torch.arange(7)), torch.arange(7) * 2)
     assert runner.stats().captures == 1
-    for forbidden in (runner.capture, runner.capture_next, runner.warm_up):
+    for forbidden in (runner.capture, runner.controls.capture_next, runner.controls.warm_up):
         with pytest.raises(RegistryError, match="frozen"):
             forbidden()
     runner.freeze(strict=True)
@@ -520,11 +520,11 @@ def test_graph_captured_elsewhere_is_used(make_runner, backend, keys):
     static = torch.zeros(8, dtype=torch.int64)
     pool, stream = backend.new_pool(), backend.new_stream()
     graph = backend.capture(lambda: static * 2, stream=stream, pool=pool)
-    runner.register(
+    runner.controls.register(
         keys.full(8), graph, inputs={"tokens": static}, outputs=graph.outputs, has_effect=False
     )
-    assert runner.has(keys.full(8))
-    assert runner.get(keys.full(8)).leaves[0] is graph.outputs
+    assert runner.controls.has(keys.full(8))
+    assert runner.controls.get(keys.full(8)).leaves[0] is graph.outputs
     for rows in (8, 5):
         same(runner(torch.arange(rows)), torch.arange(rows) * 2)
     assert static.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]  # stale rows reset here too
@@ -537,13 +537,13 @@ def test_steps_in_place_reach_what_a_graph_captured_elsewhere_reads(make_runner,
     static = torch.zeros(8, dtype=torch.int64)
     pool, stream = backend.new_pool(), backend.new_stream()
     graph = backend.capture(lambda: static * 2, stream=stream, pool=pool)
-    runner.register(keys.full(8), graph, inputs={"tokens": static}, outputs=graph.outputs)
+    runner.controls.register(keys.full(8), graph, inputs={"tokens": static}, outputs=graph.outputs)
     same(runner(torch.arange(7)), torch.arange(7) * 2)
     for rows in (6, 5, 8):
         runner.buffers["tokens"][:rows] = rows
         same(runner.run_in_place(rows), torch.full((rows,), 2 * rows))
         assert static.tolist() == [rows] * rows + [0] * (8 - rows)
-    assert runner.get(keys.full(8)).hits == 4
+    assert runner.controls.get(keys.full(8)).hits == 4
 
 
 def test_graph_captured_elsewhere_must_fit(make_runner, backend, keys):
@@ -551,25 +551,25 @@ def test_graph_captured_elsewhere_must_fit(make_runner, backend, keys):
 
     runner = make_runner(double)
     with pytest.raises(InputError, match="8 rows"):
-        runner.register(
+        runner.controls.register(
             keys.full(8),
             backend.capture(lambda: 1, stream=backend.new_stream(), pool=backend.new_pool()),
             inputs={"tokens": torch.zeros(4, dtype=torch.int64)},
             outputs=torch.zeros(4),
         )
     with pytest.raises(ConfigError, match="replay"):
-        runner.register(keys.full(8), object(), inputs={}, outputs=None)
+        runner.controls.register(keys.full(8), object(), inputs={}, outputs=None)
 
 
 def test_modes_and_keys_are_switched_while_serving(make_runner, keys, quiet):
     runner = make_runner([graph_piece(double), eager_piece(double)])
     runner.capture()
     runner(torch.arange(3))
-    runner.set_enabled(False, mode="FULL")
+    runner.controls.set_enabled(False, mode="FULL")
     runner(torch.arange(3))
-    runner.set_enabled(False, key=keys.piecewise(4))
+    runner.controls.set_enabled(False, key=keys.piecewise(4))
     runner(torch.arange(3))
-    runner.set_enabled(True, mode="FULL")
+    runner.controls.set_enabled(True, mode="FULL")
     runner(torch.arange(3))
     stats = runner.stats()
     assert stats.hits == {"FULL tokens=4": 2, "PIECEWISE tokens=4": 1}

@@ -113,7 +113,7 @@ def watched(model) -> GraphRunner:
 
     runner = stepped(model)
     runner.start_recording()
-    runner.watch_steps(Watcher())
+    runner.taps.watch_steps(Watcher())
     runner.taps.on_decision(lambda decision: None)
     runner(torch.ones(2, 4))
     return runner

@@ -188,7 +188,9 @@ def test_eager_is_also_timed_behind_the_largest_graph(make_runner, policy, keys)
     runner.capture()
     sizes = sorted(key.num_tokens for key in runner.registry)
     assert sizes[-1] > 4
-    assert runner.get(keys.full(sizes[-1])).hits == 3  # as many runs of eager were asked for
+    assert (
+        runner.controls.get(keys.full(sizes[-1])).hits == 3
+    )  # as many runs of eager were asked for
     assert runner.stats().steps == 0
 
 
@@ -218,7 +220,7 @@ def test_a_launch_that_fails_in_those_runs_does_not_fail_the_capture(
     backend.replay_fault = ""
     assert not report.failed
     assert count.item() == 0
-    assert not runner.has(keys.full(4))
+    assert not runner.controls.has(keys.full(4))
     assert runner(torch.arange(3)).tolist() == [1, 2, 3]
     assert runner.stats().steps == 1
 
@@ -229,7 +231,7 @@ def test_those_runs_capture_nothing_themselves(make_runner, policy, keys):
     runner = make_runner(plus_one, policy=asking, lazy=True)
     runner.capture([keys.full(8)])
     assert [one.decision.key for one in asking.heard] == [None] * 6
-    assert not runner.has(keys.full(4))
+    assert not runner.controls.has(keys.full(4))
     assert runner.stats().captures == 1
 
 
@@ -238,9 +240,9 @@ def test_an_old_plan_of_a_lazy_key_does_not_capture_it_again(make_runner, keys):
     runner = make_runner(plus_one, lazy=True)
     plan = runner.dispatcher.dispatch(3).plan
     runner(torch.arange(3))
-    graph = runner.get(keys.full(4))
+    graph = runner.controls.get(keys.full(4))
     plan.run([torch.arange(3)], runner.backend.current_stream_handle())
-    assert runner.get(keys.full(4)) is graph
+    assert runner.controls.get(keys.full(4)) is graph
     assert runner.stats().captures == 1
 
 

@@ -83,7 +83,7 @@ CAPTURES = {
     "ahead": (lambda: make(product), lambda runner: runner.capture()),
     "lazily": (lambda: make(product, lazy=True), lambda runner: runner(x=X)),
     "with state": (lambda: make(counting, state=[COUNT]), lambda runner: runner.capture()),
-    "warmed up": (lambda: make(product), lambda runner: runner.warm_up()),
+    "warmed up": (lambda: make(product), lambda runner: runner.controls.warm_up()),
 }
 
 

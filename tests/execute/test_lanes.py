@@ -566,7 +566,7 @@ def test_what_is_done_to_a_runner_is_done_to_all_lanes(make_lanes, keys):
     runner.capture()
     runner.evict(keys.full(8))
     assert [lane.num_graphs for lane in runner.lanes.stats()] == [3, 3, 3]
-    assert not runner.has(keys.full(8))
+    assert not runner.controls.has(keys.full(8))
     assert runner.invalidate() == 9
     runner.capture()
     runner.clear()
@@ -645,5 +645,5 @@ def test_a_runner_of_several_lanes_shows_a_graph_that_was_registered_on_one(back
     )
     key = GraphKey(RuntimeMode.FULL, BatchDescriptor(6, uniform=True))
     graph = SimpleNamespace(replay=lambda: None)
-    runner.register(key, graph, inputs={"x": torch.zeros(6)}, outputs=torch.zeros(6))
+    runner.controls.register(key, graph, inputs={"x": torch.zeros(6)}, outputs=torch.zeros(6))
     assert "captured on 0, unknown on 1" in str(runner)

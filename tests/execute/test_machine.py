@@ -210,15 +210,15 @@ def machine(watched_tape, smallest_policy):
         @rule(data=strategies.data(), warm=strategies.booleans())
         def use_an_idle_moment(self, data, warm):
             if warm:
-                self.runner.warm_up()
+                self.runner.controls.warm_up()
             else:
-                self.runner.capture_next()
+                self.runner.controls.capture_next()
             self.burst(data)
 
         @rule(data=strategies.data(), number=strategies.integers(0, 2 * NUM_KEYS - 1))
         def evict(self, data, number):
             key = self.keys[number % len(self.keys)]
-            if self.runner.has(key):
+            if self.runner.controls.has(key):
                 self.runner.evict(key)
                 assert self.runner.registry.get(key).state is KeyState.EVICTED
             else:
@@ -248,14 +248,14 @@ def machine(watched_tape, smallest_policy):
 
         @rule(data=strategies.data(), mode=strategies.sampled_from(["FULL", "PIECEWISE"]))
         def switch_a_mode(self, data, mode):
-            self.runner.set_enabled(False, mode=mode)
+            self.runner.controls.set_enabled(False, mode=mode)
             self.burst(data)
-            self.runner.set_enabled(True, mode=mode)
+            self.runner.controls.set_enabled(True, mode=mode)
 
         @rule(data=strategies.data(), number=strategies.integers(0, 2 * NUM_KEYS - 1))
         def switch_a_key(self, data, number):
             key = self.keys[number % len(self.keys)]
-            self.runner.set_enabled(not self.runner.registry.is_enabled(key), key=key)
+            self.runner.controls.set_enabled(not self.runner.registry.is_enabled(key), key=key)
             self.burst(data)
 
         @rule(data=strategies.data(), factor=strategies.sampled_from([0.5, 2.0, -1.0]))

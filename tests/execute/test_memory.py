@@ -253,7 +253,7 @@ def test_idle_capture_brings_back_what_gave_way(make_runner, wide, keys, quiet):
     for size in (1, 2, 4):
         runner.capture([keys.full(size)])
     runner(rows_of(8))
-    assert runner.capture_next() == keys.full(8)
+    assert runner.controls.capture_next() == keys.full(8)
     assert runner.stats().evictions == 3
     assert runner.lanes[0].lifecycle.num_graphs() == 4
     assert runner.num_bytes <= limit
@@ -443,14 +443,14 @@ def test_graphs_captured_elsewhere_keep_their_memory(make_runner, wide, backend,
     static = torch.zeros(2, WIDTH)
     stream, pool = backend.new_stream(), backend.new_pool()
     graph = backend.capture(lambda: wide(static), stream=stream, pool=pool)
-    runner.register(
+    runner.controls.register(
         keys.full(2), graph, inputs={"x": static}, outputs=graph.outputs, has_effect=False
     )
     for rows in (1, 4, 8, 2, 1, 4):
         x = rows_of(rows, rows)
         same(runner(x), wide(x))
     assert runner.stats().evictions > 0
-    assert runner.get(keys.full(2)).is_foreign
+    assert runner.controls.get(keys.full(2)).is_foreign
     assert runner.stats().eager_by_reason == {}
 
 
@@ -574,7 +574,7 @@ def test_nothing_waits_for_a_garbage_collection(make_runner, wide, backend, quie
             report = runner.capture()
             assert report.num_graphs
             assert report.skipped
-            kept = [runner.get(key) for key in runner.registry]
+            kept = [runner.controls.get(key) for key in runner.registry]
             runner.invalidate()
             assert sum(pool.num_bytes for pool in pools) == 0
             assert any(kept)

@@ -68,7 +68,7 @@ def runner(make_runner):
 
 
 def test_new_sizes_are_captured_before_they_serve_and_old_ones_go(runner, backend):
-    kept = runner.get(next(key for key in runner.registry if key.num_tokens == 8))
+    kept = runner.controls.get(next(key for key in runner.registry if key.num_tokens == 8))
     report = runner.swap(sizes=(3, 6, 8))
     assert (report.epoch, runner.dispatcher.epoch) == (1, 1)
     assert [key.num_tokens for key in report.added] == [6, 3]
@@ -76,7 +76,7 @@ def test_new_sizes_are_captured_before_they_serve_and_old_ones_go(runner, backen
     assert [key.num_tokens for key in report.removed] == [4, 2, 1]
     assert sizes_of(runner) == [3, 6, 8]
     assert backend.live == 3
-    assert runner.get(kept.key) is kept
+    assert runner.controls.get(kept.key) is kept
     assert [served_by(runner, rows) for rows in (1, 4, 7)] == [3, 6, 8]
     assert "2 keys added (2 captured ahead), 3 removed" in str(report)
 
@@ -215,9 +215,9 @@ def test_a_copy_after_a_swap_has_the_axes(make_runner):
 def test_disabled_keys_are_not_waited_for(make_runner, quiet):
     runner = make_runner(double)
     runner.capture()
-    runner.set_enabled(False, mode="FULL")
+    runner.controls.set_enabled(False, mode="FULL")
     assert len(runner.swap(sizes=(3, 6)).captured) == 0
-    runner.set_enabled(True, mode="FULL")
+    runner.controls.set_enabled(True, mode="FULL")
     runner.capture()
     assert served_by(runner, 2) == 3
 

@@ -109,7 +109,7 @@ def test_what_only_a_watch_can_tell_is_watched(make_runner, tape):
 def test_notes_are_of_the_warmup_just_before(make_runner, tape, keys):
     """Weights may be others by the time of a later capture."""
     runner = make_runner(lambda x: x + 1, INPUT, backend=tape)
-    runner.warm_up()
+    runner.controls.warm_up()
     runner.capture([keys.full(4)])
     assert tape.ways == ["watched"]
     runner.invalidate()  # which has the next warmup watched anew, so that it has notes

@@ -38,11 +38,11 @@ def test_a_timeline_is_what_chrome_and_perfetto_open(make_runner, quiet, tmp_pat
     runner = make_runner(lambda tokens: tokens + 1)
     runner.capture()
     timeline = Timeline()
-    runner.watch_steps(timeline)
+    runner.taps.watch_steps(timeline)
     for rows in (3, 4, 1, 7):
         runner(torch.arange(rows))
     runner(torch.arange(2), ceiling=0)
-    runner.watch_steps(None)
+    runner.taps.watch_steps(None)
     runner(torch.arange(3))
     assert timeline.save(tmp_path / "steps.json") == 5
     data = json.loads((tmp_path / "steps.json").read_text())
@@ -74,7 +74,7 @@ def test_rare_events_have_a_row_of_their_own(make_runner, policy, tmp_path):
     timeline = Timeline()
     plugins.notifier.attach(timeline, "timeline")
     runner = make_runner(lambda tokens: tokens + 1, lazy=True, policy=plugins.with_policy(policy))
-    runner.watch_steps(timeline)
+    runner.taps.watch_steps(timeline)
     runner(torch.arange(3))
     runner.clear()
     timeline.save(tmp_path / "steps.json.gz")
@@ -91,7 +91,7 @@ def test_a_timeline_is_bounded_and_says_what_it_lost(make_runner):
     runner = make_runner(lambda tokens: tokens + 1)
     runner.capture()
     timeline = Timeline(capacity=2)
-    runner.watch_steps(timeline)
+    runner.taps.watch_steps(timeline)
     for rows in (1, 2, 3):
         runner(torch.arange(rows))
     data = timeline.to_json()
@@ -119,14 +119,14 @@ def test_a_watcher_hears_every_step_between_enter_and_leave(make_runner, quiet):
     runner.capture()
     plain = runner.lanes[0].decide
     log = Log()
-    runner.watch_steps(log)
+    runner.taps.watch_steps(log)
     assert torch.equal(runner(torch.arange(3)), torch.arange(3) + 1)
     assert log.told == [("enter", "FULL tokens=4", 0), ("leave", False)]
     is_broken.append(True)
     with pytest.raises(ZeroDivisionError):
         runner(torch.arange(3), ceiling=0)
     assert log.told[-1] == ("leave", True)
-    runner.watch_steps(None)
+    runner.taps.watch_steps(None)
     assert runner.lanes[0].decide == plain
     runner(torch.arange(3))
     assert len(log.told) == 4
@@ -136,7 +136,7 @@ def test_step_that_captures_is_watched_to_its_end(make_runner):
     """The launch behind a lazy capture is within, and the step is one."""
     runner = make_runner(lambda tokens: tokens + 1, lazy=True)
     log = Log()
-    runner.watch_steps(log)
+    runner.taps.watch_steps(log)
     recorder = runner.start_recording()
     steps = []
     log.leave = lambda *, failed: steps.append(runner.stats().steps)
@@ -152,7 +152,7 @@ def test_watching_and_recording_go_together(make_runner):
     log, seen = Log(), []
     recorder = runner.start_recording()
     runner.taps.on_decision(seen.append)
-    runner.watch_steps(log)
+    runner.taps.watch_steps(log)
     runner(torch.arange(3))
     assert (recorder.num_steps, len(seen), len(log.told)) == (1, 1, 2)
     runner.stop_recording()
@@ -168,7 +168,7 @@ def test_nvtx_ranges_are_pushed_and_popped_around_each_step(make_runner, monkeyp
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append(("pop",)))
     runner = make_runner(lambda tokens: tokens + 1)
     runner.capture()
-    runner.watch_steps(NvtxRanges())
+    runner.taps.watch_steps(NvtxRanges())
     runner(torch.arange(3))
     runner(torch.arange(3), ceiling=0)
     assert calls[1:] == [

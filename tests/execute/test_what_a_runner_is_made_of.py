@@ -277,6 +277,6 @@ def test_swap_and_watchers_of_a_wrong_kind_are_told_by_name(policy):
     with pytest.raises(ConfigError, match="sizes must be a list"):
         runner.swap(sizes=4)
     with pytest.raises(ConfigError, match="watcher must be None, or an object with enter"):
-        runner.watch_steps(print)
+        runner.taps.watch_steps(print)
     with pytest.raises(ConfigError, match="decision must be one that this runner's"):
         runner.decisions.run(None, {})

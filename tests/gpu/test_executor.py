@@ -304,7 +304,7 @@ def test_scratch_that_grows_is_warmed_up_before_the_first_capture():
         return x + scratch[0][: x.shape[0], None]
 
     runner = runner_of(step)
-    assert runner.warm_up() == {}
+    assert runner.controls.warm_up() == {}
     grown = scratch[0]
     runner.capture(sorted(runner.registry, key=lambda key: key.num_tokens))
     assert scratch[0] is grown
@@ -361,7 +361,7 @@ def test_first_graph_holds_what_its_warmup_was_given():
     assert runner.capture().failed == {}
     x = rows_of(8)
     want = step(x)
-    (graph,) = runner.get(next(iter(runner.registry))).graphs
+    (graph,) = runner.controls.get(next(iter(runner.registry))).graphs
     held = {storage.data_ptr() for storage in graph.holds}
     assert {weights[0].data_ptr(), made[0].data_ptr()} <= held
     assert len(held) == 3  # with the static input, and nothing of the warmup

@@ -105,7 +105,7 @@ def test_the_whole_step_is_measured():
         runner(rows)
     runner.drain(wait=True)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph_only = runner.get(learning.heard[-1].decision.key)
+    graph_only = runner.controls.get(learning.heard[-1].decision.key)
     torch.cuda.synchronize()
     start.record()
     graph_only.launch()

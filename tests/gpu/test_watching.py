@@ -25,7 +25,7 @@ def test_watched_steps_compute_what_unwatched_ones_do(make: type) -> None:
     runner.capture()
     x = torch.randn(7, device="cuda")
     plain = runner(x)
-    runner.watch_steps(make())
+    runner.taps.watch_steps(make())
     watched = runner(x)
     assert torch.equal(plain, watched)
     assert runner.stats().steps_by_mode["FULL"] == 2

@@ -77,7 +77,13 @@ class StepTaps:
     def watch_steps(self, watcher: StepWatcher | None) -> None:
         """Have each step watched from now on; None: no more.
 
-        See ``GraphRunner.watch_steps``.
+        Args:
+            watcher: ``dispatchkit.observe.Timeline``, ``NvtxRanges``, or anything else with
+                their ``enter`` and ``leave``. It runs in the step, under the runner's lock: it
+                must be quick, and what it raises is raised by the step.
+
+        Raises:
+            ConfigError: It lacks one of the two.
         """
         if watcher is not None:
             for name in ("enter", "leave"):

@@ -12,7 +12,7 @@ from dispatchkit.observe.timeline import span_name
 class NvtxRanges:
     """Marks each step as an NVTX range named by its graph, or by why it is eager.
 
-    Example: ``runner.watch_steps(NvtxRanges())``, under ``nsys profile``.
+    Example: ``runner.taps.watch_steps(NvtxRanges())``, under ``nsys profile``.
 
     Args:
         prefix: What names of ranges begin with.

@@ -92,7 +92,7 @@ def test_a_capture_that_fails_is_left_to_the_runner() -> None:
 def test_the_runner_itself_spares_what_is_expected() -> None:
     predictive = Predictive()
     runner = make_runner(capture_after=1, max_graphs=2)
-    runner.set_eviction(predictive.worth)
+    runner.controls.set_eviction(predictive.worth)
     predictive.attach(runner)
     for rows in (*(1, 2, 1, 4) * 6, 1, 2, 16):
         runner(torch.ones(rows, 4))

@@ -162,7 +162,7 @@ def test_steps_of_several_ranks_are_recorded_and_watched():
     def run(ranks):
         ranked, _, _ = make_runner(ranks)
         recorder, timeline = ranked.runner.start_recording(), Timeline()
-        ranked.runner.watch_steps(timeline)
+        ranked.runner.taps.watch_steps(timeline)
         ranked(x=torch.ones(3 + ranks.rank))
         ranked.idle() if ranks.rank else ranked(x=torch.ones(1))
         spans = [one for one in timeline.to_json()["traceEvents"] if one["ph"] == "X"]

@@ -115,7 +115,7 @@ class Predictive:
         runner, foresight = self._attached()
         done: list[GraphKey] = []
         for _ in range(max_captures):
-            live = {key for key in self._keys.values() if runner.has(key)}
+            live = {key for key in self._keys.values() if runner.controls.has(key)}
             with self._lock:
                 found = foresight.next_capture(live)
             if found is None:
@@ -127,8 +127,8 @@ class Predictive:
             before = foresight.num_ahead
             runner.capture([key])
             with self._lock:
-                foresight.captured(key, ok=runner.has(key))
-            if not runner.has(key):
+                foresight.captured(key, ok=runner.controls.has(key))
+            if not runner.controls.has(key):
                 break  # it failed, or there is no room: the runner says why
             self._num_wanted += foresight.num_ahead == before
             done.append(key)
@@ -138,7 +138,7 @@ class Predictive:
     def worth(self, step: Any) -> float:
         """Return how much the key of a captured step is expected.
 
-        For ``runner.set_eviction(predictive.worth)``: the least expected goes first,
+        For ``runner.controls.set_eviction(predictive.worth)``: the least expected goes first,
         also where the runner itself makes room.
         """
         with self._lock:
@@ -183,7 +183,7 @@ class Predictive:
         runner, foresight = self._runner, self._foresight
         if key is self._last or runner is None or foresight is None:
             return
-        has_graph = runner.has(key)
+        has_graph = runner.controls.has(key)
         # One without a graph is heard again: it is wanted until it has one.
         self._last = key if has_graph else None
         with self._lock:
@@ -200,7 +200,7 @@ class Predictive:
     def _upload_next(self, runner: GraphRunner, foresight: Foresight) -> None:
         with self._lock:
             key = foresight.predictor.expected()
-        if key is None or key in self._uploaded or not runner.has(key):
+        if key is None or key in self._uploaded or not runner.controls.has(key):
             return
         self._uploaded.add(key)
         self._num_uploads += runner.controls.upload(key)

@@ -24,7 +24,7 @@ class Rehearsal:
         num_steps: Steps that a graph could serve.
         max_graphs: Most live graphs, in all three ways.
         most_wanted: Eager steps for want of a graph where each idle moment captures the key
-            that was asked for most in vain, as ``runner.capture_next()`` does.
+            that was asked for most in vain, as ``runner.controls.capture_next()`` does.
         latest: The same where it captures the one asked for last.
         predicted: The same with foresight.
         captures: Captures with foresight.

@@ -187,7 +187,7 @@ class RankedRunner:
             raise
 
     def _capture_one(self, key: GraphKey) -> None:
-        if self.runner.has(key):
+        if self.runner.controls.has(key):
             self.runner.evict(key)  # another rank lost its own: all warm up and capture again
         self.runner.capture([key])
 

@@ -250,7 +250,7 @@ class _Graphs:
 
 def _capture(runner: GraphRunner, value: int) -> _Graphs:
     """Capture the graphs of one value of the axis."""
-    runner.warm_up()  # libraries are loaded and set up here, not in the first capture
+    runner.controls.warm_up()  # libraries are loaded and set up here, not in the first capture
     axes = (value,) if runner.config.axes else ()
     declared = [key for key in runner.registry if key.descriptor.axes == axes]
     meter = MemoryMeter(runner)
@@ -262,7 +262,7 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
         keys = [key for key in declared if key.num_tokens == size]
         report = runner.capture(keys)
         failed |= report.failed | report.skipped
-        done = [key for key in keys if runner.has(key)]
+        done = [key for key in keys if runner.controls.has(key)]
         captured += done
         if done:
             now = meter.pool_bytes()

@@ -222,12 +222,12 @@ def forecast_graph_memory(
         runner = measuring_subject(step, every_size=False, **options).runner
         keys: dict[int, list[GraphKey]] = {}
         for key in runner.registry:
-            if key.mode is RuntimeMode.FULL or runner.can_split:
+            if key.mode is RuntimeMode.FULL or runner.controls.can_split:
                 keys.setdefault(key.num_tokens, []).append(key)
         sizes = sorted(keys, reverse=True)
         if len(sizes) < 2:
             raise ConfigError("sizes", sizes, "at least two, to forecast some from others")
-        runner.warm_up()
+        runner.controls.warm_up()
         meter = MemoryMeter(runner)
         taken = []
         chosen = spread_sizes(sizes, samples)
