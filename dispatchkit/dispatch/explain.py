@@ -67,6 +67,7 @@ class Explanation:
         cost: What the step costs, where a cost model was given.
         times: What a runner measured of such steps; None where nobody measures.
         axes: The bucket of each axis by name; None for a value outside all of its buckets.
+        note: What else a runner knows of such a step; empty where it is nothing.
     """
 
     batch: Batch
@@ -78,6 +79,7 @@ class Explanation:
     cost: StepCost | None = None
     times: tuple[MeasuredTime, ...] | None = None
     axes: Mapping[str, int | None] = attrs.field(factory=dict, hash=False)
+    note: str = ""
 
     @property
     def axes_in_words(self) -> list[str]:
@@ -146,6 +148,7 @@ class Explanation:
                 for each in self.candidates
             ],
             "cost": None if self.cost is None else attrs.asdict(self.cost),
+            "note": self.note or None,
         }
 
     def __str__(self) -> str:
@@ -168,6 +171,8 @@ class Explanation:
             lines.append(f"   nearest that would have caught it: {self.nearest}")
         if self.cost is not None:
             lines.append(f"   cost: {self.cost}")
+        if self.note:
+            lines.append(f"   note: {self.note}")
         if self.times is not None:
             told = "; ".join(map(str, self.times)) or "no such step was timed yet"
             lines.append(f"   measured here: {told}")

@@ -36,7 +36,7 @@ from dispatchkit.execute.step.guard import Guard, Watched
 from dispatchkit.execute.step.pieces import Piece, eager_piece, graph_piece
 from dispatchkit.execute.step.python_state import declare_bookkeeping
 from dispatchkit.execute.step.ranges import NvtxRanges
-from dispatchkit.execute.step.reasons import EagerStepWarning
+from dispatchkit.execute.step.reasons import EagerStepWarning, PaddedDrawsWarning
 from dispatchkit.execute.step.state import StepState, storage_of
 from dispatchkit.execute.step.support import ModeDowngradeWarning, declare_support, limited_support
 from dispatchkit.observe.counters import RunnerStats
@@ -62,6 +62,7 @@ __all__ = [
     "MemoryGroup",
     "ModeDowngradeWarning",
     "NvtxRanges",
+    "PaddedDrawsWarning",
     "Piece",
     "PlainCodeWarning",
     "PoolAccount",

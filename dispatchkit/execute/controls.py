@@ -19,6 +19,7 @@ from dispatchkit.execute.capture.report import CaptureReport
 from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.replay.direct import launch_path
 from dispatchkit.execute.report import progress_shower
+from dispatchkit.execute.step.reasons import PADDED_DRAWS
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import RunnerStats
@@ -239,7 +240,13 @@ class Controls:
             decision=decision,
             cost=None if model is None else StepCost.of(model, decision, num_tokens),
             times=first.timings.of(decision, found.batch),
+            note=PADDED_DRAWS if self._pads_draws(decision.key, num_tokens) else "",
         )
+
+    def _pads_draws(self, key: GraphKey | None, num_tokens: int) -> bool:
+        """Return whether a step would be padded in a graph that draws random numbers."""
+        captured = None if key is None else self._first.lifecycle.live().get(key)
+        return captured is not None and captured.draws and num_tokens < captured.key.num_tokens
 
     # -- launches -----------------------------------------------------------------------
 

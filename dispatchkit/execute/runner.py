@@ -48,7 +48,8 @@ class GraphRunner:
     """Run a step through captured graphs, padded to the nearest size, or eager.
 
     A call gives what the step itself gives on the same inputs. Graphs carry no gradients:
-    every step runs under ``torch.no_grad()``, eager ones too. Python effects of the step
+    every step runs under ``torch.no_grad()``, eager ones too. A padded step that draws random
+    numbers draws for the rows of padding too: see docs/how-to/steps.md. Python effects of the step
     (appends, attribute writes, prints) happen in warmup and capture, not at replay.
 
     Args:

@@ -250,6 +250,7 @@ class InputTransportTests:
             bench.compare(result, bench.wanted(values, rows, rows))
         assert runner.stats().eager_by_reason == {}
 
+    @pytest.mark.filterwarnings("ignore:The step draws random numbers")
     def test_random_numbers(self, bench: Bench) -> None:
         """A step that draws gets its inputs the same way, and the numbers that eager draws."""
         if bench.way.kind != "full":

@@ -285,6 +285,7 @@ def test_clean_steps_pass_and_change_state_once(make_runner):
     assert stats.steps == 20
 
 
+@pytest.mark.filterwarnings("ignore:The step draws random numbers")
 def test_random_steps_are_compared_where_they_can_be(make_runner):
     """At the bucket's size both draw the same; below it they cannot, and are not compared."""
     runner = make_runner(lambda x: x + torch.rand_like(x), INPUT, options=RunnerOptions(check=1))

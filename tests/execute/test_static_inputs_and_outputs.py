@@ -21,7 +21,7 @@ from dispatchkit import (  # noqa: E402
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, DescriptorError, InputError, UnknownNameError  # noqa: E402
-from dispatchkit.execute import EagerStepWarning  # noqa: E402
+from dispatchkit.execute import EagerStepWarning, PaddedDrawsWarning  # noqa: E402
 
 
 def same(actual, expected):
@@ -712,3 +712,43 @@ def test_a_tensor_that_is_no_whole_number_is_refused(make_runner, value):
     for fact in ("num_reqs", "uniform", "loras", "ceiling"):
         with pytest.raises(DescriptorError, match=f"{fact} must be a whole number"):
             runner(torch.arange(3), **{fact: value})
+
+
+NOISE = torch.Generator().manual_seed(0)
+DRAWING = {
+    "by its shape": lambda x: x + torch.rand(x.shape),
+    "like it": lambda x: x + torch.randn_like(x),
+    "dropout": lambda x: torch.nn.functional.dropout(x + 1, 0.5, training=True),
+    "from a generator of its own": lambda x: x + torch.rand(x.shape, generator=NOISE),
+}
+
+
+@pytest.mark.parametrize("how", DRAWING)
+def test_padded_draws_are_said(make_runner, how):
+    """Rows of padding draw too, so that later numbers differ; exact sizes draw eager's numbers."""
+    step, state = DRAWING[how], StepState(generators=[NOISE])
+    x, inputs = torch.zeros(3, 2), {"x": StaticInput((None, 2), "float32")}
+
+    def drawn(call):
+        torch.manual_seed(1)
+        NOISE.manual_seed(1)
+        return [call(x) for _ in range(3)]
+
+    exact = make_runner(step, inputs, sizes=(3,), state=state)
+    exact.capture()
+    assert not exact.explain(3).note
+    same(drawn(exact), drawn(step))
+    padded = make_runner(step, inputs, sizes=(4,), state=state)
+    padded.capture()
+    assert "for rows of padding too" in str(padded.explain(3))
+    assert not padded.explain(4).note
+    with pytest.warns(PaddedDrawsWarning, match="The first had 3 tokens, in FULL tokens=4"):
+        padded(x)
+    drawn(padded)  # warned once
+
+
+def test_a_padded_step_that_draws_nothing_has_no_note(make_runner):
+    runner = make_runner(lambda tokens: tokens * 2)
+    runner.capture()
+    assert not runner.explain(3).note
+    runner(torch.arange(3))

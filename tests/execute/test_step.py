@@ -271,6 +271,7 @@ def test_a_graph_without_random_numbers_is_launched_directly(make_runner, keys):
     assert backend.streams[-1] == other.handle
 
 
+@pytest.mark.filterwarnings("ignore:The step draws random numbers")
 def test_a_graph_that_draws_is_replayed_by_torch(make_runner, keys):
     backend = DirectTape()
     runner = make_runner(lambda tokens: tokens + torch.rand(tokens.shape), backend=backend)
@@ -281,6 +282,7 @@ def test_a_graph_that_draws_is_replayed_by_torch(make_runner, keys):
     assert "random numbers" in runner.controls.launch_path(keys.full(4))
 
 
+@pytest.mark.filterwarnings("ignore:The step draws random numbers")
 def test_a_graph_that_turns_out_to_draw_nothing_is_launched_directly_from_then_on(make_runner):
     backend = DirectTape()
     backend.starts_unsettled = True

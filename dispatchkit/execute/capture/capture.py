@@ -349,6 +349,7 @@ class Capturer:
             guard=self._guard.now(),
             facts=self.facts_now(path.buffers) if self._notes_facts else None,
             has_effect=draws or warmups.writes(),
+            draws=draws,
             axis_cuts=warmups.axis_cuts(key, outputs),
             values=warmups.effects.watch(graphs_alone=key.mode is RuntimeMode.PIECEWISE),
             pieces=pieces,

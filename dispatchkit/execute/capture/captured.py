@@ -178,6 +178,7 @@ class CapturedKey:
         guard: What it was made under.
         facts: Addresses and numbers it has built in; None outside check mode.
         has_effect: A replay changes more than its outputs: state, or random generators.
+        draws: It draws random numbers, as far as its warmup or its capture showed.
         axis_cuts: Dimensions of its outputs that follow an axis (see ``io.axes``).
         values: What its graphs have built in of Python, compared while it replays.
         pieces: Its graph pieces and the eager pieces between them; None where one graph is all.
@@ -199,6 +200,7 @@ class CapturedKey:
     guard: Fingerprint = (None, (), ())
     facts: Facts | None = None
     has_effect: bool = False
+    draws: bool = False
     axis_cuts: tuple[tuple[int, int, int, int], ...] = ()
     values: ValueWatch = attrs.field(factory=ValueWatch)
     pieces: CapturedPieces | None = None

@@ -20,7 +20,9 @@ from dispatchkit.execute.replay.check import Checker, CheckWarning
 from dispatchkit.execute.step.reasons import (
     DOWNGRADES,
     NEXT_STEPS,
+    PADDED_DRAWS,
     EagerStepWarning,
+    PaddedDrawsWarning,
 )
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCounters
@@ -158,6 +160,17 @@ class EagerRunner:
             EagerStepWarning,
             stacklevel=2,
         )
+
+    def warn_of_padded_draws(self, key: GraphKey, num_tokens: int) -> None:
+        """Warn once that a step which draws random numbers is padded."""
+        if self._once.first(PADDED_DRAWS):
+            warnings.warn(
+                f"{PADDED_DRAWS} The first had {num_tokens} tokens, in {key}. Where that matters, "
+                "capture the sizes that come, or draw outside of the step. Warned once; "
+                "runner.explain() says it of a batch.",
+                PaddedDrawsWarning,
+                stacklevel=2,
+            )
 
     def refuse_if_exact(self, why: str) -> None:
         """Raise where a step may only run as it was decided.

@@ -76,5 +76,16 @@ NEXT_STEPS: Mapping[str, str] = {
 }
 
 
+class PaddedDrawsWarning(RuntimeWarning):
+    """A step that draws random numbers is padded; warned once by each runner."""
+
+
+#: What padding means for a graph that draws random numbers.
+PADDED_DRAWS = (
+    "The step draws random numbers, for rows of padding too where it draws for rows: from the same "
+    "seed, later steps may draw other numbers than eager steps would."
+)
+
+
 class EagerStepWarning(RuntimeWarning):
     """Steps run eager that a graph was wanted for; told once for each reason."""
