@@ -221,7 +221,10 @@ class PluginSet:
         hook = "dispatchkit_select_policy"
         # Not called by pluggy, which does not tell whose hook answered or raised.
         for one in reversed(self._manager.hook.dispatchkit_select_policy.get_hookimpls()):
-            origin = self._loaded[one.plugin_name].origin
+            loaded = self._loaded.get(one.plugin_name)
+            if loaded is None:
+                continue  # it is being added, and may yet be refused
+            origin = loaded.origin
             try:
                 name = one.function(*[config][: len(one.argnames)])
             except (Exception, SystemExit) as error:
@@ -277,8 +280,8 @@ class PluginSet:
                         f"{spec.kind} {spec.name!r} comes from {taken.origin} already; choose "
                         "another name, or load without that plugin (`block`).",
                     )
-            self._loaded[name] = loaded
             self._commit(loaded)
+            self._loaded[name] = loaded
 
     def register_policy(
         self, name: str, factory: Callable[..., Policy], summary: str = ""

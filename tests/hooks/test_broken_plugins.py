@@ -355,3 +355,23 @@ def test_all_ways_to_write_a_hook_are_found() -> None:
     assert list(plugins.backends) == ["class"]
     assert list(plugins.observers) == ["renamed"]
     assert plugins.select_policy(SimpleNamespace()) == "method"
+
+
+def test_a_plugin_that_is_still_being_added_selects_nothing() -> None:
+    """Another thread may select meanwhile; here the plugin's own hook does."""
+    plugins = PluginSet()
+    seen: list[str | None] = []
+
+    @hookimpl
+    def dispatchkit_register_policies() -> list[PolicySpec]:
+        seen.append(plugins.select_policy(SimpleNamespace()))
+        return [PolicySpec("mine", list)]
+
+    @hookimpl
+    def dispatchkit_select_policy() -> str:
+        return "mine"
+
+    hooks = (dispatchkit_register_policies, dispatchkit_select_policy)
+    plugins.register("mine", SimpleNamespace(**{hook.__name__: hook for hook in hooks}))
+    assert seen == [None]
+    assert plugins.select_policy(SimpleNamespace()) == "mine"
