@@ -194,6 +194,7 @@ def test_filled_cell_is_served_by_the_table_alone(monkeypatch):
 
 @pytest.mark.parametrize("max_list_cells", [10**6, 0])
 def test_a_row_holds_what_dispatch_returns_and_follows_every_change(max_list_cells, monkeypatch):
+    """Whoever looks decisions up in a row gets none that dispatch would not give."""
     monkeypatch.setattr(table_module, "MAX_LIST_CELLS", max_list_cells)
     dispatcher = make()
     row = dispatcher.row(1)

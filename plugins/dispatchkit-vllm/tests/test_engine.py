@@ -585,6 +585,7 @@ def test_outcomes_of_the_second_runner(manager_module, clock, monkeypatch):
 
 
 def test_a_policy_that_learns_later_is_told_of_eager_steps_too(manager_module, clock, monkeypatch):
+    """Eager steps are measured while a policy in force learns, and the model is left alone else."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(timing, "SAMPLE_EVERY", 1)
     ask(monkeypatch, "vllm")
