@@ -28,6 +28,9 @@ class BackendCapabilities:
         poisons_outputs: Outputs read before the first replay hold recognisable poison;
             otherwise they hold whatever was in the memory.
         stream_priorities: ``new_stream`` takes ``priority``, as ``PriorityBackend`` says.
+        steps_beside_captures: While one thread captures, others may run and replay what the
+            callable does, as long as it changes nothing outside.
+        inert_captures: A capture runs nothing, and neither reads nor writes memory.
         unwatched_captures: ``capture`` takes ``watched``, ``notes`` and ``compiled``, as
             ``UnwatchedCaptureBackend`` says.
     """
@@ -39,6 +42,8 @@ class BackendCapabilities:
     poisons_outputs: bool = False
     stream_priorities: bool = False
     unwatched_captures: bool = False
+    steps_beside_captures: bool = False
+    inert_captures: bool = False
 
 
 @runtime_checkable

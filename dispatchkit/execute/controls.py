@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,22 @@ import attrs
 import torch
 
 from dispatchkit.backends.optional import features_of
-from dispatchkit.dispatch import CostModel, Explanation, KeyHomes, StepCost, find_cost_model
+from dispatchkit.dispatch import (
+    CostModel,
+    Explanation,
+    KeyHomes,
+    StepCost,
+    find_cost_model,
+)
 from dispatchkit.dispatch import explain as explain_batch
-from dispatchkit.errors import RegistryError
+from dispatchkit.errors import CaptureError, ConfigError, RegistryError
+from dispatchkit.execute.capture.background import BackgroundCapture
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.external import external_step
-from dispatchkit.execute.capture.report import CaptureReport
+from dispatchkit.execute.capture.lifecycle import frozen
+from dispatchkit.execute.capture.report import CaptureReport, largest_first
 from dispatchkit.execute.executor import Executor
+from dispatchkit.execute.memory import LongPause
 from dispatchkit.execute.replay.direct import launch_path
 from dispatchkit.execute.report import progress_shower
 from dispatchkit.execute.step.reasons import PADDED_DRAWS
@@ -24,6 +34,9 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.registry import KeyState
+
+#: Why a key has no graph, and the times that steps were held up for too long.
+_Captured = tuple[CaptureError | str | None, Sequence[LongPause]]
 
 
 class Controls:
@@ -42,6 +55,7 @@ class Controls:
     ) -> None:
         self._executors, self._homes, self._lock = executors, homes, lock
         self._first = executors[0]
+        self._turns = executors[0].lane.group.turns
 
     # -- graphs -------------------------------------------------------------------------
 
@@ -58,6 +72,7 @@ class Controls:
         """
         chosen = self._homes.by_lane(None if keys is None else tuple(keys))
         with progress_shower(progress) as show, self._lock:
+            self._turns.wait()
             report = CaptureReport.total(
                 member.lifecycle.capture_all(own, show, again=again)
                 for member, own in zip(self._executors, chosen, strict=True)
@@ -67,6 +82,83 @@ class Controls:
                     member.calibration.run()  # each lane learns for itself
             return report
 
+    def capture_in_background(
+        self, keys: Iterable[GraphKey] | None = None, *, max_pause_us: float = 2000.0
+    ) -> BackgroundCapture:
+        """Capture the keys that have no graph yet in a thread, while others run steps.
+
+        The thread holds the lock of steps for ``max_pause_us`` at a time, then lets those that
+        wait run. Its own part is as long; what is not in its hands is in ``pauses``, with what
+        it was: an operator, or a driver's call, that takes longer; and the whole warmup and
+        capture of a step that changes state, draws random numbers, is made of pieces, calls
+        functions of torch.compile, or belongs to one of several lanes. Where calls capture on
+        demand, they run eager with reason ``capture_pending`` meanwhile.
+
+        Args:
+            keys: Which; all declared ones by default. As in ``capture``, the largest first, and
+                only where there is room: nothing is evicted.
+            max_pause_us: How long steps may be held up at a time, in microseconds.
+
+        Raises:
+            ConfigError: ``max_pause_us`` is not a positive number.
+            RegistryError: The runner is frozen, or a key is not declared.
+        """
+        if isinstance(max_pause_us, bool) or not isinstance(max_pause_us, int | float):
+            raise ConfigError("max_pause_us", max_pause_us, "a number of microseconds")
+        if not max_pause_us > 0:
+            raise ConfigError("max_pause_us", max_pause_us, "above 0")
+        chosen = self._homes.by_lane(None if keys is None else tuple(keys))
+        places: dict[GraphKey, list[int]] = {}
+        for index, own in enumerate(chosen):
+            lifecycle = self._executors[index].lifecycle
+            if lifecycle.is_frozen:
+                raise frozen()
+            for key in tuple(self._executors[index].registry) if own is None else own:
+                if lifecycle.graphs.entry(key).state is not KeyState.CAPTURED:
+                    places.setdefault(key, []).append(index)
+        itself = weakref.ref(self)
+
+        def capture_one(key: GraphKey) -> _Captured | None:
+            # Weakly between two keys: the last reference to a runner frees its graphs.
+            found = itself()
+            return None if found is None else found._capture_one(key, places[key], max_pause_us)
+
+        def num_bytes() -> int:
+            found = itself()
+            return 0 if found is None else found.num_bytes
+
+        return BackgroundCapture(sorted(places, key=largest_first), capture_one, num_bytes)
+
+    def _capture_one(self, key: GraphKey, lanes: Sequence[int], max_pause_us: float) -> _Captured:
+        """Capture a key on some lanes in turns with steps; called by the background's thread."""
+        problem: CaptureError | str | None = None
+        pauses: list[LongPause] = []
+        for index in lanes:
+            lifecycle = self._executors[index].lifecycle
+            with self._lock:
+                pauses += lifecycle.learn(key, max_pause_us)
+            with self._lock:
+                own, found = lifecycle.capture_in_turns(key, max_pause_us)
+            problem, pauses = problem or own, [*pauses, *found]
+        return problem, pauses
+
+    def ready(self, keys: Iterable[GraphKey] | None = None) -> bool:
+        """Return whether keys have their graphs, on every lane that has a home for them.
+
+        Args:
+            keys: Which; by default all that are declared and not switched off.
+        """
+        chosen = self._homes.by_lane(None if keys is None else tuple(keys))
+        for member, own in zip(self._executors, chosen, strict=True):
+            for key in tuple(member.registry) if own is None else own:
+                entry = member.registry.get(key)
+                if entry is None:
+                    return False
+                is_wanted = keys is not None or member.registry.is_enabled(key)
+                if is_wanted and entry.state is not KeyState.CAPTURED:
+                    return False
+        return True
+
     def warm_up(self) -> dict[GraphKey, str]:
         """Warm all keys up before the first is captured; returns those whose warmup raised.
 
@@ -75,6 +167,7 @@ class Controls:
         """
         failed: dict[GraphKey, str] = {}
         with self._lock:
+            self._turns.wait()
             for member in self._executors:
                 failed |= member.lifecycle.warm_all()
         return failed
@@ -82,12 +175,14 @@ class Controls:
     def capture_next(self) -> GraphKey | None:
         """Capture the key that was most asked for in vain; to be called in idle moments."""
         with self._lock:
+            self._turns.wait()
             tried = (member.lifecycle.capture_next() for member in self._executors)
             return next((key for key in tried if key is not None), None)
 
     def freeze(self, *, strict: bool | None = None) -> None:
         """Capture nothing from now on; a key without a graph runs eager, or raises if strict."""
         with self._lock:
+            self._turns.wait()
             for member in self._executors:
                 member.lifecycle.is_frozen = True
                 if strict is not None:
@@ -136,6 +231,7 @@ class Controls:
             InputError: The tensors do not fit the declared inputs at the key's size.
         """
         with self._lock:
+            self._turns.wait()
             first = self._first
             step = external_step(
                 key,
@@ -165,6 +261,7 @@ class Controls:
         See ``GraphRunner.evict``.
         """
         with self._lock:
+            self._turns.wait()
             holders = [member for member in self._executors if key in member.lifecycle.live()]
             for member in holders or self._executors[:1]:
                 member.lifecycle.evict(key)
@@ -172,6 +269,7 @@ class Controls:
     def clear(self) -> None:
         """Give up all graphs."""
         with self._lock:
+            self._turns.wait()
             for member in self._executors:
                 for key in member.lifecycle.live():
                     member.lifecycle.evict(key)
@@ -182,6 +280,7 @@ class Controls:
         See ``GraphRunner.invalidate``.
         """
         with self._lock:
+            self._turns.wait()
             return sum(member.lifecycle.invalidate(reason) for member in self._executors)
 
     def set_enabled(

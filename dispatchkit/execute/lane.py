@@ -202,6 +202,11 @@ class Lane:
                 self.backend.current_stream().synchronize()
                 self.synchronize()
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether it is one of several lanes of a runner."""
+        return bool(self._peers)
+
     def set_rows(self, num_rows: int) -> None:
         """Tell graphs the true row count, through its device value."""
         if num_rows != self._rows and self.row_count is not None:

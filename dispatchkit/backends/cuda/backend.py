@@ -126,6 +126,8 @@ class CudaBackend:
             poisons_outputs=False,
             stream_priorities=True,
             unwatched_captures=True,
+            steps_beside_captures=True,
+            inert_captures=True,
         )
 
     def device_info(self) -> dict[str, str]:

@@ -109,6 +109,8 @@ class TapeBackend:
             concurrent_streams=False,
             poisons_outputs=True,
             stream_priorities=True,
+            # Deferred, a capture holds what all streams need.
+            steps_beside_captures=self._scheduler is None,
         )
 
     def device_info(self) -> dict[str, str]:

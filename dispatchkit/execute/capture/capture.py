@@ -30,6 +30,7 @@ from dispatchkit.execute.capture.captured import (
 from dispatchkit.execute.capture.effects import PythonChangedError, write_noise
 from dispatchkit.execute.capture.fingerprint import Facts, facts_of
 from dispatchkit.execute.capture.graph import GraphMaker, OutputSlot
+from dispatchkit.execute.capture.pacing import paced_step
 from dispatchkit.execute.capture.warmup import Warmups, family_of
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.input_path import InputPath, choose_path, copied_path
@@ -74,6 +75,24 @@ class Capturer:
     def facts_now(self, buffers: InputBuffers) -> Facts:
         """Return the addresses and numbers that a graph of the step would have built in."""
         return facts_of(self._step.pieces, self._guard.modules, buffers)
+
+    def allows_turns(self, key: GraphKey) -> bool:
+        """Return whether steps may run between the operators of a key's warmup and capture.
+
+        That is where nothing that these run is seen by a step: they change no state, draw no
+        random numbers, and replay nothing. What they read may change under them: their results
+        are thrown away.
+        """
+        return (
+            key.mode is RuntimeMode.FULL
+            and self._lane.backend.capabilities.steps_beside_captures
+            and not self._lane.has_peers
+            and self._warmups.is_pure(key)
+        )
+
+    def is_known(self, key: GraphKey) -> bool:
+        """Return whether a warmup has shown what keys like this one do."""
+        return self._warmups.is_known(key)
 
     def forget(self) -> None:
         """Look anew at what the step reads: it may be something else from now on."""
@@ -283,9 +302,11 @@ class Capturer:
         views, backend = self._warmups.views(key, key.num_tokens), self._lane.backend
         path = choose_path(backend, self._lane.buffers_of(key), key.num_tokens)
 
+        run = paced_step(self._lane, lambda: self._step(views))
+
         def step() -> Any:
             path.record(backend.current_stream_handle())
-            return self._step(views)
+            return run()
 
         if path.staging is not None:
             notes = None  # the warmup was without that copy

@@ -6,10 +6,12 @@ in between; what the device still has in flight is waited for before a graph is 
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import attrs
@@ -26,13 +28,15 @@ from dispatchkit.execute.capture.live_graphs import LiveGraphs
 from dispatchkit.execute.capture.report import CaptureReport, as_capture_error, largest_first
 from dispatchkit.execute.capture.warmup import family_of
 from dispatchkit.execute.lane import Lane
-from dispatchkit.execute.memory import PoolMember
+from dispatchkit.execute.memory import LongPause, Pacer, PoolMember
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import StepCounters
 from dispatchkit.observe.events import CaptureEvent, CaptureFailedEvent
 from dispatchkit.options import MemoryOptions
 from dispatchkit.registry import GraphRegistry, KeyState
+
+_logger = logging.getLogger(__name__)
 
 _WEIGHTS = (torch.Tensor, torch.nn.Module)
 
@@ -50,6 +54,13 @@ class _Attempt:
     captured: CapturedKey | None
     problem: CaptureError | None
     lost: Mapping[PoolMember, Iterable[GraphKey]]
+
+
+def frozen() -> RegistryError:
+    """Return the error of a capture in a frozen runner."""
+    return RegistryError(
+        "The runner is frozen: nothing is captured after freeze(). Call unfreeze() first."
+    )
 
 
 class Lifecycle:
@@ -164,6 +175,60 @@ class Lifecycle:
         seconds = time.perf_counter() - start
         return CaptureReport(captured, seconds, self._lane.num_bytes(), failed, skipped)
 
+    def capture_in_turns(
+        self, key: GraphKey, max_pause_us: float
+    ) -> tuple[CaptureError | str | None, Sequence[LongPause]]:
+        """Capture a key in the background, steps of other threads in between.
+
+        The caller holds the lock of steps, once. Where steps must not run in between, it is
+        captured in one piece.
+
+        Args:
+            key: Which.
+            max_pause_us: How long steps may be held up at a time.
+
+        Returns:
+            Why it has no graph, as an error, or in words if it was left out; and the times that
+            steps were held up for longer.
+        """
+        turns = self._lane.group.turns
+        turns.wait()
+        entry = self._registry.get(key)
+        if entry is None:
+            return "it is not declared any more", ()
+        if self.is_frozen:
+            return "the runner is frozen", ()
+        if entry.state is KeyState.CAPTURED:
+            return "it has a graph", ()
+        if key.mode not in self._modes or not self._registry.is_enabled(key):
+            return Reason.DISABLED, ()
+        if entry.state is KeyState.FAILED and self._retries.is_over(entry):
+            return f"failed {entry.attempts} times: {entry.reason}", ()
+        if not self._budget.has_slot():
+            return self._budget.refusal, ()
+        pacer = Pacer(turns, str(key), max_pause_us, allows_turns=self._capturer.allows_turns(key))
+        problem = turns.run(pacer, lambda: self._try(key, evict=False))
+        return problem, pacer.pauses
+
+    def learn(self, key: GraphKey, max_pause_us: float) -> Sequence[LongPause]:
+        """Warm up the smallest key like one that is not known yet, in one piece.
+
+        Only a step that is known to change nothing lets others run in the middle of it.
+
+        Returns:
+            The time that steps were held up, if it was too long.
+        """
+        turns = self._lane.group.turns
+        turns.wait()
+        if self.is_frozen or self._capturer.is_known(key):
+            return ()
+        alike = [one for one in self._registry if family_of(one) == family_of(key)]
+        smallest = min(alike or [key], key=lambda one: one.num_tokens)
+        pacer = Pacer(turns, str(smallest), max_pause_us, allows_turns=False)
+        with suppress(Exception):  # it comes again, and is reported, with the capture
+            turns.run(pacer, lambda: self._capturer.warm(smallest))
+        return pacer.pauses
+
     def warm_all(self) -> dict[GraphKey, str]:
         """Warm every key without a graph up, largest first, capturing none.
 
@@ -227,9 +292,9 @@ class Lifecycle:
             return ""  # the plan is older than the graph
         if self.is_frozen:
             return Reason.NOT_CAPTURED
-        if self._seen[key] < self._capture_after:
+        if self._seen[key] < self._capture_after or not self._lane.group.turns.may_capture():
             return Reason.CAPTURE_PENDING
-        self._try(key, evict=True)
+        self._try_for_step(key)
         self._budget.warn_of_churn()  # outside: a warning that raises is no failed capture
         return ""
 
@@ -258,11 +323,11 @@ class Lifecycle:
     def retry_if_due(self, key: GraphKey) -> bool:
         """Try a failed or stale key again when enough steps went by; True if it was tried."""
         entry = self._registry.get(key)
-        if entry is None or self.is_frozen:
+        if entry is None or self.is_frozen or not self._lane.group.turns.may_capture():
             return False
         if entry.state is not KeyState.STALE and not self._retries.is_due(entry):
             return False
-        self._try(key, evict=True)
+        self._try_for_step(key)
         return True
 
     # -- the end of a graph -------------------------------------------------------------
@@ -373,9 +438,18 @@ class Lifecycle:
 
     def _refuse_frozen(self) -> None:
         if self.is_frozen:
-            raise RegistryError(
-                "The runner is frozen: nothing is captured after freeze(). Call unfreeze() first."
-            )
+            raise frozen()
+
+    def _try_for_step(self, key: GraphKey) -> None:
+        """Capture a key that a step waits for, and say how long it waited."""
+        start = time.perf_counter()
+        self._try(key, evict=True)
+        _logger.info(
+            "A step waited %.1f ms for the capture of %s. Capture it ahead: runner.capture(), or "
+            "capture_in_background().",
+            (time.perf_counter() - start) * 1e3,
+            key,
+        )
 
     def _try(self, key: GraphKey, *, evict: bool) -> CaptureError | None:
         """Capture a key; a failure is marked, counted and returned."""

@@ -15,6 +15,7 @@ from dispatchkit.backends.optional import WarmupNotes, features_of
 from dispatchkit.backends.watching.compiled_code import every_size_compiled, force_eager
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.effects import PythonEffects
+from dispatchkit.execute.capture.pacing import paced_warmup
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.outputs import (
     OutputLayout,
@@ -155,6 +156,20 @@ class Warmups:
     def may_draw(self, key: GraphKey) -> bool:
         """Return whether a key's step draws random numbers, or was not watched yet."""
         return self._draws.get(family_of(key), True)
+
+    def is_known(self, key: GraphKey) -> bool:
+        """Return whether a key like this one was watched."""
+        return family_of(key) in self._peaks
+
+    def is_pure(self, key: GraphKey) -> bool:
+        """Return whether a key's step is known to change nothing that others see, as it runs."""
+        return (
+            self.is_known(key)
+            and not self.may_write()
+            and not len(self._scratch)
+            and not self.may_draw(key)
+            and self.compiled_code(key) is None
+        )
 
     def is_state(self, leaf: torch.Tensor) -> bool:
         """Return whether a tensor is part of what the step changes."""
@@ -372,14 +387,14 @@ class Warmups:
     def _run(self, views: dict[str, Any], iterations: int = 1) -> Any:
         """Run the step as it is, compiled where it is."""
         with every_size_compiled():
-            return self._backend.warmup(
-                lambda: self.step(views), stream=self._lane.stream, iterations=iterations
-            )
+            run = paced_warmup(self._lane, lambda: self.step(views))
+            return self._backend.warmup(run, stream=self._lane.stream, iterations=iterations)
 
     def _shapes(self, views: dict[str, Any]) -> Any:
         """Run the step for the shapes of its outputs, at a size that may never be captured."""
         with force_eager():
-            return self._backend.warmup(lambda: self.step(views), stream=self._lane.stream)
+            run = paced_warmup(self._lane, lambda: self.step(views))
+            return self._backend.warmup(run, stream=self._lane.stream)
 
     def _at_another_size(self, key: GraphKey, other_sizes: Sequence[int]) -> tuple[int, Any]:
         lane, size = self._lane, key.num_tokens

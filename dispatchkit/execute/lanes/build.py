@@ -20,7 +20,7 @@ from dispatchkit.errors import ConfigError
 from dispatchkit.execute.executor import Executor, Workload
 from dispatchkit.execute.lane import Chain
 from dispatchkit.execute.lanes.chooser import LaneChooser
-from dispatchkit.execute.memory import PoolGroup
+from dispatchkit.execute.memory import PoolGroup, Turns
 from dispatchkit.execute.setup import RunnerSpec, make_policy
 
 if TYPE_CHECKING:
@@ -83,13 +83,15 @@ def make_executors(work: Workload) -> tuple[Executor, ...]:
 def _pool_groups(work: Workload, number: int) -> list[PoolGroup]:
     """Return the pool of each lane: one that other runners share, where that is right."""
     group, backend, lock = work.spec.memory_group, work.backend, threading.RLock()
+    turns = Turns(lock, backend.torch_device)
     if group is None:
-        return [PoolGroup(backend, lock) for _ in range(number)]
+        return [PoolGroup(backend, lock, turns=turns) for _ in range(number)]
     memory, why = group.memory, _why_apart(work, number)
     if not why:
         return [memory.open_group(backend, group.name)]
     return [
-        memory.closed_group(backend, f"{group.name}, apart: {why}", lock) for _ in range(number)
+        memory.closed_group(backend, f"{group.name}, apart: {why}", lock, turns)
+        for _ in range(number)
     ]
 
 

@@ -260,6 +260,7 @@ class LaneSet(Sequence[Executor]):
     ) -> None:
         self._executors, self._chooser, self._homes = tuple(executors), chooser, homes
         self._first, self._lock = executors[0], lock
+        self._turns = executors[0].lane.group.turns
         self._reader, self._bind, self._check = reader, reader.bind, reader.check
         self._backend = executors[0].work.backend
         self._is_capturing = self._backend.is_capturing
@@ -402,6 +403,8 @@ class LaneSet(Sequence[Executor]):
     ) -> StepHandle:
         """Queue a checked step on a lane; under the lock."""
         executor, stream = queue.executor, queue.stream
+        if self._turns.is_under_way:
+            self._turns.wait()  # it captures on the stream of the lane
         if caller != queue.handle:
             if self._caller is None or self._caller[0] != caller:
                 self._caller = (caller, self._backend.current_stream())

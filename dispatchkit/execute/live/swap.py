@@ -81,6 +81,7 @@ class Swapper:
         self, executor: Executor, taps: StepTaps, num_lanes: int, lock: threading.RLock
     ) -> None:
         self._executor, self._lock = executor, lock
+        self._turns = executor.lane.group.turns
         self._requests = SwapRequests(executor, taps, num_lanes)
         self._swap_lock = threading.Lock()
 
@@ -164,6 +165,7 @@ class Swapper:
             previous = dispatcher.policy_name
             added = self._capture_ahead(change, not lifecycle.lazy if ahead is None else ahead)
             with self._lock:
+                self._turns.wait()
                 begun = time.perf_counter()
                 removed = self._switch(change)
             end = time.perf_counter()
@@ -191,6 +193,7 @@ class Swapper:
         if proposal is None:
             return []
         with self._lock:
+            self._turns.wait()
             new = sorted(executor.dispatcher.reserve(proposal), key=largest_first)
             lifecycle.set_budget(_wider(before, change.budget))
         try:
@@ -200,6 +203,7 @@ class Swapper:
             executor.timings.drain()
         except BaseException:
             with self._lock:
+                self._turns.wait()
                 lifecycle.forget(new)
                 executor.dispatcher.show_all()
                 lifecycle.set_budget(before)
@@ -218,6 +222,7 @@ class Swapper:
 
     def _capture_one(self, key: GraphKey, proposal: Proposal) -> None:
         with self._lock:
+            self._turns.wait()
             report = self._executor.lifecycle.capture_all([key])
             if problems := {**report.failed, **report.skipped}:
                 raise self._refusal(proposal, {str(one): why for one, why in problems.items()})

@@ -3,12 +3,16 @@
 from dispatchkit.execute.memory.account import MemoryAccount, PoolAccount
 from dispatchkit.execute.memory.graph_memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.memory.pool_group import PoolGroup, PoolMember
+from dispatchkit.execute.memory.turns import LongPause, Pacer, Turns
 
 __all__ = [
     "GraphMemory",
+    "LongPause",
     "MemoryAccount",
     "MemoryGroup",
+    "Pacer",
     "PoolAccount",
     "PoolGroup",
     "PoolMember",
+    "Turns",
 ]

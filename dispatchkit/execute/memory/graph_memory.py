@@ -21,6 +21,7 @@ from dispatchkit.backends.optional import DeviceMemory, MeteringBackend, feature
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.memory.account import MemoryAccount, PoolAccount
 from dispatchkit.execute.memory.pool_group import PoolGroup
+from dispatchkit.execute.memory.turns import Turns
 from dispatchkit.keys.checks import check_count
 
 #: Name of the group of runners that are given no other.
@@ -97,11 +98,13 @@ class GraphMemory:
                 self._open[place] = group
             return group
 
-    def closed_group(self, backend: GraphBackend, name: str, lock: threading.RLock) -> PoolGroup:
+    def closed_group(
+        self, backend: GraphBackend, name: str, lock: threading.RLock, turns: Turns
+    ) -> PoolGroup:
         """Return a pool of its own for a lane, in this budget."""
         with self._guard:
             self._begin_on(backend)
-            group = PoolGroup(backend, lock, name=name, memory=self)
+            group = PoolGroup(backend, lock, name=name, memory=self, turns=turns)
             self._apart.add(group)
             return group
 
@@ -285,7 +288,7 @@ def _clear_if_free(group: PoolGroup) -> bool:
     lock = group.lock
     try:
         try:
-            if not lock.acquire(blocking=False):
+            if not lock.acquire(blocking=False) or group.turns.is_under_way:
                 return False
             group.clear()
             return True

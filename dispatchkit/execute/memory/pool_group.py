@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from dispatchkit.backends.base import GraphBackend, Stream
 from dispatchkit.backends.optional import features_of
 from dispatchkit.errors import ConfigError
+from dispatchkit.execute.memory.turns import Turns
 from dispatchkit.keys.batch import GraphKey
 
 
@@ -117,8 +118,10 @@ class PoolGroup:
         name: What an account calls it.
         memory: Whose budget it counts in; None where nothing is shared.
         is_open: Further lanes may join.
+        turns: Of the lock, where groups have one lock.
 
     Attributes:
+        turns: Lets steps run while a capture in the background is under way.
         pool: The pool; another one after ``start_pool``.
         stream: Where graphs are warmed up and captured.
         last_stream: The stream of the last step of any lane.
@@ -134,8 +137,10 @@ class PoolGroup:
         name: str = "",
         memory: SharedBudget | None = None,
         is_open: bool = False,
+        turns: Turns | None = None,
     ) -> None:
         self.backend, self.lock, self.name = backend, lock, name
+        self.turns: Turns = turns or Turns(lock, backend.torch_device)
         self.memory: SharedBudget | None = memory
         self.is_open = is_open
         self.stream: Stream = backend.new_stream()

@@ -1,0 +1,109 @@
+"""Captures in the background: a thread that captures keys, in turns with the steps of others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from dispatchkit.errors import CaptureError
+from dispatchkit.execute.capture.report import CaptureReport
+from dispatchkit.execute.memory import LongPause
+from dispatchkit.keys.batch import GraphKey
+
+_logger = logging.getLogger(__name__)
+
+#: Captures one key; returns what went wrong ("" for nothing), the time that was too long, and
+#: whether there was a budget that left it out. None: there is nothing to capture it any more.
+CaptureOne = Callable[[GraphKey], "tuple[CaptureError | str | None, Sequence[LongPause]] | None"]
+
+
+class BackgroundCapture:
+    """Keys that a thread captures while others run steps; made by ``capture_in_background``.
+
+    It ends by itself: when all keys were tried, when the runner is gone, or with the interpreter.
+
+    Args:
+        keys: Which, in this order.
+        capture: Captures one.
+        num_bytes: Returns the bytes that the graphs of the runner take.
+
+    Attributes:
+        keys: Which.
+        pauses: Times that steps were held up for longer than asked for, and by what.
+    """
+
+    def __init__(
+        self, keys: Sequence[GraphKey], capture: CaptureOne, num_bytes: Callable[[], int]
+    ) -> None:
+        self.keys: tuple[GraphKey, ...] = tuple(keys)
+        self.pauses: list[LongPause] = []
+        self._capture, self._num_bytes = capture, num_bytes
+        self._is_stopped = threading.Event()
+        self._captured = 0
+        self._failed: dict[GraphKey, str] = {}
+        self._skipped: dict[GraphKey, str] = {}
+        self._start = time.perf_counter()
+        self._seconds: float | None = None
+        self._thread = threading.Thread(target=self._run, name="dispatchkit-capture")
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Return whether all keys were tried, or it was stopped."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> CaptureReport:
+        """Wait until it is done; returns what it did so far.
+
+        Args:
+            timeout: Seconds to wait at most.
+        """
+        self._thread.join(timeout)
+        return self.report()
+
+    def stop(self) -> CaptureReport:
+        """Begin no further key, wait for the one under way; returns what was done."""
+        self._is_stopped.set()
+        return self.wait()
+
+    def report(self) -> CaptureReport:
+        """Return what it did so far."""
+        elapsed = time.perf_counter() - self._start
+        seconds = elapsed if self._seconds is None else self._seconds
+        return CaptureReport(
+            self._captured, seconds, self._num_bytes(), dict(self._failed), dict(self._skipped)
+        )
+
+    def _run(self) -> None:
+        main = threading.main_thread()
+        try:
+            for key in self.keys:
+                if self._is_stopped.is_set() or not main.is_alive():
+                    return
+                done = self._capture(key)
+                if done is None:
+                    return
+                self._note(key, *done)
+                time.sleep(0)  # steps that wait have the lock first
+        finally:
+            self._seconds = time.perf_counter() - self._start
+
+    def _note(
+        self, key: GraphKey, problem: CaptureError | str | None, pauses: Sequence[LongPause]
+    ) -> None:
+        self.pauses += pauses
+        for pause in pauses:
+            _logger.info("Capture in the background: %s", pause)
+        if problem is None:
+            self._captured += 1
+        elif isinstance(problem, str):
+            self._skipped[key] = problem
+        elif problem.reason == "over_budget":
+            self._skipped[key] = str(problem)
+        else:
+            self._failed[key] = f"{problem.reason}: {problem}"
+
+    def __repr__(self) -> str:
+        done = self._captured + len(self._failed) + len(self._skipped)
+        return f"<BackgroundCapture: {done} of {len(self.keys)} keys tried>"

@@ -1,0 +1,197 @@
+"""Turns: a capture in the background and the steps of other threads, under one lock.
+
+Steps run under the lock of their pool's group, and so does a capture: a step that comes meanwhile
+waits for all of it. A capture in the background releases the lock between two operators when it
+has held it for as long as it may, and for all that torch and the driver do at the beginning and the
+end of it. That is right where nothing that the capture runs, or puts back at its end, is read or
+written by a step; see ``Capturer.allows_turns``.
+
+While such a capture is under way nothing else is captured, and nothing is evicted, on its device
+by steps: who would wait for the capture, with the lock that it waits for, would wait for good.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+
+_T = TypeVar("_T")
+
+# How long a capture stays off the lock where no step is known to wait for it: the time that a
+# waiting thread needs to wake up.
+_GAP_S = 50e-6
+
+
+@attrs.frozen
+class LongPause:
+    """One time that a capture held steps up for longer than it was to.
+
+    Attributes:
+        key: What was captured, as text.
+        what: What it did in that time.
+        us: How long it was, in microseconds.
+    """
+
+    key: str
+    what: str
+    us: float
+
+    def __str__(self) -> str:
+        return f"{self.key} held steps up for {self.us:.0f} us: {self.what}"
+
+
+class _Devices:
+    """On which devices a capture in the background is under way."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def change(self, device: str, by: int) -> None:
+        with self._guard:
+            self._counts[device] += by
+
+    def is_busy(self, device: str) -> bool:
+        return self._counts[device] > 0
+
+
+_devices = _Devices()
+
+
+class Turns:
+    """Lets steps run while a capture in the background is under way.
+
+    Args:
+        lock: Held by each step.
+        device: Of its captures.
+
+    Attributes:
+        is_under_way: A capture in the background is.
+    """
+
+    def __init__(self, lock: threading.RLock, device: str) -> None:
+        self._changed = threading.Condition(lock)
+        self._lock: Any = lock
+        self._device = device
+        self.is_under_way = False
+        self._pacer: Pacer | None = None
+
+    @property
+    def pacer(self) -> Pacer | None:
+        """What this thread's capture is paced by; None where it is not in the background."""
+        pacer = self._pacer
+        return pacer if pacer is not None and pacer.thread == threading.get_ident() else None
+
+    def may_capture(self) -> bool:
+        """Return whether a step may capture or evict now."""
+        return not _devices.is_busy(self._device) or self.pacer is not None
+
+    def wait(self) -> None:
+        """Wait until no capture in the background is under way; the caller holds the lock."""
+        while self.is_under_way and self.pacer is None:
+            self._changed.wait()
+
+    def run(self, pacer: Pacer, capture: Callable[[], _T]) -> _T:
+        """Call what captures, in turns with steps; the caller holds the lock, once."""
+        self.wait()
+        self.is_under_way, self._pacer = True, pacer
+        _devices.change(self._device, 1)
+        try:
+            pacer.resume("begins")
+            return capture()
+        finally:
+            pacer.pause("its end")
+            _devices.change(self._device, -1)
+            self.is_under_way, self._pacer = False, None
+            self._changed.notify_all()
+
+    def give_way(self) -> None:
+        """Let waiting steps run; the lock is held again at the end."""
+        self._changed.wait(_GAP_S)
+
+    def aside(self, run: Callable[[], _T]) -> _T:
+        """Call something without the lock, which is held again at the end."""
+        held = self._lock._release_save()
+        try:
+            return run()
+        finally:
+            self._lock._acquire_restore(held)
+
+    def held(self, run: Callable[[], _T]) -> _T:
+        """Call something with the lock."""
+        with self._lock:
+            return run()
+
+
+class Pacer:
+    """Measures how long a capture in the background holds steps up, and says when it must pause.
+
+    Args:
+        turns: Whose lock it holds.
+        key: What is captured, as text.
+        max_pause_us: How long it may hold the lock at a time.
+        allows_turns: It may release the lock before its end.
+
+    Attributes:
+        thread: Which thread captures.
+        pauses: Times that were too long.
+    """
+
+    def __init__(self, turns: Turns, key: str, max_pause_us: float, *, allows_turns: bool) -> None:
+        self._turns, self._key = turns, key
+        self._limit_s = max_pause_us * 1e-6
+        self.allows_turns = allows_turns
+        self.thread: int = threading.get_ident()
+        self.pauses: list[LongPause] = []
+        self._since = 0.0
+        self._last = ""
+
+    def resume(self, what: str) -> None:
+        """Note that the lock is held from now on."""
+        self._since, self._last = time.perf_counter(), what
+
+    def pause(self, what: str) -> None:
+        """Note that the lock is released now."""
+        elapsed = time.perf_counter() - self._since
+        if elapsed > self._limit_s:
+            in_one = "" if self.allows_turns else ", in one piece"
+            name = f"from {self._last} to {what}{in_one}"
+            self.pauses.append(LongPause(self._key, name, elapsed * 1e6))
+
+    def note(self, what: str) -> None:
+        """Let steps run if the lock was held for as long as it may be.
+
+        Args:
+            what: What has just been done, such as an operator.
+        """
+        if time.perf_counter() - self._since < self._limit_s:
+            self._last = what
+            return
+        self.pause(what)
+        self._turns.give_way()
+        self.resume(what)
+
+    def aside(self, what: str, run: Callable[[], _T]) -> _T:
+        """Call something that needs no lock without it."""
+        self.pause(what)
+        try:
+            return self._turns.aside(run)
+        finally:
+            self.resume(what)
+
+    def held(self, what: str, run: Callable[[], _T]) -> _T:
+        """Call something with the lock, within ``aside``."""
+
+        def held() -> _T:
+            self.resume(what)
+            try:
+                return run()
+            finally:
+                self.pause(f"the end of {what}")
+
+        return self._turns.held(held)

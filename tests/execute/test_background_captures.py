@@ -1,0 +1,354 @@
+"""Captures in the background: steps of other threads go on, and compute what they should."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import threading
+import time
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dispatchkit import GraphMemory, GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit.backends.tape import TapeBackend  # noqa: E402
+from dispatchkit.errors import ConfigError, RegistryError  # noqa: E402
+from dispatchkit.testing import OneBucketPolicy  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::dispatchkit.execute.EagerStepWarning"),
+    pytest.mark.filterwarnings("ignore::dispatchkit.execute.PaddedDrawsWarning"),
+]
+
+WIDTH = 16
+SIZES = (1, 2, 4, 8, 16)
+
+
+def layers(number=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(WIDTH, WIDTH, generator=generator) / 4 for _ in range(number)]
+
+    def step(x):
+        for weight in weights:
+            x = torch.tanh(x @ weight) + x
+        return x
+
+    return step
+
+
+def rows_of(number, seed=0):
+    return torch.randn(number, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def runner_of(step, **settings):
+    settings = {
+        "policy": OneBucketPolicy(),
+        "mode": "FULL",
+        "sizes": SIZES,
+        "backend": TapeBackend(),
+        **settings,
+    }
+    return GraphRunner(step, {"x": StaticInput((None, WIDTH), "float32")}, **settings)
+
+
+def serve(runner, step, stop, *, seed=0, calls=None):
+    """Run steps until told to stop; return (wrong results, times in seconds)."""
+    chooser, wrong, times = random.Random(seed), 0, []
+    while not stop.is_set() or (calls is not None and len(times) < calls):
+        x = rows_of(chooser.randint(1, 16), len(times))
+        start = time.perf_counter()
+        result = runner(x)
+        times.append(time.perf_counter() - start)
+        wrong += not torch.allclose(result, step(x), atol=1e-5)
+        if calls is not None and len(times) >= calls:
+            break
+    return wrong, times
+
+
+@pytest.mark.parametrize("outputs", ["owned", "view"])
+def test_steps_go_on_beside_the_captures_and_are_right(outputs):
+    step = layers()
+    runner = runner_of(step, outputs=outputs)
+    stop = threading.Event()
+    found = {}
+
+    def call():
+        found["wrong"], found["times"] = serve(runner, step, stop)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    background = runner.controls.capture_in_background(max_pause_us=1)
+    report = background.wait(60)
+    stop.set()
+    thread.join()
+    assert background.is_done()
+    assert (report.num_graphs, report.failed, report.skipped) == (5, {}, {})
+    assert runner.controls.ready()
+    assert found["wrong"] == 0
+    assert len(found["times"]) > 5
+    for rows in range(1, 17):
+        x = rows_of(rows, rows)
+        torch.testing.assert_close(runner(x), step(x))
+
+
+def test_a_step_comes_between_two_operators_of_one_capture():
+    """The promise itself: a step does not wait for a whole capture."""
+    inside, served = threading.Event(), threading.Event()
+    step = layers()
+    main = threading.get_ident()
+
+    def slow(x):
+        for part in range(4):
+            x = step(x)
+            if threading.get_ident() != main and x.shape[0] == 16 and part == 1:
+                inside.set()
+                served.wait(0.05)
+        return x
+
+    def expected(x):
+        for _ in range(4):
+            x = step(x)
+        return x
+
+    runner = runner_of(slow, sizes=(4, 16))
+    background = runner.controls.capture_in_background(max_pause_us=1)
+    assert inside.wait(30)
+    x = rows_of(3)
+    result = runner(x)  # while the other thread is in the middle of it
+    assert not background.is_done()
+    served.set()
+    torch.testing.assert_close(result, expected(x))
+    assert background.wait(60).num_graphs == 2
+    torch.testing.assert_close(runner(x), expected(x))
+
+
+@pytest.mark.parametrize("kind", ["state", "draws", "pieces", "lanes", "scratch"])
+def test_what_steps_would_see_is_captured_in_one_piece(kind):
+    """What a warmup changes is put back, and with it what a step has changed meanwhile."""
+    from dispatchkit import StepState
+
+    count, inner = torch.zeros(1), layers(3)
+    steps, settings = inner, {"sizes": (4, 16)}
+    if kind == "state":
+
+        def steps(x):
+            count.add_(1)
+            return inner(x)
+
+        settings["state"] = [count]
+    elif kind == "draws":
+
+        def steps(x):
+            return inner(x) + torch.rand(x.shape)
+
+    elif kind == "pieces":
+        steps = [graph_piece(inner), eager_piece(lambda x: x + 1), graph_piece(inner)]
+        settings["mode"] = "PIECEWISE"
+    elif kind == "lanes":
+        settings["lanes"] = 2
+    else:
+        settings["state"] = StepState(scratch=[count])
+    runner = runner_of(steps, **settings)
+    stop, served = threading.Event(), []
+
+    def call():
+        while not stop.is_set():
+            served.append(runner(rows_of(3)))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    while not served:
+        time.sleep(0.001)
+    background = runner.controls.capture_in_background(max_pause_us=1)
+    report = background.wait(60)
+    stop.set()
+    thread.join()
+    assert report.num_graphs == len(runner.lanes) * 2 or report.num_graphs == 2
+    assert runner.controls.ready()
+    assert all("in one piece" in pause.what for pause in background.pauses)
+    assert background.pauses
+    if kind == "state":
+        assert count.item() == len(served)
+
+
+def test_nothing_is_captured_on_demand_beside_it():
+    """A step that waited for the capture would hold the lock that the capture waits for."""
+    inside, go_on = threading.Event(), threading.Event()
+    main, step = threading.get_ident(), layers(2)
+
+    def slow(x):
+        x = step(x)
+        if threading.get_ident() != main and x.shape[0] == 16:
+            inside.set()
+            go_on.wait(0.2)
+        return step(x)
+
+    backend = TapeBackend()
+    runner = runner_of(slow, lazy=True, sizes=(4, 16), backend=backend)
+    other = runner_of(step, lazy=True, sizes=(4,), backend=backend)
+    background = runner.controls.capture_in_background(max_pause_us=1)
+    assert inside.wait(30)
+    runner(rows_of(3))
+    other(rows_of(3))
+    for one in (runner, other):
+        assert one.stats().eager_by_reason == {"capture_pending": 1}
+    go_on.set()
+    background.wait(60)
+    other(rows_of(3))
+    assert other.stats().captures == 1
+
+
+def test_what_changes_graphs_waits_for_the_capture_under_way():
+    inside, go_on = threading.Event(), threading.Event()
+    main, step = threading.get_ident(), layers(2)
+
+    def slow(x):
+        x = step(x)
+        if threading.get_ident() != main and x.shape[0] == 16:
+            inside.set()
+            go_on.wait(0.05)
+        return step(x)
+
+    runner = runner_of(slow, sizes=(4, 16))
+    background = runner.controls.capture_in_background(max_pause_us=1)
+    assert inside.wait(30)
+    changes = [
+        runner.controls.clear,
+        runner.controls.invalidate,
+        lambda: runner.swap(sizes=(2, 16)),
+        runner.controls.capture,
+    ]
+    for change in changes:
+        change()
+    go_on.set()
+    background.wait(60)
+    for rows in (1, 2, 16):
+        x = rows_of(rows)
+        torch.testing.assert_close(runner(x), step(step(x)))
+
+
+def test_weights_that_are_replaced_in_the_middle_of_a_capture_are_not_captured():
+    """A graph of the old ones would be registered as new."""
+    inside, replaced = threading.Event(), threading.Event()
+    main = threading.get_ident()
+    model = torch.nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+
+    def slow(x):
+        y = model(x)
+        if threading.get_ident() != main and x.shape[0] == 16 and not replaced.is_set():
+            inside.set()
+            replaced.wait(0.2)
+        return y + 1
+
+    runner = runner_of(slow, sizes=(4, 16))
+    runner.capture([key for key in runner.registry if key.num_tokens == 4])
+    background = runner.controls.capture_in_background(max_pause_us=1)
+    assert inside.wait(30)
+    model.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+    for _ in range(40):
+        runner(rows_of(3))  # one of them looks, and finds it
+    replaced.set()
+    background.wait(60)
+    x = rows_of(16)
+    torch.testing.assert_close(runner(x), model(x) + 1)
+
+
+def test_a_runner_that_is_dropped_ends_it():
+    step = layers()
+    runner = runner_of(step, sizes=tuple(range(1, 33)))
+    background = runner.controls.capture_in_background(max_pause_us=1)
+    gone = weakref.ref(runner.lanes[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del runner
+        background.wait(60)
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_it_can_be_stopped_and_begun_again():
+    runner = runner_of(layers())
+    report = runner.controls.capture_in_background(max_pause_us=1).stop()
+    assert report.num_graphs <= 5
+    assert runner.controls.capture_in_background().wait(60).num_graphs == 5 - report.num_graphs
+    assert runner.controls.ready()
+    assert runner.controls.capture_in_background().wait(60).num_graphs == 0
+
+
+def test_ready_tells_of_the_keys_that_are_asked_for():
+    runner = runner_of(layers(), sizes=(2, 4))
+    small, large = sorted(runner.registry, key=lambda key: key.num_tokens)
+    assert not runner.controls.ready()
+    runner.capture([small])
+    assert runner.controls.ready([small])
+    assert not runner.controls.ready([small, large])
+    assert not runner.controls.ready()
+    runner.controls.set_enabled(False, key=large)
+    assert runner.controls.ready()  # nobody wants it
+    assert not runner.controls.ready([large])
+
+
+def test_failures_and_budgets_are_reported_as_by_a_session():
+    from dispatchkit import MemoryOptions, RunnerOptions
+
+    step = layers()
+
+    def picky(x):
+        if x.shape[0] == 4:
+            raise ValueError("not four")
+        return step(x)
+
+    limits = RunnerOptions(memory=MemoryOptions(max_graphs=3))
+    runner = runner_of(picky, options=limits)
+    report = runner.controls.capture_in_background().wait(60)
+    assert report.num_graphs == 3
+    assert [key.num_tokens for key in report.failed] == [4]
+    assert [key.num_tokens for key in report.skipped] == [1]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "2", None, True, float("nan")])
+def test_a_pause_is_a_positive_number(wrong):
+    runner = runner_of(layers())
+    with pytest.raises(ConfigError, match="max_pause_us"):
+        runner.controls.capture_in_background(max_pause_us=wrong)
+
+
+def test_a_frozen_runner_captures_nothing():
+    runner = runner_of(layers())
+    runner.freeze()
+    with pytest.raises(RegistryError, match="frozen"):
+        runner.controls.capture_in_background()
+
+
+def test_a_request_that_waited_for_a_capture_is_logged(caplog):
+    runner = runner_of(layers(), lazy=True)
+    with caplog.at_level(logging.INFO, logger="dispatchkit"):
+        runner(rows_of(3))
+        runner(rows_of(3))
+    (line,) = [one.getMessage() for one in caplog.records if "waited" in one.getMessage()]
+    assert "tokens=4" in line
+
+
+def test_runners_that_share_a_pool_serve_beside_each_others_captures():
+    memory, backend = GraphMemory(), TapeBackend()
+    steps = [layers(seed=seed) for seed in range(2)]
+    runners = [runner_of(step, memory=memory, backend=backend) for step in steps]
+    stop, found = threading.Event(), {}
+
+    def call():
+        found["wrong"], found["times"] = serve(runners[0], steps[0], stop)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    both = [one.controls.capture_in_background(max_pause_us=1) for one in runners]
+    assert [one.wait(60).num_graphs for one in both] == [5, 5]
+    stop.set()
+    thread.join()
+    assert found["wrong"] == 0
+    for runner, step in zip(runners, steps, strict=True):
+        torch.testing.assert_close(runner(rows_of(7)), step(rows_of(7)))
