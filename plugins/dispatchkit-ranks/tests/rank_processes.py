@@ -7,6 +7,7 @@ that any rank may die. No rank outlives its request's limit: that is the watchdo
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -154,6 +155,9 @@ def main():
     sys.path.insert(0, str(Path(__file__).parent))
     import rank_cases  # noqa: F401 - every rank needs it, and torch with it
 
+    # Not looked through by each rank's garbage collections, nor copied for them.
+    gc.collect()
+    gc.freeze()
     reading, writing = os.pipe()
     agent = _fork(lambda: _serve_store(writing))
     with os.fdopen(reading) as stream:
