@@ -224,7 +224,7 @@ class CaseRunner:
         return case
 
 
-# Drawn configurations by the class of tests, its seed and their number.
+# Drawn configurations by the class that says which, its seed and their number.
 _drawn: weakref.WeakKeyDictionary[
     type[CaseRunner], dict[tuple[int, int], list[tuple[DispatchConfig, int]]]
 ] = weakref.WeakKeyDictionary()
@@ -232,7 +232,8 @@ _drawn: weakref.WeakKeyDictionary[
 
 def _draw(runner: CaseRunner, count: int) -> list[tuple[DispatchConfig, int]]:
     """Draw configurations, each with a seed for what else a case needs."""
-    known = _drawn.setdefault(type(runner), {})
+    is_usual = type(runner).configs is CaseRunner.configs
+    known = _drawn.setdefault(CaseRunner if is_usual else type(runner), {})
     if (runner.seed, count) not in known:
         drawn: list[tuple[DispatchConfig, int]] = []
 

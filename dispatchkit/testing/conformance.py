@@ -134,10 +134,11 @@ def run_policy_conformance(
         def make_policy(self) -> Policy:
             return make()  # type: ignore[no-any-return]
 
+    class NarrowedTests(Tests):
         def configs(self) -> st.SearchStrategy[DispatchConfig]:
             return super().configs() if configs is None else configs
 
-    tests = Tests()
+    tests = Tests() if configs is None else NarrowedTests()
     tests.seed, tests.max_examples = seed, max_examples
     first = make()
     return _verdict(tests, PolicyTests, policy_name(first), policy_traits(first), "policy")
