@@ -61,7 +61,6 @@ def run_program(names, x, state):
 programs = st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=10)
 
 
-@settings(max_examples=60)
 @given(names=programs, mode=st.sampled_from(["no_grad", "inference_mode"]))
 def test_replays_of_random_programs_equal_eager(names, mode):
     backend = TapeBackend()
@@ -110,7 +109,6 @@ def test_random_programs_that_fail_change_nothing(names, fails_at):
     assert backend.pool_bytes(pool) == 0
 
 
-@settings(max_examples=40)
 @given(
     work=st.lists(st.tuples(st.booleans(), st.sampled_from(sorted(STEPS))), max_size=12),
     scheduler=st.integers(0, 1000),

@@ -189,7 +189,6 @@ def dispatcher(**settings):
 
 
 @given(num_tokens=st.integers(1, 8), length=st.integers(1, 70))
-@settings(max_examples=40)
 def test_a_batch_gets_the_smallest_graph_of_its_bucket(num_tokens, length):
     table = dispatcher()
     decision = table.dispatch(num_tokens, loras=table.config.variant(length=length))

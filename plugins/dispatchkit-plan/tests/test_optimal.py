@@ -68,7 +68,6 @@ def test_padding_plans_equal_brute_force(demand, num_sizes):
 @pytest.mark.parametrize("dispatch", ["always", "best"])
 @pytest.mark.parametrize("monotone", [True, False])
 @given(data=st.data(), demand=demands, num_sizes=st.integers(1, TOP))
-@settings(max_examples=40)
 def test_timed_plans_equal_brute_force(data, demand, num_sizes, dispatch, monotone):
     """Under any measured times, also where a larger graph is faster."""
     objective = TimeObjective(data.draw(models(monotone)), dispatch)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 np = pytest.importorskip("numpy")
@@ -33,7 +33,6 @@ def trace_of(tokens, **columns):
     max_size=st.integers(8, 64),
     graphs=st.integers(1, 8),
 )
-@settings(max_examples=60)
 def test_a_plan_keeps_its_promises(tokens, max_size, graphs):
     """The largest size is always there, counted, and the waste is what the sizes give."""
     trace = trace_of(tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm_test_helpers import vllm_config
 
@@ -88,7 +88,6 @@ def same(answer: Any, decision: Any) -> bool:
 
 
 @given(setups.map(whole), batches)
-@settings(max_examples=60)
 def test_newest(setup, asked):
     most = setup["max_loras"] + 1 if setup["max_loras"] else 0
     theirs, ours = facade(v0_33, setup), native("vllm", setup, most)
@@ -107,7 +106,6 @@ def test_newest(setup, asked):
     ("module", "dialect"), [(v0_13, "vllm@0.13"), (lora_count, "vllm-lora-count")]
 )
 @given(setups.map(whole), batches)
-@settings(max_examples=40)
 def test_padding_dispatchers(module, dialect, setup, asked):
     counts = module is lora_count
     most = setup["max_loras"] if counts else min(setup["max_loras"], 1)
@@ -121,7 +119,6 @@ def test_padding_dispatchers(module, dialect, setup, asked):
 
 
 @given(setups.map(whole), batches)
-@settings(max_examples=40)
 def test_0_11_line_padded_by_its_caller(setup, asked):
     most = min(setup["max_loras"], 1)
     theirs, ours = facade(v0_11_1, setup), native("vllm@0.11.1", setup, most)
@@ -142,7 +139,6 @@ def test_0_11_line_padded_by_its_caller(setup, asked):
 
 
 @given(setups, batches, st.booleans())
-@settings(max_examples=60)
 def test_manager(setup, asked, varlen):
     most = setup["max_loras"] + 1 if setup["max_loras"] else 0
     manager = v0_33_manager.CudaGraphManager(
@@ -177,7 +173,6 @@ def test_manager(setup, asked, varlen):
 
 
 @given(setups, batches)
-@settings(max_examples=60)
 def test_where_upstream_asserts_the_native_policy_goes_on(setup, asked):
     """A bucket of partial requests stops vLLM; natively it sends the batch to PIECEWISE."""
     most = setup["max_loras"] + 1 if setup["max_loras"] else 0
