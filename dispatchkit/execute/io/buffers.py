@@ -7,6 +7,7 @@ the bucket, must hold the input's fill value.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from dispatchkit.backends.base import GraphBackend
 from dispatchkit.errors import ConfigError, InputError, UnknownNameError
-from dispatchkit.execute.io.host_arrays import as_array, numpy_module
+from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.staging import Staging
 
@@ -69,6 +70,7 @@ class InputBuffers:
                     for name, spec in inputs.specs.items()
                 ]
         self._fills: list[torch.Tensor | None] = [None] * len(self.tensors)
+        self._memory: tuple[list[int], list[int]] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -140,20 +142,27 @@ class InputBuffers:
 
     def apart(self, values: Sequence[Any]) -> Sequence[Any]:
         """Return a batch with copies of what lies in these buffers, which it is to overwrite."""
-        storages = {tensor.untyped_storage()._cdata for tensor in self.tensors}
-        pinned = () if self.staging is None else tuple(self.staging.host.values())
-
-        def overlaps(value: Any) -> bool:
-            if isinstance(value, torch.Tensor):
-                return value.untyped_storage()._cdata in storages
-            return any(numpy_module().may_share_memory(value, as_array(one)) for one in pinned)
-
-        if not any(map(overlaps, values)):
+        if self._memory is None:
+            self._memory = self._find_memory()
+        starts, stops = self._memory
+        lying: list[bool] = []
+        for value in values:
+            address = _address_of(value)
+            at = bisect_right(starts, address)
+            lying.append(at > 0 and address < stops[at - 1])
+        if True not in lying:
             return values
-        copy = {True: lambda one: one.clone(), False: lambda one: one.copy()}
         return [
-            copy[isinstance(one, torch.Tensor)](one) if overlaps(one) else one for one in values
+            (one.clone() if isinstance(one, torch.Tensor) else one.copy()) if lies_here else one
+            for one, lies_here in zip(values, lying, strict=True)
         ]
+
+    def _find_memory(self) -> tuple[list[int], list[int]]:
+        """Return where the memory of the buffers begins and ends, in order."""
+        pinned = () if self.staging is None else tuple(self.staging.host.values())
+        storages = [tensor.untyped_storage() for tensor in (*self.tensors, *pinned)]
+        ranges = sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages})
+        return [start for start, _ in ranges], [stop for _, stop in ranges]
 
     @contextmanager
     def kept(self, num_rows: int) -> Iterator[None]:
@@ -213,6 +222,21 @@ class InputBuffers:
     def mark_unknown(self) -> None:
         """Note that any row may hold anything."""
         self.clean_from = self.clean_to = 0
+
+
+def _address_of(value: Any) -> int:
+    """Return an address in the memory of a tensor or array; 0 if it is an array's own."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    owner, array_type = value.base, numpy_module().ndarray
+    while isinstance(owner, array_type):  # a view of a view
+        owner = owner.base
+    if owner is None:
+        return 0
+    if isinstance(owner, torch.Tensor):
+        return owner.data_ptr()
+    address: int = value.__array_interface__["data"][0]  # another library's memory; slow
+    return address
 
 
 class StaticBuffers:
