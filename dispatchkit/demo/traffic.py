@@ -33,7 +33,7 @@ class PlannedStep:
 
     Attributes:
         num_reqs: Requests in the step.
-        uniform: Every request has ``query_len`` tokens.
+        uniform: Every request is past its prompt and brings ``query_len`` tokens.
         query_len: Tokens per request where uniform, else 0.
         tokens: Token ids.
         positions: Position of each token in its request, from 0.

@@ -137,10 +137,12 @@ class Dispatcher:
         Args:
             num_tokens: Unpadded tokens, 0 to ``max_num_tokens``; 0 is always eager.
             num_reqs: Requests in the batch; 0 where they are not known.
-            uniform: False for a mixed batch, True for a uniform decode batch of the
-                configured query length; with several query lengths, 1 + its index. It is
-                taken at its word: that ``num_reqs`` times the query length are the tokens is
-                not checked, since engines pad requests and drop rows before they ask.
+            uniform: False for a mixed batch, True for a uniform decode batch: every request is
+                past its prompt and brings exactly the configured query length; with several
+                query lengths, 1 + its index. A batch with the last chunk of a prompt is mixed,
+                whatever the chunk's length. It is taken at its word: that ``num_reqs`` times
+                the query length are the tokens is not checked, since engines pad requests and
+                drop rows before they ask.
             loras: Active adapters; where there are axes, ``DispatchConfig.variant`` of the
                 adapters and the value of each axis.
             ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.

@@ -187,7 +187,9 @@ class GraphRunner:
             args: Inputs in declared order, or
             inputs: Inputs, and values of axes, by name.
             num_reqs: Requests in the batch; 0 where they are not known.
-            uniform: False for a mixed batch, True for a uniform decode batch.
+            uniform: True for a uniform decode batch: every request is past its prompt and brings
+                exactly ``query_len`` tokens. False for a mixed batch, as any with a chunk of a
+                prompt is, the last one too, whatever its length.
             loras: Active adapters.
             ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
 
@@ -386,7 +388,9 @@ class GraphRunner:
         Args:
             num_tokens: Tokens of the batch.
             num_reqs: Requests in it; 0 where they are not known.
-            uniform: False for a mixed batch, True for a uniform decode batch.
+            uniform: True for a uniform decode batch: every request is past its prompt and brings
+                exactly ``query_len`` tokens. False for a mixed batch, as any with a chunk of a
+                prompt is, the last one too, whatever its length.
             loras: Active adapters.
             ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
             cost_model: Say what the step costs by this model too: an object, such as one that

@@ -80,7 +80,8 @@ class BatchDescriptor:
         num_tokens: Padded number of tokens; the graph serves batches of at most so many.
         num_reqs: Number of requests it was captured with, an upper bound for the batches
             it serves; None where requests do not matter (piecewise graphs).
-        uniform: Every request has exactly ``query_len`` tokens (a uniform decode batch).
+        uniform: Uniform decode: every request is past its prompt and brings exactly
+            ``query_len`` tokens.
         num_active_loras: Adapters it was captured with, an upper bound; 0 means none.
         query_len: Tokens per request of a uniform graph, 1 where it is not given; 0 for any
             mixture.
@@ -191,7 +192,9 @@ class Batch:
     Attributes:
         num_tokens: Unpadded number of tokens (rows); a policy is never asked about 0.
         num_reqs: Number of requests, or None where the caller does not say.
-        uniform: Every request has exactly ``query_len`` tokens.
+        uniform: Uniform decode: every request is past its prompt and brings exactly
+            ``query_len`` tokens. A batch with the last chunk of a prompt is mixed, also where the
+            chunk has as many tokens: the caller says so, no shape can tell.
         query_len: Tokens per request if uniform, else 0.
         max_query_len: Most tokens of any request, where it is known, else None.
         num_active_loras: Adapters in use.

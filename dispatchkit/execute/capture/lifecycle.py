@@ -457,6 +457,14 @@ class Lifecycle:
         attempt = self._attempt(key, evict=evict)
         captured, problem = attempt.captured, attempt.problem
         elapsed = (time.perf_counter() - start) * 1e6
+        if self._registry.get(key) is None:
+            if captured is not None:
+                captured.release()
+            return CaptureError(
+                f"{key} is declared no more: the step swapped what decides while it was captured.",
+                key=str(key),
+                reason="error",
+            )
         if captured is not None:
             grown = max(0, self._lane.num_bytes() - before)
             captured.last_used = self._lane.tick

@@ -27,7 +27,7 @@ class Piece:
     """Eager batches whose times lie on one line: one kind of batch, up to one size.
 
     Attributes:
-        uniform: Every request has ``query_len`` tokens.
+        uniform: Uniform decode: every request is past its prompt and brings ``query_len`` tokens.
         query_len: Tokens per request if uniform, else 0.
         max_query_len: Most tokens of a request, where it is known.
         num_active_loras: Adapters in use.

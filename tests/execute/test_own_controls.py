@@ -1,0 +1,93 @@
+"""A step or a policy that calls its own runner's controls, or ends the program: nothing hangs."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from interrupts import call_elsewhere  # noqa: E402
+
+from dispatchkit import GraphRunner, StaticInput  # noqa: E402
+from dispatchkit.backends.capture_guard import is_any_capturing  # noqa: E402
+from dispatchkit.testing import OneBucketPolicy  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+X = torch.ones(3, 2)
+ACTS = {
+    "capture": lambda runner: runner.capture(),
+    "freeze": lambda runner: runner.freeze(),
+    "clear": lambda runner: runner.clear(),
+    "invalidate": lambda runner: runner.invalidate(),
+    "evict": lambda runner: runner.evict(next(iter(runner.registry))),
+    "swap": lambda runner: runner.swap(policy=OneBucketPolicy()),
+    "call": lambda runner: runner(x=torch.ones(2, 2)),
+    "submit": lambda runner: runner.submit(x=torch.ones(2, 2)).result(),
+}
+
+
+def runner_of(step, **settings):
+    inputs = {"x": StaticInput((None, 2), "float32")}
+    return GraphRunner(step, inputs, sizes=[2, 4], mode="FULL", backend="tape", **settings)
+
+
+def assert_unharmed(runner):
+    assert torch.equal(runner(x=X), X + 1)
+    assert torch.equal(call_elsewhere(lambda: runner(x=X)), X + 1)
+    assert not is_any_capturing()
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("name", ACTS)
+def test_a_step_that_calls_its_own_runner_hangs_nothing(name, lazy):
+    """In warmups, captures and eager steps; what cannot be done there is an error of the step's."""
+    runners, is_inside, refused = [], [], []
+
+    def step(x):
+        if runners and not is_inside:
+            is_inside.append(True)
+            try:
+                ACTS[name](runners[0])
+            except Exception as error:  # noqa: BLE001 - the step goes on, as a careless one does
+                refused.append(type(error).__module__)
+            finally:
+                is_inside.clear()
+        return x + 1
+
+    runner = runner_of(step, lazy=lazy)
+    runners.append(runner)
+    if not lazy:
+        runner.capture()
+    for _ in range(3):
+        assert torch.equal(runner(x=X), X + 1)
+    assert set(refused) <= {"dispatchkit.errors"}
+    assert_unharmed(runner)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("where", ["decide", "step"])
+def test_what_ends_a_program_ends_one_call_alone(where, error):
+    """It comes out of the call that met it; later calls of any thread work."""
+    raising = []
+
+    class Ending(OneBucketPolicy):
+        def decide(self, batch, graphs):
+            if raising and where == "decide":
+                raise error(where)
+            return super().decide(batch, graphs)
+
+    def step(x):
+        if raising and where == "step":
+            raise error(where)
+        return x + 1
+
+    runner = runner_of(step, lazy=True, policy=Ending())
+    raising.append(True)
+    with pytest.raises(error):
+        runner(x=X)
+    raising.clear()
+    assert_unharmed(runner)
