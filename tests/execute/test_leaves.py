@@ -415,3 +415,46 @@ def test_weights_frozen_and_thawed_are_seen():
     assert not run(x).requires_grad
     run(x)
     assert run.graphed.stats().steps_by_mode["FULL"] == 2
+
+
+def test_a_step_that_differentiates_runs_eager_with_the_callers_gradients():
+    """In graphed and in a runner; under enable_grad inside the step it is captured."""
+
+    def forces(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad((x**3).sum(), x)[0]
+
+    def inside(x):
+        with torch.enable_grad():
+            return forces(x)
+
+    x = torch.full((4, 3), 2.0)
+    run, runner = graphed(forces, backend="tape"), make_runner(forces, lazy=True)
+    for one in (run, runner):
+        with pytest.warns(EagerStepWarning, match="enable_grad"):
+            assert one(x).tolist() == [[12] * 3] * 4
+        assert one(x[:3]).tolist() == [[12] * 3] * 3
+    assert runner.stats().eager_by_reason == {"gradients": 2}
+    with pytest.raises(RuntimeError) as raised, pytest.warns(EagerStepWarning):
+        make_runner(forces)(x=x)
+    assert "torch.enable_grad()" in raised.value.__notes__[0]
+    captured = make_runner(inside, lazy=True)
+    assert captured(x=x[:3]).tolist() == [[12] * 3] * 3
+    assert captured.stats().steps_by_mode["FULL"] == 1
+
+
+def test_backward_inside_of_a_step_adds_up_as_in_plain_calls():
+    """No warmup leaves a gradient behind."""
+    weight = torch.ones(3, requires_grad=True)
+
+    def step(x):
+        loss = (x @ weight).sum()
+        loss.backward()
+        return loss.detach()
+
+    run = graphed(step, backend="tape")
+    for number in range(1, 4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EagerStepWarning)
+            assert run(torch.ones(4, 3)).item() == 12
+        assert weight.grad.tolist() == [4 * number] * 3

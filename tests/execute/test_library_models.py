@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import Axis, GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import Axis, GraphRunner, StaticInput, graphed  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
 
-pytestmark = pytest.mark.slow  # importing transformers takes seconds
+pytestmark = [
+    pytest.mark.slow,  # importing transformers takes seconds
+    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +55,46 @@ def test_an_encoder_that_asks_whether_it_is_captured_has_graphs(bert):
     got = runner(input_ids=input_ids, attention_mask=mask, length=11)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     assert runner.stats().steps_by_mode["FULL"] == 1
+
+
+def test_outputs_of_a_library_are_as_it_returns_them():
+    """An output object with hidden states, and a cache that is new in each call."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    model = transformers.GPT2Model(config).eval()
+    run = graphed(model, backend="tape")
+    ids = [torch.randint(0, 50, (rows, 6)) for rows in (3, 4, 2)]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerStepWarning)  # the first call installs hooks
+        for one in ids:
+            got = run(one, use_cache=True, output_hidden_states=True)
+            want = model(one, use_cache=True, output_hidden_states=True)
+            assert type(got) is type(want)
+            torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(got.hidden_states, want.hidden_states, rtol=1e-4, atol=1e-5)
+            assert type(got.past_key_values) is type(want.past_key_values)
+            assert got.past_key_values.get_seq_length() == 6
+            # The cache goes on as the model's own does, in a call that is no replay of it.
+            token = torch.ones(len(one), 1, dtype=torch.int64)
+            more = [model(token, past_key_values=out.past_key_values)[0] for out in (got, want)]
+            torch.testing.assert_close(*more, rtol=1e-4, atol=1e-5)
+    assert run.graphed.stats().steps_by_mode["FULL"] == 2
+
+
+def test_a_cache_that_is_handed_in_is_written_as_in_the_plain_call():
+    """Each call replaces its tensors: no graph lasts, and every step runs eager."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    model = transformers.GPT2Model(config).eval()
+    run = graphed(model, backend="tape")
+    ours, theirs = transformers.DynamicCache(), transformers.DynamicCache()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerStepWarning)
+        for token in range(4):
+            ids = torch.full((2, 1), token)
+            got = run(ids, past_key_values=ours)[0]
+            want = model(ids, past_key_values=theirs)[0]
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+            assert ours.get_seq_length() == theirs.get_seq_length() == token + 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import array
+import copy
 import functools
 import itertools
 import random
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +19,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from dispatchkit import graphed  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
 from dispatchkit.execute.step.python_state import (  # noqa: E402
     PythonState,
     declare_bookkeeping,
@@ -463,3 +467,30 @@ def test_what_bookkeeping_wraps_is_part_of_the_step() -> None:
         state = PythonState({"step": step})
         step()
         assert [entry.key for entry in state.changes()] == ["n"]
+
+
+def test_hooks_that_a_first_call_installs_are_installed_by_the_callers_own():
+    """As libraries do that record hidden states; a warmup's are removed one by one."""
+
+    class Recording(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2)
+            self.is_installed = False
+
+        def forward(self, x):
+            if not self.is_installed:
+                self.is_installed = True
+                self.inner.register_forward_hook(lambda module, args, out: out + 1)
+            return self.inner(x)
+
+    module = Recording().eval()
+    plain = copy.deepcopy(module)
+    run = graphed(module, backend="tape")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerStepWarning)
+        for rows in (3, 4, 3):
+            x = torch.randn(rows, 2)
+            torch.testing.assert_close(run(x), plain(x))
+    assert len(module.inner._forward_hooks) == 1
+    assert run.graphed.stats().steps_by_mode["FULL"] >= 1

@@ -99,6 +99,10 @@ class Capturer:
         self._maker.forget()
         self._warmups.forget()
 
+    def note_gradients(self) -> None:
+        """Let eager steps run in the caller's own mode: the step differentiates."""
+        self._warmups.needs_gradients = True
+
     def capture(
         self,
         key: GraphKey,

@@ -520,6 +520,8 @@ class Lifecycle:
             clear_traceback(error, handled)
             problem = as_capture_error(error, key)
             problem.__cause__ = problem.__context__ = None
+            if problem.reason == Reason.GRADIENTS:
+                self._capturer.note_gradients()
             return _Attempt(None, problem, lost)
         return _Attempt(captured, None, lost)
 

@@ -9,6 +9,7 @@ import torch
 
 from dispatchkit.backends.capture_errors import capture_error
 from dispatchkit.backends.capture_guard import HostSyncError
+from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError
 from dispatchkit.keys.batch import GraphKey
 
@@ -60,6 +61,18 @@ def largest_first(key: GraphKey) -> tuple[int, int, int]:
     return (-own.num_tokens, -int(key.mode), -own.num_active_loras)
 
 
+#: What to do about a step that differentiates.
+ABOUT_GRADIENTS = (
+    "A runner runs its steps under torch.no_grad(), and this one differentiates: put that under "
+    "torch.enable_grad() inside the step, or outside of it."
+)
+
+
+def is_about_gradients(error: BaseException) -> bool:
+    """Return whether a step has raised an error since no gradients were recorded."""
+    return isinstance(error, RuntimeError) and "does not require grad" in str(error)
+
+
 def as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
     """Return the error of a capture for what went wrong in a warmup or the capture itself."""
     if isinstance(error, CaptureError):
@@ -69,6 +82,10 @@ def as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
         refused = capture_error(error)
         refused.key, refused.__cause__ = str(key), error
         return refused
+    if is_about_gradients(error):
+        found = CaptureError(f"{ABOUT_GRADIENTS} ({error})", key=str(key), reason=Reason.GRADIENTS)
+        found.__cause__ = error
+        return found
     is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     wrapped = CaptureError(
         f"Warmup or capture of {key} raised {type(error).__name__}: {error}",

@@ -70,6 +70,8 @@ class Warmups:
         step: What is run.
         generators: Random generators beside the default ones.
         effects: What the step changes in Python.
+        needs_gradients: It differentiates, and could not without gradients: eager steps of it
+            run in the caller's own mode.
 
     Raises:
         ConfigError: A setting cannot be used.
@@ -110,6 +112,7 @@ class Warmups:
         self._peaks: dict[Family, tuple[int, int]] = {}
         self._compiled: dict[Family, CompiledCode] = {}
         self._draws: dict[Family, bool] = {}
+        self.needs_gradients: bool = False
         self.effects: PythonEffects = PythonEffects(step.pieces)
 
     @property

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.execute.graphed.batch import guess_batch_dims
 from dispatchkit.execute.graphed.forms import Form
 from dispatchkit.execute.graphed.gradients import HeldWeights
 from dispatchkit.execute.io.input_errors import odd_kind
@@ -209,8 +210,7 @@ class GraphedCalls:
         if any(map(odd_kind, tensors)):
             return Reason.TENSOR_KIND
         if torch.is_grad_enabled() and (
-            (self.module is not None and self.module.training)
-            or any(one.requires_grad for one in tensors)
+            getattr(self.module, "training", False) or any(one.requires_grad for one in tensors)
         ):
             return Reason.GRADIENTS
         if self.module is not None and (mark := self._weights_mark()) != self._mark:
@@ -285,15 +285,9 @@ class GraphedCalls:
         """
         if self.batch_dims != DERIVED:
             return self._as_declared(args, kwargs, tensors)
-        dims: list[int | None] = []
-        rows: int | None = None
-        for index, one in enumerate(tensors):
-            if one.dim() == 0 or (known is not None and known[index] is None):
-                dims.append(None)  # a tensor that did not follow the batch once is none of it
-                continue
-            if rows is None:
-                rows = one.shape[0]
-            dims.append(0 if one.shape[0] == rows else None)
+        module = self.module
+        time_first = isinstance(module, torch.nn.RNNBase) and not module.batch_first
+        dims = guess_batch_dims(tensors, known, time_first=time_first)
         return dims if any(dim is not None for dim in dims) else Reason.NO_BATCH
 
     def _as_declared(

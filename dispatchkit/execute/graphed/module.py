@@ -8,9 +8,8 @@ through either. Saved state has the module's own names, and nothing has to be fo
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
-
-import torch
 
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.graphed.calls import GraphedCalls
@@ -63,7 +62,9 @@ def _class_of(kind: Any) -> type:
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
     }
-    return type(f"Graphed{kind.__name__}", (_Graphed, kind), names)
+    # By new_class: script modules have a metaclass.
+    name = f"Graphed{kind.__name__}"
+    return types.new_class(name, (_Graphed, kind), {}, lambda own: own.update(names))
 
 
 def graphed_module(calls: GraphedCalls) -> Any:
@@ -77,8 +78,6 @@ def graphed_module(calls: GraphedCalls) -> Any:
     kind: Any = type(module)
     if isinstance(module, _Graphed):
         raise ConfigError("module", kind.__name__, "not graphed already")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ConfigError("module", kind.__name__, "a module that is not scripted")
     if hasattr(module, OWN_NAME):
         raise ConfigError(
             "module",

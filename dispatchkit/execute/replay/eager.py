@@ -12,6 +12,7 @@ from dispatchkit.dispatch import Decision, Reason
 from dispatchkit.errors import InputError, NoGraphError, ReplayError
 from dispatchkit.execute.capture.captured import CapturedKey, LaunchError
 from dispatchkit.execute.capture.lifecycle import Lifecycle
+from dispatchkit.execute.capture.report import ABOUT_GRADIENTS, is_about_gradients
 from dispatchkit.execute.capture.warmup import Warmups
 from dispatchkit.execute.io.axes import AxisInputs
 from dispatchkit.execute.io.inputs import InputSet
@@ -236,8 +237,12 @@ class EagerRunner:
             )
         had_grad = torch.is_grad_enabled()
         try:  # two calls of C: a context of Python's could be interrupted before its end
-            torch._C._set_grad_enabled(False)
+            torch._C._set_grad_enabled(had_grad and self._warmups.needs_gradients)
             return self._run_on_lane(given)
+        except RuntimeError as error:
+            if had_grad and is_about_gradients(error):
+                error.add_note(ABOUT_GRADIENTS)
+            raise
         finally:
             torch._C._set_grad_enabled(had_grad)
 

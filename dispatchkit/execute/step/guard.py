@@ -33,12 +33,14 @@ class Guard:
 
     def __init__(self, device_type: str, modules: Iterable[torch.nn.Module]) -> None:
         self._device_type = device_type
-        self.modules: tuple[torch.nn.Module, ...] = tuple(modules)
-        self._places = tuple(_place_of(module) for module in self.modules)
+        self.modules: tuple[torch.nn.Module, ...] = ()
+        self._places: tuple[Callable[[], int], ...] = ()
+        for module in modules:
+            self.add(module)
 
     def add(self, module: torch.nn.Module) -> None:
         """Watch a module that the step reaches in another way; before the first capture."""
-        if module not in self.modules:
+        if module not in self.modules and hasattr(module, "training"):  # a frozen one has none
             self.modules += (module,)
             self._places += (_place_of(module),)
 

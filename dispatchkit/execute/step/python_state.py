@@ -402,6 +402,14 @@ def _set_item(target: Any, key: Any, value: Any) -> None:
         target[key] = value
 
 
+def _set_in_module(target: Any, key: str, value: Any) -> None:
+    """Set or remove an attribute of a module; hooks that it did not have are removed one by one."""
+    if value is MISSING and key in _BOOKKEEPING:
+        target[key].clear()
+    else:
+        _set_item(target, key, value)
+
+
 def _set_at(target: Any, index: int, value: Any) -> None:
     """Set or remove the item of a sequence; entries come last first, so that indices hold."""
     if value is MISSING:
@@ -505,7 +513,10 @@ class _Address:
 
 def _read_script(target: Any) -> dict[str, Any]:
     read = target._c.getattr
-    values = {name: read(name) for name in target._concrete_type.get_attributes()}
+    known: Any = getattr(target, "_concrete_type", None)
+    if known is None:  # of a frozen module
+        known = torch._C.ConcreteModuleType.from_jit_type(target._c._type())
+    values = {name: read(name) for name in known.get_attributes()}
     return {
         name: _Address(value) if isinstance(value, torch.Tensor) else value
         for name, value in values.items()
@@ -541,7 +552,7 @@ _MAPPING = Kind(dict.copy, _set_item, _indexed, get=_get_item)
 _ATTRIBUTES = Kind(lambda one: one, _set_item, _dotted, get=_get_item)
 #: Parameters, buffers or submodules of a module.
 _MEMBER = Kind(lambda one: one, _set_item, _dotted, get=_get_item)
-_MODULE = Kind(_read_module, _set_item, _dotted, get=_get_item)
+_MODULE = Kind(_read_module, _set_in_module, _dotted, get=_get_item)
 _SEQUENCE = Kind(lambda one: dict(enumerate(one)), _set_at, _indexed, get=_get_at)
 _TUPLE = Kind(lambda one: dict(enumerate(one)), None, _indexed)
 _SLOTS = Kind(_read_slots, _set_attribute, _dotted, get=_get_attribute)
@@ -730,7 +741,7 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
         return
     if _is_library(cls) and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)):
         return
-    if isinstance(value, torch.jit.ScriptModule) and hasattr(value, "_concrete_type"):
+    if isinstance(value, torch.jit.ScriptModule) and hasattr(value, "_c"):
         for name, module in value.named_modules():
             inner = _dotted(path, name) if name else path
             yield Record(_SCRIPT, _Found(module, inner, type(module).__qualname__, None))

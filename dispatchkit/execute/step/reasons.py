@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dispatchkit.dispatch import Reason
 
 #: Reasons for which a capture is refused that say more than that it failed.
-REFUSED = frozenset({Reason.PYTHON_STATE, Reason.FIRST_CALL, Reason.CONTAINER_WRITTEN})
+REFUSED = frozenset(
+    {Reason.PYTHON_STATE, Reason.FIRST_CALL, Reason.CONTAINER_WRITTEN, Reason.GRADIENTS}
+)
 #: Reasons that are a loss the user may want to know of; the others are what was asked for.
 DOWNGRADES = frozenset(
     {
@@ -26,6 +28,7 @@ DOWNGRADES = frozenset(
         Reason.PYTHON_STATE,
         Reason.FIRST_CALL,
         Reason.CONTAINER_WRITTEN,
+        Reason.GRADIENTS,
         Reason.ROWS_DEPEND,
         Reason.WEIGHTS_REPLACED,
         Reason.VALUE_CHANGED,
@@ -60,6 +63,9 @@ NEXT_STEPS: Mapping[str, str] = {
         "step writes in place."
     ),
     Reason.FIRST_CALL: "Nothing to do: the key is captured after this call.",
+    Reason.GRADIENTS: (
+        "The step differentiates: put that under torch.enable_grad() inside it, or outside of it."
+    ),
     Reason.CONTAINER_WRITTEN: (
         "print(runner) names the key or index; return the new value instead, and write it outside "
         "of the step."
