@@ -8,9 +8,11 @@ clean-up calls are not allowed while a stream is capturing.
 from __future__ import annotations
 
 import gc
+import os
 import threading
+import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dispatchkit.errors import CaptureError
 
@@ -84,6 +86,13 @@ class _CollectorHold:
                     gc.disable()
             self._holders.discard(holder)
 
+    def forget(self) -> None:
+        """Put the setting back for a process that has none of the holders."""
+        self._guard = threading.Lock()
+        if self._holders and self._was_enabled:
+            gc.enable()
+        self._holders.clear()
+
     @property
     def is_held(self) -> bool:
         """Whether any capture of the process runs."""
@@ -135,3 +144,26 @@ def run_as_capture(device: str, run: Callable[[], _T]) -> _T:
 def _end_capture(holder: object) -> None:
     _thread.device = ""
     _collector.leave(holder)
+
+
+# Locks of runners, which another thread may hold at a fork: in the child that thread is not there.
+_free_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def free_in_children(*locks: Any) -> None:
+    """Let re-entrant locks be free in a forked process, unless the thread that forks holds them."""
+    _free_in_children.update(locks)
+
+
+def _begin_child() -> None:
+    """Forget the captures and locks of threads that a forked process does not have."""
+    if not _thread.device:
+        _locks.clear()
+        _collector.forget()
+    for lock in tuple(_free_in_children):
+        if not lock._is_owned():
+            lock._at_fork_reinit()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
+    os.register_at_fork(after_in_child=_begin_child)

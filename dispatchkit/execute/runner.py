@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from dispatchkit.backends.base import GraphBackend
+from dispatchkit.backends.capture_guard import free_in_children
 from dispatchkit.dispatch import CostModel, Dispatcher, Explanation, Lanes, Policy
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.capture.report import CaptureReport
@@ -153,6 +154,7 @@ class GraphRunner:
         work = make_workload(spec)
         executors = make_executors(work)
         lock = executors[0].lane.group.lock
+        free_in_children(lock, *(executor.registry.lock for executor in executors))
         chooser, homes = join_lanes(executors)
         self._executor = executors[0]
         self.backend: GraphBackend = work.backend

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
+import time
 
 import pytest
 
@@ -90,4 +94,44 @@ def test_what_ends_a_program_ends_one_call_alone(where, error):
     with pytest.raises(error):
         runner(x=X)
     raising.clear()
+    assert_unharmed(runner)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks nothing")
+@pytest.mark.parametrize("during", ["a capture", "an eager step"])
+def test_a_process_forked_meanwhile_is_free(during):
+    """In the child the thread that captured is not there: its locks are free, the collector on."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def step(x):
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            go_on.wait(20)
+        return x + 1
+
+    runner = runner_of(step)
+    begin = runner.capture if during == "a capture" else lambda: runner(x=X, ceiling=0)
+    thread = threading.Thread(target=begin)
+    thread.start()
+    assert inside.wait(20)
+    child = os.fork()
+    if not child:
+        is_right = False
+        try:
+            is_right = not is_any_capturing() and gc.isenabled()
+            is_right = is_right and runner.stats().steps >= 0
+            is_right = is_right and bool((runner(x=X, ceiling=0) == 2).all())
+        finally:
+            os._exit(0 if is_right else 1)
+    status, end = None, time.monotonic() + 20
+    while status is None and time.monotonic() < end:
+        found, code = os.waitpid(child, os.WNOHANG)
+        status = code if found else None
+        time.sleep(0.02)
+    if status is None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    go_on.set()
+    thread.join(20)
+    assert status == 0, "the child hangs" if status is None else "the child is wrong"
     assert_unharmed(runner)
