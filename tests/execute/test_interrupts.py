@@ -17,6 +17,7 @@ from dispatchkit.backends.capture_guard import capturing_device, is_any_capturin
 # An interrupt in a __del__ is lost: Python prints it and goes on.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Steps run eager"),
+    pytest.mark.filterwarnings("ignore:The step draws random numbers"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 

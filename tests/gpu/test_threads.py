@@ -24,6 +24,7 @@ from interrupts import KEPT, call_elsewhere, interrupted  # noqa: E402
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Steps run eager"),
+    pytest.mark.filterwarnings("ignore:The step draws random numbers"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
