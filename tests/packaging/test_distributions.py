@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -203,13 +204,38 @@ def test_the_table_of_distributions_is_what_they_bring() -> None:
         assert load_attribute(name) is not None
 
 
-def test_all_distributions_have_one_version_and_the_changelog_names_it() -> None:
-    """What a release begins with."""
+def load_release() -> ModuleType:
+    """The script that builds and tests what is released."""
     spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
     assert spec is not None
     assert spec.loader is not None
     release = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(release)
+    return release
+
+
+@pytest.mark.parametrize(
+    ("quick", "slow", "runs", "passed"),
+    [(0, 1, 1, True), (5, 0, 2, True), (5, 1, 2, False), (5, 5, 2, False), (1, 0, 1, False)],
+)
+def test_a_release_runs_the_slow_tests_of_what_has_no_others(
+    quick: int, slow: int, runs: int, passed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """pytest's exit code 5: no test was selected, which says nothing of a distribution."""
+    release, marks = load_release(), []
+
+    def run(name: str, python: Path, folder: Path, which: str) -> int:
+        marks.append(which)
+        return slow if len(marks) > 1 else quick
+
+    monkeypatch.setattr(release, "run_tests", run)
+    assert release.passes("dispatchkit-x", tmp_path, tmp_path) is passed
+    assert marks == ["not slow and not gpu", "not gpu"][:runs]
+
+
+def test_all_distributions_have_one_version_and_the_changelog_names_it() -> None:
+    """What a release begins with."""
+    release = load_release()
     assert set(release.SOURCES) == {"dispatchkit", *(plugin.name for plugin in PLUGINS)}
     assert release.versions_disagree() == ""
     assert release.main(["dispatchkit-no"]) == 2
