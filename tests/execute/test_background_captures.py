@@ -70,6 +70,7 @@ def serve(runner, step, stop, *, seed=0, calls=None):
 
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 def test_steps_go_on_beside_the_captures_and_are_right(outputs):
+    """Steps of another thread run between the operators of a capture, and give eager's numbers."""
     step = layers()
     runner = runner_of(step, outputs=outputs)
     stop = threading.Event()
@@ -202,6 +203,7 @@ def test_nothing_is_captured_on_demand_beside_it():
 
 
 def test_what_changes_graphs_waits_for_the_capture_under_way():
+    """Evictions, swaps and further captures begin when the one under way has ended."""
     inside, go_on = threading.Event(), threading.Event()
     main, step = threading.get_ident(), layers(2)
 

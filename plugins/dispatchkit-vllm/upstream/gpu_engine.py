@@ -172,7 +172,7 @@ class Engine:
             "driver": pynvml.nvmlSystemGetDriverVersion(),
             "torch": torch.__version__,
             "vllm": importlib.metadata.version("vllm"),
-            "runner": type(self.runner).__module__,
+            "model_runner": type(self.runner).__module__,
             "async_scheduling": bool(
                 self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
             ),
