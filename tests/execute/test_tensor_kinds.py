@@ -154,6 +154,7 @@ def test_an_input_that_is_no_plain_tensor_is_refused_or_run_plainly(name):
         return (x.dequantize() if x.is_quantized else x) * 2
 
     run = graphed(again, backend="tape")
+    run(torch.ones(4, 2))  # of as many rows, and plain
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EagerStepWarning)
         got, want = run(odd), again(odd)

@@ -207,8 +207,6 @@ class GraphedCalls:
                 for at, one in enumerate(leaves)
                 if not isinstance(one, torch.Tensor)
             )
-        if any(map(odd_kind, tensors)):
-            return Reason.TENSOR_KIND
         if torch.is_grad_enabled() and (
             getattr(self.module, "training", False) or any(one.requires_grad for one in tensors)
         ):
@@ -229,7 +227,13 @@ class GraphedCalls:
         ):
             return _ByResult(kind)
         dims = self._dims.get(kind)
-        if dims is None or not _agree(tensors, dims):
+        try:
+            is_known = dims is not None and _agree(tensors, dims)
+        except RuntimeError:  # a nested tensor has no shape
+            is_known = False
+        if dims is None or not is_known:
+            if any(map(odd_kind, tensors)):
+                return Reason.TENSOR_KIND
             derived = self._derive(args, kwargs, tensors, dims)
             if isinstance(derived, str):
                 return derived
@@ -244,13 +248,21 @@ class GraphedCalls:
             kind,
             tuple(dims),
             tuple(
-                (one.dtype, one.device, one.shape if dim is None else _without(one.shape, dim))
+                (
+                    type(one),
+                    one.layout,
+                    one.dtype,
+                    one.device,
+                    one.shape if dim is None else _without(one.shape, dim),
+                )
                 for one, dim in zip(tensors, dims, strict=True)
             ),
         )
         with self._lock:
             form = self._forms.get(key)
             if form is None:
+                if any(map(odd_kind, tensors)):
+                    return Reason.TENSOR_KIND
                 if len({one.device for one in tensors}) > 1:
                     return Reason.SEVERAL_DEVICES
                 if len(self._forms) >= MAX_FORMS:
