@@ -103,11 +103,14 @@ class CaptureOptions:
         warmups: Eager runs before each capture.
         capture_after: Number of calls that ask for a key before it is captured lazily.
         state_limit_bytes: Most bytes of undeclared state to save around warmups.
+        prove_rows: Prove for each graph that padding changes no row of a batch; a batch smaller
+            than a graph that fails runs eager. False: you know that padding does not matter.
     """
 
     warmups: int = setting(1, _count(0), About("Eager runs before each capture."))
     capture_after: int = setting(1, _count(1), About("Calls before a key is captured lazily."))
     state_limit_bytes: int = setting(64 << 20, _count(0))
+    prove_rows: bool = setting(True, check_flag)
 
     __repr__ = repr_of_given
 
@@ -192,7 +195,7 @@ class RunnerOptions:
         strict: A downgrade to eager raises.
         check: Compare one replay in this many with eager (slow, for tests and doubts); 0: off.
             ``first``: the first replay of each graph, and its first padded one. Nothing is
-            measured then. None: off, and ``first`` for ``graphed``.
+            measured then. None: off.
         sample_every: Of the steps that a learning policy wants timed as a rule, measure one
             in this many; those of its one-shot decisions are all measured.
         capture: How keys are captured.

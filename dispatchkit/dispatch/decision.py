@@ -56,6 +56,8 @@ class Reason(enum.StrEnum):
     CONTAINER_WRITTEN = "container_written"
     #: Real rows of a padded step were seen to depend on padding.
     ROWS_DEPEND = "rows_depend"
+    #: Outputs of a padded step were seen to have other rows than those of the batch.
+    ROWS_NOT_THE_BUCKET = "rows_not_the_bucket"
     #: A weight, buffer or submodule was found to be replaced.
     WEIGHTS_REPLACED = "weights_replaced"
     #: A value that Python reads was found to be another.

@@ -330,9 +330,7 @@ class Controls:
         if axes or config.axes:
             loras = config.variant(loras, **axes)
         found = explain_batch(first.dispatcher, num_tokens, num_reqs, uniform, loras, ceiling)
-        decision = attrs.evolve(
-            found.decision, reason=first.planner.own_reason(found.decision.reason)
-        )
+        decision = first.planner.shown(found.decision, num_tokens)
         model = None if cost_model is None else find_cost_model(cost_model)
         return attrs.evolve(
             found,

@@ -165,6 +165,8 @@ class Executor:
             work.guard,
             # An only graph has nobody to share with, and needs no copy.
             share_outputs=lambda: shares and (len(registry) > 1 or group.is_open),
+            prove_rows=options.capture.prove_rows,
+            keeps_outputs=spec.outputs == "view",
             notes_facts=bool(options.check),
         )
         self.checker: Checker | None = None

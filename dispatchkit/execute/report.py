@@ -48,7 +48,7 @@ def ladder(executors: Sequence[Executor]) -> str:
                 state,
                 str(sum(member.counters.of_key(key).steps for member in executors)),
                 ", ".join(f"{reason} {count}" for reason, count in misses.items()),
-                entry.reason,
+                entry.reason or _padding(executors, key),
             )
         )
     other = _misses(executors, None)
@@ -77,6 +77,17 @@ def _state(executors: Sequence[Executor], key: GraphKey) -> str:
     if len(lanes) == 1:
         return next(iter(lanes))
     return ", ".join(f"{state} on {' '.join(where)}" for state, where in lanes.items())
+
+
+def _padding(executors: Sequence[Executor], key: GraphKey) -> str:
+    """Return what is known against padding batches to a key, in words."""
+    for member in executors:
+        step = member.lifecycle.live().get(key)
+        if step is not None and step.rows.reason:
+            return f"replays {key.num_tokens} rows alone, {step.rows.reason}: {step.rows.finding}"
+        if step is not None and step.rows.min_rows > 1:
+            return f"replays {step.rows.min_rows} rows or more: fewer have other outputs"
+    return ""
 
 
 def _misses(executors: Sequence[Executor], key: GraphKey | None) -> Counter[str]:

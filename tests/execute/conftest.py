@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,6 +18,7 @@ from dispatchkit import (  # noqa: E402
     BatchDescriptor,
     GraphKey,
     GraphRunner,
+    RunnerOptions,
     RuntimeMode,
     StaticInput,
 )
@@ -88,9 +90,16 @@ def backend():
 
 @pytest.fixture
 def make_runner(backend):
-    """Return a runner on the tape with the small policy, sizes 1, 2, 4, 8, limit 8."""
+    """Return a runner on the tape with the small policy, sizes 1, 2, 4, 8, limit 8.
 
-    def make(step, inputs=None, **settings):
+    With ``proves=False`` its graphs show padding, and are replayed by its own steps alone.
+    """
+
+    def make(step, inputs=None, *, proves=True, **settings):
+        if not proves:
+            options = settings.get("options", RunnerOptions())
+            capture = attrs.evolve(options.capture, prove_rows=False)
+            settings["options"] = attrs.evolve(options, capture=capture)
         settings.setdefault("policy", OneBucketPolicy())
         settings.setdefault("backend", backend)
         settings.setdefault("mode", "FULL_AND_PIECEWISE" if isinstance(step, list) else "FULL")

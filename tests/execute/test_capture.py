@@ -384,12 +384,12 @@ def test_failing_replay_of_a_step_with_state_raises(make_runner, backend):
     runner.capture()
     backend.replay_fault = "after"
     with pytest.raises(ReplayError, match="was not run again") as caught:
-        runner(torch.arange(3))
+        runner(torch.arange(4))
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert counter.item() == 1
     assert runner.stats().failed_steps == 1
     with pytest.warns(EagerStepWarning, match="capture_failed"):
-        runner(torch.arange(3))
+        runner(torch.arange(4))
     assert counter.item() == 2
 
 
@@ -398,7 +398,7 @@ def test_failing_replay_behind_an_eager_piece_raises(make_runner, backend):
     runner.capture()
     backend.replay_fault = "before"
     with pytest.raises(ReplayError):
-        runner(torch.arange(3))
+        runner(torch.arange(4))
 
 
 # -- when -------------------------------------------------------------------------------------

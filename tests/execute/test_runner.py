@@ -421,6 +421,9 @@ class TestPieces:
         runner = make_runner([graph_piece(first), eager_piece(second)])
         runner.capture()
         assert ran == []  # what runs hidden leaves nothing behind
+        assert_same(runner(torch.arange(3), ceiling=1), torch.arange(3) * 2 + 1)
+        assert ran == ["eager"]
+        ran.clear()
         in_graph.reset_mock()
         assert_same(runner(torch.arange(3), ceiling=1), torch.arange(3) * 2 + 1)
         assert ran == ["eager"]

@@ -82,7 +82,10 @@ def test_timed_eager_steps_are_told_too(make_runner, learning):
 def test_a_step_that_failed_teaches_no_time(make_runner, learning, backend, quiet):
     """It is told as not completed, without a time."""
     runner = make_runner(
-        lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=1)
+        lambda tokens: tokens + 1,
+        policy=learning,
+        options=RunnerOptions(sample_every=1),
+        proves=False,
     )
     runner.capture()
     backend.replay_fault = "before"

@@ -5,15 +5,24 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from dispatchkit import BatchDescriptor, GraphKey, GraphRunner, RuntimeMode
+import attrs
+
+from dispatchkit import BatchDescriptor, GraphKey, GraphRunner, RunnerOptions, RuntimeMode
 from dispatchkit.backends.cuda import CudaBackend
 from dispatchkit.testing import OneBucketPolicy
 
 SIZES = (1, 2, 4, 8, 16, 32)
 
 
+def unproven(options=None):
+    """Return options for steps that show what is behind a batch, or whose copies are counted."""
+    options = options or RunnerOptions()
+    return attrs.evolve(options, capture=attrs.evolve(options.capture, prove_rows=False))
+
+
 def runner_of(step, inputs, **settings):
     """Return a runner that has captured all sizes."""
+    settings["options"] = unproven(settings.get("options"))
     settings.setdefault("sizes", SIZES)
     settings.setdefault("policy", OneBucketPolicy())
     settings.setdefault("mode", "FULL")

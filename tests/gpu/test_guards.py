@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from device_steps import in_threads  # noqa: E402
+from device_steps import in_threads, unproven  # noqa: E402
 
 from dispatchkit import (  # noqa: E402
     Axis,
@@ -33,6 +33,7 @@ def runner_of(step, inputs=None, **settings):
     settings.setdefault("sizes", (1, 2, 4, 8, 16))
     settings.setdefault("mode", "FULL")
     settings.setdefault("backend", CudaBackend(DEVICE))
+    settings["options"] = unproven(settings.get("options"))
     return GraphRunner(step, inputs or INPUT, policy="vllm", **settings)
 
 

@@ -54,13 +54,6 @@ class TestOwnStep(RunnerTests):
 # -- planted faults --------------------------------------------------------------------------
 
 
-class LooksAhead(RunnerTests):
-    """A step in which each row sees those after it, padding too."""
-
-    def make_step(self):
-        return lambda tokens, values: values.flip(0).cumsum(0).flip(0)
-
-
 class CountsUnseen(RunnerTests):
     """A step whose result hangs on state that nobody can see in Python."""
 
@@ -119,7 +112,6 @@ class RunsTwice(RunnerTests):
 @pytest.mark.parametrize(
     ("tests", "test", "message"),
     [
-        (LooksAhead, "test_results_are_those_of_the_step_itself", "gave another result"),
         (CountsUnseen, "test_random_traffic_gives_eager_results", "gave another result"),
         (Folds, "test_large_batch_leaves_nothing_to_a_smaller_one", "gave another result"),
         (

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import attrs
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -18,6 +19,7 @@ from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.backends.optional import WarmupNotes
 from dispatchkit.backends.watching.compiled_code import dynamo_is_loaded
 from dispatchkit.backends.watching.dispatch_mode import ThreadModes
+from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
 from dispatchkit.execute.capture.captured import (
@@ -26,11 +28,13 @@ from dispatchkit.execute.capture.captured import (
     EagerPart,
     GraphPart,
     Link,
+    RowProof,
 )
 from dispatchkit.execute.capture.effects import PythonChangedError, write_noise
 from dispatchkit.execute.capture.fingerprint import Facts, facts_of
 from dispatchkit.execute.capture.graph import GraphMaker, OutputSlot
 from dispatchkit.execute.capture.pacing import paced_step
+from dispatchkit.execute.capture.proof import RowProver
 from dispatchkit.execute.capture.warmup import Warmups, family_of
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.input_path import InputPath, choose_path, copied_path
@@ -55,6 +59,8 @@ class Capturer:
         lane: Where.
         guard: Reads what graphs are made under.
         share_outputs: Whether graphs write their outputs to one memory of the lane.
+        prove_rows: Prove that padding changes no row of a batch.
+        keeps_outputs: Callers may still read what a graph computed last.
         notes_facts: Keep with each graph what it has built in, as check mode needs it.
     """
 
@@ -65,12 +71,15 @@ class Capturer:
         guard: Guard,
         *,
         share_outputs: Callable[[], bool],
+        prove_rows: bool,
+        keeps_outputs: bool,
         notes_facts: bool,
     ) -> None:
         self._warmups, self._lane, self._guard = warmups, lane, guard
         self._step = warmups.step
         self._share_outputs, self._notes_facts = share_outputs, notes_facts
         self._maker = GraphMaker(lane, warmups.device, warmups.generators)
+        self._prover = RowProver(warmups, lane, keeps_outputs=keeps_outputs) if prove_rows else None
 
     def facts_now(self, buffers: InputBuffers) -> Facts:
         """Return the addresses and numbers that a graph of the step would have built in."""
@@ -98,6 +107,8 @@ class Capturer:
         """Look anew at what the step reads: it may be something else from now on."""
         self._maker.forget()
         self._warmups.forget()
+        if self._prover is not None:
+            self._prover.forget()
 
     def note_gradients(self) -> None:
         """Let eager steps run in the caller's own mode: the step differentiates."""
@@ -108,6 +119,7 @@ class Capturer:
         key: GraphKey,
         other_sizes: Callable[[], Sequence[int]],
         admission: Admission | None = None,
+        sample: Sequence[Any] | None = None,
     ) -> CapturedKey:
         """Capture a key; the step's state, the generators and other keys are as before.
 
@@ -115,12 +127,34 @@ class Capturer:
             key: What to capture.
             other_sizes: Returns further sizes the step can be run at, to measure its outputs.
             admission: Asked before memory is taken; None where there is no limit.
+            sample: The inputs of the call that it is for, if there is one.
 
         Raises:
             CaptureError: It cannot be captured, for a reason to count.
             OverBudgetError: It would take more memory than it may.
         """
-        return self._contained(key, partial(self._capture, key, other_sizes, admission))
+        return self._contained(key, partial(self._capture, key, other_sizes, admission, sample))
+
+    def prove(
+        self,
+        captured: CapturedKey,
+        sample: Sequence[Any],
+    ) -> RowProof:
+        """Return what padding does to a graph, by the inputs of a padded call.
+
+        Raises:
+            CaptureError: The step changes Python state for these inputs.
+            Exception: What a replay raised.
+        """
+        prover = self._prover
+        if prover is None or not self._warmups.may_restore():
+            return attrs.evolve(captured.rows, open_calls=0)
+
+        def prove(snapshot: Snapshot) -> RowProof:
+            self._warmups.save_scratch(snapshot)
+            return prover.prove_by(captured, snapshot, captured.rows, sample)
+
+        return self._contained(captured.key, prove)
 
     def warm(self, key: GraphKey) -> None:
         """Warm a key up without capturing it; what it changes is put back.
@@ -143,6 +177,7 @@ class Capturer:
         key: GraphKey,
         other_sizes: Callable[[], Sequence[int]],
         admission: Admission | None,
+        sample: Sequence[Any] | None,
         snapshot: Snapshot,
     ) -> CapturedKey:
         with self._lane.measuring("library"):
@@ -152,15 +187,37 @@ class Capturer:
         values = {} if layout is None else layout.values(outputs, key.num_tokens)
         del outputs  # what is alive of the warmup from here on is kept by the step
         if key.mode is RuntimeMode.FULL:
-            made = self._capture_full(key, slots, layout, admission, notes)
+            captured = self._capture_full(key, slots, layout, admission, notes)
         else:
-            made = self._capture_pieces(key, slots, layout, admission)
+            captured = self._capture_pieces(key, slots, layout, admission)
         try:
-            made.check_values(values)
-        except CaptureError:
-            made.release()
+            captured.check_values(values)
+            captured.rows = self._rows_of(captured, snapshot, other_sizes, sample)
+        except BaseException:
+            captured.release()
             raise
-        return made
+        return captured
+
+    def _rows_of(
+        self,
+        captured: CapturedKey,
+        snapshot: Snapshot,
+        other_sizes: Callable[[], Sequence[int]],
+        sample: Sequence[Any] | None,
+    ) -> RowProof:
+        """Return what padding does to a graph."""
+        if (index := captured.layout.open_output) is not None:
+            found = f"output {index} has no dimension that is the batch at every size"
+            return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
+        if self._prover is None:
+            return RowProof()
+        pacer = self._lane.group.turns.pacer
+        if pacer is not None and pacer.allows_turns:
+            pacer.note("the capture")  # no step runs between what follows
+        rows = self._prover.prove(captured, snapshot, other_sizes())
+        if sample is None or not rows.open_calls or not self._warmups.save_scratch(snapshot):
+            return rows
+        return self._prover.prove_by(captured, snapshot, rows, sample)
 
     def values_at(self, captured: CapturedKey, num_rows: int) -> dict[int, Any]:
         """Return the Python values among a step's outputs at a number of rows, by leaf.
@@ -229,7 +286,8 @@ class Capturer:
             def on_other_rows() -> None:
                 write_noise(buffers.tensors)
                 buffers.clean_from = buffers.clean_to = 0  # of no row is it known to hold fill
-                self._warmups.run_plainly(key)
+                with self._warmups.contents_watched(key, snapshot):
+                    self._warmups.run_plainly(key)
                 buffers.reset()
 
             def on_rows() -> Any:
@@ -240,6 +298,8 @@ class Capturer:
     def _watch_again(self) -> None:
         self._warmups.watch_again()
         self._maker.forget()
+        if self._prover is not None:
+            self._prover.forget()
 
     def _contained_once(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
         made = None

@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from dispatchkit.backends.base import CapturedGraph
+from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, ReplayError
 from dispatchkit.execute.capture.fingerprint import Facts
 from dispatchkit.execute.io.input_path import InputPath
@@ -19,6 +20,24 @@ from dispatchkit.execute.step.guard import Fingerprint
 from dispatchkit.execute.step.pieces import Piece
 from dispatchkit.execute.step.values import ValueWatch
 from dispatchkit.keys.batch import GraphKey
+
+
+@attrs.frozen
+class RowProof:
+    """What is known of the padded replays of a graph.
+
+    Attributes:
+        reason: Why batches smaller than the graph run eager; empty if they replay.
+        finding: What was seen, in words.
+        min_rows: Fewest rows of a batch that may replay.
+        open_calls: How many padded calls may still be looked at, since integer inputs held
+            nothing but fill so far.
+    """
+
+    reason: str = ""
+    finding: str = ""
+    min_rows: int = 1
+    open_calls: int = 0
 
 
 class LaunchError(Exception):
@@ -181,6 +200,7 @@ class CapturedKey:
         draws: It draws random numbers, as far as its warmup or its capture showed.
         axis_cuts: Dimensions of its outputs that follow an axis (see ``io.axes``).
         values: What its graphs have built in of Python, compared while it replays.
+        rows: Whether batches smaller than the graph may replay.
         pieces: Its graph pieces and the eager pieces between them; None where one graph is all.
         row_values: Python values among its outputs at numbers of rows below its size, by leaf.
         own_bytes: Memory of the pool that no other graph can use while this one lives.
@@ -203,6 +223,7 @@ class CapturedKey:
     draws: bool = False
     axis_cuts: tuple[tuple[int, int, int, int], ...] = ()
     values: ValueWatch = attrs.field(factory=ValueWatch)
+    rows: RowProof = RowProof()
     pieces: CapturedPieces | None = None
     row_values: dict[int, dict[int, Any]] = attrs.field(factory=dict)
     own_bytes: int = 0
@@ -231,6 +252,13 @@ class CapturedKey:
                     key=str(self.key),
                     reason="output_layout",
                 )
+
+    def refusal(self, num_tokens: int) -> str:
+        """Return why a batch may not replay, as a reason; empty if it may."""
+        if num_tokens == self.key.num_tokens:
+            return ""
+        too_few = num_tokens < self.rows.min_rows
+        return self.rows.reason or (Reason.ROWS_NOT_THE_BUCKET if too_few else "")
 
     def launch(self) -> Sequence[Any]:
         """Queue it on the current stream; return the padded outputs.

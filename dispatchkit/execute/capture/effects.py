@@ -174,6 +174,16 @@ class PythonEffects:
                 restore(changed)
                 self.forget()
 
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Put back what is changed in between, whatever that means: no graph is made of it."""
+        before = self.state()
+        try:
+            yield
+        finally:
+            if changed := before.changes():
+                restore(changed)
+
     def check_run(self) -> tuple[Entry, ...]:
         """Look at what one run has changed, before another one changes it back.
 

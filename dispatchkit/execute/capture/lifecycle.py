@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import attrs
 import torch
@@ -281,8 +282,12 @@ class Lifecycle:
 
     # -- on the way of a step -----------------------------------------------------------
 
-    def capture_if_due(self, key: GraphKey) -> str:
+    def capture_if_due(self, key: GraphKey, sample: Sequence[Any] | None) -> str:
         """Capture a key that a step asked for, if it was asked for often enough.
+
+        Args:
+            key: Which.
+            sample: The step's inputs.
 
         Returns:
             Why the step runs eager; empty when the table must be asked again.
@@ -294,7 +299,7 @@ class Lifecycle:
             return Reason.NOT_CAPTURED
         if self._seen[key] < self._capture_after or not self._lane.group.turns.may_capture():
             return Reason.CAPTURE_PENDING
-        self._try_for_step(key)
+        self._try_for_step(key, sample)
         self._budget.warn_of_churn()  # outside: a warning that raises is no failed capture
         return ""
 
@@ -320,15 +325,48 @@ class Lifecycle:
                 return key
         return None
 
-    def retry_if_due(self, key: GraphKey) -> bool:
+    def retry_if_due(self, key: GraphKey, sample: Sequence[Any] | None) -> bool:
         """Try a failed or stale key again when enough steps went by; True if it was tried."""
         entry = self._registry.get(key)
         if entry is None or self.is_frozen or not self._lane.group.turns.may_capture():
             return False
         if entry.state is not KeyState.STALE and not self._retries.is_due(entry):
             return False
-        self._try_for_step(key)
+        self._try_for_step(key, sample)
         return True
+
+    def prove_rows(self, step: CapturedKey, sample: Sequence[Any]) -> bool:
+        """Find out by the inputs of a padded step whether padding changes its rows.
+
+        Returns:
+            Whether the table must be asked again; False if the inputs show nothing.
+        """
+        if not self._lane.group.turns.may_capture():
+            return False  # the next call shows it, too
+        handled = sys.exception()
+        try:
+            rows = self._capturer.prove(step, sample)
+        except Exception as error:  # noqa: BLE001 - as in a capture: it stays in its key
+            clear_traceback(error, handled)
+            self.graphs.fail_step(step, str(as_capture_error(error, step.key)))
+            return True
+        step.rows = attrs.evolve(rows, open_calls=max(0, rows.open_calls - 1))
+        if step.rows.open_calls:
+            return False
+        for key, one in self.live().items():
+            if one is step:  # what the table has of it was made without that knowledge
+                self._registry.captured(key, step, num_bytes=self.graphs.entry(key).num_bytes)
+        return True
+
+    def expected_refusal(self, key: GraphKey, num_tokens: int) -> str:
+        """Return why a batch would run eager if a key were captured, by what others like it showed.
+
+        For a lazy runner, which need not capture a graph only to find out.
+        """
+        if num_tokens == key.num_tokens:
+            return ""
+        alike = (one for one in self.live().values() if family_of(one.key) == family_of(key))
+        return next((one.rows.reason for one in alike if one.rows.reason), "")
 
     # -- the end of a graph -------------------------------------------------------------
 
@@ -440,10 +478,10 @@ class Lifecycle:
         if self.is_frozen:
             raise frozen()
 
-    def _try_for_step(self, key: GraphKey) -> None:
+    def _try_for_step(self, key: GraphKey, sample: Sequence[Any] | None) -> None:
         """Capture a key that a step waits for, and say how long it waited."""
         start = time.perf_counter()
-        self._try(key, evict=True)
+        self._try(key, evict=True, sample=sample)
         _logger.info(
             "A step waited %.1f ms for the capture of %s. Capture it ahead: runner.capture(), or "
             "capture_in_background().",
@@ -451,10 +489,12 @@ class Lifecycle:
             key,
         )
 
-    def _try(self, key: GraphKey, *, evict: bool) -> CaptureError | None:
+    def _try(
+        self, key: GraphKey, *, evict: bool, sample: Sequence[Any] | None = None
+    ) -> CaptureError | None:
         """Capture a key; a failure is marked, counted and returned."""
         start, before = time.perf_counter(), self._lane.num_bytes()
-        attempt = self._attempt(key, evict=evict)
+        attempt = self._attempt(key, sample, evict=evict)
         captured, problem = attempt.captured, attempt.problem
         elapsed = (time.perf_counter() - start) * 1e6
         if self._registry.get(key) is None:
@@ -487,11 +527,12 @@ class Lifecycle:
         for member, keys in lost.items():
             member.capture_again(keys)
 
-    def _attempt(self, key: GraphKey, *, evict: bool) -> _Attempt:
+    def _attempt(self, key: GraphKey, sample: Sequence[Any] | None, *, evict: bool) -> _Attempt:
         """Capture a key; where others hold the memory it needs, they go first, as a group.
 
         Args:
             key: Which.
+            sample: The inputs of the step that asked for it.
             evict: Others may go.
         """
         handled = sys.exception()
@@ -505,14 +546,14 @@ class Lifecycle:
                 self._budget.evict_until_fits()
             captured = None
             try:
-                captured = self._capturer.capture(key, others, admission)
+                captured = self._capturer.capture(key, others, admission, sample)
             except OverBudgetError as error:
                 if not (evict and error.fits_alone):
                     raise
                 clear_traceback(error, handled)
             if captured is None:
                 lost = self._lane.group.clear()
-                captured = self._capturer.capture(key, others, admission)
+                captured = self._capturer.capture(key, others, admission, sample)
             self._budget.check(key, captured, evict=evict)
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
             # Frames hold tensors, and with them memory of the graphs: for as long as somebody

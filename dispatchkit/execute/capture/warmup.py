@@ -7,6 +7,7 @@ batch. Whatever it changes is put back by the caller's snapshot.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,6 +114,7 @@ class Warmups:
         self._compiled: dict[Family, CompiledCode] = {}
         self._draws: dict[Family, bool] = {}
         self.needs_gradients: bool = False
+        self._rounding: dict[Family, float] = {}
         self.effects: PythonEffects = PythonEffects(step.pieces)
 
     @property
@@ -152,6 +154,21 @@ class Warmups:
         """Return whether the step is known to change state."""
         return any(True for _ in self.written())
 
+    def save_scratch(self, snapshot: Snapshot) -> bool:
+        """Save scratch too, which rows of a call write in earnest; return whether it is little."""
+        num_bytes: int = sum(storage.nbytes() for storage in self._scratch)
+        if num_bytes > self._state_limit:
+            return False
+        for storage in self._scratch:
+            snapshot.save(storage)
+        return True
+
+    def may_restore(self) -> bool:
+        """Return whether what the step changes is little enough to be saved between steps."""
+        changed = (*self.written(), *self._scratch)
+        num_bytes: int = sum(storage.nbytes() for storage in changed)
+        return num_bytes <= self._state_limit
+
     def may_write(self) -> bool:
         """Return whether the step changes state, or has not been watched yet."""
         return not self._peaks or self.writes()
@@ -173,6 +190,10 @@ class Warmups:
             and not self.may_draw(key)
             and self.compiled_code(key) is None
         )
+
+    def may_write_scratch(self) -> bool:
+        """Return whether the step changes state or scratch, or has not been watched yet."""
+        return self.may_write() or len(self._scratch) > 0
 
     def is_state(self, leaf: torch.Tensor) -> bool:
         """Return whether a tensor is part of what the step changes."""
@@ -279,14 +300,14 @@ class Warmups:
                 with watch:
                     return self.step(views)
 
-            contents = ContentWatch(self._reached(own), self._state_limit)
-            try:
-                outputs = self._backend.warmup(watched, stream=lane.stream)
-            finally:
-                snapshot.draws = self._draws[family] = watch.draws
-            for tensor in watch.written:
-                self._written.add(tensor)
-            self._note_hidden_writes(contents, snapshot)
+            with self.contents_watched(key, snapshot):
+                try:
+                    outputs = self._backend.warmup(watched, stream=lane.stream)
+                finally:
+                    snapshot.draws = self._draws[family] = watch.draws
+                    self._rounding[family] = watch.rounding()
+                for tensor in watch.written:
+                    self._written.add(tensor)
             self.effects.check_run()
             self._peaks[family] = (watch.peak_bytes, key.num_tokens)
             left = self._warmups - 1
@@ -336,13 +357,25 @@ class Warmups:
         """Return the layout that the user declared, for outputs computed at a size."""
         return declared_layout(outputs, size, self._batch_dims)
 
+    def rounding(self, key: GraphKey) -> float | None:
+        """Return the relative spacing of the coarsest numbers that the step computes.
+
+        0 where it computes no fractions; None where no warmup was watched.
+        """
+        return self._rounding.get(family_of(key))
+
     def run_plainly(self, key: GraphKey) -> Any:
         """Run the step once at the key's size, on what its static inputs hold."""
         return self._run(self.views(key, key.num_tokens))
 
     def run_at(self, key: GraphKey, num_rows: int) -> Any:
-        """Run the step once for a key at fewer rows than its size, on dummy rows."""
-        return self._shapes(self.views(key, num_rows))
+        """Run the step once on the first rows of what a key's static inputs hold."""
+        views, buffers = self.views(key, num_rows), self._lane.buffers_of(key)
+        for index, rows in buffers.host_rows(num_rows):
+            views[buffers.inputs.names[index]] = rows.to(self.device)
+        with self.effects.undone(), force_eager():
+            # In one piece: a step in between would write to the same inputs.
+            return self._backend.warmup(lambda: self.step(views), stream=self._lane.stream)
 
     def needs_inference_mode(self) -> bool:
         """Return whether to capture in inference mode: graphs are captured where they serve.
@@ -359,21 +392,18 @@ class Warmups:
             self._has_inference = (state, found)
         return self._has_inference[1]
 
-    def _reached(self, inputs: StorageSet) -> Iterator[torch.Tensor]:
-        """Yield the tensors that the step reaches and is not known to write."""
-        for entry in self.effects.state().values_read():
-            value = entry.before
-            if isinstance(value, torch.Tensor) and is_dense(value):
-                known = (inputs, self._state, self._written, self._scratch)
-                if not any(value in one for one in known):
-                    yield value
-
-    def _note_hidden_writes(self, contents: ContentWatch, snapshot: Snapshot) -> None:
-        """Put back what was written past the schemas, and know it from now on.
+    @contextmanager
+    def contents_watched(self, key: GraphKey, snapshot: Snapshot) -> Iterator[None]:
+        """Find what is written in between past the schemas: it is put back, and known from now on.
 
         Raises:
             CaptureError: A tensor that is too large to be put back was written.
         """
+        own = StorageSet(self._lane.buffers_of(key).tensors)
+        if self._lane.row_count is not None:
+            own.add(self._lane.row_count)
+        contents = ContentWatch(self._reached(own), self._state_limit)
+        yield
         for tensor, saved in contents.changed():
             if tensor not in snapshot:
                 snapshot.save_as(tensor.untyped_storage(), saved)
@@ -387,6 +417,15 @@ class Warmups:
                 reason="undeclared_state",
             )
 
+    def _reached(self, inputs: StorageSet) -> Iterator[torch.Tensor]:
+        """Yield the tensors that the step reaches and is not known to write."""
+        for entry in self.effects.state().values_read():
+            value = entry.before
+            if isinstance(value, torch.Tensor) and is_dense(value):
+                known = (inputs, self._state, self._written, self._scratch)
+                if not any(value in one for one in known):
+                    yield value
+
     def _run(self, views: dict[str, Any], iterations: int = 1) -> Any:
         """Run the step as it is, compiled where it is."""
         with every_size_compiled():
@@ -394,8 +433,11 @@ class Warmups:
             return self._backend.warmup(run, stream=self._lane.stream, iterations=iterations)
 
     def _shapes(self, views: dict[str, Any]) -> Any:
-        """Run the step for the shapes of its outputs, at a size that may never be captured."""
-        with force_eager():
+        """Run the step at a size that may never be captured, for what its outputs are there.
+
+        Functions of torch.compile run plainly, and what it changes in Python is put back.
+        """
+        with self.effects.undone(), force_eager():
             run = paced_warmup(self._lane, lambda: self.step(views))
             return self._backend.warmup(run, stream=self._lane.stream)
 

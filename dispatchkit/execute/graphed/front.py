@@ -1,8 +1,7 @@
 """graphed: one line that runs a module or a function through graphs.
 
-What is derived from calls and not declared is a guess, and it is proven: the first padded
-replay of each graph is compared with the plain call, and a graph that gave something else is
-not used.
+What is derived from calls and not declared is a guess, and it is proven: a graph of which padding
+changes the rows serves full buckets alone.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
-
 from dispatchkit.dispatch import Policy
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.graphed.calls import GraphedCalls
 from dispatchkit.execute.graphed.module import graphed_module
 from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.keys.config import DispatchConfig
-from dispatchkit.options import FIRST, RunnerOptions, refuse_moved
+from dispatchkit.options import RunnerOptions, refuse_moved
 
 
 class GraphedFunction:
@@ -67,16 +64,15 @@ def graphed(
     """Run a module or a function through graphs; also a decorator.
 
     Without a single option: inputs and batch dimension follow from the calls, graphs are
-    captured when a call needs one, sizes grow with the batches, and the first padded replay of
-    each graph is compared with the plain call. Calls that need gradients run plainly: where a
-    tensor of them requires any, and a module in training while gradients are enabled.
+    captured when a call needs one, sizes grow with the batches, and each graph is proven not to
+    depend on padding. Calls that need gradients run plainly: where a tensor of them requires any,
+    and a module in training while gradients are enabled.
 
     Args:
         module_or_function: What to run; left out, a decorator is returned.
         sizes: Batch sizes to capture; larger batches run eager.
         policy: Name of the policy, or an object.
-        lanes: Streams that ``.graphed.submit`` spreads calls over. With several nothing is
-            compared: see that rows do not depend on each other.
+        lanes: Streams that ``.graphed.submit`` spreads calls over.
         outputs: ``owned``: results are fresh. ``view``: valid until the next call.
         example: Arguments of a call, a tuple or a mapping by name: all of its sizes are
             captured at once, and none of them later.
@@ -99,8 +95,6 @@ def graphed(
     options = settings.pop("options", RunnerOptions())
     if not isinstance(options, RunnerOptions):
         raise ConfigError("options", options, "RunnerOptions")
-    if options.check is None:
-        options = attrs.evolve(options, check=FIRST if lanes in (None, 1) else 0)
     if options.config.mode is DispatchConfig().mode:
         settings.setdefault("mode", "FULL")
     given = {

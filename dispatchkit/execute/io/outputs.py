@@ -2,8 +2,8 @@
 
 The batch dimension of an output is declared (``output_batch_dims``) or measured: the step is
 run at two sizes, and the one dimension that equals the size both times is the batch. A
-dimension that merely equals the bucket once proves nothing; two candidates, or a dimension
-that grows otherwise, are refused with the way to declare it.
+dimension that merely equals the bucket once proves nothing. An output with two candidates, or with
+a dimension that grows otherwise, is open: it cannot be cut, so that only a full bucket has it.
 
 All graphs of a lane write their outputs to one memory, since a lane runs one at a time.
 """
@@ -37,9 +37,10 @@ class LeafLayout:
     """One leaf of the outputs.
 
     Attributes:
-        kind: ``tensor``; ``value``, a Python value that may follow the number of rows;
-            ``rows``, a number declared to be that of the rows; ``constant``, a value declared to
-            be the same for all; or ``kept``, in an object that the step itself keeps.
+        kind: ``tensor``; ``open``, a tensor that cannot be cut; ``value``, a Python value that may
+            follow the number of rows; ``rows``, a number declared to be that of the rows;
+            ``constant``, a value declared to be the same for all; or ``kept``, in an object that
+            the step itself keeps.
         shape: A tensor's shape with None at its batch dimension.
         dtype: A tensor's type.
         value: A constant's value, or the value at some number of rows.
@@ -67,6 +68,8 @@ class LeafLayout:
                     for have, want in zip(leaf.shape, self.shape, strict=True)
                 )
             )
+        if self.kind == "open":
+            return isinstance(leaf, torch.Tensor) and leaf.dtype is self.dtype
         if self.kind == "kept":
             return True
         if isinstance(leaf, torch.Tensor):
@@ -92,6 +95,12 @@ class OutputLayout:
     def has_values(self) -> bool:
         """Whether there are values that may follow the number of rows."""
         return any(one.kind == "value" for one in self.leaves)
+
+    @property
+    def open_output(self) -> int | None:
+        """Index of the first output that cannot be cut to a batch; None if all can."""
+        found = (index for index, leaf in enumerate(self.leaves) if leaf.kind == "open")
+        return next(found, None)
 
     def fits(self, outputs: Any, size: int) -> bool:
         """Return whether outputs that were computed at a size are of this layout."""
@@ -169,16 +178,14 @@ def measure_layout(first: Any, size: int, second: Any, other_size: int) -> Outpu
                 reason="output_layout",
             )
         if not isinstance(other, torch.Tensor) or other.dim() != leaf.dim():
-            raise _undeclared(index, "is of another rank at another size")
+            found.append(LeafLayout("open", dtype=leaf.dtype))
+            continue
         pairs = list(zip(leaf.shape, other.shape, strict=True))
         batch = [dim for dim, pair in enumerate(pairs) if pair == (size, other_size)]
         moved = [dim for dim, (have, then) in enumerate(pairs) if have != then]
         if len(batch) > 1 or moved != batch:
-            raise _undeclared(
-                index,
-                f"has shape {tuple(leaf.shape)} at {size} rows and {tuple(other.shape)} at "
-                f"{other_size}, which leaves its batch dimension open",
-            )
+            found.append(LeafLayout("open", dtype=leaf.dtype))
+            continue
         shape: list[int | None] = list(leaf.shape)
         if batch:
             shape[batch[0]] = None
@@ -318,7 +325,7 @@ def cut(
             result.append(one.value)
         elif one.kind in ("value", "kept"):
             result.append(values.get(index, leaf))
-        elif (dim := one.batch_dim) is None:
+        elif (dim := one.batch_dim) is None:  # also of open ones, which are never cut
             result.append(leaf)
         elif leaf.shape[dim] < num_rows:
             raise _undeclared(index, f"has {leaf.shape[dim]} rows for a call of {num_rows}")

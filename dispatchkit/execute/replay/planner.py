@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 
+import attrs
+
 from dispatchkit.dispatch import Decision, Dispatcher, Reason
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.lifecycle import Lifecycle
@@ -16,7 +18,9 @@ from dispatchkit.execute.replay.plans import (
     EagerPlan,
     GraphPlan,
     LazyPlan,
+    OpenPlan,
     Plan,
+    ReplayPlan,
     TimeablePlan,
     TimedPlan,
     ValuesPlan,
@@ -26,7 +30,7 @@ from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.reasons import REFUSED
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
-from dispatchkit.observe.counters import StepCounters
+from dispatchkit.observe.counters import StepCount, StepCounters
 from dispatchkit.registry import KeyState
 
 
@@ -78,30 +82,46 @@ class Planner:
         timer = None
         if decision.timed and self._checker is None:
             timer = Timer(self._timings, decision, batch)
-        if decision.key is not None:
-            entry = self._registry.get(decision.key)
+        if (key := decision.key) is not None:
+            if refused := self.refusal(decision, num_tokens):
+                count = self._counters.of_eager(refused, key)
+                return self._run_eager(num_tokens, refused, count, key, None, timer)
+            entry = self._registry.get(key)
             if entry is None or entry.state is not KeyState.CAPTURED:
-                key = decision.key
                 return LazyPlan(self._eager, self._lifecycle, self._lane, key, num_tokens)
-            return self.replay(decision.key, entry.graph, num_tokens, timer)
+            plan, step = self.replay(key, entry.graph, num_tokens, timer), entry.graph
+            if num_tokens < key.num_tokens and step.rows.open_calls:
+                return OpenPlan(plan, step, self._lifecycle, num_tokens)
+            return plan
         missed = self._missed(batch) if num_tokens else []
         first = missed[0] if missed else None
         reason = self.own_reason(decision.reason, first)
-        return EagerPlan(
-            self._eager,
-            self._lifecycle,
-            self._lane,
-            num_tokens,
-            reason,
-            self._counters.of_eager(reason, first),
-            first,
-            self._lifecycle.retry_key(reason, missed),
-            timer,
-        )
+        count = self._counters.of_eager(reason, first)
+        retry = self._lifecycle.retry_key(reason, missed)
+        return self._run_eager(num_tokens, reason, count, first, retry, timer)
+
+    def refusal(self, decision: Decision, num_tokens: int) -> str:
+        """Return why a batch runs eager though a graph was chosen; empty if it does not.
+
+        That is where padding would change what the graph computes.
+        """
+        entry = None if decision.key is None else self._registry.get(decision.key)
+        if decision.key is None or entry is None:
+            return ""
+        if entry.state is not KeyState.CAPTURED:
+            return str(self._lifecycle.expected_refusal(decision.key, num_tokens))
+        step: CapturedKey = entry.graph
+        return str(step.refusal(num_tokens))
+
+    def shown(self, decision: Decision, num_tokens: int) -> Decision:
+        """Return a decision as the step of a batch runs, with the reason that is counted."""
+        if refused := self.refusal(decision, num_tokens):
+            return attrs.evolve(decision, mode=RuntimeMode.NONE, key=None, reason=refused)
+        return attrs.evolve(decision, reason=self.own_reason(decision.reason))
 
     def replay(
         self, key: GraphKey, step: CapturedKey, num_tokens: int, timer: Timer | None = None
-    ) -> Plan:
+    ) -> ReplayPlan:
         """Return the plan that replays a captured step: measured or compared where asked for."""
         count, is_owned = self._counters.of_key(key), self._is_owned
         replay = GraphPlan(step, num_tokens, count, self._eager, self._guard, is_owned=is_owned)
@@ -132,6 +152,20 @@ class Planner:
             refused = entry.reason.partition(":")[0]
             return refused if refused in REFUSED else str(reason)
         return str(reason)
+
+    def _run_eager(
+        self,
+        num_tokens: int,
+        reason: str,
+        count: StepCount,
+        missed: GraphKey | None,
+        retry: GraphKey | None,
+        timer: Timer | None,
+    ) -> EagerPlan:
+        lifecycle, lane = self._lifecycle, self._lane
+        return EagerPlan(
+            self._eager, lifecycle, lane, num_tokens, reason, count, missed, retry, timer
+        )
 
     def _missed(self, batch: Batch) -> list[GraphKey]:
         """Return the keys that could have served a batch, smallest first."""

@@ -6,8 +6,8 @@ is for an exact number of tokens, so that views of static inputs and outputs can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -85,8 +85,8 @@ class EagerPlan:
         eager, num_tokens, timer = self.eager, self._num_tokens, self._timer
         if self._is_downgrade:
             if self._retry is not None and eager.exact is None:
-                with _rows_kept(self._lane, tensors, num_tokens):
-                    is_tried = self._lifecycle.retry_if_due(self._retry)
+                with _inputs_kept(self._lane, tensors, num_tokens) as sample:
+                    is_tried = self._lifecycle.retry_if_due(self._retry, sample)
                 if is_tried:
                     return AGAIN
             if self._missed is not None:
@@ -101,14 +101,23 @@ class EagerPlan:
         return result
 
 
-def _rows_kept(
+@contextmanager
+def _inputs_kept(
     lane: Lane, tensors: Sequence[Any] | None, num_tokens: int
-) -> AbstractContextManager[None]:
-    """Keep what a step in place was given over a capture; a call's tensors are its own."""
+) -> Iterator[Sequence[Any] | None]:
+    """Give what a step has for inputs, and keep rows in place over a capture.
+
+    None of a step in place that is larger than the buffers.
+    """
     buffers = lane.buffers
-    if tensors is not None or num_tokens > buffers.num_rows:
-        return nullcontext()
-    return buffers.kept(num_tokens)
+    if tensors is None and num_tokens <= buffers.num_rows:
+        with buffers.kept(num_tokens):
+            yield buffers.copies(num_tokens)
+    elif tensors is not None and buffers.are_shared:  # a call may bring what lies in there
+        with buffers.kept(buffers.num_rows):
+            yield buffers.apart(tensors)
+    else:
+        yield tensors
 
 
 class LazyPlan:
@@ -137,11 +146,46 @@ class LazyPlan:
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
         """Capture and ask the table again, or run eager."""
         self.eager.refuse_if_exact("it has no graph yet")
-        with _rows_kept(self._lane, tensors, self._num_tokens):
-            reason = self._lifecycle.capture_if_due(self._key)
+        with _inputs_kept(self._lane, tensors, self._num_tokens) as sample:
+            reason = self._lifecycle.capture_if_due(self._key, sample)
         if not reason:
             return AGAIN
         return self.eager.run_for(reason, tensors, self._num_tokens, self._key)
+
+
+class OpenPlan:
+    """A graph of which integer inputs have not shown yet whether padding changes its rows.
+
+    Args:
+        plan: Replays it.
+        step: What is replayed.
+        lifecycle: Finds it out.
+        num_tokens: Rows of the cell.
+    """
+
+    def __init__(
+        self,
+        plan: ReplayPlan,
+        step: CapturedKey,
+        lifecycle: Lifecycle,
+        num_tokens: int,
+    ) -> None:
+        self.eager: EagerRunner = plan.eager
+        self._plan, self._step = plan, step
+        self._lifecycle, self._num_tokens = lifecycle, num_tokens
+
+    def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
+        """Find out by this call and ask the table again, or replay."""
+        step, lane = self._step, self._step.lane
+        if step.released:
+            return AGAIN
+        # Of several ranks none may be alone in the collectives of a trial.
+        if step.rows.open_calls and self.eager.exact is None:
+            with _inputs_kept(lane, tensors, self._num_tokens) as sample:
+                is_found = sample is not None and self._lifecycle.prove_rows(step, sample)
+            if is_found:
+                return AGAIN
+        return self._plan.run(tensors, stream, readable)
 
 
 class GraphPlan:
@@ -368,7 +412,7 @@ class ValuesPlan:
         """Replay as any other step does."""
         step, num_tokens = self._step, self._num_tokens
         if num_tokens not in step.row_values and not step.released:
-            with _rows_kept(step.lane, tensors, num_tokens):
+            with _inputs_kept(step.lane, tensors, num_tokens):
                 self._lifecycle.measure_values(step, num_tokens)
         return self._plan.run(tensors, stream, readable)
 
@@ -515,4 +559,6 @@ class CheckedPlan:
 
 #: What replays a captured step, measured where that is asked for.
 TimeablePlan = GraphPlan | TimedPlan | ValuesPlan
-Plan = EagerPlan | LazyPlan | TimeablePlan | AxisPlan | CheckedPlan
+#: The same with what is done to its results.
+ReplayPlan = TimeablePlan | AxisPlan | CheckedPlan
+Plan = EagerPlan | LazyPlan | OpenPlan | ReplayPlan

@@ -30,6 +30,7 @@ DOWNGRADES = frozenset(
         Reason.CONTAINER_WRITTEN,
         Reason.GRADIENTS,
         Reason.ROWS_DEPEND,
+        Reason.ROWS_NOT_THE_BUCKET,
         Reason.WEIGHTS_REPLACED,
         Reason.VALUE_CHANGED,
         Reason.AUTOCAST,
@@ -71,8 +72,13 @@ NEXT_STEPS: Mapping[str, str] = {
         "of the step."
     ),
     Reason.ROWS_DEPEND: (
-        "Padding changes the rows of this step: capture the sizes that come, declare fill values "
-        "that it ignores, or give it row_count."
+        "Padding changes what this step computes, print(runner) says where: capture the sizes that "
+        "come, have the step mask rows of fill (row_count), or, if you know that padding does not "
+        "matter, set CaptureOptions(prove_rows=False)."
+    ),
+    Reason.ROWS_NOT_THE_BUCKET: (
+        "An output has other rows than the batch, so that padding cannot be cut off, print(runner) "
+        "says which: capture the sizes that come, or declare output_batch_dims."
     ),
     Reason.WEIGHTS_REPLACED: "A lazy runner captures anew; otherwise call runner.capture().",
     Reason.VALUE_CHANGED: "A lazy runner captures anew; otherwise call runner.capture().",

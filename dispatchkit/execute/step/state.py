@@ -257,6 +257,7 @@ class WriteWatch(DispatchMode):
         self.written: list[torch.Tensor] = []
         self.peak_bytes: int = 0
         self.draws: bool = False
+        self._computed: set[torch.dtype] = set()
         self._calls = Calls(id(sys._getframe(1))) if dynamo_is_loaded() else None
         self._given = WeakStorages()
         self._inputs, self._ignore = inputs, ignore
@@ -289,10 +290,16 @@ class WriteWatch(DispatchMode):
         result = func(*args, **kwargs)
         if facts.returns_nothing:
             return None  # torch insists on it, also where the operation gives its list back
+        self._computed.update(tensor.dtype for tensor in tensors_in((result,)))
         if facts.makes_new:
             given = () if facts.is_trusted else (*args, *kwargs.values())
             self._note_new(result, given)
         return result
+
+    def rounding(self) -> float:
+        """Return the relative spacing of the coarsest numbers computed; 0: none had fractions."""
+        types = (one for one in self._computed if one.is_floating_point or one.is_complex)
+        return max((torch.finfo(one).eps for one in types), default=0.0)
 
     def compiled_code(self) -> CompiledCode | None:
         """Return what was found out about functions of torch.compile; None if there are none."""

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from dispatchkit import (  # noqa: E402
+    CaptureOptions,
     GraphRunner,
     RunnerOptions,
     StaticInput,
@@ -441,13 +442,37 @@ def test_writing_state_for_rows_without_a_token_is_not_guessed_at():
     assert "fill={'slots': sink}" in text
 
 
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (lambda x: x - x.mean(0), "rows_depend"),
+        (lambda x: torch.softmax(x @ x.T, -1) @ x, "rows_depend"),
+        (lambda x: x / x.shape[0], "rows_depend"),
+        (lambda x: x.sort(0).values, "rows_depend"),
+        (lambda x: x.flatten() * 1, "rows_not_the_bucket"),
+    ],
+    ids=["mean", "attention", "number of rows", "sorted", "flat"],
+)
+def test_rows_that_depend_on_padding_run_eager(step, reason):
+    compiled = torch_compile.compile(step, **TAPE)
+    with pytest.warns(EagerStepWarning, match=reason):
+        assert torch.equal(compiled(torch.zeros(3, 3)), step(torch.zeros(3, 3)))
+    for rows in (5, 8, 3):
+        x = x_of(rows) * 0.1
+        torch.testing.assert_close(compiled(x), step(x))
+    (stats,) = compiled.stats()
+    assert stats.runner.eager_by_reason == {reason: 3}
+    assert stats.runner.steps_by_mode["FULL"] == 1
+
+
 def test_rows_without_a_token_hold_the_fill():
     """A mean over all rows shows what the others hold."""
 
     def step(x):
         return x + x.sum(0)
 
-    compiled = torch_compile.compile(step, fill={"x": 1.0}, **TAPE)
+    options = RunnerOptions(capture=CaptureOptions(prove_rows=False))
+    compiled = torch_compile.compile(step, fill={"x": 1.0}, options=options, **TAPE)
     assert torch.equal(compiled(torch.zeros(5, 2)), torch.full((5, 2), 3.0))
     with pytest.raises(ConfigError, match="fill must be parameters: x"):
         torch_compile.compile(step, fill={"y": 1.0}, **TAPE)

@@ -30,7 +30,6 @@ from dispatchkit.execute import (
 )
 from dispatchkit.keys import CUDAGraphMode
 from dispatchkit.once import Once
-from dispatchkit.options import DERIVED
 
 from dispatchkit_compile.compile_options import CompileOptions
 from dispatchkit_compile.compiled_stats import CompiledStats
@@ -251,12 +250,16 @@ class CompiledGraph:
         if mode is None:
             mode = CUDAGraphMode.FULL_AND_PIECEWISE if is_split else CUDAGraphMode.FULL
         sizes, most = options.sizes, options.max_num_tokens
-        output_batch_dims: Any = DERIVED
+        set_options = options.options
         if self._arguments.num_rows is not None:
             sizes, most = (self._arguments.num_rows,), None
-            # Of a graph for one size nothing can be measured at a second one, and nothing
+            # Of a graph for one size nothing can be found out at a second one, and nothing
             # needs to be: no row of its results is padding.
-            output_batch_dims = None
+            set_options = attrs.evolve(
+                set_options,
+                buffers=attrs.evolve(set_options.buffers, output_batch_dims=None),
+                capture=attrs.evolve(set_options.capture, prove_rows=False),
+            )
         return GraphRunner(
             self.pieces,
             specs,
@@ -268,10 +271,7 @@ class CompiledGraph:
             outputs=options.outputs,
             state=[self._held[index] for index in self._arguments.written],
             lazy=options.lazy,
-            options=attrs.evolve(
-                options.options,
-                buffers=attrs.evolve(options.options.buffers, output_batch_dims=output_batch_dims),
-            ),
+            options=set_options,
         )
 
     # -- reading ------------------------------------------------------------------------

@@ -1,0 +1,560 @@
+"""Proof of rows: whether a graph computes for the rows of a smaller batch what eager does.
+
+A graph computes its whole bucket, and a batch gets the first rows of it. That is what eager
+computes only if no row depends on those behind it or on how many there are, and no output has
+other rows. So each new graph is replayed on three rows of noise, once with more noise behind them
+and once with fill: the three must be the same bit for bit. And for one row and for three, eager
+must give as many rows, and the same values within rounding.
+
+Two tails find what a comparison with eager does not: in most data a few more rows change a mean,
+or the weights of an attention, by less than another kernel's rounding does. Eager finds what no
+replay shows, such as ``x / x.shape[0]``: that number is part of the graph. Of three rows nearly all
+others are behind, and they fill no block of two or four. What eager computes of them serves all
+sizes, so that a graph costs two replays.
+
+Noise lies in 0..1, so that what is a logarithm, a probability or an index of 0 stays one. Integers
+and flags are not made up, since a random slot would overwrite somebody's row: they are fill, and
+graphs are proven once more by the integers of a padded call, the one that a capture is for or the
+first that brings others than fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import attrs
+import torch
+
+from dispatchkit.dispatch import Reason
+from dispatchkit.execute.capture.captured import CapturedKey, LaunchError, RowProof
+from dispatchkit.execute.capture.effects import bits_equal
+from dispatchkit.execute.capture.warmup import Family, Warmups, family_of
+from dispatchkit.execute.io.outputs import OutputLayout, cut
+from dispatchkit.execute.io.static_input import StaticInput
+from dispatchkit.execute.io.structure import Structure, flatten
+from dispatchkit.execute.io.transports import transport_of
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.step.state import Snapshot, typed
+
+#: Padded calls that are looked at until one brings integers other than fill.
+_OPEN_CALLS: Final = 8
+#: Rows that eager runs, in requests of a uniform batch.
+_EAGER_ROWS: Final = (1, 3)
+#: How many of the rows of a batch are compared at either end.
+_KEPT_ROWS: Final = 16
+#: Relative error, in the norm of an output, that another kernel may make; at least,
+_TOLERANCE: Final = 2e-2
+#: in units of the spacing of the coarsest numbers that the step computes,
+_ROUNDINGS: Final = 16
+#: and beside numbers that cancel out.
+_FLOOR: Final = 1e-5
+#: A replay that differs from itself (atomics) may differ this many times as much with other rows.
+_SPREAD: Final = 16
+#: Of the rows of noise, in turn; what is behind some of them is larger.
+_MAGNITUDES: Final = (0.05, 0.2, 0.5)
+#: Types of state that is compared.
+_COMPARED: Final = frozenset(
+    {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32}
+)
+#: What is taken for the spacing where no warmup was watched.
+_COARSE: Final = torch.finfo(torch.bfloat16).eps
+
+
+class RowProver:
+    """Prove the rows of the graphs of one lane.
+
+    Args:
+        warmups: Runs the step eager.
+        lane: Where the graphs are.
+        keeps_outputs: Callers may still read what a graph computed last.
+    """
+
+    def __init__(self, warmups: Warmups, lane: Lane, *, keeps_outputs: bool) -> None:
+        self._warmups, self._lane, self._keeps_outputs = warmups, lane, keeps_outputs
+        # What eager computes of noise: the first rows of it are the same for all sizes.
+        self._references: dict[tuple[Family, int], _Outputs] = {}
+        # Families, with integers of a call and without, of which all writes are known.
+        self._watched: set[tuple[Family, bool]] = set()
+
+    def forget(self) -> None:
+        """Run eager anew: the step reads something else from now on."""
+        self._references.clear()
+        self._watched.clear()
+
+    def prove(self, captured: CapturedKey, snapshot: Snapshot, sizes: Iterable[int]) -> RowProof:
+        """Return what padding does to a graph, on noise and fill.
+
+        Args:
+            captured: The graph; its outputs can be cut to a batch.
+            snapshot: Of what the step changes; whoever took it puts that back at the end.
+            sizes: Rows that the step is known to run at.
+
+        Raises:
+            Exception: What a replay raised.
+        """
+        key, layout = captured.key, captured.layout
+        unit = key.descriptor.query_len or 1
+        most = key.num_tokens - unit
+        if most < unit:
+            return RowProof()
+        counts = [unit * count for count in _EAGER_ROWS if unit * count <= most]
+        counts += sorted(size for size in sizes if size < key.num_tokens)
+        with self._trial(captured, snapshot) as trial:
+            eager = self._eager(trial, counts)
+            if not eager:
+                return RowProof()  # eager raises for all smaller batches: none can come
+            fitting = {count: one for count, one in eager.items() if one.fits(layout, count)}
+            last = max(eager)
+            if last not in fitting:
+                return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].named(layout, last))
+            # On rows of fill alone, all would write to the place that is nobody's, and read there.
+            has_integers = trial.rows.has_integers
+            is_shown = not (has_integers and self._warmups.may_write_scratch())
+            if is_shown and (found := self._find(trial, unit, fitting)):
+                return RowProof(Reason.ROWS_DEPEND, found)
+        return RowProof(
+            min_rows=1 if len(fitting) == len(eager) else min(fitting),
+            open_calls=_OPEN_CALLS if has_integers else 0,
+        )
+
+    def prove_by(
+        self, captured: CapturedKey, snapshot: Snapshot, known: RowProof, sample: Sequence[Any]
+    ) -> RowProof:
+        """Return the same by the integers of a call, which are as many rows as they belong to.
+
+        Args:
+            captured: The graph.
+            snapshot: As for ``prove``, scratch included.
+            known: What is known of the graph; returned where the call shows no more.
+            sample: The inputs of the call, in declared order.
+
+        Raises:
+            Exception: What a replay raised.
+        """
+        with self._trial(captured, snapshot, sample) as trial:
+            count = trial.rows.num_given
+            if not trial.rows.is_varied or not known.min_rows <= count < captured.key.num_tokens:
+                return known
+            eager = self._eager(trial, [count])
+            if not eager:
+                return known
+            if not eager[count].fits(captured.layout, count):
+                found = eager[count].named(captured.layout, count)
+                return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
+            if found := self._find(trial, count, eager):
+                return RowProof(Reason.ROWS_DEPEND, found)
+        return RowProof(min_rows=known.min_rows)
+
+    @contextmanager
+    def _trial(
+        self, captured: CapturedKey, snapshot: Snapshot, sample: Sequence[Any] | None = None
+    ) -> Iterator[_Trial]:
+        unit = captured.key.descriptor.query_len or 1
+        # Where steps ran between the operators of the capture, rows of theirs may be left.
+        self._lane.buffers_of(captured.key).reset()
+        rows = _Rows(self._lane, captured, unit * max(_EAGER_ROWS), sample)
+        results: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self._keeps_outputs:
+            leaves = (one for one in captured.leaves if isinstance(one, torch.Tensor))
+            results = [(leaf, leaf.clone()) for leaf in leaves if leaf in self._lane.outputs]
+        try:
+            yield _Trial(captured, snapshot, self._lane, rows, self._warmups)
+        finally:
+            rows.end()
+            for leaf, before in results:
+                leaf.copy_(before)
+
+    def _find(self, trial: _Trial, unit: int, eager: dict[int, _Outputs]) -> str:
+        """Return in words how rows of a batch are others than eager's; empty if they are not."""
+        noisy = trial.with_noise_behind(eager)
+        most = next((count for count in eager if count > unit), unit)
+        filled = trial.with_fill_behind(most)
+        state = trial.state()
+        index = self._depends_on_tail(trial, most, noisy[most], filled)
+        if index is not None:
+            return f"output {index} of {most} rows depends on what is behind those rows"
+        if any(graph.has_random_state for graph in trial.captured.graphs):
+            return ""  # it draws for rows of fill too, and so other numbers than eager
+        for count in eager:
+            found = self._differs(trial, count, noisy[count], state if count == most else {})
+            if found:
+                return f"{found} is another for {count} rows by eager, whatever is behind them"
+        return ""
+
+    def _depends_on_tail(
+        self, trial: _Trial, count: int, noisy: list[Any], filled: list[Any]
+    ) -> int | None:
+        """Return the first output whose rows change with those behind them, if there is one."""
+        if all(bits_equal(one, other) for _, one, other in _pairs(noisy, filled)):
+            return None
+        # What differs from itself does so by chance: either may have come out alike once more.
+        again = trial.with_fill_behind(count), trial.with_noise_behind([count])[count]
+        for index, one, other in _pairs(noisy, filled):
+            spread = max(_difference(other, again[0][index]), _difference(one, again[1][index]))
+            if _difference(one, other) > _SPREAD * spread:
+                return index
+        return None
+
+    # -- eager --------------------------------------------------------------------------
+
+    def _eager(self, trial: _Trial, counts: Iterable[int]) -> dict[int, _Outputs]:
+        """Return what eager computes at the first counts of rows at which it runs."""
+        key, snapshot = trial.captured.key, trial.snapshot
+        name = family_of(key), trial.rows.is_varied
+        if name in self._watched:
+            return self._first_eager(trial, counts)
+        # Of other inputs than fill, operations may write what they have not written before.
+        with self._warmups.contents_watched(key, snapshot):
+            found = self._first_eager(trial, counts)
+        self._watched.add(name)
+        return found
+
+    def _first_eager(self, trial: _Trial, counts: Iterable[int]) -> dict[int, _Outputs]:
+        found: dict[int, _Outputs] = {}
+        for count in counts:
+            outputs = self._reference(trial, count)
+            if outputs is not None:
+                found[count] = outputs
+            if len(found) == len(_EAGER_ROWS):
+                break
+        return found
+
+    def _reference(self, trial: _Trial, count: int, *, anew: bool = False) -> _Outputs | None:
+        """Return what eager computes of the first rows; None if it raises."""
+        key, is_varied = trial.captured.key, trial.rows.is_varied
+        name = family_of(key), count
+        if not (anew or is_varied) and name in self._references:
+            return self._references[name]
+        trial.rows.write(count)
+        trial.snapshot.restore()
+        self._lane.set_rows(count)
+        try:
+            outputs = self._warmups.run_at(key, count)
+        except Exception:  # noqa: BLE001 - as it would for a caller
+            return None
+        found = _Outputs.of(outputs, trial.state())
+        if not is_varied:
+            self._references[name] = found
+        return found
+
+    def _differs(
+        self, trial: _Trial, count: int, got: list[Any], state: Mapping[str, torch.Tensor]
+    ) -> str:
+        """Return in words what eager computes otherwise; empty if there is nothing."""
+        found = self._difference(trial, got, state, self._reference(trial, count), count)
+        if not found:
+            return ""
+        # What is known may be of other weights, or of another state.
+        again = self._reference(trial, count, anew=True)
+        return self._difference(trial, got, state, again, count)
+
+    def _difference(
+        self,
+        trial: _Trial,
+        got: list[Any],
+        state: Mapping[str, torch.Tensor],
+        eager: _Outputs | None,
+        count: int,
+    ) -> str:
+        if eager is None:
+            return ""
+        rounding = self._warmups.rounding(trial.captured.key)
+        rounding = _COARSE if rounding is None else rounding
+        for index, one, other in _pairs(got, trial.kept(eager.leaves, count)):
+            if not _is_near(one, other, rounding):
+                return f"output {index}"
+        for name, replayed in state.items():
+            want, before = eager.state.get(name), trial.before(name)
+            if want is None or before is None:
+                continue
+            # Elsewhere rows of fill may write to a place that no row of a batch uses.
+            changed = want != before
+            if not _is_near(replayed[changed], want[changed], rounding):
+                return name
+        return ""
+
+
+@attrs.frozen(eq=False)
+class _Outputs:
+    """What eager computed, in copies."""
+
+    leaves: list[Any]
+    structure: Structure
+    state: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, outputs: Any, state: Mapping[str, torch.Tensor]) -> _Outputs:
+        leaves, structure = flatten(outputs)
+        copies = [
+            leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+        return cls(copies, structure, state)
+
+    def fits(self, layout: OutputLayout, count: int) -> bool:
+        """Return whether these are the outputs for a batch of so many rows."""
+        return self.structure == layout.structure and self._odd(layout, count) is None
+
+    def named(self, layout: OutputLayout, count: int) -> str:
+        """Return in words what does not fit."""
+        index = None if self.structure != layout.structure else self._odd(layout, count)
+        if index is None:
+            return f"the outputs for {count} rows are of another structure in eager"
+        leaf, one = self.leaves[index], layout.leaves[index]
+        if not isinstance(leaf, torch.Tensor):
+            return f"output {index} is {leaf!r:.60} in eager for {count} rows"
+        want = tuple(count if size is None else size for size in one.shape)
+        shape = tuple(leaf.shape)
+        return f"output {index} is {shape} in eager for {count} rows, and {want} by the graph"
+
+    def _odd(self, layout: OutputLayout, count: int) -> int | None:
+        pairs = enumerate(zip(layout.leaves, self.leaves, strict=True))
+        return next((i for i, (one, leaf) in pairs if not one.fits(leaf, count)), None)
+
+
+class _Rows:
+    """Rows that are no caller's, in the static inputs of a key.
+
+    Args:
+        lane: Whose.
+        captured: The graph that reads them.
+        head: The first rows, which are the same for all sizes.
+        sample: Inputs of a call, of which integers and flags are taken.
+
+    Attributes:
+        head: As given.
+        has_integers: There are inputs without fractions.
+        is_varied: Those hold other values than fill, in the rows of the call.
+        num_given: Rows of the call.
+    """
+
+    def __init__(
+        self, lane: Lane, captured: CapturedKey, head: int, sample: Sequence[Any] | None
+    ) -> None:
+        buffers = self._buffers = lane.buffers_of(captured.key)
+        self._num_rows, self.head, self._held = captured.key.num_tokens, head, 0
+        host = dict(buffers.host_rows(self._num_rows))
+        places = buffers.views(self._num_rows)
+        self._places = [
+            (spec, host.get(index, places[index])) for index, spec in enumerate(buffers.inputs)
+        ]
+        self._whole = [
+            (place, place.clone()) for spec, place in self._places if spec.batch_dim is None
+        ]
+        self.has_integers: bool = not all(_has_fractions(spec) for spec, _ in self._places)
+        self._given: list[tuple[StaticInput, torch.Tensor, torch.Tensor]] = []
+        self.num_given = 0
+        if sample is not None:
+            for (spec, place), given in zip(
+                self._places, buffers.inputs.to_tensors(sample), strict=True
+            ):
+                if spec.batch_dim is not None:
+                    self.num_given = given.shape[spec.batch_dim]
+                if not _has_fractions(spec):
+                    self._given.append((spec, place, given))
+        self.is_varied: bool = any(
+            bool((given != spec.fill_value).any()) for spec, _, given in self._given
+        )
+
+    def write(self, num_noisy: int) -> None:
+        """Write noise, and in the rows of the call its integers.
+
+        Args:
+            num_noisy: Rows that must hold noise; what they hold already is not written again.
+        """
+        if num_noisy <= self._held and not self.is_varied:
+            return
+        buffers = self._buffers
+        if buffers.staging is not None:
+            buffers.staging.wait()
+        for seed, (spec, place) in enumerate(self._places):
+            if _has_fractions(spec):
+                _write_noise(place, spec.batch_dim, self.head, seed)
+            elif spec.batch_dim is None:
+                place.fill_(spec.fill_value)
+        for spec, place, given in self._given:
+            if spec.batch_dim is None:
+                place.copy_(given)
+                continue
+            place.fill_(spec.fill_value)
+            place.narrow(spec.batch_dim, 0, self.num_given).copy_(given)
+        buffers.mark_written(self._num_rows)
+        self._held = self._num_rows
+
+    def fill_behind(self, count: int) -> None:
+        """Note that a transport fills the rows behind so many."""
+        self._held = min(self._held, count)
+
+    def end(self) -> None:
+        """Restore inputs without a batch dimension; rows are filled before they are used."""
+        for place, before in self._whole:
+            place.copy_(before)
+
+
+class _Trial:
+    """Replays of one graph on rows that are no caller's.
+
+    Args:
+        captured: The graph.
+        snapshot: Put back before each replay.
+        lane: Where.
+        rows: What its inputs hold.
+        warmups: Knows what the step changes.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedKey,
+        snapshot: Snapshot,
+        lane: Lane,
+        rows: _Rows,
+        warmups: Warmups,
+    ) -> None:
+        self.captured, self.snapshot, self.rows = captured, snapshot, rows
+        self._lane, self._warmups = lane, warmups
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return copies of the declared state, where that is little and no slot tells where.
+
+        What is not declared may be memory to work in, which holds more of a bucket than of a batch.
+        """
+        if self.rows.has_integers or not self._warmups.may_restore():
+            return {}
+        found = self._warmups.state().items()
+        return {
+            name: typed(storage, dtype).clone()
+            for name, (storage, dtype) in found
+            if name.startswith("state ") and dtype in _COMPARED
+        }
+
+    def before(self, name: str) -> torch.Tensor | None:
+        """Return what a part of that state held before the trial."""
+        found = self._warmups.state().get(name)
+        return None if found is None else self.snapshot.saved(*found)
+
+    def with_noise_behind(self, counts: Iterable[int]) -> dict[int, list[Any]]:
+        """Return, for counts of rows, those rows of all outputs with noise behind them."""
+        size = self.captured.key.num_tokens
+        if self._lane.row_count is None and not self.rows.is_varied:
+            leaves = self._replay(size, size)  # nothing tells the graph which rows are a batch
+            return {count: self.kept(leaves, count) for count in counts}
+        return {count: self.kept(self._replay(count, size), count) for count in counts}
+
+    def with_fill_behind(self, count: int) -> list[Any]:
+        """Return the first rows of all outputs with fill behind them."""
+        return self.kept(self._replay(count, count), count)
+
+    def kept(self, leaves: Sequence[Any], count: int) -> list[Any]:
+        """Return copies of the first and last of some rows of outputs; None for other leaves."""
+        captured, most = self.captured, max(_KEPT_ROWS, self.rows.head)
+        found: list[Any] = []
+        rows = cut(captured.layout, leaves, count, {})
+        for one, leaf, is_result in zip(captured.layout.leaves, rows, captured.clones, strict=True):
+            dim = one.batch_dim
+            if not is_result:
+                found.append(None)
+            elif dim is None or count <= 2 * most:
+                found.append(leaf.clone())
+            else:
+                ends = leaf.narrow(dim, 0, most), leaf.narrow(dim, count - most, most)
+                found.append(torch.cat(ends, dim))
+        return found
+
+    def _replay(self, num_real: int, num_loaded: int) -> Sequence[Any]:
+        """Replay from the state before; return the padded outputs, good until the next replay."""
+        captured, path = self.captured, self.captured.input_path
+        self.rows.write(num_loaded)
+        self.snapshot.restore()
+        transport_of(path, num_loaded).load_in_place()
+        self.rows.fill_behind(num_loaded)
+        self._lane.set_rows(num_real)
+        if path.staging is not None and captured.pieces is not None:
+            path.staging.queue_copy(captured.key.num_tokens)
+        try:
+            leaves = captured.launch()
+        except LaunchError as error:
+            raise error.cause from None
+        if path.staging is not None and self._lane.last_stream is not None:
+            path.staging.note_launch(self._lane.last_stream)
+        return leaves
+
+
+def _has_fractions(spec: StaticInput) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _write_noise(place: torch.Tensor, batch_dim: int | None, head: int, seed: int) -> None:
+    """Fill an input with noise that draws from nobody's generator.
+
+    Rows are of several magnitudes, so that no weight of an attention vanishes beside the largest.
+    Every fourth is a little more than the one before, for what compares rows, or takes a maximum.
+    """
+    generator = torch.Generator(place.device).manual_seed(seed)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator, device=place.device)
+
+    if batch_dim is None:
+        place.copy_(noise(*place.shape))
+        return
+    rows = place.movedim(batch_dim, 0)
+    made = noise(head, *rows.shape[1:])[: len(rows)]
+    if len(rows) > head:
+        made = torch.cat((made, noise(len(rows) - head, *rows.shape[1:])))
+    magnitudes = torch.tensor(_MAGNITUDES, device=place.device)
+    scale = magnitudes[torch.arange(len(made), device=place.device) % len(_MAGNITUDES)]
+    made *= scale.view(-1, *[1] * (made.dim() - 1))
+    fourth = made[3::4]
+    fourth.mul_(0.1).add_(made[2::4][: len(fourth)])
+    rows.copy_(made)
+
+
+def _pairs(one: list[Any], other: list[Any]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield the index of each result that is a tensor, and both of its copies."""
+    for index, (left, right) in enumerate(zip(one, other, strict=True)):
+        if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+            yield index, left, right
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as numbers of at least 32 bits."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg().to(torch.complex128))
+    return tensor.double()
+
+
+def _finite(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the finite numbers of two tensors; None if they are in other places."""
+    left, right = _numbers(one), _numbers(other)
+    places = left.isfinite()
+    if not torch.equal(places, right.isfinite()):
+        return None
+    return left[places], right[places]
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference between two results; 0 where they are the same bits."""
+    if bits_equal(one, other):
+        return 0.0
+    numbers = _finite(one, other)
+    if numbers is None:
+        return float("inf")
+    return float((numbers[0] - numbers[1]).abs().max()) if numbers[0].numel() else 0.0
+
+
+def _is_near(got: torch.Tensor, want: torch.Tensor, rounding: float) -> bool:
+    """Return whether two results differ by rounding alone.
+
+    Integers are compared where the step computes nothing else: the largest of nearly equal
+    numbers, say, has another index after other rounding.
+    """
+    if not (want.is_floating_point() or want.is_complex()):
+        return bool(rounding) or torch.equal(got, want)
+    numbers = _finite(got, want)
+    if numbers is None:
+        return False
+    error, norm = (numbers[0] - numbers[1]).norm().item(), numbers[1].norm().item()
+    tolerance = max(_TOLERANCE, _ROUNDINGS * rounding)
+    floor = max(_FLOOR, rounding) * numbers[1].numel() ** 0.5
+    return bool(error <= tolerance * norm + floor)

@@ -1,0 +1,412 @@
+"""Padding is proven to change nothing, for each graph: otherwise full buckets alone replay."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from dispatchkit import (  # noqa: E402
+    Axis,
+    CaptureOptions,
+    DispatchConfig,
+    GraphRunner,
+    RunnerOptions,
+    StaticInput,
+    StepState,
+    eager_piece,
+    graph_piece,
+    graphed,
+)
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
+
+WIDTH = 4
+INPUT = {"x": StaticInput((None, WIDTH), "float32")}
+IDS = {"ids": StaticInput((None,), "int64")}
+TABLE = torch.arange(40.0).view(10, 4).sin()
+UNPROVEN = RunnerOptions(capture=CaptureOptions(prove_rows=False))
+torch.manual_seed(0)
+WIDE = torch.randn(WIDTH, 512)
+
+
+def attention(x):
+    """Large enough for rows of noise not to see each other at all."""
+    y = nn.functional.layer_norm(x @ WIDE, (512,))
+    return torch.softmax(y @ y.T, -1) @ y
+
+
+def mean_of_positive(x):
+    positive = (x > 0).float()
+    return x - (x * positive).sum(0) / positive.sum(0)
+
+
+#: Rows of a batch that see others, or how many there are.
+DEPENDENT = {
+    "mean": lambda x: x - x.mean(0),
+    "normalised": lambda x: nn.functional.batch_norm(x, None, None, training=True),
+    "softmax": lambda x: x.softmax(0),
+    "sorted": lambda x: x.sort(0).values,
+    "flipped": lambda x: x.flip(0),
+    "shifted down": lambda x: x + x.roll(1, 0),
+    "shifted up": lambda x: x + x.roll(-1, 0),
+    "last row": lambda x: x * x[-1],
+    "attention": attention,
+    "conditional mean": mean_of_positive,
+    "sum alone": lambda x: x.sum(0),
+    "mean of two": lambda x: x[:2].mean(0),
+    "scaled by the largest": lambda x: x / x.abs().amax(),
+    "suffix sums": lambda x: x.flip(0).cumsum(0).flip(0),
+    "divided by rows": lambda x: x / x.shape[0],
+    "positions": lambda x: x * torch.linspace(0, 1, x.shape[0])[:, None],
+    "positions from the end": lambda x: (x, x.shape[0] - torch.arange(x.shape[0])),
+    "among rows of one output": lambda x: (x * 2, x.var(0, correction=0)),
+}
+#: Outputs with other rows than the batch.
+OTHER_ROWS = {
+    "pruned": lambda x: x[:4],
+    "best": lambda x: x.topk(min(4, x.shape[0]), dim=0).values,
+    "drafts": lambda x: x.repeat_interleave(3, 0),
+    "flat": lambda x: x.reshape(-1),
+    "pairs": lambda x: x @ x.T,
+    "one more": lambda x: torch.cat([x.new_zeros(1, WIDTH), x]),
+    "half": lambda x: x[: x.shape[0] // 2],
+    "every other": lambda x: x[::2],
+    "all but the last": lambda x: x[:-1],
+    "rank": lambda x: x.view(2, -1, WIDTH) if x.shape[0] % 2 == 0 else x,
+}
+#: Padded steps replay.
+INDEPENDENT = {
+    "rows": lambda x: torch.relu(x @ WIDE) @ WIDE.T,
+    "prefix sums": lambda x: x.cumsum(0),
+    "first row": lambda x: x[0] * 2,
+    "constant": lambda x: (x, torch.ones(3)),
+    "number of rows": lambda x: (x * 2, x.shape[0]),
+    "positions": lambda x: x + torch.arange(x.shape[0])[:, None],
+    "logarithm": lambda x: x.abs().log(),
+    "as an index": lambda x: TABLE[x.long().clamp(0, 9)],
+    "two first rows": lambda x: x[:2] * 2,
+}
+
+
+def make(step, inputs=INPUT, **settings):
+    settings = {"sizes": (1, 2, 4, 8), "mode": "FULL", "backend": "tape", **settings}
+    return GraphRunner(step, inputs, **settings)
+
+
+def run(runner, step, given, rows=(2, 3, 5, 6, 7, 8, 4)):
+    """Compare steps with eager; return how many ran in which way."""
+    for count in rows:
+        inputs = given(count)
+        want, got = step(*inputs), runner(*inputs)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+    stats = runner.stats()
+    return stats.steps_by_mode["FULL"], stats.eager_by_reason
+
+
+def floats(count):
+    return (torch.randn(count, WIDTH) * 3,)
+
+
+@pytest.fixture(autouse=True)
+def _of_one_seed():
+    torch.manual_seed(1)
+
+
+# -- what is found ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_rows_that_depend_on_padding_replay_at_full_buckets_alone(name, lazy):
+    """Others run eager, counted, and the warning says what to do."""
+    step = DEPENDENT[name]
+    runner = make(step, lazy=lazy, sizes=(2, 4, 8))
+    runner.capture(None if not lazy else [])
+    with pytest.warns(EagerStepWarning, match="reason rows_depend;.*prove_rows=False"):
+        assert run(runner, step, floats) == (3, {"rows_depend": 4})
+
+
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_outputs_with_other_rows_than_the_batch_are_never_cut_from_padding(name):
+    """Full buckets replay; others run eager, counted, and the warning says what to do."""
+    step = OTHER_ROWS[name]
+    runner = make(step, sizes=(2, 4, 8))
+    assert runner.capture().failed == {}
+    with pytest.warns(EagerStepWarning, match="reason rows_not_the_bucket;.*output_batch_dims"):
+        full, eager = run(runner, step, floats)
+    assert (full, eager) == (3, {"rows_not_the_bucket": 4})
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_padding_that_changes_nothing_is_replayed(name):
+    step = INDEPENDENT[name]
+    runner = make(step)
+    runner.capture()
+    assert run(runner, step, floats) == (7, {})
+
+
+def test_fewer_rows_than_an_output_has_run_eager():
+    """The first two rows, of a batch of one, are not padding."""
+    step = INDEPENDENT["two first rows"]
+    runner = make(step, sizes=(4,))
+    runner.capture()
+    with pytest.warns(EagerStepWarning, match="rows_not_the_bucket"):
+        full, eager = run(runner, step, floats, rows=(3, 1, 4))
+    assert (full, eager) == (2, {"rows_not_the_bucket": 1})
+    assert "replays 3 rows or more" in str(runner)
+
+
+@pytest.mark.parametrize("name", ["mean", "attention", "divided by rows"])
+def test_a_call_of_zeros_proves_nothing(name):
+    """Servers warm up with them, and a comparison of results would pass."""
+    step = DEPENDENT[name]
+    fast = graphed(step, sizes=[4], backend="tape")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerStepWarning)
+        fast(torch.zeros(3, WIDTH))
+        for scale in (1, 0.1, 100):
+            x = torch.randn(3, WIDTH) * scale
+            torch.testing.assert_close(fast(x), step(x))
+        x = torch.randn(4, WIDTH)
+        torch.testing.assert_close(fast(x), step(x))
+    assert fast.graphed.stats().steps_by_mode["FULL"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_every_type_of_numbers(dtype):
+    given = {"x": StaticInput((None, WIDTH), dtype)}
+    for step, reasons in (
+        (lambda x: x * 2 + 1, {}),
+        (lambda x: x - x.mean(0), {"rows_depend": 1}),
+        (lambda x: x / x.shape[0], {"rows_depend": 1}),
+    ):
+        runner = make(step, given, sizes=(8,))
+        runner.capture()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EagerStepWarning)
+            x = torch.randn(5, WIDTH).to(dtype)
+            torch.testing.assert_close(runner(x), step(x))
+        assert runner.stats().eager_by_reason == reasons
+
+
+# -- integers and flags -----------------------------------------------------------------------
+
+
+def centred(ids):
+    y = TABLE[ids]
+    return y - y.mean(0)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_integers_are_those_of_the_first_padded_call(lazy):
+    """Captured ahead, rows are all fill; a call of fill shows nothing yet."""
+    runner = make(centred, IDS, lazy=lazy, sizes=(4, 8))
+    runner.capture(None if not lazy else [])
+    torch.testing.assert_close(runner(torch.zeros(3, dtype=torch.int64)), torch.zeros(3, WIDTH))
+    with pytest.warns(EagerStepWarning, match="rows_depend"):
+        full, eager = run(runner, centred, lambda n: (torch.randint(0, 10, (n,)),), (3, 6, 8))
+    assert (full, eager) == (2, {"rows_depend": 2})
+
+
+def masked_mean(x, mask):
+    weight = mask[:, None].float()
+    return x - (x * weight).sum(0) / weight.sum(0)
+
+
+def test_a_mask_of_which_fill_is_false_makes_padding_harmless():
+    inputs = INPUT | {"mask": StaticInput((None,), "bool")}
+    runner = make(masked_mean, inputs)
+    runner.capture()
+    given = lambda n: (*floats(n), torch.arange(n) % 3 != 1)  # noqa: E731
+    assert run(runner, masked_mean, given) == (7, {})
+
+
+def test_slots_of_a_cache_are_left_as_they_were():
+    """What a trial writes for a call's slots is put back, in scratch as in state."""
+    for declare in (lambda cache: [cache], lambda cache: StepState(scratch=[cache])):
+        cache, other = torch.zeros(10, WIDTH), torch.zeros(10, WIDTH)
+
+        def step(slots, x, cache=cache):
+            cache.index_add_(0, slots, x)
+            return cache[slots] * 2
+
+        inputs = {"slots": StaticInput((None,), "int64", fill=9)} | INPUT
+        runner = make(step, inputs, state=declare(cache))
+        runner.capture()
+        for rows in (3, 5, 8, 3):
+            slots, x = torch.randperm(9)[:rows], torch.randn(rows, WIDTH)
+            want = step(slots, x, other)
+            torch.testing.assert_close(runner(slots, x), want)
+            torch.testing.assert_close(cache[:9], other[:9])
+        assert runner.stats().eager_by_reason == {}
+
+
+def test_rows_in_place_survive_the_trial():
+    runner = make(lambda ids: TABLE[ids], IDS, sizes=(4,))
+    runner.capture()
+    runner.buffers["ids"][:3] = torch.tensor([5, 6, 7])
+    torch.testing.assert_close(runner.run_in_place(3), TABLE[5:8])
+    assert runner.stats().steps_by_mode["FULL"] == 1
+
+
+# -- what is left as it was -------------------------------------------------------------------
+
+
+def test_state_generators_and_python_are_as_before():
+    """Also what operations write past their schemas, and a cache for another size."""
+    total, seen = torch.zeros(()), {}
+    module = nn.BatchNorm1d(WIDTH)
+
+    def step(x):
+        seen.setdefault(x.shape[0], len(seen))
+        total.add_(1)
+        module(x)
+        return x + total
+
+    runner = make(step, sizes=(4, 8))
+    torch.manual_seed(3)
+    assert runner.capture().num_graphs == 2
+    want = torch.Generator().manual_seed(3)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=want))
+    assert total == 0
+    assert torch.equal(module.running_mean, torch.zeros(WIDTH))
+    assert set(seen) <= {4, 8}, "a cache is kept for what was captured"
+
+
+@pytest.mark.filterwarnings("ignore::dispatchkit.execute.PaddedDrawsWarning")
+def test_equal_draws_are_no_difference():
+    runner = make(lambda x: nn.functional.dropout(x, 0.5))
+    runner.capture()
+    for rows in (3, 5, 8):
+        runner(*floats(rows))
+    assert runner.stats().steps_by_mode["FULL"] == 3
+    mixing = make(lambda x: nn.functional.dropout(x - x.mean(0), 0.5), sizes=(8,))
+    mixing.capture()
+    with pytest.warns(EagerStepWarning, match="rows_depend"):
+        mixing(*floats(3))
+
+
+def test_weights_written_between_captures_are_no_difference():
+    """What eager gave before is not what it gives now."""
+    weight = torch.ones(WIDTH)
+    runner = make(lambda x: x * weight, lazy=True)
+    for rows in (3, 5, 2):
+        x = torch.randn(rows, WIDTH)
+        torch.testing.assert_close(runner(x), x * weight)
+        weight.mul_(3)
+    assert runner.stats().eager_by_reason == {}
+
+
+def test_inputs_without_a_batch_dimension_are_noise_too():
+    """Of zeros, nothing of a product would show."""
+    inputs = INPUT | {"weight": StaticInput((WIDTH, 2), "float32")}
+    step = lambda x, weight: (x - x.mean(0)) @ weight  # noqa: E731
+    runner = make(step, inputs, sizes=(4,))
+    runner.capture()
+    assert not runner.buffers["weight"].any(), "it holds fill again"
+    with pytest.warns(EagerStepWarning, match="rows_depend"):
+        run(runner, step, lambda n: (*floats(n), torch.randn(WIDTH, 2)), (3,))
+
+
+def test_state_that_counts_rows_of_fill_is_found():
+    """Results are those of eager, and what is kept is not."""
+    count, total, work = torch.zeros(()), torch.zeros(WIDTH), torch.zeros(8, WIDTH)
+
+    def counting(x):
+        count.add_(x.shape[0])
+        return x * 2
+
+    def summing(x):
+        total.add_(x.sum(0))
+        work[: x.shape[0]] = x
+        return work[: x.shape[0]] * 2
+
+    wrong = make(counting, state=[count], sizes=(4,))
+    wrong.capture()
+    with pytest.warns(EagerStepWarning, match="rows_depend"):
+        wrong(*floats(3))
+    assert count == 3
+    assert "state 0 is another for 3 rows by eager" in str(wrong)
+    fine = make(summing, sizes=(4,))  # sums of fill are 0, and nobody reads the rows behind
+    fine.capture()
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(fine(x), x * 2)
+    torch.testing.assert_close(total, x.sum(0))
+    assert fine.stats().eager_by_reason == {}
+
+
+def test_views_of_results_survive_a_capture():
+    runner = make(lambda x: x * 2, outputs="view", lazy=True)
+    x = torch.randn(4, WIDTH)
+    view = runner(x)
+    runner.capture()
+    torch.testing.assert_close(view, x * 2)
+
+
+# -- with everything else ---------------------------------------------------------------------
+
+
+def test_who_knows_that_padding_does_not_matter_says_so():
+    runner = make(
+        lambda x: x.amax(0), {"x": StaticInput((None, 2), "float32", fill=-1e9)}, options=UNPROVEN
+    )
+    runner.capture()
+    assert run(runner, lambda x: x.amax(0), lambda n: (torch.randn(n, 2),)) == (7, {})
+
+
+def test_the_finding_is_shown_before_a_step_and_in_the_report():
+    runner = make(DEPENDENT["mean"], sizes=(4, 8))
+    runner.capture()
+    explained = runner.explain(3)
+    assert (explained.decision.key, explained.decision.reason) == (None, "rows_depend")
+    assert runner.explain(4).decision.key is not None
+    found = "rows_depend: output 0 of 3 rows depends on what is behind those rows"
+    assert f"replays 8 rows alone, {found}" in str(runner)
+
+
+def test_a_lazy_runner_captures_no_more_graphs_that_padding_would_spoil():
+    runner = make(DEPENDENT["mean"], lazy=True)
+    with pytest.warns(EagerStepWarning, match="rows_depend"):
+        run(runner, DEPENDENT["mean"], floats, (7, 3, 6, 4))
+    assert sorted(key.num_tokens for key in runner.lanes[0].lifecycle.live()) == [4, 8]
+
+
+def test_pieces_and_lanes_and_axes():
+    pieces = [graph_piece(lambda x: x * 2), eager_piece(lambda y: y - y.mean(0))]
+    runner = make(pieces, mode="PIECEWISE", sizes=(4,))
+    runner.capture()
+    x = torch.randn(3, WIDTH)
+    with pytest.warns(EagerStepWarning, match="rows_depend"):
+        torch.testing.assert_close(runner(x), x * 2 - (x * 2).mean(0))
+    lanes = make(DEPENDENT["mean"], sizes=(4,), lanes=2)
+    lanes.capture()
+    with pytest.warns(EagerStepWarning, match="rows_depend"):
+        handles = [lanes.submit(x), lanes.submit(x)]
+    for handle in handles:
+        torch.testing.assert_close(handle.result(), x - x.mean(0))
+    inputs = {"x": StaticInput((None, "length"), "float32")}
+    long = make(lambda x: x - x.mean(0), inputs, sizes=(4,), axes=[Axis("length", (4, 8))])
+    long.capture()
+    x = torch.randn(3, 6)
+    with pytest.warns(EagerStepWarning, match="rows_depend"):
+        torch.testing.assert_close(long(x, length=6), x - x.mean(0))
+
+
+def test_requests_of_a_uniform_batch_stay_whole():
+    """Tokens of one request may depend on each other: a batch has no part of one."""
+
+    def step(x):
+        return x - x.view(-1, 2, WIDTH).mean(1).repeat_interleave(2, 0)
+
+    config = DispatchConfig(query_lens=(2,), max_num_seqs=4)
+    runner = make(
+        step, mode="FULL_DECODE_ONLY", sizes=(2, 4, 8), options=RunnerOptions(config=config)
+    )
+    runner.capture()
+    x = torch.randn(6, WIDTH)
+    torch.testing.assert_close(runner(x, num_reqs=3, uniform=True), step(x))
+    assert runner.stats().steps_by_mode["FULL"] == 1
