@@ -21,6 +21,7 @@ from dispatchkit.dispatch.lanes import (
     lane_priorities,
     needs_key,
 )
+from dispatchkit.dispatch.packing import Packer, PackingLimits, checked_bins
 from dispatchkit.dispatch.policy import (
     TRAITS,
     CalibratedPolicy,
@@ -60,6 +61,8 @@ __all__ = [
     "MeasuredTime",
     "Outcome",
     "PacedPolicy",
+    "Packer",
+    "PackingLimits",
     "PlainView",
     "Policy",
     "PolicyParts",
@@ -68,6 +71,7 @@ __all__ = [
     "Row",
     "StepCost",
     "broken_constraint",
+    "checked_bins",
     "explain",
     "find_cost_model",
     "knows_axes",

@@ -28,6 +28,7 @@ from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lanes.lane_set import LaneCost, LanePolicyWarning, LaneStats, StepHandle
 from dispatchkit.execute.live.swap import SwapReport
 from dispatchkit.execute.memory import GraphMemory, MemoryAccount, MemoryGroup, PoolAccount
+from dispatchkit.execute.packed import PackedRunner
 from dispatchkit.execute.preserve import preserved_state
 from dispatchkit.execute.replay.check import CheckWarning
 from dispatchkit.execute.runner import GraphRunner
@@ -62,6 +63,7 @@ __all__ = [
     "MemoryGroup",
     "ModeDowngradeWarning",
     "NvtxRanges",
+    "PackedRunner",
     "PaddedDrawsWarning",
     "Piece",
     "PlainCodeWarning",

@@ -1,0 +1,198 @@
+"""A runner for items of different length: packed into steps, results by item.
+
+Texts, images and clips of one call differ in length. Padded one by one to the longest, most of a
+batch is padding. Packed, the tokens of several items lie one behind the other in one step, and the
+step is told where each begins. A packer chooses which items share a step (``dispatch/packing``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dispatchkit.dispatch.packing import Packer, PackingLimits, checked_bins
+from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
+from dispatchkit.execute.runner import GraphRunner
+
+Results = Literal["token", "item"]
+
+#: Inputs that are made for a step that declares them: where each item begins (and the last one
+#: ends), how long each is, the item of each token in its bin, and its place in the item.
+MADE_INPUTS: Final = ("offsets", "lengths", "item_of_token", "positions")
+
+
+class PackedRunner:
+    """Calls a runner on items of different length, several of them in one step.
+
+    Args:
+        runner: Its rows are tokens; an axis counts the items of a step. Inputs named ``offsets``,
+            ``lengths``, ``item_of_token`` and ``positions`` are made where it declares them. Its
+            outputs must be owned, since a later bin would overwrite them.
+        packer: Divides the items of a call into steps.
+        items: Name of the axis that counts items.
+        results: What the rows of the step's outputs are: ``token`` or ``item``; one for all
+            tensors, or one for each, in their order.
+
+    Raises:
+        ConfigError: The runner has no such axis, or its outputs are views.
+
+    Thread safety: as the runner's.
+    """
+
+    def __init__(
+        self,
+        runner: GraphRunner,
+        packer: Packer,
+        *,
+        items: str = "items",
+        results: Results | Sequence[Results] = "token",
+    ) -> None:
+        axes = {axis.name: axis for axis in runner.config.axes}
+        if set(axes) != {items}:
+            allowed = f"one axis {items!r} of the runner, which counts items"
+            raise ConfigError("items", items, allowed, f"It has the axes {sorted(axes)}.")
+        if runner.spec.outputs != "owned":
+            raise ConfigError("outputs", runner.spec.outputs, "'owned' for packed items")
+        kinds = (results,) if isinstance(results, str) else tuple(results)
+        if not kinds or set(kinds) - {"token", "item"}:
+            raise ConfigError("results", results, "'token' or 'item', or one for each output")
+        self.runner: GraphRunner = runner
+        self._packer, self._items = packer, items
+        self._results: Results | tuple[Results, ...] = (
+            results if isinstance(results, str) else kinds
+        )
+        self._limits = PackingLimits(runner.config.sizes, axes[items].buckets[-1])
+        specs = runner.spec.inputs or inputs_from_example(runner.spec.example or {})
+        self._specs: Mapping[str, StaticInput] = specs
+        self._made = {name: spec for name, spec in specs.items() if name in MADE_INPUTS}
+        self._of_tokens = [
+            name for name, spec in specs.items() if spec.batch_dim == 0 and name not in MADE_INPUTS
+        ]
+        self._of_items = [
+            name
+            for name, spec in specs.items()
+            if items in spec.shape[:1] and name not in MADE_INPUTS
+        ]
+        others = set(specs) - set(self._made) - {*self._of_tokens, *self._of_items}
+        if others or not self._of_tokens:
+            raise ConfigError(
+                "inputs",
+                sorted(others) or sorted(specs),
+                f"at least one whose rows are tokens, others with the dimension {items!r} first, "
+                f"or named {', '.join(MADE_INPUTS)}",
+            )
+        self._device = torch.device(runner.backend.torch_device)
+
+    def __call__(self, **inputs: Sequence[Any]) -> list[Any]:
+        """Run the step on all items and return what it computes for each, in their order.
+
+        Args:
+            inputs: For each input of tokens, a tensor of each item, of the item's length. For each
+                input of items, a value of each item.
+
+        Raises:
+            InputError: An input is missing or unknown, has another number of items than another, or
+                an item has no tokens, or other numbers of them in two inputs.
+            PolicyError: The packer's answer cannot be run.
+        """
+        lengths = self._checked(inputs)
+        if not lengths:
+            return []
+        bins = checked_bins(self._packer, lengths, self._limits)
+        calls = [self._arguments(one, lengths, inputs) for one in bins]
+        if len(self.runner.lanes) > 1:
+            handles = [self.runner.submit(**call) for call in calls]
+            outputs = [handle.result() for handle in handles]
+        else:
+            outputs = [self.runner(**call) for call in calls]
+        found: list[Any] = [None] * len(lengths)
+        for one, output in zip(bins, outputs, strict=True):
+            parts = self._by_item(output, [lengths[item] for item in one])
+            for item, part in zip(one, parts, strict=True):
+                found[item] = part
+        return found
+
+    def _checked(self, inputs: Mapping[str, Sequence[Any]]) -> list[int]:
+        """Return the length of each item."""
+        wanted = [*self._of_tokens, *self._of_items]
+        for name in (*wanted, *inputs):
+            if name not in inputs or name not in wanted:
+                allowed = ", ".join(wanted)
+                raise InputError(
+                    name, f"Packed calls take {allowed}, a sequence of items for each."
+                )
+        num_items = {name: len(values) for name, values in inputs.items()}
+        if len(set(num_items.values())) > 1:
+            raise InputError(
+                wanted[0], f"All inputs have the same number of items, not {num_items}."
+            )
+        lead = self._of_tokens[0]
+        lengths = [int(value.shape[0]) for value in inputs[lead]]
+        for name in self._of_tokens:
+            for item, value in enumerate(inputs[name]):
+                length = int(value.shape[0])
+                if not length:
+                    raise InputError(name, f"Item {item} has no tokens; leave it out.")
+                if length != lengths[item]:
+                    raise InputError(
+                        name, f"Item {item} has {length} tokens, and {lengths[item]} in {lead!r}."
+                    )
+        return lengths
+
+    def _arguments(
+        self, one: Sequence[int], lengths: Sequence[int], inputs: Mapping[str, Sequence[Any]]
+    ) -> dict[str, Any]:
+        own = torch.tensor([lengths[item] for item in one], dtype=torch.int64)
+        ends = own.cumsum(0)
+        call: dict[str, Any] = {self._items: len(one)}
+        for name in self._of_tokens:
+            call[name] = torch.cat([torch.as_tensor(inputs[name][item]) for item in one])
+        for name in self._of_items:
+            call[name] = torch.stack([torch.as_tensor(inputs[name][item]) for item in one])
+        item_of_token = torch.repeat_interleave(torch.arange(len(one)), own)
+        made = {
+            "offsets": torch.cat([ends.new_zeros(1), ends]),
+            "lengths": own,
+            "item_of_token": item_of_token,
+            "positions": torch.arange(int(ends[-1])) - (ends - own)[item_of_token],
+        }
+        for name, spec in self._made.items():
+            call[name] = made[name].to(spec.dtype)
+        return {
+            name: value
+            if name == self._items or self._specs[name].host
+            else value.to(self._device, non_blocking=True)
+            for name, value in call.items()
+        }
+
+    def _by_item(self, output: Any, lengths: Sequence[int]) -> list[Any]:
+        """Return the part of each item of a bin."""
+        leaves, spec = tree_flatten(output)
+        kinds = self._results
+        if isinstance(kinds, str):
+            kinds = (kinds,) * len(leaves)
+        num_rows = {"token": sum(lengths), "item": len(lengths)}
+        shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
+        wrong = len(kinds) != len(leaves) or any(
+            not shape or shape[0] != num_rows[kind]
+            for shape, kind in zip(shapes, kinds, strict=False)
+        )
+        if wrong:
+            raise ConfigError(
+                "results",
+                self._results,
+                "what the rows of each output are: here "
+                f"{num_rows['token']} tokens, {num_rows['item']} items, and outputs of shapes "
+                f"{[tuple(shape) for shape in shapes]}",
+            )
+        parts = [
+            leaf.split(list(lengths)) if kind == "token" else leaf.unbind(0)
+            for leaf, kind in zip(leaves, kinds, strict=True)
+        ]
+        return [
+            tree_unflatten([part[item] for part in parts], spec) for item in range(len(lengths))
+        ]
