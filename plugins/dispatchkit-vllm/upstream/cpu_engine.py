@@ -267,7 +267,7 @@ def second_runner(engine: CpuEngine) -> bool:
         for found, was, batch in zip(limited, plain, batches, strict=True)
     )
     ok &= say("options of threshold act in the second runner", right)
-    made.station.put(made.station.make("adaptive"))
+    made.station.put(made.station.make("adaptive", promise=0.2, explore=0.05))
     timer, modes = made.station.timer, []
     for _ in range(600):
         found = step(made, 8, 8, 1)
