@@ -11,11 +11,13 @@ direct launch, copies by torch for a copy node. ``BackendTests`` tests each part
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import attrs
 
 from dispatchkit.backends.base import CapturedGraph, GraphBackend, Stream
+
+_T = TypeVar("_T")
 
 #: Launches a graph on a stream. Both arguments are those of the device's runtime: what
 #: ``direct_launch`` returned for the graph, and the stream's raw handle as ``ctypes.c_void_p``.
@@ -217,6 +219,45 @@ class MeteringBackend(Protocol):
         ...
 
 
+class SleepingBackend(Protocol):
+    """A backend whose memory can be given back to the device while its addresses stay.
+
+    Without it, a ``GraphMemory`` that is to sleep is refused.
+    """
+
+    def sleep_problem(self) -> str:
+        """Return why no memory can sleep here; ``""`` where it can."""
+        ...
+
+    def new_sleeping_pool(self) -> Any:
+        """Return a pool for captures, as ``new_pool`` does, or for ``allocate``."""
+        ...
+
+    def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
+        """Call what makes tensors on the device; their memory is of the pool."""
+        ...
+
+    def sleep(self, pools: Sequence[Any]) -> int:
+        """Give the memory of pools back, once all work of the device is done.
+
+        Until ``wake`` nothing may use it, and nothing may be captured into the pools; a replay of
+        a graph of the tape raises then, and one of a device would end the process. Graphs may be
+        released.
+
+        Returns:
+            The bytes that were given back.
+        """
+        ...
+
+    def wake(self, pools: Sequence[Any]) -> None:
+        """Have memory for the addresses of pools again; what lay there is lost.
+
+        Raises:
+            ReplayError: There is not enough; all of it sleeps on.
+        """
+        ...
+
+
 class CopyRegion(NamedTuple):
     """What a copy node does for one input.
 
@@ -298,6 +339,7 @@ class BackendFeatures:
         unwatched_captures: It captures without watching each operation.
         copy_nodes: Its graphs can copy their own inputs.
         meters: It says where the memory of its device has gone.
+        sleepers: Its memory can be given back while addresses stay.
     """
 
     rehearsals: RehearsingBackend | None = None
@@ -307,6 +349,7 @@ class BackendFeatures:
     unwatched_captures: UnwatchedCaptureBackend | None = None
     copy_nodes: CopyNodeBackend | None = None
     meters: MeteringBackend | None = None
+    sleepers: SleepingBackend | None = None
 
 
 def features_of(backend: GraphBackend) -> BackendFeatures:
@@ -325,4 +368,5 @@ def features_of(backend: GraphBackend) -> BackendFeatures:
         unwatched_captures=offer if capabilities.unwatched_captures else None,
         copy_nodes=offering("copy_node"),
         meters=offering("device_memory"),
+        sleepers=offering("new_sleeping_pool"),
     )

@@ -100,16 +100,20 @@ class Lane:
         self.index: int = 0
         self._peers: tuple[weakref.ref[Lane], ...] = ()
         self.chain: Chain | None = None
-        self.buffers: InputBuffers = InputBuffers(inputs, num_rows, backend=group.backend)
+        self.buffers: InputBuffers = InputBuffers(
+            inputs, num_rows, backend=group.backend, allocate=group.allocate
+        )
         self._inputs_at = inputs_at
         self._by_axes: dict[Any, InputBuffers] = {}
         self._by_shapes: dict[Any, InputBuffers] = {_shapes(inputs): self.buffers}
-        self.outputs: SharedMemory = SharedMemory(inputs.device)
-        self.between: SharedMemory = SharedMemory(inputs.device)
+        self.outputs: SharedMemory = SharedMemory(inputs.device, group.allocate)
+        self.between: SharedMemory = SharedMemory(inputs.device, group.allocate)
         self.row_count: torch.Tensor | None = None
         if row_count:
             with torch.inference_mode(False):
-                self.row_count = torch.zeros((), dtype=torch.int64, device=inputs.device)
+                self.row_count = group.allocate(
+                    lambda: torch.zeros((), dtype=torch.int64, device=inputs.device)
+                )
         self.tick = 0
         self._rows = 0
         self.handle: int | None = None
@@ -139,7 +143,12 @@ class Lane:
             # An axis that is no dimension of an input makes no difference to the memory.
             found = self._by_shapes.get(_shapes(inputs))
             if found is None:
-                found = InputBuffers(inputs, self.buffers.num_rows, backend=self.backend)
+                found = InputBuffers(
+                    inputs,
+                    self.buffers.num_rows,
+                    backend=self.backend,
+                    allocate=self.group.allocate,
+                )
                 self._by_shapes[_shapes(inputs)] = found
             self._by_axes[axes] = found
         return found
@@ -169,6 +178,13 @@ class Lane:
         current = self.group.order(self, handle)
         self.handle, self.last_stream = handle, current
         self.stream_argument = ctypes.c_void_p(handle)
+
+    def refill(self) -> None:
+        """Make its static inputs what they were when they were made: its memory was lost."""
+        for buffers in self._by_shapes.values():
+            buffers.refill()
+        if self.row_count is not None:
+            self.row_count.fill_(self._rows)
 
     def synchronize(self) -> None:
         """Block until the lane's steps are done; nothing of it is in flight afterwards."""

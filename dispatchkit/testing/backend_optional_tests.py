@@ -99,6 +99,55 @@ class OptionalTests:
         assert meter.workspace_bytes(stream) > 0, "The stream's workspaces are not counted."
         graph.release()
 
+    # -- memory that sleeps ---------------------------------------------------------------
+
+    def test_graphs_whose_memory_slept_replay_at_their_addresses(self, rig: Rig) -> None:
+        """Nothing is captured again; what lay in the memory is not relied on."""
+        sleeper = self._sleeper(rig)
+        graphs, tensors = sleeper.new_sleeping_pool(), sleeper.new_sleeping_pool()
+        x = sleeper.allocate(tensors, lambda: rig.zeros(1 << 20))
+        outside = rig.torch.full_like(x, 3.0)
+
+        def run() -> Any:
+            y = (x + 1) * 2
+            return y.relu() + outside
+
+        rig.backend.warmup(run, stream=rig.stream)
+        graph = rig.backend.capture(run, stream=rig.stream, pool=graphs)
+        address = x.data_ptr()
+        assert rig.read(rig.replayed(graph)[:2]) == [5.0, 5.0]
+        for value in (1.0, 2.0):
+            given_back = sleeper.sleep([graphs, tensors])
+            assert given_back >= x.nbytes, f"{given_back} bytes were given back."
+            assert rig.backend.pool_bytes(graphs) == 0, "A pool that sleeps takes memory."
+            sleeper.wake([graphs, tensors])
+            assert x.data_ptr() == address
+            x.fill_(value)
+            assert rig.read(rig.replayed(graph)[:2]) == [2 * value + 5] * 2
+        assert rig.read(outside[:1]) == [3.0], "Memory of another pool slept."
+        graph.release()
+
+    def test_a_graph_may_be_released_while_its_memory_sleeps(self, rig: Rig) -> None:
+        """A runner may be dropped at any time."""
+        sleeper = self._sleeper(rig)
+        pool, x = sleeper.new_sleeping_pool(), rig.zeros(1 << 20)
+        rig.backend.warmup(lambda: x + 1, stream=rig.stream)
+        graph = rig.backend.capture(lambda: x + 1, stream=rig.stream, pool=pool)
+        sleeper.sleep([pool])
+        graph.release()
+        del graph
+        sleeper.wake([pool])
+        again = rig.backend.capture(lambda: x + 2, stream=rig.stream, pool=pool)
+        assert rig.read(rig.replayed(again)[:1]) == [2.0]
+        again.release()
+
+    @staticmethod
+    def _sleeper(rig: Rig) -> Any:
+        sleeper = offered(rig, "sleepers")
+        if problem := sleeper.sleep_problem():
+            pytest.skip(f"Memory of backend {rig.backend.name!r} cannot sleep: {problem}.")
+        return sleeper
+
     # -- priorities -----------------------------------------------------------------------
 
     def test_streams_of_every_priority_are_distinct_and_capture(self, rig: Rig) -> None:

@@ -10,9 +10,9 @@ import ctypes
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -35,6 +35,7 @@ from dispatchkit.backends.cuda.graph import CudaGraph
 from dispatchkit.backends.cuda.launch import direct_launch, graph_upload
 from dispatchkit.backends.cuda.pool import CudaPool
 from dispatchkit.backends.cuda.rehearsal import growth
+from dispatchkit.backends.cuda.sleeping import SleepingPool, UnavailableError, load_allocator
 from dispatchkit.backends.cuda.streams import (
     MAX_STREAMS,
     CudaEvent,
@@ -48,7 +49,9 @@ from dispatchkit.backends.cuda.watch import CaptureWatch, WarmupNotes
 from dispatchkit.backends.cuda.workspace import hold_workspace, workspace_bytes
 from dispatchkit.backends.optional import DeviceMemory, LaunchCall
 from dispatchkit.backends.warmup import run_warmup
-from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.errors import CaptureError, ConfigError, ReplayError
+
+_T = TypeVar("_T")
 
 # Torch's own words where a captured kernel draws from a generator that the graph does not know.
 _NOT_REGISTERED = "generator not in capture mode"
@@ -232,6 +235,50 @@ class CudaBackend:
         """
         free_idle_memory()
         return int(pool.reserved_bytes(self._index))
+
+    def sleep_problem(self) -> str:
+        """Return why no memory can sleep here; ``""`` where it can."""
+        try:
+            load_allocator()
+        except UnavailableError as error:
+            return str(error)
+        return ""
+
+    def new_sleeping_pool(self) -> SleepingPool:
+        """Return a pool for captures, or for ``allocate``, that can sleep.
+
+        Raises:
+            UnavailableError: No memory can sleep here.
+        """
+        return SleepingPool(load_allocator())
+
+    def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
+        """Call what makes tensors on the device; their memory is of the pool."""
+        made: _T = pool.allocate(make, self._index)
+        return made
+
+    def sleep(self, pools: Sequence[Any]) -> int:
+        """Give the memory of pools back to the device; their addresses stay."""
+        self.synchronize()
+        free_idle_memory()
+        return sum(pool.sleep(self._index) for pool in pools)
+
+    def wake(self, pools: Sequence[Any]) -> None:
+        """Have memory for the addresses of pools again; what lay there is lost.
+
+        Raises:
+            ReplayError: There is not enough; all of it sleeps on.
+        """
+        free_idle_memory()
+        awake: list[Any] = []
+        try:
+            for pool in pools:
+                pool.wake()
+                awake.append(pool)
+        except ReplayError:
+            for pool in awake:
+                pool.sleep(self._index)
+            raise
 
     def device_memory(self) -> DeviceMemory:
         """Return what the device has handed out now, and what torch's allocator has of it."""

@@ -27,7 +27,7 @@ class CudaPool:
 
     def __init__(self) -> None:
         self.guard: threading.RLock = threading.RLock()
-        self._handle: Any = torch.cuda.graph_pool_handle()
+        self._handle: Any = self._new_handle()
         self._uses = 0
         self._earlier: set[Any] = set()
 
@@ -49,8 +49,11 @@ class CudaPool:
     def start_anew(self) -> None:
         """Capture into a new pool of torch's from here on; graphs keep the one they have."""
         self._earlier.add(self._handle)
-        self._handle = torch.cuda.graph_pool_handle()
+        self._handle = self._new_handle()
         self._uses = 0
+
+    def _new_handle(self) -> Any:
+        return torch.cuda.graph_pool_handle()
 
     def reserved_bytes(self, device_index: int) -> int:
         """Return the bytes of the device that torch reserves for this pool."""

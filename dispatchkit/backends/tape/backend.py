@@ -17,7 +17,7 @@ import platform
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from dispatchkit.backends.capture_guard import (
 )
 from dispatchkit.backends.optional import DeviceMemory
 from dispatchkit.backends.tape.graph import TapeGraph, poison_kept
-from dispatchkit.backends.tape.pool import TapePool
+from dispatchkit.backends.tape.pool import NewTensors, TapePool
 from dispatchkit.backends.tape.recorder import Recorder
 from dispatchkit.backends.tape.replay import compile_replay
 from dispatchkit.backends.tape.stream_query import answering_capture
@@ -195,14 +195,41 @@ class TapeBackend:
         num_bytes: int = pool.num_bytes
         return num_bytes
 
+    def sleep_problem(self) -> str:
+        """Return why no memory can sleep here: it can."""
+        return ""
+
+    def new_sleeping_pool(self) -> TapePool:
+        """Return a pool for captures, or for ``allocate``."""
+        return self.new_pool()
+
+    def allocate(self, pool: Any, make: Callable[[], _T]) -> _T:
+        """Call what makes tensors; their memory sleeps with the pool."""
+        with NewTensors() as made:
+            result = make()
+        pool.adopt(made.tensors)
+        return result
+
+    def sleep(self, pools: Sequence[Any]) -> int:
+        """Let the memory of pools sleep: no graph of them may replay."""
+        self.synchronize()
+        return sum(pool.sleep() for pool in pools)
+
+    def wake(self, pools: Sequence[Any]) -> None:
+        """Wake the memory of pools up; what lay there is lost."""
+        for pool in pools:
+            pool.wake()
+
     def device_memory(self) -> DeviceMemory:
         """Return what a device would have handed out for the graphs of this tape."""
         with self._streams_guard:
             pools, streams = tuple(self._pools), tuple(self._streams)
-        held = sum(pool.held_bytes for pool in pools) + sum(map(self.workspace_bytes, streams))
-        reserved = held + sum(pool.num_bytes - pool.held_bytes for pool in pools)
+        workspaces = sum(map(self.workspace_bytes, streams))
+        reserved = workspaces + sum(pool.reserved_bytes for pool in pools)
+        held = workspaces + sum(pool.held_bytes for pool in pools)
+        asleep = sum(pool.reserved_bytes for pool in pools if pool.is_asleep)
         driver = DRIVER_BYTES * sum(pool.num_steps for pool in pools)
-        return DeviceMemory(reserved + driver, reserved, held)
+        return DeviceMemory(reserved - asleep + driver, reserved, held)
 
     def workspace_bytes(self, stream: TapeStream) -> int:
         """Return what libraries of a device would keep for a stream that was captured."""

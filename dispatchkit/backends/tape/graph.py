@@ -69,8 +69,11 @@ class TapeGraph:
         generators move in the order of submission, as the host's offsets on a device do.
 
         Raises:
-            ReplayError: The graph was released, or this thread is inside a capture.
+            ReplayError: The graph was released, its memory sleeps, or this thread is inside a
+                capture.
         """
+        if self._pool.is_asleep:
+            raise ReplayError("A graph was asked to replay while the memory of its pool sleeps.")
         if capturing_device():
             raise ReplayError(
                 "A replay inside a capture is not recorded by the tape. Call the captured "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dispatchkit.backends.tape.placement import Placement, place
 from dispatchkit.backends.tape.recorder import Recorder
 from dispatchkit.backends.tape.replay import Materialiser
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode, tensors_in
 
 
 class TapePool:
@@ -31,23 +32,37 @@ class TapePool:
         # With the number of the capture that each outlives.
         self._kept: list[tuple[StorageWeakRef, int, int]] = []
         self._num_captures = 0
+        self._adopted: list[StorageWeakRef] = []
+        self.is_asleep = False
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def num_bytes(self) -> int:
         """Bytes reserved now: the segments, and outputs that are still alive."""
         with self._lock:
-            if not self._graphs:
-                self._segments.clear()
-            self._kept = [one for one in self._kept if not one[0].expired()]
-            segments: int = sum(segment.nbytes() for segment in self._segments)
-            return segments + sum(num_bytes for _, num_bytes, _ in self._kept)
+            return 0 if self.is_asleep else self._graph_bytes()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that an allocator has for it, asleep too, tensors of ``allocate`` included."""
+        with self._lock:
+            return self._graph_bytes() + sum(one.nbytes() for one in _alive(self._adopted))
+
+    def _graph_bytes(self) -> int:
+        if not self._graphs:
+            self._segments.clear()
+        self._kept = [one for one in self._kept if not one[0].expired()]
+        segments: int = sum(segment.nbytes() for segment in self._segments)
+        return segments + sum(num_bytes for _, num_bytes, _ in self._kept)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of outputs that are still alive."""
+        """Bytes of outputs and of tensors of ``allocate`` that are still alive."""
         with self._lock:
-            return sum(num_bytes for storage, num_bytes, _ in self._kept if not storage.expired())
+            adopted = sum(one.nbytes() for one in _alive(self._adopted))
+            return adopted + sum(
+                num_bytes for storage, num_bytes, _ in self._kept if not storage.expired()
+            )
 
     @property
     def num_steps(self) -> int:
@@ -74,6 +89,28 @@ class TapePool:
                 self._kept.append((StorageWeakRef(storage), storage.nbytes(), self._num_captures))
         return Materialiser(places)
 
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count memory of tensors that others made as this pool's: it sleeps with it."""
+        with self._lock:
+            self._adopted = [one for one in self._adopted if not one.expired()]
+            self._adopted += [StorageWeakRef(one.untyped_storage()) for one in tensors]
+
+    def sleep(self) -> int:
+        """Let no graph replay from now on; returns the bytes that this gives back."""
+        num_bytes = 0 if self.is_asleep else self.reserved_bytes
+        self.is_asleep = True
+        return num_bytes
+
+    def wake(self) -> None:
+        """Let graphs replay again; what lay in its memory is lost, as if others had had it."""
+        with self._lock:
+            if not self.is_asleep:
+                return
+            kept = _alive([storage for storage, _, _ in self._kept])
+            for storage in (*self._segments, *kept, *_alive(self._adopted)):
+                _overwrite(storage)
+            self.is_asleep = False
+
     def overwriting(self, recorder: Recorder, kept: set[int]) -> Callable[[], None] | None:
         """Return what a replay of the last recording overwrites; None if it has no intermediates.
 
@@ -86,10 +123,8 @@ class TapePool:
         def overwrite() -> None:
             with self._lock:
                 later = [storage for storage, _, number in self._kept if number > mine]
-            for reference in later:
-                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-                if storage is not None:
-                    torch.tensor((), dtype=torch.uint8).set_(storage).fill_(255)
+            for storage in _alive(later):
+                _overwrite(storage)
 
         return overwrite
 
@@ -117,3 +152,39 @@ class TapePool:
         """Count a graph no longer."""
         with self._lock:
             self._graphs.discard(graph)
+
+
+class NewTensors(DispatchMode):
+    """Collects the tensors that operations return.
+
+    Attributes:
+        tensors: Those.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.tensors: list[torch.Tensor] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled functions of other threads as they are."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.tensors += tensors_in([result])
+        return result
+
+
+def _alive(references: Iterable[StorageWeakRef]) -> list[torch.UntypedStorage]:
+    # torch annotates the call without the None that it returns for a storage that is gone.
+    found: list[torch.UntypedStorage | None] = [
+        torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in references
+    ]
+    return [storage for storage in found if storage is not None]
+
+
+def _overwrite(storage: torch.UntypedStorage) -> None:
+    torch.tensor((), dtype=torch.uint8).set_(storage).fill_(255)

@@ -197,8 +197,8 @@ class Lifecycle:
         entry = self._registry.get(key)
         if entry is None:
             return "it is not declared any more", ()
-        if self.is_frozen:
-            return "the runner is frozen", ()
+        if self.is_frozen or self._lane.group.is_asleep:
+            return "the runner is frozen, or its memory sleeps", ()
         if entry.state is KeyState.CAPTURED:
             return "it has a graph", ()
         if key.mode not in self._modes or not self._registry.is_enabled(key):
@@ -221,7 +221,7 @@ class Lifecycle:
         """
         turns = self._lane.group.turns
         turns.wait()
-        if self.is_frozen or self._capturer.is_known(key):
+        if self.is_frozen or self._lane.group.is_asleep or self._capturer.is_known(key):
             return ()
         alike = [one for one in self._registry if family_of(one) == family_of(key)]
         smallest = min(alike or [key], key=lambda one: one.num_tokens)
@@ -297,7 +297,7 @@ class Lifecycle:
             return ""  # the plan is older than the graph
         if self.is_frozen:
             return Reason.NOT_CAPTURED
-        if self._seen[key] < self._capture_after or not self._lane.group.turns.may_capture():
+        if self._seen[key] < self._capture_after or not self._lane.group.may_capture():
             return Reason.CAPTURE_PENDING
         self._try_for_step(key, sample)
         self._budget.warn_of_churn()  # outside: a warning that raises is no failed capture
@@ -328,7 +328,7 @@ class Lifecycle:
     def retry_if_due(self, key: GraphKey, sample: Sequence[Any] | None) -> bool:
         """Try a failed or stale key again when enough steps went by; True if it was tried."""
         entry = self._registry.get(key)
-        if entry is None or self.is_frozen or not self._lane.group.turns.may_capture():
+        if entry is None or self.is_frozen or not self._lane.group.may_capture():
             return False
         if entry.state is not KeyState.STALE and not self._retries.is_due(entry):
             return False
@@ -477,6 +477,8 @@ class Lifecycle:
     def _refuse_frozen(self) -> None:
         if self.is_frozen:
             raise frozen()
+        if self._lane.group.is_asleep:
+            raise RegistryError("The memory of the graphs sleeps: call memory.wake() first.")
 
     def _try_for_step(self, key: GraphKey, sample: Sequence[Any] | None) -> None:
         """Capture a key that a step waits for, and say how long it waited."""

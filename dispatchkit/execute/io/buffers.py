@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dispatchkit.errors import ConfigError, InputError, UnknownNameError
 from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.staging import Staging
+from dispatchkit.execute.io.static_input import Allocate, plainly
 
 
 class InputBuffers:
@@ -29,6 +31,7 @@ class InputBuffers:
         num_rows: Rows that each batched buffer has.
         tensors: Existing memory, in declared order; allocated by default.
         backend: The device; required with host inputs, unless ``tensors`` are given.
+        allocate: Calls what makes memory of the device, so that it is of a pool.
 
     Attributes:
         tensors: One device tensor per input, in declared order.
@@ -49,6 +52,7 @@ class InputBuffers:
         num_rows: int,
         tensors: Sequence[torch.Tensor] | None = None,
         backend: GraphBackend | None = None,
+        allocate: Allocate = plainly,
     ) -> None:
         self.inputs = inputs
         self.num_rows = num_rows
@@ -61,12 +65,14 @@ class InputBuffers:
         else:
             if inputs.host and backend is not None:
                 host = {name: spec for name, spec in inputs.specs.items() if spec.host}
-                self.staging = Staging(host, num_rows, backend)
+                self.staging = Staging(host, num_rows, backend, allocate)
             staged = {} if self.staging is None else self.staging.device
             # Not under the caller's inference mode: such memory could not be written outside.
             with torch.inference_mode(False):
                 self.tensors = [
-                    staged[name] if name in staged else spec.full(num_rows, inputs.device)
+                    staged[name]
+                    if name in staged
+                    else allocate(partial(spec.full, num_rows, inputs.device))
                     for name, spec in inputs.specs.items()
                 ]
         self._fills: list[torch.Tensor | None] = [None] * len(self.tensors)
@@ -192,6 +198,11 @@ class InputBuffers:
             if self.staging is not None and name in self.staging.host:
                 self.staging.host[name].fill_(fill)
         self.clean_from, self.clean_to = 0, self.num_rows
+
+    def refill(self) -> None:
+        """Fill every row on the device, whose memory has lost what it held."""
+        for name, tensor in zip(self.inputs.names, self.tensors, strict=True):
+            tensor.copy_(self.inputs.specs[name].full(self.num_rows, self.inputs.device))
 
     def poison(self, value: float = float("nan")) -> None:
         """Overwrite all rows of floating-point inputs; no later result may depend on them."""

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit.errors import CaptureError, ConfigError
+from dispatchkit.execute.io.static_input import Allocate, plainly
 from dispatchkit.execute.io.structure import (
     Structure,
     flatten,
@@ -252,10 +253,18 @@ class SharedMemory:
 
     The largest graph is captured first, so that the others fit into what it took. A graph
     that needs more gets new memory, and earlier ones keep theirs.
+
+    Args:
+        device: Where.
+        allocate: Calls what makes a tensor, so that its memory is of a pool.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: torch.device,
+        allocate: Allocate = plainly,
+    ) -> None:
+        self._device, self._allocate = device, allocate
         self._blocks: dict[Any, torch.Tensor] = {}
         self._replaced: list[tuple[StorageWeakRef, int]] = []
 
@@ -266,7 +275,9 @@ class SharedMemory:
             if (old := self._blocks.get(place)) is not None:
                 self._replaced.append((StorageWeakRef(old.untyped_storage()), old.numel()))
             with torch.inference_mode(False):
-                self._blocks[place] = torch.zeros(growth, dtype=torch.uint8, device=self._device)
+                self._blocks[place] = self._allocate(
+                    lambda: torch.zeros(growth, dtype=torch.uint8, device=self._device)
+                )
         with torch.inference_mode(False):
             return self._blocks[place][:num_bytes].view(dtype).view(tuple(shape))
 

@@ -27,7 +27,7 @@ import torch
 
 from dispatchkit.backends.base import GraphBackend, Stream
 from dispatchkit.execute.io.host_arrays import as_array
-from dispatchkit.execute.io.static_input import StaticInput
+from dispatchkit.execute.io.static_input import Allocate, StaticInput, plainly
 
 # Up to here the whole block is copied, whatever the size of the batch.
 WHOLE_BLOCK_BYTES = 256 << 10
@@ -42,6 +42,7 @@ class Staging:
         specs: The host inputs by name.
         num_rows: Rows of each batched input.
         backend: The device.
+        allocate: Calls what makes memory of the device, so that it is of a pool.
 
     Attributes:
         host: Pinned memory by name, as large as the device's.
@@ -50,7 +51,11 @@ class Staging:
     """
 
     def __init__(
-        self, specs: Mapping[str, StaticInput], num_rows: int, backend: GraphBackend
+        self,
+        specs: Mapping[str, StaticInput],
+        num_rows: int,
+        backend: GraphBackend,
+        allocate: Allocate = plainly,
     ) -> None:
         device = torch.device(backend.torch_device)
         starts: dict[str, tuple[int, int]] = {}
@@ -64,7 +69,9 @@ class Staging:
             self._host_block = torch.zeros(
                 max(end, 1), dtype=torch.uint8, pin_memory=device.type == "cuda"
             )
-            self._device_block = torch.zeros(max(end, 1), dtype=torch.uint8, device=device)
+            self._device_block = allocate(
+                lambda: torch.zeros(max(end, 1), dtype=torch.uint8, device=device)
+            )
             self.host: dict[str, torch.Tensor] = _regions(self._host_block, specs, starts, num_rows)
             self.device: dict[str, torch.Tensor] = _regions(
                 self._device_block, specs, starts, num_rows

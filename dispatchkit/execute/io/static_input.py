@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -137,6 +137,15 @@ class StaticInput:
     def full(self, num_rows: int, device: torch.device) -> torch.Tensor:
         """Return new memory of so many rows, all of it fill."""
         return torch.full(self.sized(num_rows), self.fill_value, dtype=self.dtype, device=device)
+
+
+#: Calls what makes a tensor, so that its memory is of some pool.
+Allocate = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+
+
+def plainly(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Call what makes a tensor, in whatever memory there is."""
+    return make()
 
 
 def inputs_from_example(example: Mapping[str, torch.Tensor]) -> dict[str, StaticInput]:

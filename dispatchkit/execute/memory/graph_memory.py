@@ -17,15 +17,26 @@ from typing import Any
 import attrs
 
 from dispatchkit.backends.base import GraphBackend
-from dispatchkit.backends.optional import DeviceMemory, MeteringBackend, features_of
-from dispatchkit.errors import ConfigError
+from dispatchkit.backends.optional import (
+    DeviceMemory,
+    MeteringBackend,
+    SleepingBackend,
+    features_of,
+)
+from dispatchkit.errors import ConfigError, ReplayError
 from dispatchkit.execute.memory.account import MemoryAccount, PoolAccount
 from dispatchkit.execute.memory.pool_group import PoolGroup
 from dispatchkit.execute.memory.turns import Turns
-from dispatchkit.keys.checks import check_count
+from dispatchkit.keys.checks import check_count, check_flag
 
 #: Name of the group of runners that are given no other.
 DEFAULT_GROUP = "default"
+
+#: What to do where memory cannot sleep.
+_INSTEAD = (
+    "Without it, runner.invalidate() gives the memory of graphs back, and runner.capture() brings "
+    "them again."
+)
 
 
 class GraphMemory:
@@ -36,6 +47,7 @@ class GraphMemory:
     Args:
         max_bytes: Most bytes, on each device, of pools, outputs, static inputs, workspaces and of
             what the driver keeps for graphs; None for no limit.
+        sleeps: Its memory can be given back for a while, see ``sleep``.
 
     Raises:
         ConfigError: ``max_bytes`` is not a whole number of at least 0.
@@ -43,7 +55,8 @@ class GraphMemory:
     Thread safety: any thread may use it. Steps of runners that share a pool run one at a time.
     """
 
-    def __init__(self, *, max_bytes: int | None = None) -> None:
+    def __init__(self, *, max_bytes: int | None = None, sleeps: bool = False) -> None:
+        self._sleeps = check_flag(sleeps, "sleeps")
         self.max_bytes: int | None = (
             None if max_bytes is None else check_count(max_bytes, "max_bytes")
         )
@@ -79,6 +92,55 @@ class GraphMemory:
             devices = tuple(self._devices.values())
         return sum(self._bytes_of(one) for one in devices if device is None or one.name == device)
 
+    def sleep(self) -> int:
+        """Give the memory of pools, static inputs and outputs back to the device for a while.
+
+        Addresses stay, so that graphs need not be captured again. Waits until no step runs and
+        all work of the devices is done. Until ``wake`` a step that would use the memory raises
+        ``ReplayError``; results that are views of it, and ``runner.buffers``, must not be touched.
+
+        Returns:
+            The bytes that were given back.
+
+        Raises:
+            ConfigError: It was not made with ``sleeps=True``.
+            ReplayError: It is called in a step.
+        """
+        if not self._sleeps:
+            raise ConfigError("sleeps", False, "True for a memory that sleeps", _INSTEAD)
+        total = 0
+        for group in self._groups():
+            if _is_held_here(group.lock):
+                raise ReplayError("sleep() was called in a step, whose memory it would take.")
+            with group.lock:
+                group.turns.wait()
+                num_bytes = group.sleep()
+                self._devices[group.backend.torch_device].asleep_bytes += num_bytes
+                total += num_bytes
+        return total
+
+    def wake(self) -> None:
+        """Have memory again, at the addresses of before.
+
+        Static inputs hold their fill again, host inputs what they held, and declared state is
+        where it was all the time. Everything else that lay in the memory is lost: outputs, and
+        rows that were written to ``runner.buffers``, until the next step computes or writes them.
+
+        Raises:
+            ReplayError: The device has not enough free memory. What could not wake up sleeps on;
+                free some, and call it again.
+        """
+        for group in self._groups():
+            with group.lock:
+                group.wake()
+        for device in tuple(self._devices.values()):
+            device.asleep_bytes = 0
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether any of it is given back now."""
+        return any(group.is_asleep for group in self._groups())
+
     # -- for runners --------------------------------------------------------------------
 
     def shared_backend(self, backend: GraphBackend) -> GraphBackend:
@@ -94,7 +156,10 @@ class GraphMemory:
             if group is None:
                 self._begin_on(backend)
                 lock = threading.RLock()
-                group = PoolGroup(backend, lock, name=name, memory=self, is_open=True)
+                sleeper = self._sleeper(backend)
+                group = PoolGroup(
+                    backend, lock, name=name, memory=self, is_open=True, sleeper=sleeper
+                )
                 self._open[place] = group
             return group
 
@@ -104,7 +169,8 @@ class GraphMemory:
         """Return a pool of its own for a lane, in this budget."""
         with self._guard:
             self._begin_on(backend)
-            group = PoolGroup(backend, lock, name=name, memory=self, turns=turns)
+            sleeper = self._sleeper(backend)
+            group = PoolGroup(backend, lock, name=name, memory=self, turns=turns, sleeper=sleeper)
             self._apart.add(group)
             return group
 
@@ -174,6 +240,24 @@ class GraphMemory:
 
     # -- inside -------------------------------------------------------------------------
 
+    def _sleeper(self, backend: GraphBackend) -> SleepingBackend | None:
+        """Return the backend where its memory is to sleep.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+        if not self._sleeps:
+            return None
+        sleeper = features_of(backend).sleepers
+        why = (
+            f"backend {backend.name!r} has no such memory"
+            if sleeper is None
+            else sleeper.sleep_problem()
+        )
+        if why or sleeper is None:
+            raise ConfigError("sleeps", True, f"False here: {why}", _INSTEAD)
+        return sleeper
+
     def _begin_on(self, backend: GraphBackend) -> None:
         self._devices.setdefault(backend.torch_device, _Device(backend))
 
@@ -222,7 +306,7 @@ class GraphMemory:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process: the same budget, and nothing in it."""
-        return _remake, (self.max_bytes,)
+        return _remake, (self.max_bytes, self._sleeps)
 
     def __copy__(self) -> GraphMemory:
         return self
@@ -235,12 +319,12 @@ class GraphMemory:
         return "\n".join(map(str, self.account())) or repr(self)
 
     def __repr__(self) -> str:
-        limit = "" if self.max_bytes is None else f"max_bytes={self.max_bytes}"
-        return f"GraphMemory({limit})"
+        given = [] if self.max_bytes is None else [f"max_bytes={self.max_bytes}"]
+        return f"GraphMemory({', '.join(given + ['sleeps=True'] * self._sleeps)})"
 
 
-def _remake(max_bytes: int | None) -> GraphMemory:
-    return GraphMemory(max_bytes=max_bytes)
+def _remake(max_bytes: int | None, sleeps: bool) -> GraphMemory:
+    return GraphMemory(max_bytes=max_bytes, sleeps=sleeps)
 
 
 @attrs.frozen
@@ -318,6 +402,7 @@ class _Device:
     def __init__(self, backend: GraphBackend) -> None:
         self.name: str = backend.torch_device
         self.meter: MeteringBackend | None = features_of(backend).meters
+        self.asleep_bytes = 0
         self.start: DeviceMemory = self.now()
         self.driver_bytes = 0
         self.library_bytes = 0
@@ -325,7 +410,11 @@ class _Device:
 
     def now(self) -> DeviceMemory:
         """Return what the device has handed out."""
-        return DeviceMemory(0, 0, 0) if self.meter is None else self.meter.device_memory()
+        if self.meter is None:
+            return DeviceMemory(0, 0, 0)
+        found = self.meter.device_memory()
+        # What sleeps is no memory, and the allocator does not know it.
+        return found._replace(reserved_bytes=found.reserved_bytes - self.asleep_bytes)
 
     def outside(self) -> int:
         """Return what the device has handed out past torch's allocator."""

@@ -18,15 +18,17 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from dispatchkit.backends.base import GraphBackend, Stream
-from dispatchkit.backends.optional import features_of
-from dispatchkit.errors import ConfigError
+from dispatchkit.backends.optional import SleepingBackend, features_of
+from dispatchkit.errors import ConfigError, ReplayError
 from dispatchkit.execute.memory.turns import Turns
 from dispatchkit.keys.batch import GraphKey
+
+_T = TypeVar("_T")
 
 
 class SharedBudget(Protocol):
@@ -78,6 +80,10 @@ class OrderedLane(Protocol):
 
     handle: int | None
 
+    def refill(self) -> None:
+        """Fill its static inputs, whose memory has lost what it held."""
+        ...
+
     @property
     def shared_bytes(self) -> int:
         """Bytes of the outputs that its graphs share, outside the pool."""
@@ -119,6 +125,7 @@ class PoolGroup:
         memory: Whose budget it counts in; None where nothing is shared.
         is_open: Further lanes may join.
         turns: Of the lock, where groups have one lock.
+        sleeper: The backend, where its memory is to be able to sleep.
 
     Attributes:
         turns: Lets steps run while a capture in the background is under way.
@@ -126,6 +133,7 @@ class PoolGroup:
         stream: Where graphs are warmed up and captured.
         last_stream: The stream of the last step of any lane.
         idle_since: At which look its lanes had last run steps (see ``note_use``).
+        is_asleep: Its memory is given back for a while, and nothing may use it.
         is_limited: A budget of bytes counts its memory: what nobody uses must be free at once.
     """
 
@@ -138,13 +146,18 @@ class PoolGroup:
         memory: SharedBudget | None = None,
         is_open: bool = False,
         turns: Turns | None = None,
+        sleeper: SleepingBackend | None = None,
     ) -> None:
         self.backend, self.lock, self.name = backend, lock, name
         self.turns: Turns = turns or Turns(lock, backend.torch_device)
         self.memory: SharedBudget | None = memory
         self.is_open = is_open
+        self._sleeper = sleeper
+        self.is_asleep = False
         self.stream: Stream = backend.new_stream()
-        self.pool: Any = backend.new_pool()
+        self.pool: Any = self._new_pool()
+        # Of static inputs and outputs.
+        self._tensors: Any = None if sleeper is None else sleeper.new_sleeping_pool()
         self.last_stream: Stream | None = None
         self.idle_since = 0
         self.is_limited = False
@@ -174,7 +187,11 @@ class PoolGroup:
         Args:
             lane: Whose step is next.
             handle: Raw handle of the current stream.
+
+        Raises:
+            ReplayError: The group's memory sleeps.
         """
+        self.refuse_asleep()
         current = self.backend.current_stream()
         if self.last_stream is not None:
             # Also covers what the old stream's user queued there to read views of outputs.
@@ -196,10 +213,73 @@ class PoolGroup:
 
     # -- memory -------------------------------------------------------------------------
 
+    def allocate(self, make: Callable[[], _T]) -> _T:
+        """Call what makes static inputs or outputs; their memory sleeps with the pool.
+
+        Raises:
+            ConfigError: It sleeps now.
+        """
+        if self._sleeper is None:
+            return make()
+        if self.is_asleep:
+            raise ConfigError("memory", "asleep", "awake for a new runner", "Call memory.wake().")
+        return self._sleeper.allocate(self._tensors, make)
+
+    def sleep(self) -> int:
+        """Give its memory back, which no step may use from now on; the caller holds the lock.
+
+        Returns:
+            The bytes that were given back.
+        """
+        if self._sleeper is None or self.is_asleep:
+            return 0
+        for lane in tuple(self._lanes):
+            lane.handle = None  # so that the next step asks
+        num_bytes = self._sleeper.sleep(self._sleeping())
+        self.is_asleep = True
+        return num_bytes
+
+    def wake(self) -> None:
+        """Have memory again, with static inputs as they were made; the caller holds the lock.
+
+        Raises:
+            ReplayError: There is not enough; all of it sleeps on.
+        """
+        if self._sleeper is None or not self.is_asleep:
+            return
+        self._sleeper.wake(self._sleeping())
+        self.is_asleep = False
+        for lane in tuple(self._lanes):
+            lane.refill()
+
+    def refuse_asleep(self) -> None:
+        """Raise where its memory sleeps.
+
+        Raises:
+            ReplayError: It does.
+        """
+        if self.is_asleep:
+            raise ReplayError(
+                "The memory of the graphs sleeps, and a step was to use it. Call memory.wake() "
+                "before the first step."
+            )
+
+    def may_capture(self) -> bool:
+        """Return whether a step may capture now."""
+        return not self.is_asleep and self.turns.may_capture()
+
+    def _sleeping(self) -> list[Any]:
+        return [self._tensors, self.pool, *self._earlier]
+
+    def _new_pool(self) -> Any:
+        if self._sleeper is None:
+            return self.backend.new_pool()
+        return self._sleeper.new_sleeping_pool()
+
     def start_pool(self) -> None:
         """Capture into a new pool from here on; graphs of the old one keep theirs."""
         self._earlier.append(self.pool)
-        self.pool = self.backend.new_pool()
+        self.pool = self._new_pool()
         self._forget_earlier()
         if self.is_limited and (self._earlier or self.shared_bytes()):
             gc.collect()  # something in a ring of references still holds outputs of it
@@ -229,16 +309,22 @@ class PoolGroup:
 
     def pool_bytes(self) -> int:
         """Return the bytes of the pool, and of earlier ones whose memory is still in use."""
+        if self.is_asleep:
+            return 0
         self._forget_earlier()
         pools = (self.pool, *self._earlier)
         return sum(self.backend.pool_bytes(pool) for pool in pools)
 
     def shared_bytes(self) -> int:
         """Return the bytes of outputs that graphs share, of all lanes."""
+        if self.is_asleep:
+            return 0
         return sum(lane.shared_bytes for lane in tuple(self._lanes))
 
     def static_bytes(self) -> int:
         """Return the bytes of the static inputs of all lanes."""
+        if self.is_asleep:
+            return 0
         return sum(lane.static_bytes for lane in tuple(self._lanes))
 
     def _forget_earlier(self) -> None:

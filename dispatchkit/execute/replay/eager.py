@@ -85,6 +85,7 @@ class EagerRunner:
             given = self._axes.plain(tensors)  # type: ignore[arg-type]  # a call made by it
         else:
             if tensors is None:
+                self._lane.group.refuse_asleep()
                 tensors = self._lane.buffers.copies(num_tokens)
             else:
                 tensors = self._inputs.to_tensors(tensors)

@@ -1,0 +1,228 @@
+"""Pools whose physical memory can be given back to the device while their addresses stay.
+
+Graphs have addresses built in. The driver maps physical memory to addresses that were reserved
+before (``cuMemAddressReserve``, ``cuMemCreate``, ``cuMemMap``), and unmaps it again; what lay there
+is lost. torch's own segments cannot be unmapped from outside, so those of a sleeping pool come
+from an allocator of a few lines of C, ``sleep.c``, that is compiled when it is first needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from dispatchkit.backends.cuda.pool import CudaPool
+from dispatchkit.backends.cuda.segments import Segment, segments_of
+from dispatchkit.errors import ReplayError
+
+#: Names a library that was built elsewhere, for machines without a compiler.
+LIBRARY_VARIABLE = "DISPATCHKIT_SLEEP_LIBRARY"
+
+_SOURCE = Path(__file__).with_name("sleep.c")
+# In the order of the table in sleep.c.
+_DRIVER_CALLS = (
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemCreate",
+    "cuMemRelease",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cuMemSetAccess",
+    "cuMemGetAllocationGranularity",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuDevicePrimaryCtxRetain",
+    "cuThreadExchangeStreamCaptureMode",
+)
+_OUT_OF_MEMORY = 2
+_NOT_FOUND = 500
+
+_T = TypeVar("_T")
+
+
+class UnavailableError(Exception):
+    """Memory cannot sleep here; the message says why."""
+
+
+def build(target: Path) -> None:
+    """Compile the allocator to a shared library, with ``CC`` or ``cc``.
+
+    Raises:
+        UnavailableError: There is no compiler, or it fails.
+    """
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder, target.name)
+        command = [*compiler, "-O2", "-shared", "-fPIC", "-o", str(made), str(_SOURCE)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise UnavailableError(f"there is no C compiler {compiler[0]!r}") from None
+        except subprocess.CalledProcessError as error:
+            raise UnavailableError(f"{compiler[0]!r} fails: {error.stderr[:200]}") from None
+        made.replace(target)  # at once: another process may build the same
+
+
+@functools.cache
+def load_allocator() -> Allocator:
+    """Return the allocator of this process, compiled when first asked for.
+
+    Raises:
+        UnavailableError: It cannot be used here.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        raise UnavailableError("torch's allocator is not the native one, and has no pools")
+    named = os.environ.get(LIBRARY_VARIABLE)
+    if named:
+        path = Path(named)
+    else:
+        mark = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+        folder = Path(tempfile.gettempdir(), f"dispatchkit-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise UnavailableError(f"{folder} belongs to another user")
+        path = folder / f"sleep-{mark}.so"
+        if not path.exists():
+            build(path)
+    return Allocator(path)
+
+
+class SleepingPool(CudaPool):
+    """A private memory pool that can sleep, of graphs or of other tensors.
+
+    Args:
+        allocator: Takes its segments from the driver.
+    """
+
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+        # torch's pools by handle, for as long as graphs use them; and how many do.
+        self._pools: dict[Any, torch.cuda.MemPool] = {}
+        self._uses_of: Counter[Any] = Counter()
+        self._asleep: list[int] = []
+        super().__init__()
+
+    def take(self) -> Any:
+        """Return torch's handle for one more capture; it counts until it is given back."""
+        handle = super().take()
+        self._uses_of[handle] += 1
+        return handle
+
+    def give_back(self, handle: Any) -> None:
+        """Take one graph off the count; the last one ends torch's pool."""
+        self._uses_of[handle] -= 1
+        super().give_back(handle)
+        if not self._uses_of[handle] and handle != self._handle:
+            del self._uses_of[handle]
+            self._pools.pop(handle, None)
+
+    def segments(self, device_index: int) -> list[Segment]:
+        """Return the segments of the device that torch reserves for this pool; none asleep."""
+        if self._asleep:
+            return []
+        found: list[Segment] = []
+        with self.guard:
+            for handle in {*self._pools, *self._earlier}:
+                segments = segments_of(handle)
+                if not segments:
+                    self._earlier.discard(handle)
+                found += segments
+        return [segment for segment in found if segment["device"] == device_index]
+
+    def allocate(self, make: Callable[[], _T], device_index: int) -> _T:
+        """Call what makes tensors on the device; their memory is of the pool."""
+        with torch.cuda.use_mem_pool(self._pools[self._handle], device_index):
+            return make()
+
+    def sleep(self, device_index: int) -> int:
+        """Give the memory back; no work that uses it is in flight. Returns the bytes."""
+        segments = self.segments(device_index)
+        self._allocator.unmap([segment["address"] for segment in segments])
+        self._asleep = [segment["address"] for segment in segments]
+        return sum(int(segment["total_size"]) for segment in segments)
+
+    def wake(self) -> None:
+        """Have memory for its addresses again.
+
+        Raises:
+            ReplayError: There is not enough; it sleeps on.
+        """
+        self._allocator.map(self._asleep)
+        self._asleep = []
+
+    def _new_handle(self) -> Any:
+        pool = self._allocator.new_pool()
+        self._pools[pool.id] = pool
+        return pool.id
+
+
+class Allocator:
+    """Takes segments from the driver, and maps and unmaps them.
+
+    Args:
+        path: The compiled library.
+
+    Raises:
+        UnavailableError: Library or driver cannot be used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            library, driver = ctypes.CDLL(str(path)), ctypes.CDLL("libcuda.so.1")
+            calls = [ctypes.cast(getattr(driver, name), ctypes.c_void_p) for name in _DRIVER_CALLS]
+            library.dispatchkit_set_driver((ctypes.c_void_p * len(calls))(*calls))
+            self._set_mapped: Any = library.dispatchkit_set_mapped
+        except (OSError, AttributeError) as error:
+            raise UnavailableError(f"the driver or {path} cannot be used: {error}") from None
+        self._set_mapped.argtypes = (ctypes.c_ulonglong, ctypes.c_int)
+        self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
+            str(path), "dispatchkit_allocate", "dispatchkit_free"
+        )
+
+    def new_pool(self) -> torch.cuda.MemPool:
+        """Return a pool of torch whose segments can be unmapped."""
+        return torch.cuda.MemPool(self._allocator.allocator())
+
+    def unmap(self, addresses: Sequence[int]) -> None:
+        """Give the physical memory of segments back; nothing may use them until they are mapped.
+
+        The caller sees that no work on the device is in flight.
+        """
+        self._change(addresses, wanted=False)
+
+    def map(self, addresses: Sequence[int]) -> None:
+        """Back segments by physical memory again, whose contents are not defined.
+
+        Raises:
+            ReplayError: The device has not enough memory; they stay unmapped, all of them.
+        """
+        self._change(addresses, wanted=True)
+
+    def _change(self, addresses: Sequence[int], *, wanted: bool) -> None:
+        done: list[int] = []
+        for address in addresses:
+            code = self._set_mapped(address, int(wanted))
+            if code == _NOT_FOUND:
+                continue  # torch has given it back meanwhile
+            if code:
+                for other in done:
+                    self._set_mapped(other, int(not wanted))
+                raise ReplayError(_problem(code, wanted=wanted))
+            done.append(address)
+
+
+def _problem(code: int, *, wanted: bool) -> str:
+    if wanted and code == _OUT_OF_MEMORY:
+        return "The device has not enough free memory to wake: free some, and call wake() again."
+    return f"The driver refused to {'map' if wanted else 'unmap'} memory: CUDA error {code}."
