@@ -15,7 +15,7 @@ from dispatchkit.backends.optional import WarmupNotes, WatchedGraph, features_of
 from dispatchkit.backends.watching.compiled_code import FORCE_EAGER
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
-from dispatchkit.execute.capture.pacing import capture_aside
+from dispatchkit.execute.capture.pacing import beside_steps
 from dispatchkit.execute.capture.warmup import Family
 from dispatchkit.execute.io.outputs import SharedMemory
 from dispatchkit.execute.io.structure import flatten
@@ -145,7 +145,7 @@ class GraphMaker:
                 generators=self._generators,
             )
             with lane.measuring("driver"):
-                own = capture_aside(lane, capture, captured)
+                own = beside_steps(lane, capture)(captured)
             return MadeGraph(own, captured.outputs, own.has_random_state)
         # Keys that differ in size only run the same operations: one of them is watched.
         known = self._watched.get(name)
@@ -163,7 +163,7 @@ class GraphMaker:
             draws=draws,
         )
         with lane.measuring("driver"):
-            graph = capture_aside(lane, capture_one, captured)
+            graph = beside_steps(lane, capture_one)(captured)
         if compiled is not None and FORCE_EAGER.num_begun != begun:
             warnings.warn(
                 "Another thread was warming a step up during a capture, which has functions of "

@@ -299,7 +299,7 @@ class Lifecycle:
             return Reason.NOT_CAPTURED
         if self._seen[key] < self._capture_after or not self._lane.group.may_capture():
             return Reason.CAPTURE_PENDING
-        self._try_for_step(key, sample)
+        self._try(key, evict=True, sample=sample, is_awaited=True)
         self._budget.warn_of_churn()  # outside: a warning that raises is no failed capture
         return ""
 
@@ -332,7 +332,7 @@ class Lifecycle:
             return False
         if entry.state is not KeyState.STALE and not self._retries.is_due(entry):
             return False
-        self._try_for_step(key, sample)
+        self._try(key, evict=True, sample=sample, is_awaited=True)
         return True
 
     def prove_rows(self, step: CapturedKey, sample: Sequence[Any]) -> bool:
@@ -480,25 +480,33 @@ class Lifecycle:
         if self._lane.group.is_asleep:
             raise RegistryError("The memory of the graphs sleeps: call memory.wake() first.")
 
-    def _try_for_step(self, key: GraphKey, sample: Sequence[Any] | None) -> None:
-        """Capture a key that a step waits for, and say how long it waited."""
-        start = time.perf_counter()
-        self._try(key, evict=True, sample=sample)
-        _logger.info(
-            "A step waited %.1f ms for the capture of %s. Capture it ahead: runner.capture(), or "
-            "capture_in_background().",
-            (time.perf_counter() - start) * 1e3,
-            key,
-        )
-
     def _try(
-        self, key: GraphKey, *, evict: bool, sample: Sequence[Any] | None = None
+        self,
+        key: GraphKey,
+        *,
+        evict: bool,
+        sample: Sequence[Any] | None = None,
+        is_awaited: bool = False,
     ) -> CaptureError | None:
-        """Capture a key; a failure is marked, counted and returned."""
+        """Capture a key; a failure is marked, counted and returned.
+
+        Args:
+            key: Which.
+            evict: Graphs may be evicted for it.
+            sample: The inputs of the step that asks for it.
+            is_awaited: A step waits for it, which is logged.
+        """
         start, before = time.perf_counter(), self._lane.num_bytes()
         attempt = self._attempt(key, sample, evict=evict)
         captured, problem = attempt.captured, attempt.problem
         elapsed = (time.perf_counter() - start) * 1e6
+        if is_awaited:
+            _logger.info(
+                "A step waited %.1f ms for the capture of %s. Capture it ahead: "
+                "runner.capture(), or capture_in_background().",
+                elapsed / 1e3,
+                key,
+            )
         if self._registry.get(key) is None:
             if captured is not None:
                 captured.release()

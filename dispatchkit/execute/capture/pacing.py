@@ -67,20 +67,19 @@ def _paced(lane: Lane, run: Callable[[], _T], stream: Stream | None) -> Callable
     return paced
 
 
-def capture_aside(
-    lane: Lane, capture: Callable[[Callable[[], None]], _T], run: Callable[[], None]
-) -> _T:
-    """Capture a run; without the lock of steps, but for the run itself, where that is right.
+def beside_steps(
+    lane: Lane, capture: Callable[[Callable[[], None]], _T]
+) -> Callable[[Callable[[], None]], _T]:
+    """Return a capture that leaves steps the lock outside of the run, where it may; else the same.
 
     Args:
         lane: Where.
-        capture: Calls the backend.
-        run: What is captured.
+        capture: Calls the backend with what is captured.
     """
     pacer, can = lane.group.turns.pacer, lane.backend.capabilities
     if pacer is None or not (pacer.allows_turns and can.inert_captures):
-        return capture(run)
-    return pacer.aside(
+        return capture
+    return lambda run: pacer.aside(
         "the beginning of the capture",
         lambda: capture(lambda: pacer.held("the operators of the capture", run)),
     )
