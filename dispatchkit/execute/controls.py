@@ -100,13 +100,21 @@ class Controls:
             max_pause_us: How long steps may be held up at a time, in microseconds.
 
         Raises:
-            ConfigError: ``max_pause_us`` is not a positive number.
+            ConfigError: ``max_pause_us`` is not a positive number, or results are views of memory
+                that the proof of a new graph writes to at any time.
             RegistryError: The runner is frozen, or a key is not declared.
         """
         if isinstance(max_pause_us, bool) or not isinstance(max_pause_us, int | float):
             raise ConfigError("max_pause_us", max_pause_us, "a number of microseconds")
         if not max_pause_us > 0:
             raise ConfigError("max_pause_us", max_pause_us, "above 0")
+        if self._first.spec.outputs == "view":
+            raise ConfigError(
+                "outputs",
+                "view",
+                "'owned' for captures in the background",
+                "A view may be read while a new graph is proven in the same memory: capture().",
+            )
         chosen = self._homes.by_lane(None if keys is None else tuple(keys))
         places: dict[GraphKey, list[int]] = {}
         for index, own in enumerate(chosen):

@@ -68,11 +68,11 @@ def serve(runner, step, stop, *, seed=0, calls=None):
     return wrong, times
 
 
-@pytest.mark.parametrize("outputs", ["owned", "view"])
-def test_steps_go_on_beside_the_captures_and_are_right(outputs):
+def test_steps_go_on_beside_the_captures_and_are_right():
+    """Also those of sizes that have no graph yet."""
     """Steps of another thread run between the operators of a capture, and give eager's numbers."""
     step = layers()
-    runner = runner_of(step, outputs=outputs)
+    runner = runner_of(step)
     stop = threading.Event()
     found = {}
 
@@ -318,6 +318,12 @@ def test_a_pause_is_a_positive_number(wrong):
     runner = runner_of(layers())
     with pytest.raises(ConfigError, match="max_pause_us"):
         runner.controls.capture_in_background(max_pause_us=wrong)
+
+
+def test_views_are_not_overwritten_while_they_are_read():
+    """A new graph is proven in the memory that views of others show."""
+    with pytest.raises(ConfigError, match="owned"):
+        runner_of(layers(), outputs="view").controls.capture_in_background()
 
 
 def test_a_frozen_runner_captures_nothing():
