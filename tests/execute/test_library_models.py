@@ -57,6 +57,21 @@ def test_an_encoder_that_asks_whether_it_is_captured_has_graphs(bert):
     assert runner.stats().steps_by_mode["FULL"] == 1
 
 
+def test_an_encoder_has_graphs_for_batches_and_lengths_by_one_line(bert):
+    """Nothing is declared: the mask hides what a length is padded with."""
+    run = graphed(bert, backend="tape")
+    with torch.no_grad():
+        for rows, length in ((3, 11), (2, 17), (4, 32), (1, 5), (3, 40)):
+            ids = torch.randint(1, 100, (rows, length))
+            mask = torch.ones(rows, length, dtype=torch.int64)
+            mask[0, length // 2 :] = 0
+            got, want = (one(input_ids=ids, attention_mask=mask) for one in (run, bert))
+            assert type(got) is type(want)
+            torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
+    assert run.graphed.stats().steps_by_mode["FULL"] >= 4
+    assert run.graphed.stats().plain == {}
+
+
 def test_outputs_of_a_library_are_as_it_returns_them():
     """An output object with hidden states, and a cache that is new in each call."""
     transformers = pytest.importorskip("transformers")

@@ -11,7 +11,6 @@ There may be two budgets of bytes: the runner's own, of the lane's pool and outp
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.memory import PoolMember
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCounters
-from dispatchkit.once import Once
+from dispatchkit.once import Once, warn_at_call
 from dispatchkit.options import MemoryOptions
 
 # Evictions for each graph there is room for, after which churn is warned of.
@@ -292,12 +291,11 @@ class MemoryBudget:
         evictions, room = self._counters.evictions, self.limits.max_graphs or 1
         is_churn = evictions >= _CHURN * max(room, 4) and evictions > 0.5 * self._counters.captures
         if is_churn and self._once.first():
-            warnings.warn(
+            warn_at_call(
                 f"{evictions} of {self._counters.captures} captured graphs were evicted again: "
                 "the batches need more graphs than the budget holds. Raise max_graphs or "
                 "max_bytes, use fewer sizes, or raise capture_after.",
                 ChurnWarning,
-                stacklevel=2,
             )
 
     def _note_limit(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from dispatchkit.execute.io.outputs import SharedMemory
 from dispatchkit.execute.io.structure import flatten
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.state import CompiledCode
+from dispatchkit.once import warn_at_call
 
 #: A slot of the lane's output memory: its name, and the shape and type of what lies there.
 OutputSlot = tuple[int, torch.Size, torch.dtype]
@@ -165,12 +165,11 @@ class GraphMaker:
         with lane.measuring("driver"):
             graph = beside_steps(lane, capture_one)(captured)
         if compiled is not None and FORCE_EAGER.num_begun != begun:
-            warnings.warn(
+            warn_at_call(
                 "Another thread was warming a step up during a capture, which has functions of "
                 "torch.compile run plainly in the whole process: the graph may hold eager "
                 "kernels. Capture one runner after the other, and this one again.",
                 PlainCodeWarning,
-                stacklevel=2,
             )
         if known is not None:
             graph.holds.extend(known.holds)
@@ -192,14 +191,13 @@ class GraphMaker:
 def _warn_of_plain_code(graph: WatchedGraph, compiled: CompiledCode) -> None:
     ran_plainly = graph.num_plain_operations
     if ran_plainly >= compiled.num_operations:
-        warnings.warn(
+        warn_at_call(
             f"The step calls functions of torch.compile, and all of their {ran_plainly} "
             "operations ran plainly in the capture: Dynamo compiled none of them, so the "
             "graph holds eager kernels. TORCH_LOGS=dynamo,recompiles says why; code that was "
             "called under a dispatch mode before, or beyond "
             "torch._dynamo.config.recompile_limit, stays so until torch._dynamo.reset().",
             PlainCodeWarning,
-            stacklevel=2,
         )
 
 

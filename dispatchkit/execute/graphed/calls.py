@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -18,6 +17,7 @@ from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.graphed.batch import guess_batch_dims
 from dispatchkit.execute.graphed.forms import Form
 from dispatchkit.execute.graphed.gradients import HeldWeights
+from dispatchkit.execute.graphed.varying import Family, Shapes
 from dispatchkit.execute.io.input_errors import odd_kind
 from dispatchkit.execute.io.inputs import RESERVED_NAMES
 from dispatchkit.execute.lanes.lane_set import StepHandle
@@ -26,7 +26,7 @@ from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.step.reasons import EagerStepWarning
 from dispatchkit.keys.records import given_in
 from dispatchkit.observe.counters import RunnerStats
-from dispatchkit.once import Once
+from dispatchkit.once import Once, warn_at_call
 
 #: What ``batch_dims`` is where nothing is declared (None means that nothing is batched).
 DERIVED = "derived"
@@ -34,8 +34,37 @@ DERIVED = "derived"
 #: Forms that get graphs of their own; calls of further ones run plainly.
 MAX_FORMS = 16
 
-#: Calls without graphs that nobody is warned of: they were asked for.
-_SILENT = frozenset({Reason.GRADIENTS, Reason.EMPTY_BATCH})
+#: Shapes whose form is looked up, and not found out anew.
+MAX_ROUTES = 4096
+
+#: Calls without graphs that nobody is warned of: there is nothing to replay.
+_SILENT = frozenset({Reason.EMPTY_BATCH})
+
+#: What to do about calls that run plainly.
+_NEXT_STEPS: Mapping[str, str] = {
+    Reason.NO_BATCH: (
+        "No tensor of the call has a batch dimension; batch_dims= of graphed declares one."
+    ),
+    Reason.SEVERAL_DEVICES: "Move all tensors of the call to one device.",
+    Reason.TENSOR_KIND: "Pass dense tensors, and convert inside of what is graphed.",
+    Reason.UNHASHABLE_VALUE: "Pass numbers, strings, tuples or tensors.",
+}
+_TRAINING = (
+    "The module is in training mode and gradients are enabled, and a replay has none. For "
+    "inference call model.eval(); in a training loop there is nothing to do."
+)
+_REQUIRES_GRAD = (
+    "A tensor of the call requires gradients, and a replay has none. Where nobody needs them, "
+    "detach it, or call under torch.no_grad()."
+)
+_PADDING_CHANGES = (
+    "Calls differ in sizes beside the batch, and {}. So each exact size has graphs of its own, "
+    f"for {MAX_FORMS} forms of calls at most. A mask that hides padding would let sizes share "
+    "graphs; so would GraphRunner(..., axes=[Axis(...)]) with inputs whose fill does no harm."
+)
+
+#: A form of calls, its runner, the call's tensors, and its size along each axis.
+_Found = tuple[Form, GraphRunner, Sequence[torch.Tensor], Mapping[str, int]]
 
 
 @attrs.frozen
@@ -110,7 +139,10 @@ class GraphedCalls:
         given = {*settings, *given_in(settings["options"].config)}
         self.grows: bool = given.isdisjoint({"sizes", "max_num_tokens"})
         self.batch_dims = batch_dims
+        self._families: dict[Any, Family] = {}
         self._forms: dict[Any, Form] = {}
+        # The form of calls of the same shapes, but for the batch, and the sizes of its axes.
+        self._routes: dict[Any, tuple[Form, Mapping[str, int]]] = {}
         self._dims: dict[Any, list[int | None]] = {}
         self._lock = threading.RLock()
         self._plain: Counter[str] = Counter()
@@ -133,8 +165,8 @@ class GraphedCalls:
             return self._run_plainly(found, args, kwargs)
         if isinstance(found, _ByResult):
             return self._run_for_gradients(found, args, kwargs)
-        form, runner, tensors = found
-        return form.run(runner, tensors, args, kwargs)
+        form, runner, tensors, sizes = found
+        return form.run(runner, tensors, sizes, args, kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> StepHandle:
         """Queue a call on one of the lanes, beside others, and return at once.
@@ -142,9 +174,9 @@ class GraphedCalls:
         Raises:
             InputError: Such a call has no graphs; with the reason.
         """
-        _, runner, tensors = self._find_or_raise(args, kwargs)
+        _, runner, tensors, sizes = self._find_or_raise(args, kwargs)
         self._calls += 1
-        return runner.submit(*tensors)
+        return runner.submit(*tensors, **sizes)
 
     def capture(self, *args: Any, **kwargs: Any) -> int:
         """Capture all sizes for calls such as this one, ahead of them; returns how many.
@@ -183,8 +215,8 @@ class GraphedCalls:
 
     def _find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_result: bool = True
-    ) -> str | _ByResult | tuple[Form, GraphRunner, Sequence[torch.Tensor]]:
-        """Return the form of a call, its runner and its tensors, or why it has none.
+    ) -> str | _ByResult | _Found:
+        """Return the form of a call, its runner, tensors and sizes, or why it has none.
 
         Args:
             args: Of the call.
@@ -259,23 +291,68 @@ class GraphedCalls:
             ),
         )
         with self._lock:
-            form = self._forms.get(key)
-            if form is None:
-                if any(map(odd_kind, tensors)):
-                    return Reason.TENSOR_KIND
-                if len({one.device for one in tensors}) > 1:
-                    return Reason.SEVERAL_DEVICES
-                if len(self._forms) >= MAX_FORMS:
-                    return Reason.TOO_MANY_FORMS
-                names = self._names(args, kwargs, len(tensors))
-                form = self._forms[key] = Form(
-                    self.target, self._of_runners, self.grows, args, kwargs, dims, names
-                )
-            return form, form.runner_for(rows), tensors
+            route = self._routes.get(key)
+            if route is None:
+                found = self._route(key, args, kwargs, tensors, dims)
+                if isinstance(found, str):
+                    return found
+                route = found
+            form, sizes = route
+            return form, form.runner_for(rows, sizes), tensors, sizes
+
+    def _route(
+        self,
+        key: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        dims: Sequence[int | None],
+    ) -> str | tuple[Form, Mapping[str, int]]:
+        """Return the form of a call whose shapes are new, and the sizes of its axes."""
+        if any(map(odd_kind, tensors)):
+            return Reason.TENSOR_KIND
+        if len({one.device for one in tensors}) > 1:
+            return Reason.SEVERAL_DEVICES
+        shapes: Shapes = tuple(
+            tuple(None if axis == dim else size for axis, size in enumerate(one.shape))
+            for one, dim in zip(tensors, dims, strict=True)
+        )
+        name = (*key[:2], tuple((one.dtype, one.device) for one in tensors))
+        family = self._families.setdefault(name, Family())
+        sizes = family.sizes(shapes)
+        if sizes is None and family.may_vary(shapes):
+            first = self._forms[name, family.first]
+            if first.is_pure():
+                with torch.no_grad():
+                    problem = family.try_axes(shapes, tensors, first.run_on)
+                if problem:
+                    self._warn(_PADDING_CHANGES.format(problem))
+                sizes = family.sizes(shapes)
+        axes = None if sizes is None else family.axes
+        form_name = (name, shapes if axes is None else axes.shapes)
+        form = self._forms.get(form_name)
+        if form is None:
+            if len(self._forms) >= MAX_FORMS:
+                return Reason.TOO_MANY_FORMS
+            form = self._forms[form_name] = Form(
+                self.target,
+                self._of_runners,
+                self.grows,
+                args,
+                kwargs,
+                shapes if axes is None else axes.shapes,
+                [0] * len(tensors) if axes is None else family.fills,
+                self._names(args, kwargs, len(tensors)),
+            )
+            family.note_first(shapes)
+        if len(self._routes) >= MAX_ROUTES:
+            self._routes.clear()
+        route = self._routes[key] = form, sizes or {}
+        return route
 
     def _find_or_raise(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_result: bool = True
-    ) -> tuple[Form, GraphRunner, Sequence[torch.Tensor]]:
+    ) -> _Found:
         found = self._find(args, kwargs, for_result=for_result)
         if isinstance(found, _ByResult):
             found = Reason.GRADIENTS
@@ -343,13 +420,42 @@ class GraphedCalls:
 
     def _run_plainly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._plain[reason] += 1
-        if reason not in _SILENT and self._once.first(reason):
-            warnings.warn(
-                f"Calls run without graphs, reason {reason}. Warned once; stats() counts them.",
-                EagerStepWarning,
-                stacklevel=4,
-            )
+        name = reason, getattr(self.module, "training", False)
+        if reason not in _SILENT and self._once.first(name):
+            self._warn(f"Calls run without graphs, reason {reason}. {self._next_step(reason)}")
         return self.target(*args, **kwargs)
+
+    def _next_step(self, reason: str) -> str:
+        if reason == Reason.GRADIENTS:
+            return _TRAINING if getattr(self.module, "training", False) else _REQUIRES_GRAD
+        if reason == Reason.TOO_MANY_FORMS:
+            return self._what_varied()
+        return _NEXT_STEPS[reason]
+
+    def _what_varied(self) -> str:
+        """Return in words how the forms of calls differ, and how to have fewer."""
+        with self._lock:
+            forms = list(self._forms.values())
+        shapes: dict[str, set[str]] = {}
+        values: dict[int, set[str]] = {}
+        for form in forms:
+            for name, text in form.shapes():
+                shapes.setdefault(name, set()).add(text)
+            for at, value in enumerate(form.constants):
+                values.setdefault(at, set()).add(f"{value!r:.30}")
+        varied = [
+            f"{name} came as {_some(found)}" for name, found in shapes.items() if len(found) > 1
+        ]
+        if any(len(found) > 1 for found in values.values()):
+            found = max(values.values(), key=len)
+            varied.append(f"a value came as {_some(found)}: pass it as a tensor")
+        return (
+            f"{len(forms)} forms of calls have graphs, and there may be no more: "
+            f"{'; '.join(varied)}. For sizes, declare GraphRunner(..., axes=[Axis(...)])."
+        )
+
+    def _warn(self, message: str) -> None:
+        warn_at_call(f"{message} Warned once; stats() counts such calls.", EagerStepWarning)
 
     def _run_for_gradients(
         self, found: _ByResult, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -361,12 +467,10 @@ class GraphedCalls:
             return result
         self._plain[Reason.GRADIENTS] += 1
         if self._once.first("held weights"):
-            warnings.warn(
+            self._warn(
                 "Calls run without graphs, reason gradients: the function holds weights that "
                 "require gradients, and so do its results. Call it under torch.no_grad() where "
-                "nobody needs them. Warned once; stats() counts them.",
-                EagerStepWarning,
-                stacklevel=4,
+                "nobody needs them."
             )
         return result
 
@@ -399,3 +503,10 @@ def _agree(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> bool:
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], -1, *shape[dim + 1 :])
+
+
+def _some(found: Iterable[str]) -> str:
+    """Return a few of many in words."""
+    ordered = sorted(found)
+    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + more

@@ -3,13 +3,13 @@
 A call's tensors are its inputs. Everything else of a call (other values, which keywords, how
 tensors are nested, their types and fixed dimensions) is built into the graphs made for it, so
 that a call that differs in it is of another form. Within a form, calls differ in the size of
-their batch alone.
+their batch, and in those along axes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -24,10 +24,13 @@ from torch.utils._pytree import (
 
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError
+from dispatchkit.execute.graphed.varying import buckets_for
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.keys.axes import Axis
 from dispatchkit.observe.counters import RunnerStats
-from dispatchkit.options import RunnerOptions
+from dispatchkit.options import FIRST, RunnerOptions
+from dispatchkit.registry import KeyState
 
 
 def geometric_sizes(largest: int) -> tuple[int, ...]:
@@ -49,7 +52,8 @@ class Form:
         grows: Sizes are not declared: they grow with the largest batch.
         args: Of the call that it is derived from.
         kwargs: Of the same.
-        dims: Batch dimension of each tensor, in order; None where it has none.
+        shapes: Shape of each tensor, in order: None at the batch, names at axes.
+        fills: What each tensor is padded with.
         names: Name of each tensor.
     """
 
@@ -60,21 +64,23 @@ class Form:
         grows: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        dims: Sequence[int | None],
+        shapes: Sequence[tuple[int | str | None, ...]],
+        fills: Sequence[int],
         names: Sequence[str],
     ) -> None:
         self._target, self._settings, self._grows = target, settings, grows
         leaves, self._spec = tree_flatten((args, kwargs))
-        self._constants = [None if isinstance(one, torch.Tensor) else one for one in leaves]
+        self.constants = [None if isinstance(one, torch.Tensor) else one for one in leaves]
         self._places = [at for at, one in enumerate(leaves) if isinstance(one, torch.Tensor)]
         self._names = names
         self.inputs: dict[str, Any] = {}
-        for name, at, dim in zip(names, self._places, dims, strict=True):
-            shape = [size if axis != dim else None for axis, size in enumerate(leaves[at].shape)]
-            self.inputs[name] = StaticInput(tuple(shape), leaves[at].dtype)
+        for name, at, shape, fill in zip(names, self._places, shapes, fills, strict=True):
+            self.inputs[name] = StaticInput(shape, leaves[at].dtype, fill=fill)
         self._call: _CurrentCall | None = _CurrentCall() if _has_mutable(self._spec) else None
         self.device: Any = leaves[self._places[0]].device
         self.top: int = 0
+        # The largest size along each axis so far.
+        self.largest: dict[str, int] = {}
         self.runner: GraphRunner | None = None
         self.outgrown: dict[str, RunnerStats] = {}
 
@@ -82,28 +88,65 @@ class Form:
         self,
         runner: GraphRunner,
         tensors: Sequence[torch.Tensor],
+        sizes: Mapping[str, int],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a call; an eager step is given the caller's own containers."""
+        """Run a call; an eager step is given the caller's own containers.
+
+        Args:
+            runner: What ``runner_for`` returned.
+            tensors: Of the call.
+            sizes: Of each axis.
+            args: Of the call.
+            kwargs: Of the call.
+        """
         own = self._call
         if own is None:
-            return runner(*tensors)
+            return runner(*tensors, **sizes)
         before, own.now = own.now, (args, kwargs, tensors)
         try:
-            return runner(*tensors)
+            return runner(*tensors, **sizes)
         finally:
             own.now = before
 
-    def runner_for(self, rows: int) -> GraphRunner:
-        """Return a runner with room for so many rows, where sizes are not declared."""
+    def runner_for(self, rows: int, sizes: Mapping[str, int]) -> GraphRunner:
+        """Return a runner with room for a number of rows, and for a size of each axis.
+
+        Of rows where their sizes are not declared.
+        """
         runner = self.runner
-        if runner is None or (rows > self.top and self._grows):
+        has_outgrown = rows > self.top and self._grows
+        if sizes and any(size > self.largest.get(name, 0) for name, size in sizes.items()):
+            largest = {name: max(size, self.largest.get(name, 0)) for name, size in sizes.items()}
+            room = {} if runner is None else {a.name: a.buckets[-1] for a in runner.config.axes}
+            has_outgrown |= any(size > room.get(name, 0) for name, size in largest.items())
+            self.largest = largest
+        if runner is None or has_outgrown:
             if runner is not None:
                 self.outgrown[str(self)] = runner.stats()
                 runner.clear()
             runner = self.runner = self._make(rows)
         return runner
+
+    def is_pure(self) -> bool:
+        """Return whether graphs of it show that running it changes nothing that others see."""
+        if self.runner is None or self.runner.backend.is_capturing():
+            return False
+        return any(
+            lane.warmups.is_pure(key)
+            for lane in self.runner.lanes
+            for key, entry in lane.registry.entries.items()
+            if entry.state is KeyState.CAPTURED
+        )
+
+    def run_on(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Run what is called plainly, on other tensors."""
+        leaves = list(self.constants)
+        for at, one in zip(self._places, tensors, strict=True):
+            leaves[at] = one
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return self._target(*args, **kwargs)
 
     def stats(self) -> dict[str, RunnerStats]:
         """Return the counts of all runners it had, by form and room."""
@@ -112,15 +155,22 @@ class Form:
 
     def _make(self, rows: int) -> GraphRunner:
         settings = dict(self._settings)
-        top = max(8, 1 << (rows - 1).bit_length()) if self._grows else 0
+        top = max(8, self.top, 1 << (rows - 1).bit_length()) if self._grows else 0
         if top:
             settings["sizes"] = geometric_sizes(top)
+        if self.largest:
+            settings["axes"] = [
+                Axis(name, buckets_for(largest)) for name, largest in self.largest.items()
+            ]
+            options = settings["options"]
+            if options.check is None and settings.get("lanes", 1) == 1:
+                settings["options"] = attrs.evolve(options, check=FIRST)
         if "backend" not in settings:
             options = settings.get("options", RunnerOptions())
             if options.device is None:
                 settings["options"] = attrs.evolve(options, device=self.device)
         step = _step_of(
-            self._target, self._constants, self._places, self._names, self._spec, self._call
+            self._target, self.constants, self._places, self._names, self._spec, self._call
         )
         runner = GraphRunner(step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
@@ -128,15 +178,20 @@ class Form:
         self.top = top  # not before: a runner that could not be made has no such room
         return runner
 
+    def shapes(self) -> Iterator[tuple[str, str]]:
+        """Yield the name of each tensor with its type and shape, such as ``float32[n, 8]``."""
+        for name, one in self.inputs.items():
+            sizes = ", ".join("n" if size is None else str(size) for size in one.shape)
+            yield name, f"{str(one.dtype).removeprefix('torch.')}[{sizes}]"
+
     def __str__(self) -> str:
-        shapes = ", ".join(
-            f"{name}: {str(one.dtype).removeprefix('torch.')}"
-            f"[{', '.join('n' if size is None else str(size) for size in one.shape)}]"
-            for name, one in self.inputs.items()
-        )
-        others = [one for one in self._constants if one is not None]
+        shapes = ", ".join(f"{name}: {text}" for name, text in self.shapes())
+        others = [one for one in self.constants if one is not None]
         text = f"({shapes})" + (f" with {', '.join(map(repr, others)):.80}" if others else "")
-        return text + (f", n <= {self.top}" if self.top else "")
+        text += f", n <= {self.top}" if self.top else ""
+        if self.runner is not None:
+            text += "".join(f", {a.name} <= {a.buckets[-1]}" for a in self.runner.config.axes)
+        return text
 
 
 class _CurrentCall(threading.local):

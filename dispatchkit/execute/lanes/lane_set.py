@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, overload
@@ -30,7 +29,7 @@ from dispatchkit.execute.io.structure import leaves_of
 from dispatchkit.execute.lanes.chooser import LaneChooser
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.keys.batch import GraphKey
-from dispatchkit.once import Once
+from dispatchkit.once import Once, warn_at_call
 from dispatchkit.registry import KeyState
 
 #: Tokens, requests, kind, adapters and allowed modes of a step, as ``dispatch`` takes them.
@@ -391,11 +390,10 @@ class LaneSet(Sequence[Executor]):
             return
         first = self._first
         first.notices.policy_at_fault(error, None, first.dispatcher.epoch)
-        warnings.warn(
+        warn_at_call(
             f"{error}. Such steps run on the least busy lane. Warned once; "
             "runner.lanes.num_faults counts them.",
             LanePolicyWarning,
-            stacklevel=5,
         )
 
     def _give(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from dispatchkit.execute.step.reasons import (
 )
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCounters
-from dispatchkit.once import Once
+from dispatchkit.once import Once, warn_at_call
 
 _ABOUT_PADDING = (
     " Or its rows depend on each other, so that padding counts: then declare fill values, use "
@@ -156,22 +155,20 @@ class EagerRunner:
                 reason=reason,
                 nearest=nearest,
             )
-        warnings.warn(
+        warn_at_call(
             f"Steps run eager, reason {reason}; the first had {what}. {have} "
             "Warned once; runner.stats() counts them, runner.explain() says why.",
             EagerStepWarning,
-            stacklevel=2,
         )
 
     def warn_of_padded_draws(self, key: GraphKey, num_tokens: int) -> None:
         """Warn once that a step which draws random numbers is padded."""
         if self._once.first(PADDED_DRAWS):
-            warnings.warn(
+            warn_at_call(
                 f"{PADDED_DRAWS} The first had {num_tokens} tokens, in {key}. Where that matters, "
                 "capture the sizes that come, or draw outside of the step. Warned once; "
                 "runner.explain() says it of a batch.",
                 PaddedDrawsWarning,
-                stacklevel=2,
             )
 
     def refuse_if_exact(self, why: str) -> None:
@@ -219,14 +216,13 @@ class EagerRunner:
         count = self._counters.of_eager(Reason.CHECK_FAILED, step.key)
         count.steps += 1
         count.tokens += num_tokens
-        warnings.warn(
+        warn_at_call(
             f"Replay of {step.key} gave something else than eager for {num_tokens} tokens, and "
             f"is not used any more: {difference} A graph has Python values built in, and reads "
             "the memory of its capture; call invalidate() after replacing what it reads."
             + _ABOUT_PADDING
             * (num_tokens < step.key.num_tokens),
             CheckWarning,
-            stacklevel=2,
         )
         return result
 

@@ -1,0 +1,271 @@
+"""Dimensions that vary beside the batch, such as a sequence length, found from calls and proven.
+
+A dimension whose size differs between two calls of a family varies; dimensions that have the same
+size in all calls are one axis. Calls are padded along an axis only after a proof that padding
+changes no result.
+
+The proof asks for no size beyond those of the call: its first half, padded to the whole, must give
+what the half alone gives. It is padded twice, with fill and with the call's own second half, since
+a comparison of different sizes allows for rounding and would not see a small dependency. Masks are
+padded with what hides a position, both times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import attrs
+import torch
+
+from dispatchkit.execute.capture.effects import bits_equal
+from dispatchkit.execute.io.structure import flatten, is_same_value
+
+#: Sizes of each dimension of each tensor of a call; None where it is the batch.
+Shapes = tuple[tuple[int | None, ...], ...]
+
+#: The least bucket of an axis.
+MIN_BUCKET: Final = 16
+#: Buckets reach beyond the largest size so far by this factor: growing costs all graphs.
+_ROOM: Final = 4
+#: Error of another kernel, relative to the norm of an output, and beside numbers that cancel out.
+_RELATIVE, _ABSOLUTE = 2e-2, 1e-5
+
+
+def buckets_for(largest: int) -> tuple[int, ...]:
+    """Return powers of two that hold sizes up to ``largest``, and larger ones to come."""
+    top = MIN_BUCKET
+    while top < largest * _ROOM:
+        top *= 2
+    return tuple(1 << power for power in range(MIN_BUCKET.bit_length() - 1, top.bit_length()))
+
+
+@attrs.frozen
+class Axes:
+    """Which dimensions of a call's tensors vary, and which of them together.
+
+    Attributes:
+        shapes: The shape of each tensor: None at the batch, a size, or the name of an axis.
+            ``dim_1`` is dimension 1 of the first tensor that has it.
+    """
+
+    shapes: tuple[tuple[int | str | None, ...], ...]
+
+    def sizes(self, shapes: Shapes) -> dict[str, int] | None:
+        """Return the size of each axis in a call; None where the call does not fit."""
+        found: dict[str, int] = {}
+        for own, shape in zip(self.shapes, shapes, strict=True):
+            for name, size in zip(own, shape, strict=True):
+                if size is None:
+                    continue
+                if size != (found.setdefault(name, size) if isinstance(name, str) else name):
+                    return None
+        return found
+
+    def narrowed(self, tensor: torch.Tensor, index: int, sizes: dict[str, int]) -> torch.Tensor:
+        """Return the first part of a call's tensor, of a size for each axis."""
+        for dim, name in enumerate(self.shapes[index]):
+            if isinstance(name, str):
+                tensor = tensor.narrow(dim, 0, sizes[name])
+        return tensor
+
+
+def guess_axes(calls: Sequence[Shapes]) -> Axes:
+    """Return the axes of calls whose tensors have the same numbers of dimensions.
+
+    Args:
+        calls: Their shapes, at least one.
+    """
+    names: dict[tuple[int | None, ...], str] = {}
+    found: list[tuple[int | str | None, ...]] = []
+    for index, shape in enumerate(calls[0]):
+        own: list[int | str | None] = []
+        for dim, size in enumerate(shape):
+            sizes = tuple(call[index][dim] for call in calls)
+            if len(set(sizes)) == 1:
+                own.append(size)
+                continue
+            name = f"dim_{dim}"
+            while name in names.values() and sizes not in names:
+                name += "_"
+            own.append(names.setdefault(sizes, name))
+        found.append(tuple(own))
+    return Axes(tuple(found))
+
+
+@attrs.frozen
+class PaddingProof:
+    """What padding along axes does to the results of a call.
+
+    Attributes:
+        fills: What each tensor is padded with, where padding changes nothing; None where it does.
+        problem: How results change, in words.
+    """
+
+    fills: tuple[int, ...] | None
+    problem: str = ""
+
+
+def prove_padding(
+    axes: Axes,
+    shapes: Shapes,
+    tensors: Sequence[torch.Tensor],
+    run: Callable[[Sequence[torch.Tensor]], Any],
+) -> PaddingProof | None:
+    """Return whether a call may be padded along its axes; None where it is too small to tell.
+
+    Args:
+        axes: Those of the call.
+        shapes: Of its tensors, None at the batch.
+        tensors: Of the call.
+        run: Runs the model plainly; it changes nothing and draws no random numbers.
+    """
+    whole = axes.sizes(shapes) or {}
+    half = {name: size // 2 for name, size in whole.items()}
+    if not half or min(half.values()) < 1:
+        return None
+    short = [axes.narrowed(one, index, half).contiguous() for index, one in enumerate(tensors)]
+    is_varied = [any(isinstance(size, str) for size in shape) for shape in axes.shapes]
+    is_mask = [varies and _is_mask(one) for varies, one in zip(is_varied, tensors, strict=True)]
+    problem = ""
+    # Of masks of flags True may hide a position or show it.
+    for hidden in (0, 1):
+        fills = [
+            hidden if mask and one.dtype is torch.bool else 0
+            for mask, one in zip(is_mask, tensors, strict=True)
+        ]
+        if hidden and not any(fills):
+            break
+        filled, kept = [], []
+        for index, one in enumerate(tensors):
+            padded = torch.full_like(one, fills[index])
+            axes.narrowed(padded, index, half).copy_(short[index])
+            filled.append(padded if is_varied[index] else one)
+            kept.append(padded if is_mask[index] else one)
+        try:
+            problem = _difference(half, whole, run(short), run(filled), run(kept))
+        except Exception as error:  # noqa: BLE001 - whatever it raises: it takes no padding
+            problem = f"it raised {type(error).__name__}: {error}"
+        if not problem:
+            return PaddingProof(tuple(fills))
+    return PaddingProof(None, problem)
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds nothing but 0 and 1."""
+    if tensor.dtype is torch.bool:
+        return True
+    return bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _difference(
+    half: dict[str, int], whole: dict[str, int], short: Any, filled: Any, kept: Any
+) -> str:
+    """Return in words how the results of a half are others when it is padded to the whole."""
+    want, structure = flatten(short)
+    results = []
+    for padded in (filled, kept):
+        leaves, other = flatten(padded)
+        if other != structure:
+            return "the structure of its results changes"
+        results.append(leaves)
+    for index, (one, first, second) in enumerate(zip(want, *results, strict=True)):
+        if not isinstance(one, torch.Tensor):
+            if not (is_same_value(one, first) and is_same_value(one, second)):
+                return f"output {index} is {one!r:.40} of the half, and {first!r:.40} of the whole"
+            continue
+        cuts = [_cut(each, one, half, whole) for each in (first, second)]
+        if cuts[0] is None or cuts[1] is None:
+            return f"output {index} is {tuple(one.shape)} of the half, {tuple(first.shape)} padded"
+        if not bits_equal(cuts[0], cuts[1]):
+            return f"output {index} depends on what is behind the call's own values"
+        if not _is_close(cuts[0], one):
+            return f"output {index} depends on the size that it is padded to"
+    return ""
+
+
+def _cut(
+    padded: Any, short: torch.Tensor, half: dict[str, int], whole: dict[str, int]
+) -> torch.Tensor | None:
+    """Return the part of a padded result that the half has too; None where it is no part."""
+    if not isinstance(padded, torch.Tensor) or padded.dim() != short.dim():
+        return None
+    growth = {whole[name] - half[name] for name in half}
+    found: torch.Tensor = padded
+    for dim, size in enumerate(short.shape):
+        more = found.shape[dim] - size
+        if more and more not in growth:
+            return None
+        found = found.narrow(dim, 0, size)
+    return found
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    ours, theirs = one.to(wide), other.to(wide)
+    is_finite = theirs.isfinite()
+    if not torch.equal(ours.isfinite(), is_finite):
+        return False
+    ours, theirs = ours[is_finite], theirs[is_finite]
+    error, size = torch.linalg.vector_norm(ours - theirs), torch.linalg.vector_norm(theirs)
+    return bool(error <= _RELATIVE * size + _ABSOLUTE * theirs.numel() ** 0.5)
+
+
+class Family:
+    """Calls that differ in sizes alone: which of their dimensions are padded.
+
+    Attributes:
+        axes: Dimensions that are padded to buckets; None while there are none.
+        fills: What each tensor is padded with.
+    """
+
+    def __init__(self) -> None:
+        self.axes: Axes | None = None
+        self.fills: tuple[int, ...] = ()
+        self._calls: list[Shapes] = []
+        self._is_refused = False
+
+    @property
+    def first(self) -> Shapes:
+        """The shapes of the first call."""
+        return self._calls[0]
+
+    def sizes(self, shapes: Shapes) -> dict[str, int] | None:
+        """Return the size of each axis in a call; None where exact graphs serve it."""
+        return None if self.axes is None else self.axes.sizes(shapes)
+
+    def may_vary(self, shapes: Shapes) -> bool:
+        """Return whether a call that no axis serves has a dimension to be tried as one."""
+        return not self._is_refused and bool(self._calls) and shapes != self._calls[0]
+
+    def note_first(self, shapes: Shapes) -> None:
+        """Keep the shapes that later calls are compared with."""
+        if not self._calls:
+            self._calls.append(shapes)
+
+    def try_axes(
+        self,
+        shapes: Shapes,
+        tensors: Sequence[torch.Tensor],
+        run: Callable[[Sequence[torch.Tensor]], Any],
+    ) -> str:
+        """Find the axes of a call and prove them; return why it cannot be padded, if it cannot.
+
+        Args:
+            shapes: Of the call.
+            tensors: Of the call.
+            run: As for ``prove_padding``.
+        """
+        axes = guess_axes([*self._calls, shapes])
+        proof = prove_padding(axes, shapes, tensors, run)
+        if proof is None:
+            return ""
+        if proof.fills is None:
+            self._is_refused = True
+            names = {size for shape in axes.shapes for size in shape if isinstance(size, str)}
+            return f"padding {', '.join(sorted(names))} changes results: {proof.problem}"
+        self._calls.append(shapes)
+        self.axes, self.fills = axes, proof.fills
+        return ""

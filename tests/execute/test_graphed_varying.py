@@ -1,0 +1,133 @@
+"""graphed: a second dimension that varies, such as a sequence length, is found and proven."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from dispatchkit import graphed  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
+from dispatchkit.execute.graphed.varying import guess_axes  # noqa: E402
+
+LENGTHS = ((3, 12), (2, 20), (4, 9), (3, 33), (1, 5), (4, 64))
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def masked_mean(x, mask):
+    weights = mask.to(x.dtype)[..., None]
+    return (x.tanh() * weights).sum(1) / weights.sum(1)
+
+
+def hidden_mean(x, mask):
+    return masked_mean(x, ~mask)
+
+
+def additive_attention(x, mask):
+    scores = x @ x.transpose(1, 2) + (1 - mask.to(x.dtype))[:, None] * torch.finfo(x.dtype).min
+    return scores.softmax(-1) @ x
+
+
+def calls(dtype=torch.int64, *, shown=True):
+    for rows, length in LENGTHS:
+        x = torch.randn(rows, length, 4)
+        mask = torch.full((rows, length), shown, dtype=torch.bool)
+        mask[0, length // 2 :] = not shown
+        yield x, mask.to(dtype)
+
+
+def steps(run):
+    modes = run.graphed.stats().steps_by_mode
+    return modes.get("FULL", 0), modes["NONE"]
+
+
+@pytest.mark.parametrize(
+    ("step", "dtype", "shown"),
+    [
+        (masked_mean, torch.int64, True),
+        (masked_mean, torch.bool, True),
+        (hidden_mean, torch.bool, False),
+        (additive_attention, torch.float32, True),
+    ],
+)
+def test_masked_calls_are_padded_along_their_length(step, dtype, shown):
+    run = graphed(step, backend="tape")
+    for x, mask in calls(dtype, shown=shown):
+        torch.testing.assert_close(run(x, mask), step(x, mask), rtol=1e-4, atol=1e-5)
+    assert steps(run) == (len(LENGTHS), 0)
+    (_, varying) = run.graphed.runners
+    assert varying.config.axes[0].buckets[0] == 16
+    assert any("float32[n, dim_1, 4]" in words for words in run.graphed.stats().runners)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x.mean(1),
+        lambda x: x / x.shape[1],
+        lambda x: x.softmax(1),
+        lambda x: x.flip(1),
+        lambda x: x.cumsum(1) + 1e-6 * x.sum(1, keepdim=True),
+    ],
+    ids=["mean", "size", "softmax", "flip", "small"],
+)
+def test_where_padding_changes_results_exact_sizes_have_graphs(step):
+    run = graphed(step, backend="tape")
+    with pytest.warns(EagerStepWarning, match="dim_1") as caught:  # noqa: PT031
+        for x, _ in calls():
+            torch.testing.assert_close(run(x), step(x))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert steps(run) == (len(LENGTHS), 0)
+    assert len(run.graphed.runners) == len(LENGTHS)
+
+
+def test_what_does_not_look_along_the_dimension_needs_no_mask():
+    net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).eval()
+    run = graphed(net, backend="tape")
+    with torch.no_grad():
+        for x, _ in calls():
+            torch.testing.assert_close(run(x), net(x), rtol=1e-4, atol=1e-5)
+    assert steps(run) == (len(LENGTHS), 0)
+    assert len(run.graphed.runners) == 2  # the first call's length, and all
+
+
+def test_two_dimensions_beside_the_batch_are_two_axes():
+    run = graphed(lambda x: x * 2 + 1, backend="tape")
+    for rows, height, width in ((2, 8, 8), (2, 16, 16), (3, 8, 24), (1, 40, 9)):
+        x = torch.randn(rows, height, width)
+        torch.testing.assert_close(run(x), x * 2 + 1)
+    assert steps(run)[1] == 0
+    assert [axis.name for axis in run.graphed.runners[-1].config.axes] == ["dim_1", "dim_2"]
+
+
+def test_axes_are_grouped_by_the_sizes_that_go_together():
+    found = guess_axes([((None, 8, 8), (8,), (3,)), ((None, 16, 8), (16,), (3,))])
+    assert found.shapes == ((None, "dim_1", 8), ("dim_1",), (3,))
+    assert found.sizes(((None, 4, 8), (4,), (3,))) == {"dim_1": 4}
+    assert found.sizes(((None, 4, 8), (5,), (3,))) is None
+    assert found.sizes(((None, 4, 9), (4,), (3,))) is None
+
+
+def test_a_step_that_writes_state_is_not_run_for_a_proof():
+    total = torch.zeros(())
+
+    def step(x):
+        total.add_(1)
+        return x + 0
+
+    run = graphed(step, backend="tape")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerStepWarning)
+        for x, _ in calls():
+            torch.testing.assert_close(run(x), x)
+    assert total.item() == len(LENGTHS)
+    assert len(run.graphed.runners) == len(LENGTHS)
