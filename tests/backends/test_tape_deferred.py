@@ -231,3 +231,18 @@ def test_queued_work_does_not_run_in_the_middle_of_a_capture():
     assert state.tolist() == [6.0, 6.0]
     graph.replay()
     assert state.tolist() == [16.0, 16.0]
+
+
+def test_results_are_of_the_type_that_this_call_gives():
+    """Calls that are alike but for the type of a number, or torch's default, give other types."""
+    backend = TapeBackend(scheduler=0)
+    ones = torch.ones(2, dtype=torch.int64)
+    before = torch.get_default_dtype()
+    try:
+        with backend.use_stream(backend.new_stream()):
+            found = [(ones * 1).dtype, (ones * 1.0).dtype, (ones * True).dtype, (ones / 2).dtype]
+            torch.set_default_dtype(torch.float64)
+            found.append((ones / 2).dtype)
+    finally:
+        torch.set_default_dtype(before)
+    assert found == [torch.int64, torch.float32, torch.int64, torch.float32, torch.float64]

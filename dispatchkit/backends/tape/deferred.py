@@ -27,18 +27,15 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dispatchkit.backends.capture_guard import capturing_device
 from dispatchkit.backends.tape.operations import run_parts, written_arguments
 from dispatchkit.backends.tape.poison import poison
-from dispatchkit.backends.tape.steps import LAUNCH_KEYS, flat_tensors
+from dispatchkit.backends.tape.steps import LAUNCH_KEYS, flat_tensors, replace_tensors
 from dispatchkit.backends.tape.streams import TapeStream
-from dispatchkit.backends.watching.dispatch_mode import DispatchMode
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode, tensors_in
 from dispatchkit.backends.watching.higher_order import is_higher_order
 from dispatchkit.backends.watching.host_sync import SYNC_FUNCTIONS, is_data_dependent
-
-_Tensor = torch.Tensor
 
 
 class _Blocks(threading.local):
@@ -95,7 +92,7 @@ class _DeferredOperations(DispatchMode):
         shapes = _shapes_of(func, args, kwargs)
         if shapes is None:
             return self._run_now(func, args, kwargs)
-        result = tree_map_only(_Tensor, _poisoned_like, shapes)
+        result = replace_tensors(shapes, _poisoned_like)
         self.stream.give(_Deferred(func, args, kwargs, flat_tensors(result)))
         return result
 
@@ -144,16 +141,43 @@ def _reads_nothing(func: Any, args: Any, kwargs: Any) -> bool:
         return True  # a view
     if schema.name.startswith(("aten::empty", "aten::new_empty")):
         return True
-    return not any(isinstance(leaf, _Tensor) for leaf in tree_leaves((args, kwargs)))
+    return next(tensors_in((*args, *kwargs.values())), None) is None
+
+
+# Results without data, by the call that has them. Many of torch's meta kernels are Python and take
+# longer than all else that is done to defer a call.
+_known_shapes: dict[Any, tuple[Any]] = {}
+_MAX_KNOWN_SHAPES = 10_000
 
 
 def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the operation's results as tensors without data, or None if that fails."""
+    # A quotient of integers is of the default type.
+    call = func, _without_values(args), _without_values(kwargs), torch.get_default_dtype()
+    known = _known_shapes.get(call)
+    if known is None:
+        if len(_known_shapes) >= _MAX_KNOWN_SHAPES:
+            _known_shapes.clear()
+        known = _known_shapes[call] = (_find_shapes(func, args, kwargs),)
+    return known[0]
 
+
+def _without_values(value: Any) -> Any:
+    """Return all that an operation's arguments say of the shapes of its results."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, dict):
+        return tuple((key, _without_values(item)) for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_without_values, value))
+    return type(value), value  # True, 1 and 1.0 are equal, and make results of other types
+
+
+def _find_shapes(func: Any, args: Any, kwargs: Any) -> Any:
     def without_data(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    meta_args, meta_kwargs = tree_map_only(_Tensor, without_data, (args, kwargs))
+    meta_args, meta_kwargs = replace_tensors((args, kwargs), without_data)
     if meta_kwargs.get("device") is not None:
         meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
     try:

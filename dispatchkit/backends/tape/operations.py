@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dispatchkit.backends.tape.steps import LAUNCH_KEYS
+from dispatchkit.backends.watching.dispatch_mode import tensors_in
 from dispatchkit.backends.watching.host_sync import run_composite
 
 _Tensor = torch.Tensor
@@ -65,7 +65,7 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         marked = argument.alias_info is not None and argument.alias_info.is_write
         if marked or argument.name in unmarked:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, _Tensor)]
+            written += tensors_in((value,))
     return written
 
 

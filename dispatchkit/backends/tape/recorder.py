@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.backends.tape.operations import (
@@ -27,18 +26,16 @@ from dispatchkit.backends.tape.operations import (
     writing_call,
     written_arguments,
 )
-from dispatchkit.backends.tape.steps import Step, TensorRef, flat_tensors
+from dispatchkit.backends.tape.steps import Step, TensorRef, flat_tensors, replace_tensors
 from dispatchkit.backends.watching.collectives import (
     is_collective,
     refusal,
     waited,
     writes_first_argument,
 )
-from dispatchkit.backends.watching.dispatch_mode import DispatchMode, has_subclass
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode, has_subclass, tensors_in
 from dispatchkit.backends.watching.higher_order import is_higher_order, run_higher_order
 from dispatchkit.backends.watching.host_sync import sync_of
-
-_Tensor = torch.Tensor
 
 # These make or rename memory and write none, so a replay on fixed memory skips them.
 _WRITES_NOTHING = frozenset(
@@ -142,7 +139,7 @@ class Recorder(DispatchMode):
         written = written_arguments(func, args, kwargs)
         for tensor in written:
             self._save(tensor)
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _Tensor)]
+        inputs = list(tensors_in((*args, *kwargs.values())))
         for tensor in inputs:
             self._see(tensor)
         refs = {id(tensor): self._ref(tensor) for tensor in inputs}
@@ -159,8 +156,8 @@ class Recorder(DispatchMode):
             if not func._schema.is_mutable:
                 draw_again()
                 call, kept, out = writing_call(func, args, kwargs, fresh)
-        ref_args, ref_kwargs = tree_map_only(
-            _Tensor, lambda tensor: refs[id(tensor)], (args, {key: kwargs[key] for key in kept})
+        ref_args, ref_kwargs = replace_tensors(
+            (args, {key: kwargs[key] for key in kept}), lambda tensor: refs[id(tensor)]
         )
         results = tuple((index, self._ref(tensor)) for index, tensor in fresh)
         if out:
@@ -172,17 +169,15 @@ class Recorder(DispatchMode):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record a collective: a replay runs it again, with the other ranks, and waits for it."""
-        for tensor in tree_leaves(args[0]) if writes_first_argument(func) else ():
+        for tensor in tensors_in(args[:1]) if writes_first_argument(func) else ():
             self._save(tensor)
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _Tensor)]
+        inputs = list(tensors_in((*args, *kwargs.values())))
         for tensor in inputs:
             self._see(tensor)
         refs = {id(tensor): self._ref(tensor) for tensor in inputs}
         call = waited(func)
         result = call(*args, **kwargs)
-        ref_args, ref_kwargs = tree_map_only(
-            _Tensor, lambda tensor: refs[id(tensor)], (args, kwargs)
-        )
+        ref_args, ref_kwargs = replace_tensors((args, kwargs), lambda tensor: refs[id(tensor)])
         self.steps.append(Step(call, tuple(ref_args), ref_kwargs))
         return result
 
@@ -271,7 +266,7 @@ class Recorder(DispatchMode):
         if not (custom or torch.Tag.nondeterministic_seeded in func.tags):
             yield lambda: None
             return
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
         generators = given or [torch.default_generator]
         forks = [self._fork(generator) for generator in generators]
         real = [generator.get_state() for generator in generators]

@@ -96,6 +96,17 @@ def view_of_storage(storage: Any, ref: TensorRef, start_bytes: int = 0) -> torch
     return torch._neg_view(made) if ref.neg else made
 
 
+def replace_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
+    """Return an operation's arguments or results with other values in place of tensors."""
+    if isinstance(value, torch.Tensor):
+        return replace(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([replace_tensors(item, replace) for item in value])
+    if isinstance(value, dict):
+        return {key: replace_tensors(item, replace) for key, item in value.items()}
+    return value
+
+
 def flat_tensors(result: Any) -> list[torch.Tensor]:
     """Return the tensors in the result of an operation, in order."""
     if isinstance(result, torch.Tensor):
