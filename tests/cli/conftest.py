@@ -1,10 +1,7 @@
-"""Ways to run the command line in this process and in a process of its own."""
+"""A way to run the command line in this process."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,23 +43,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         code = run_app(args)
         said = capsys.readouterr()
         return Outcome(code, said.out, said.err)
-
-    return call
-
-
-@pytest.fixture
-def spawn() -> Callable[..., Outcome]:
-    """Run ``python -m dispatchkit`` in a process of its own."""
-
-    def call(*args: str, environ: dict[str, str] | None = None) -> Outcome:
-        done = subprocess.run(
-            [sys.executable, "-m", "dispatchkit", *args],
-            capture_output=True,
-            encoding="utf-8",
-            env={**os.environ, "COLUMNS": "80", **(environ or {})},
-            check=False,
-        )
-        return Outcome(done.returncode, done.stdout, done.stderr)
 
     return call
 

@@ -246,6 +246,8 @@ def shell(line: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[s
 
 
 MORE_LINES = [
+    ("dk report in.csv -o page.html --sizes 8 <&- >&- && test -s page.html", 0),
+    ("dk explain 13 --json > /dev/full", 2),
     ("dk policies >&-", 0),
     ("dk policies 2>&-", 0),
     ("dk policies <&- >&- 2>&-", 0),
@@ -265,9 +267,7 @@ MORE_LINES = [
 @pytest.mark.parametrize(
     ("line", "code"),
     [
-        ("dk report in.csv -o page.html --sizes 8 <&- >&- && test -s page.html", 0),
-        ("dk explain 13 --json > /dev/full", 2),
-        ("mkdir gone; cd gone; rmdir ../gone; PYTHONIOENCODING=ascii dk explain 13 --json", 0),
+        ("mkdir gone; cd gone; rmdir ../gone; PYTHONIOENCODING=ascii dk explain 13 --json <&-", 0),
         *(pytest.param(line, code, marks=pytest.mark.slow) for line, code in MORE_LINES),
     ],
 )
@@ -338,6 +338,7 @@ def test_a_recorded_server_that_is_stopped_leaves_its_trace(
 
 
 MORE_ENDS = [
+    "import os\nif not os.fork(): dispatcher.dispatch(7); sys.exit()\nos.wait()",
     "import os; os.chdir('/')",
     "raise ValueError('mine')",
     "sys.exit('words')",
@@ -350,7 +351,6 @@ MORE_ENDS = [
     "end",
     [
         "import os; os.chdir('/'); raise ValueError('mine')",
-        "import os\nif not os.fork(): dispatcher.dispatch(7); sys.exit()\nos.wait()",
         *(pytest.param(end, marks=pytest.mark.slow) for end in MORE_ENDS),
     ],
 )
