@@ -190,7 +190,9 @@ class Lane:
         """Block until the lane's steps are done; nothing of it is in flight afterwards."""
         if self.last_stream is not None:
             self.last_stream.synchronize()
-        self.stream.synchronize()
+        # Under a capture in the background it must not be waited for, and has no step's work.
+        if not self.group.turns.is_under_way:
+            self.stream.synchronize()
 
     def join(self, index: int, priority: int, peers: tuple[Lane, ...], chain: Chain) -> None:
         """Become one of several lanes of a runner; before anything is captured."""

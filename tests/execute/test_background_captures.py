@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
+import signal
 import threading
 import time
 import weakref
@@ -256,6 +258,43 @@ def test_weights_that_are_replaced_in_the_middle_of_a_capture_are_not_captured()
     background.wait(60)
     x = rows_of(16)
     torch.testing.assert_close(runner(x), model(x) + 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_process_has_no_capture_under_way():
+    """Its thread is not there, and nobody would end it."""
+    inside, go_on = threading.Event(), threading.Event()
+    main, step = threading.get_ident(), layers(2)
+
+    def slow(x):
+        x = step(x)
+        if threading.get_ident() != main and x.shape[0] == 16:
+            inside.set()
+            go_on.wait(0.2)
+        return step(x)
+
+    runner = runner_of(slow, sizes=(4, 16))
+    background = runner.controls.capture_in_background(max_pause_us=1)
+    assert inside.wait(30)
+    child = os.fork()
+    if child == 0:
+        turns = runner.lanes[0].lane.group.turns
+        with runner.lanes[0].lane.group.lock:
+            turns.wait()
+        os._exit(0 if turns.may_capture() else 3)
+    deadline = time.monotonic() + 20
+    ended, status = os.waitpid(child, os.WNOHANG)
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    go_on.set()
+    background.wait(60)
+    assert ended
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_a_runner_that_is_dropped_ends_it():

@@ -214,6 +214,7 @@ class Capturer:
         pacer = self._lane.group.turns.pacer
         if pacer is not None and pacer.allows_turns:
             pacer.note("the capture")  # no step runs between what follows
+            self._lane.order()  # but the last one may still be on the device
         rows = self._prover.prove(captured, snapshot, other_sizes())
         if sample is None or not rows.open_calls or not self._warmups.save_scratch(snapshot):
             return rows

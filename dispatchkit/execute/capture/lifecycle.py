@@ -209,6 +209,7 @@ class Lifecycle:
             return self._budget.refusal, ()
         pacer = Pacer(turns, str(key), max_pause_us, allows_turns=self._capturer.allows_turns(key))
         problem = turns.run(pacer, lambda: self._try(key, evict=False))
+        self._lane.order()  # the next step, on whatever stream, waits for what was queued here
         return problem, pacer.pauses
 
     def learn(self, key: GraphKey, max_pause_us: float) -> Sequence[LongPause]:

@@ -251,6 +251,7 @@ class PoolGroup:
         self.is_asleep = False
         for lane in tuple(self._lanes):
             lane.refill()
+        self.backend.synchronize()  # steps on any stream find it done
 
     def refuse_asleep(self) -> None:
         """Raise where its memory sleeps.

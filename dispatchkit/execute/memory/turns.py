@@ -12,8 +12,10 @@ by steps: who would wait for the capture, with the lock that it waits for, would
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -59,8 +61,13 @@ class _Devices:
     def is_busy(self, device: str) -> bool:
         return self._counts[device] > 0
 
+    def forget(self) -> None:
+        self._guard = threading.Lock()
+        self._counts.clear()
+
 
 _devices = _Devices()
+_all: weakref.WeakSet[Turns] = weakref.WeakSet()
 
 
 class Turns:
@@ -80,6 +87,12 @@ class Turns:
         self._device = device
         self.is_under_way = False
         self._pacer: Pacer | None = None
+        _all.add(self)
+
+    def forget(self) -> None:
+        """Be as if no capture were under way: its thread is not in a forked process."""
+        self._changed = threading.Condition(self._lock)
+        self.is_under_way, self._pacer = False, None
 
     @property
     def pacer(self) -> Pacer | None:
@@ -195,3 +208,13 @@ class Pacer:
                 self.pause(f"the end of {what}")
 
         return self._turns.held(held)
+
+
+def _begin_child() -> None:
+    _devices.forget()
+    for turns in tuple(_all):
+        turns.forget()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
+    os.register_at_fork(after_in_child=_begin_child)
