@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import graphed  # noqa: E402
+from dispatchkit import GraphRunner, StaticInput, graphed  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
 from dispatchkit.execute.step.python_state import (  # noqa: E402
     PythonState,
@@ -360,6 +360,23 @@ def test_attributes_by_made_up_names_are_seen() -> None:
     before = PythonState({"model": model})
     model()
     assert [one.path for one in before.changes()] == ["model.h0"]
+
+
+class Owner:
+    """An engine whose class names the package beside the step."""
+
+    def step(self, x: Any) -> Any:
+        return x + 1
+
+    def serve(self) -> GraphRunner:
+        return GraphRunner(self.step, {"x": StaticInput((None,), "float32")}, sizes=[2])
+
+
+def test_the_package_that_makes_the_runners_is_not_entered() -> None:
+    """Each capture compares all that is reached: the whole package would be most of it."""
+    state = PythonState({"step": Owner().step})
+    assert [one.holder for one in state._records if isinstance(one.holder, type)] == [Owner]
+    assert len(state._records) < 10
 
 
 def test_libraries_are_not_entered() -> None:

@@ -761,7 +761,7 @@ def _of_attributes(value: Any, path: str) -> Iterator[Record | _Found]:
 
 def _of_class(cls: type) -> Iterator[Record | _Found]:
     """Yield the data of a class of the caller's, its bases, and its methods."""
-    if _is_library(cls):
+    if _is_library(cls) or _is_own_module(cls.__module__):
         return
     name, installed = cls.__qualname__, _is_installed(cls)
     yield Record(_CLASS, _Found(cls, name, f"class {name}", cls, is_installed=installed))
@@ -829,16 +829,23 @@ def _methods(cls: type) -> tuple[types.FunctionType, ...]:
 def _is_ours(cls: Any) -> bool:
     """Return whether a class, or a base of it, is of dispatchkit or a plugin of it.
 
-    Runners, backends and decoders keep books that no step reads. The demonstration's models and
-    the kits' are modules like any other.
+    Runners, backends and decoders keep books that no step reads.
     """
-    for base in cls.__mro__:
-        top, _, rest = base.__module__.partition(".")
-        if top.startswith("dispatchkit_"):
-            return True
-        if top == "dispatchkit" and rest.partition(".")[0] not in ("demo", "testing"):
-            return True
-    return False
+    return any(_is_own_module(base.__module__) for base in cls.__mro__)
+
+
+@functools.cache
+def _is_own_module(name: str) -> bool:
+    """Return whether a module is of dispatchkit or a plugin of it.
+
+    What it keeps is no state of a step, and the class of a step's owner often names it, to make
+    runners: from there all of the package would be reached. The demonstration's models and the
+    kits' are modules like any other.
+    """
+    top, _, rest = name.partition(".")
+    if top.startswith("dispatchkit_"):
+        return True
+    return top == "dispatchkit" and rest.partition(".")[0] not in ("demo", "testing")
 
 
 @functools.cache
