@@ -435,19 +435,32 @@ class ContentWatch:
 
     def changed(self) -> list[tuple[torch.Tensor, torch.UntypedStorage]]:
         """Return the tensors that were written, each with a copy of its storage as it was."""
-        return [
-            (tensor, saved)
+        differs = [
+            (_bytes(tensor.untyped_storage()) != _bytes(saved)).any()
             for tensor, saved in self._copies
-            if not torch.equal(_bytes(tensor.untyped_storage()), _bytes(saved))
         ]
+        return [one for one, is_new in zip(self._copies, _read(differs), strict=True) if is_new]
 
     def changed_beyond_limit(self) -> list[torch.Tensor]:
         """Return the tensors that were written and cannot be put back."""
-        return [
-            tensor
-            for tensor, before in self._sums
-            if not torch.equal(_checksum(tensor.untyped_storage()), before)
+        differs = [
+            (_checksum(tensor.untyped_storage()) != before).any() for tensor, before in self._sums
         ]
+        found = zip(self._sums, _read(differs), strict=True)
+        return [tensor for (tensor, _), is_new in found if is_new]
+
+
+def _read(flags: Sequence[torch.Tensor]) -> list[bool]:
+    """Return the values of flags, waiting once for each device and not for each flag."""
+    places: dict[torch.device, list[int]] = {}
+    for index, flag in enumerate(flags):
+        places.setdefault(flag.device, []).append(index)
+    found = [False] * len(flags)
+    for indices in places.values():
+        values = torch.stack([flags[index] for index in indices]).tolist()
+        for index, value in zip(indices, values, strict=True):
+            found[index] = value
+    return found
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
