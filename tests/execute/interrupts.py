@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import Future
 
 
 class Interrupt(BaseException):
@@ -52,9 +53,13 @@ def interrupted(run, at=None):
 
 def call_elsewhere(call):
     """Return what a call returns in another thread; it must not wait for a lock for good."""
-    results: list = []
-    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
-    thread.start()
-    thread.join(20)
-    assert results, "the call of another thread hangs, or raised"
-    return results[0]
+    done: Future = Future()
+
+    def run():
+        try:
+            done.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result(timeout=20)  # raises what the call raised, or TimeoutError

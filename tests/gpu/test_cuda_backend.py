@@ -263,6 +263,7 @@ def test_any_mix_of_captures_failures_and_releases_leaves_nothing(seed, refuse_h
     draw = random.Random(seed)
     x = rig.torch.ones(1 << 10, device="cuda")
     generator = rig.generator()
+    rig.backend.warmup(lambda: None, stream=rig.stream)  # workspaces stay with their streams
     gc.collect()
     rig.backend.pool_bytes(rig.pool)
     before = torch.cuda.memory_allocated()

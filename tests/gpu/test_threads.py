@@ -82,6 +82,8 @@ def capture_lazily(number):
     assert runner.stats().capture_failures == 0
 
 
+# All graphs are released again and again, which is what the warning is about.
+@pytest.mark.filterwarnings("ignore::dispatchkit.execute.ChurnWarning")
 def test_threads_draw_and_sample_while_steps_are_captured():
     """No error in any thread, no number twice, and together the numbers that eager draws."""
     workers = [Worker(index) for index in range(8)]
@@ -130,6 +132,8 @@ def test_a_draw_that_no_warmup_shows_is_captured_all_the_same():
     assert torch.equal(second, run())
 
 
+# torch's own, in the first product of a thread that has made no tensor there.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
 @pytest.mark.parametrize("draws", [False, True])
 def test_no_interrupt_of_a_capture_stops_others_for_good(draws):
     """Wherever a signal's exception came, later captures, draws and calls work."""
