@@ -119,6 +119,47 @@ def test_script_modules_have_graphs_and_stay_modules(name):
     assert run.graphed.stats().steps_by_mode["FULL"] == 3
 
 
+class Padded(nn.Module):
+    """Its convolution has a list, which each read of a script module copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(2, 3, 3, padding=1)
+        self.weights = {"a": [torch.ones(3, 1)], "b": [torch.zeros(3, 1)]}
+
+    def forward(self, x):
+        return self.conv(x) * self.weights["a"][0]
+
+
+class Appending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = [0]
+
+    def forward(self, x):
+        self.seen.append(x.size(0))
+        return x * len(self.seen)
+
+
+def test_a_script_module_with_lists_has_graphs_unless_it_changes_them():
+    module = torch.jit.script(Padded().eval())
+    run = graphed(module, backend="tape")
+    with torch.no_grad():
+        for rows in (3, 4, 7):
+            x = torch.randn(rows, 2, 5)
+            assert_close(run(x), module(x))
+    assert run.graphed.stats().steps_by_mode["FULL"] == 3
+    base = Appending().eval()
+    module, other = (torch.jit.script(copy.deepcopy(base)) for _ in range(2))
+    run = graphed(other, backend="tape")
+    for rows in (3, 4, 3):
+        x = torch.randn(rows, 2)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", EagerStepWarning)
+            assert_close(run(x), module(x))
+    assert run.graphed.stats().steps_by_mode.get("FULL", 0) == 0
+
+
 @pytest.mark.parametrize("name", ["script", "freeze"])
 def test_a_script_module_with_state_runs_eager(name):
     """Its attributes are none of Python's."""

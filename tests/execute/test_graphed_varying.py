@@ -59,6 +59,7 @@ def steps(run):
     ],
 )
 def test_masked_calls_are_padded_along_their_length(step, dtype, shown):
+    """One form serves all lengths after the first, and its results are the step's own."""
     run = graphed(step, backend="tape")
     for x, mask in calls(dtype, shown=shown):
         torch.testing.assert_close(run(x, mask), step(x, mask), rtol=1e-4, atol=1e-5)
@@ -80,6 +81,7 @@ def test_masked_calls_are_padded_along_their_length(step, dtype, shown):
     ids=["mean", "size", "softmax", "flip", "small"],
 )
 def test_where_padding_changes_results_exact_sizes_have_graphs(step):
+    """However little it changes them; told once, at the line of the call."""
     run = graphed(step, backend="tape")
     with pytest.warns(EagerStepWarning, match="dim_1") as caught:  # noqa: PT031
         for x, _ in calls():
@@ -118,6 +120,7 @@ def test_axes_are_grouped_by_the_sizes_that_go_together():
 
 
 def test_a_step_that_writes_state_is_not_run_for_a_proof():
+    """It runs once a call, and has graphs of exact sizes."""
     total = torch.zeros(())
 
     def step(x):

@@ -280,7 +280,7 @@ def is_same(before: Any, after: Any) -> bool:
         return False
     if isinstance(before, float):
         return bool(before.hex() == after.hex())  # tells zeros apart, and finds nan equal to itself
-    if isinstance(before, (*_PLAIN, _Address, _Contents)):
+    if isinstance(before, (*_PLAIN, _Address, _Copied, _Contents)):
         return bool(before == after)
     if isinstance(before, types.MethodType):
         return before.__func__ is after.__func__ and before.__self__ is after.__self__
@@ -511,20 +511,51 @@ class _Address:
         return hash(self._place)
 
 
+class _Copied:
+    """A container of a script module, of which each read gives a copy."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._content = _content_of(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Copied) and is_same(self._content, other._content)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+def _content_of(value: Any) -> Any:
+    """Return a value with tuples for containers, and tensors by their place."""
+    if isinstance(value, torch.Tensor):
+        return _Address(value)
+    if isinstance(value, dict):
+        return tuple((_content_of(key), _content_of(one)) for key, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_content_of, value))
+    return value
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Address(value)
+    return _Copied(value) if isinstance(value, (dict, list, tuple)) else value
+
+
 def _read_script(target: Any) -> dict[str, Any]:
     read = target._c.getattr
     known: Any = getattr(target, "_concrete_type", None)
     if known is None:  # of a frozen module
         known = torch._C.ConcreteModuleType.from_jit_type(target._c._type())
-    values = {name: read(name) for name in known.get_attributes()}
-    return {
-        name: _Address(value) if isinstance(value, torch.Tensor) else value
-        for name, value in values.items()
-    }
+    return {name: _readable(read(name)) for name in known.get_attributes()}
 
 
 def _write_script(target: Any, name: str, value: Any) -> None:
-    target._c.setattr(name, value.tensor if isinstance(value, _Address) else value)
+    if isinstance(value, _Address):
+        value = value.tensor
+    elif isinstance(value, _Copied):
+        value = value.value
+    target._c.setattr(name, value)
 
 
 def _read_module(held: dict[str, Any]) -> dict[str, Any]:
