@@ -124,9 +124,8 @@ def make_runner(module: Any, shape: Any, sizes: Any, memory: Any, **settings: An
         sizes=sizes,
         mode="FULL",
         policy=OneBucketPolicy(),
-        backend=BACKEND,
         memory=memory,
-        **settings,
+        **{"backend": BACKEND, **settings},
     )
 
 
@@ -296,11 +295,20 @@ def sleep(options: argparse.Namespace) -> None:
 # -- captures beside serving ----------------------------------------------------------------
 
 
+def beside_backend() -> Any:
+    """Return a backend that lets steps in between the operators of a capture."""
+    if not HAS_GPU:
+        return BACKEND
+    from dispatchkit.backends.cuda import CudaBackend
+
+    return CudaBackend(steps_beside_captures=True)
+
+
 def beside(options: argparse.Namespace) -> None:
     width, count = (512, 12) if options.model == "small" else (4096 // SCALE, 24)
     module = ready(Layers(width, count))
     ladder = (1, 2, 4, *range(8, 385, 8))  # 51 sizes
-    runner = make_runner(module, (None, width), ladder, None)
+    runner = make_runner(module, (None, width), ladder, None, backend=beside_backend())
     warnings.simplefilter("ignore")
     # The largest is there: what is measured is steps that replay, beside captures of the others.
     runner.capture([key for key in runner.registry if key.num_tokens == max(ladder)])

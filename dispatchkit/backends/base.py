@@ -30,7 +30,6 @@ class BackendCapabilities:
         stream_priorities: ``new_stream`` takes ``priority``, as ``PriorityBackend`` says.
         steps_beside_captures: While one thread captures, others may run and replay what the
             callable does, as long as it changes nothing outside.
-        inert_captures: A capture runs nothing, and neither reads nor writes memory.
         unwatched_captures: ``capture`` takes ``watched``, ``notes`` and ``compiled``, as
             ``UnwatchedCaptureBackend`` says.
     """
@@ -43,7 +42,6 @@ class BackendCapabilities:
     stream_priorities: bool = False
     unwatched_captures: bool = False
     steps_beside_captures: bool = False
-    inert_captures: bool = False
 
 
 @runtime_checkable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -14,7 +13,6 @@ from dispatchkit.backends.optional import WarmupNotes, WatchedGraph, features_of
 from dispatchkit.backends.watching.compiled_code import FORCE_EAGER
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
-from dispatchkit.execute.capture.pacing import beside_steps
 from dispatchkit.execute.capture.warmup import Family
 from dispatchkit.execute.io.outputs import SharedMemory
 from dispatchkit.execute.io.structure import flatten
@@ -138,32 +136,27 @@ class GraphMaker:
             admission.ask_for_graph(trial, self._generators, more)
         captured = SharedOutputs(run, _taken(lane.outputs, slots))
         if self._unwatched is None:  # each is watched in full, and by itself
-            capture = partial(
-                self._backend.capture,
-                stream=lane.stream,
-                pool=lane.pool,
-                generators=self._generators,
-            )
             with lane.measuring("driver"):
-                own = beside_steps(lane, capture)(captured)
+                own = self._backend.capture(
+                    captured, stream=lane.stream, pool=lane.pool, generators=self._generators
+                )
             return MadeGraph(own, captured.outputs, own.has_random_state)
         # Keys that differ in size only run the same operations: one of them is watched.
         known = self._watched.get(name)
         if known is not None or compiled is not None or (notes is not None and not notes.is_plain):
             notes = None
         begun = None if FORCE_EAGER.is_on else FORCE_EAGER.num_begun
-        capture_one = partial(
-            self._unwatched.capture,
-            stream=lane.stream,
-            pool=lane.pool,
-            generators=self._generators,
-            watched=known is None,
-            notes=notes,
-            compiled=known is None and compiled is not None,
-            draws=draws,
-        )
         with lane.measuring("driver"):
-            graph = beside_steps(lane, capture_one)(captured)
+            graph = self._unwatched.capture(
+                captured,
+                stream=lane.stream,
+                pool=lane.pool,
+                generators=self._generators,
+                watched=known is None,
+                notes=notes,
+                compiled=known is None and compiled is not None,
+                draws=draws,
+            )
         if compiled is not None and FORCE_EAGER.num_begun != begun:
             warn_at_call(
                 "Another thread was warming a step up during a capture, which has functions of "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from dispatchkit.backends.base import Stream
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.memory import Pacer
@@ -18,13 +17,14 @@ class PacedRun(DispatchMode):
 
     Args:
         pacer: Releases the lock of steps when it has been held for long enough.
-        stream: Waited for after each operator, where they run: what is queued there would take
-            the device from the steps that are let in. None where nothing runs.
+        lane: Whose stream is waited for after each operator, where they run, and waits for the
+            steps that were let in: libraries may give both the same memory to work in. None
+            where nothing runs.
     """
 
-    def __init__(self, pacer: Pacer, stream: Stream | None) -> None:
+    def __init__(self, pacer: Pacer, lane: Lane | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self._pacer, self._stream = pacer, stream
+        self._pacer, self._lane = pacer, lane
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -39,47 +39,31 @@ class PacedRun(DispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._stream is not None:
-            self._stream.synchronize()
-        self._pacer.note(func)
+        lane = self._lane
+        if lane is not None:
+            lane.stream.synchronize()
+        if self._pacer.note(func) and lane is not None:
+            lane.order()
         return result
 
 
 def paced_warmup(lane: Lane, run: Callable[[], _T]) -> Callable[[], _T]:
     """Return a run that lets steps in, where a capture in the background may; else the same."""
-    return _paced(lane, run, lane.stream)
+    return _paced(lane, run, runs=True)
 
 
 def paced_step(lane: Lane, run: Callable[[], _T]) -> Callable[[], _T]:
     """Return a run to be captured that lets steps in, where the capture may; else the same."""
-    return _paced(lane, run, None)
+    return _paced(lane, run, runs=False)
 
 
-def _paced(lane: Lane, run: Callable[[], _T], stream: Stream | None) -> Callable[[], _T]:
+def _paced(lane: Lane, run: Callable[[], _T], *, runs: bool) -> Callable[[], _T]:
     pacer = lane.group.turns.pacer
     if pacer is None or not pacer.allows_turns:
         return run
 
     def paced() -> _T:
-        with PacedRun(pacer, stream):
+        with PacedRun(pacer, lane if runs else None):
             return run()
 
     return paced
-
-
-def beside_steps(
-    lane: Lane, capture: Callable[[Callable[[], None]], _T]
-) -> Callable[[Callable[[], None]], _T]:
-    """Return a capture that leaves steps the lock outside of the run, where it may; else the same.
-
-    Args:
-        lane: Where.
-        capture: Calls the backend with what is captured.
-    """
-    pacer, can = lane.group.turns.pacer, lane.backend.capabilities
-    if pacer is None or not (pacer.allows_turns and can.inert_captures):
-        return capture
-    return lambda run: pacer.aside(
-        "the beginning of the capture",
-        lambda: capture(lambda: pacer.held("the operators of the capture", run)),
-    )

@@ -2,9 +2,10 @@
 
 Steps run under the lock of their pool's group, and so does a capture: a step that comes meanwhile
 waits for all of it. A capture in the background releases the lock between two operators when it
-has held it for as long as it may, and for all that torch and the driver do at the beginning and the
-end of it. That is right where nothing that the capture runs, or puts back at its end, is read or
-written by a step; see ``Capturer.allows_turns``.
+has held it for as long as it may. That is right where nothing that the capture runs, or puts back
+at its end, is read or written by a step; see ``Capturer.allows_turns``. On the device they do not
+overlap either: what a warmup queued is done before a step is let in, and what comes next waits for
+that step.
 
 While such a capture is under way nothing else is captured, and nothing is evicted, on its device
 by steps: who would wait for the capture, with the lock that it waits for, would wait for good.
@@ -127,19 +128,6 @@ class Turns:
         """Let waiting steps run; the lock is held again at the end."""
         self._changed.wait(_GAP_S)
 
-    def aside(self, run: Callable[[], _T]) -> _T:
-        """Call something without the lock, which is held again at the end."""
-        held = self._lock._release_save()
-        try:
-            return run()
-        finally:
-            self._lock._acquire_restore(held)
-
-    def held(self, run: Callable[[], _T]) -> _T:
-        """Call something with the lock."""
-        with self._lock:
-            return run()
-
 
 class Pacer:
     """Measures how long a capture in the background holds steps up, and says when it must pause.
@@ -162,13 +150,13 @@ class Pacer:
         self.thread: int = threading.get_ident()
         self.pauses: list[LongPause] = []
         self._since = 0.0
-        self._last = ""
+        self._last: Any = ""
 
-    def resume(self, what: str) -> None:
+    def resume(self, what: Any) -> None:
         """Note that the lock is held from now on."""
         self._since, self._last = time.perf_counter(), what
 
-    def pause(self, what: str) -> None:
+    def pause(self, what: Any) -> None:
         """Note that the lock is released now."""
         elapsed = time.perf_counter() - self._since
         if elapsed > self._limit_s:
@@ -176,38 +164,19 @@ class Pacer:
             name = f"from {self._last} to {what}{in_one}"
             self.pauses.append(LongPause(self._key, name, elapsed * 1e6))
 
-    def note(self, what: str) -> None:
-        """Let steps run if the lock was held for as long as it may be.
+    def note(self, what: Any) -> bool:
+        """Let steps run if the lock was held for as long as it may be; return whether they might.
 
         Args:
             what: What has just been done, such as an operator.
         """
         if time.perf_counter() - self._since < self._limit_s:
             self._last = what
-            return
+            return False
         self.pause(what)
         self._turns.give_way()
         self.resume(what)
-
-    def aside(self, what: str, run: Callable[[], _T]) -> _T:
-        """Call something that needs no lock without it."""
-        self.pause(what)
-        try:
-            return self._turns.aside(run)
-        finally:
-            self.resume(what)
-
-    def held(self, what: str, run: Callable[[], _T]) -> _T:
-        """Call something with the lock, within ``aside``."""
-
-        def held() -> _T:
-            self.resume(what)
-            try:
-                return run()
-            finally:
-                self.pause(f"the end of {what}")
-
-        return self._turns.held(held)
+        return True
 
 
 def _begin_child() -> None:
