@@ -208,6 +208,28 @@ def test_an_example_captures_all_sizes_at_once(net):
     assert named.graphed.runners[0].stats().captures == 1
 
 
+def test_a_capture_of_nothing_warns():
+    fast = graphed(lambda x: x * float(x[0]), sizes=[2], backend="tape")
+    with pytest.warns(EagerStepWarning, match="Nothing was captured") as caught:
+        assert fast.graphed.capture(torch.ones(2)) == 0
+    assert caught[-1].filename == __file__
+
+
+def test_what_was_done_reads_as_text(net):
+    fast = graphed(net, backend="tape", sizes=[4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerStepWarning)
+        for rows in (4, 3, 5):
+            fast(torch.randn(rows, 4))
+        fast(torch.randn(2, 4, requires_grad=True))
+    assert str(fast.graphed).splitlines() == [
+        "Graphs of Net",
+        "4 calls, 2 replayed",
+        "plain, gradients: 1",
+        "(x: float32[n, 4]): 1 captured, 2 replayed, eager above_largest_size 1",
+    ]
+
+
 def test_the_policy_is_passed_on(net):
     fast = graphed(
         net, sizes=[8], policy="threshold", options=RunnerOptions(policy_options={"max_waste": 1.0})

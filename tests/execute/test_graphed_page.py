@@ -18,5 +18,5 @@ def test_the_page_on_graphed(capsys):
     assert blocks
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)  # noqa: S102 - the page's own code
-    assert "GraphedStats(calls=3, plain={}" in capsys.readouterr().out
+    assert "Graphs of Sequential\n3 calls, 3 replayed\n" in capsys.readouterr().out
     assert names["scores"].shape == (3, 2)

@@ -90,6 +90,16 @@ class GraphedStats:
             total.update(one.steps_by_mode)
         return dict(total)
 
+    def __str__(self) -> str:
+        replayed = sum(count for mode, count in self.steps_by_mode.items() if mode != "NONE")
+        lines = [f"{self.calls} calls, {replayed} replayed"]
+        lines += [f"plain, {reason}: {count}" for reason, count in self.plain.items()]
+        for form, one in self.runners.items():
+            eager = "".join(f", eager {why} {n}" for why, n in one.eager_by_reason.items())
+            steps = sum(count for mode, count in one.steps_by_mode.items() if mode != "NONE")
+            lines.append(f"{form}: {one.captures} captured, {steps} replayed{eager}")
+        return "\n".join(lines)
+
 
 @attrs.frozen
 class _ByResult:
@@ -184,7 +194,20 @@ class GraphedCalls:
         Raises:
             InputError: Such a call has no graphs; with the reason.
         """
-        return self._find_or_raise(args, kwargs, for_result=False)[1].capture().num_graphs
+        form, runner, _, _ = self._find_or_raise(args, kwargs, for_result=False)
+        num_graphs = runner.capture().num_graphs
+        if not num_graphs and not form.has_graphs():
+            warn_at_call(
+                f"Nothing was captured for {form}, and its calls run eager. "
+                "print(fast.graphed.runners[-1]) says why of each size.",
+                EagerStepWarning,
+            )
+        return num_graphs
+
+    def __str__(self) -> str:
+        stats = self.stats()
+        name = getattr(self.target, "__qualname__", type(self.target).__name__)
+        return f"Graphs of {name}\n{stats}"
 
     def invalidate(self) -> None:
         """Give up all graphs, after what they read was replaced."""

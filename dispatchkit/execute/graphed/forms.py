@@ -24,10 +24,12 @@ from torch.utils._pytree import (
 
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError
+from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.graphed.varying import buckets_for
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.keys.axes import Axis
+from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.options import FIRST, RunnerOptions
 from dispatchkit.registry import KeyState
@@ -129,16 +131,22 @@ class Form:
             runner = self.runner = self._make(rows)
         return runner
 
+    def _captured(self) -> Iterator[tuple[Executor, GraphKey]]:
+        """Yield the keys that have graphs, each with what runs them."""
+        for lane in () if self.runner is None else self.runner.lanes:
+            for key, entry in lane.registry.entries.items():
+                if entry.state is KeyState.CAPTURED:
+                    yield lane, key
+
+    def has_graphs(self) -> bool:
+        """Return whether anything of it is captured."""
+        return any(True for _ in self._captured())
+
     def is_pure(self) -> bool:
         """Return whether graphs of it show that running it changes nothing that others see."""
         if self.runner is None or self.runner.backend.is_capturing():
             return False
-        return any(
-            lane.warmups.is_pure(key)
-            for lane in self.runner.lanes
-            for key, entry in lane.registry.entries.items()
-            if entry.state is KeyState.CAPTURED
-        )
+        return any(lane.warmups.is_pure(key) for lane, key in self._captured())
 
     def run_on(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Run what is called plainly, on other tensors."""
