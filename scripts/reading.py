@@ -7,6 +7,7 @@ behind the last one of its folder, to be moved to its place by hand; one that is
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -21,6 +22,7 @@ TOTAL = re.compile(r"([\d,]+) lines of Python")
 BESIDE = ("__main__", "cli/", "demo/", "testing/")
 
 
+@functools.cache
 def files() -> dict[str, tuple[int, str]]:
     """Return the number of lines and the docstring's first paragraph of each file, by path."""
     found = {}

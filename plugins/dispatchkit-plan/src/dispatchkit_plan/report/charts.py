@@ -388,11 +388,17 @@ def _name_points(frame: _Frame, groups: Sequence[_Group], drawn: Sequence[_Place
     dots = [(x - 7, x + 7, y + 4) for x, y, _ in groups]
     # The first name gets the best place, so each may be the first; of many, too many orders.
     orders = itertools.permutations(groups) if len(groups) <= _MAX_ORDERED else iter([groups])
-    layouts: list[tuple[int, int, _Names]] = []
+    lowest, parts = math.inf, list[Callable[[], None]]()
     for order in orders:
         names = _Names(frame, list(drawn), list(dots))
-        layouts.append((sum(names.place(*group) for group in order), len(layouts), names))
-    for what in min(layouts)[2].parts:
+        cost = 0
+        for group in order:
+            cost += names.place(*group)
+            if cost >= lowest:
+                break
+        else:
+            lowest, parts = cost, names.parts
+    for what in parts:
         what()
 
 
@@ -436,10 +442,12 @@ class _Names:
             for place in places
             if _TOP + 6 < place[1] and place[1] + below_first < frame.bottom - 3
         ]
-        costs = {
-            place: self._cost(x, y, place, width, below_first, has_stroke=place not in beside)
-            for place in inside or places
-        }
+        costs: dict[tuple[float, float], int] = {}
+        for place in inside or places:
+            has_stroke = place not in beside
+            costs[place] = self._cost(x, y, place, width, below_first, has_stroke=has_stroke)
+            if costs[place] == 0:
+                break
         chosen = min(costs, key=lambda place: costs[place])  # of equals, the first
         left, top = chosen
         tops = [top + at * _NAME_HEIGHT for at in range(len(lines))]
@@ -468,10 +476,13 @@ class _Names:
         left, top = place
         tops = [top + at * _NAME_HEIGHT for at in range(round(below_first / _NAME_HEIGHT) + 1)]
 
+        right, above, below = left + width, tops[0] - _NAME_HEIGHT, tops[-1] + _NAME_HEIGHT
+
         def covered(places: Sequence[_Place]) -> int:
             return sum(
-                abs(line - other) < _NAME_HEIGHT and left <= end and left + width >= begin
+                abs(line - other) < _NAME_HEIGHT
                 for begin, end, other in places
+                if above < other < below and begin <= right and left <= end
                 for line in tops
             )
 
