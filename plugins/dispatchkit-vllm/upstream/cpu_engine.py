@@ -163,6 +163,7 @@ def first_runner(engine: CpuEngine) -> bool:
             same[name] and asked == len(watch.times[name]) > 0,
             modes=dict(watch.modes[name]),
             tokens_equal=same[name],
+            tokens=watch.hashes[name],
         )
     differs = watch.modes["threshold"] != watch.modes["plain"]
     ok &= say("options of threshold act", differs)

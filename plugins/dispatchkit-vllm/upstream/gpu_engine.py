@@ -186,6 +186,7 @@ class Watch:
         self._engine = engine
         self.times: dict[str, list[int]] = {}
         self.modes: dict[str, Counter[str]] = {}
+        self.hashes: dict[str, list[str]] = {}
 
     def put(self, name: str, core: Any) -> None:
         """Let a policy decide, or with None vLLM's own class as it is."""
@@ -305,6 +306,7 @@ def turns(
             watch.put(name, cores[name])
             took, hashes[name], tokens = engine.generate(make(random.Random(index)))
             results[name].append(took)
+            watch.hashes.setdefault(name, []).append(hashes[name])
         for name in names:
             same[name] &= hashes[name] == hashes["plain"]
     engine.station.put(None)
