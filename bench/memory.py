@@ -39,7 +39,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from _common import emit
 
-from dispatchkit import GraphMemory, GraphRunner, StaticInput
+from dispatchkit import GraphMemory, GraphRunner, Lanes, StaticInput
 from dispatchkit.testing import OneBucketPolicy
 
 BENCH = "memory"
@@ -124,7 +124,7 @@ def make_runner(module: Any, shape: Any, sizes: Any, memory: Any, **settings: An
         sizes=sizes,
         mode="FULL",
         policy=OneBucketPolicy(),
-        memory=memory,
+        lanes=Lanes(memory=memory),
         **{"backend": BACKEND, **settings},
     )
 

@@ -287,7 +287,7 @@ def with_settings(options: RunnerOptions, settings: Mapping[str, Any]) -> Runner
 # -- keywords that moved ------------------------------------------------------------------
 
 # Arguments of a runner that are settings too.
-_KEPT = frozenset({"sizes", "max_num_tokens", "mode", "axes", "lanes", "memory"})
+_KEPT = frozenset({"sizes", "max_num_tokens", "mode", "axes", "lanes"})
 _STATE = {"scratch": "scratch", "generators": "generators"}
 _RENAMED = {"query_len": "query_lens"}
 _MOVED = {*_GROUP_OF, *_STATE, *_RENAMED, "plugins"} - _KEPT
@@ -330,9 +330,16 @@ def _replacement(moved: dict[str, Any], arguments: Mapping[str, Any]) -> tuple[s
         held = {"tensors": "state", **_STATE}
         listed = [f"{field}={name}" for field, name in held.items() if name in arguments]
         written.append(f"state=StepState({', '.join(listed)})")
-    if not isinstance(moved.get("lane_policy"), str | None):
-        del moved["lane_policy"]
-        written.append(f"lanes=Lanes({arguments.get('lanes', 1)}, lane_policy)")
+    of_lanes = [
+        name
+        for name, kinds in (("lane_policy", str | None), ("memory", MemoryOptions | None))
+        if not isinstance(moved.get(name), kinds)
+    ]
+    if of_lanes:
+        listed = [f"{name.removeprefix('lane_')}={name}" for name in of_lanes]
+        for name in of_lanes:
+            del moved[name]
+        written.append(f"lanes=Lanes({', '.join([str(arguments.get('lanes', 1)), *listed])})")
     if callable(moved.get("eviction")):
         del moved["eviction"]
         called = "runner.controls.set_eviction(eviction)"

@@ -105,15 +105,18 @@ class PrioritizedLanePolicy(Protocol):
 
 @attrs.frozen
 class Lanes:
-    """A number of lanes, and an object that chooses among them.
+    """A number of lanes, and the objects that they work with.
 
     Attributes:
         count: How many.
-        policy: Chooses the lane of each submitted step.
+        policy: Chooses the lane of each submitted step; None: the one that options name.
+        memory: A ``GraphMemory``, or a group of one: a pool, a budget and an account that runners
+            share. By default each lane has a pool of its own.
     """
 
-    count: int
-    policy: LanePolicy
+    count: int = 1
+    policy: LanePolicy | None = None
+    memory: Any = None
 
 
 def needs_key(policy: object) -> bool:

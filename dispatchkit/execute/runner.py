@@ -24,7 +24,6 @@ from dispatchkit.execute.live.decisions import DecisionRunner
 from dispatchkit.execute.live.swap import Swapper, SwapReport
 from dispatchkit.execute.live.swap_requests import UNCHANGED
 from dispatchkit.execute.live.taps import StepTaps
-from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.report import ladder
 from dispatchkit.execute.setup import RunnerSpec, merge_config
@@ -72,9 +71,8 @@ class GraphRunner:
             scratch tensors and generators. They are saved around warmups.
         lazy: Capture a key when a call asks for it.
         lanes: Streams that ``submit`` spreads steps over, each with buffers, graphs, table and
-            budget of its own; ``Lanes(4, policy)`` for a lane policy that is an object.
-        memory: A ``GraphMemory``, or a group of one: a pool, a budget and an account that
-            runners share. By default each has a pool for each lane.
+            budget of its own; ``Lanes(4, policy)`` for a lane policy that is an object,
+            ``Lanes(memory=memory)`` for a ``GraphMemory`` that runners share.
         options: All other settings.
 
     Attributes:
@@ -112,7 +110,6 @@ class GraphRunner:
         state: StepState | Iterable[torch.Tensor] = (),
         lazy: bool = False,
         lanes: int | Lanes = 1,
-        memory: GraphMemory | MemoryGroup | None = None,
         options: RunnerOptions | None = None,
     ) -> None:
         options = RunnerOptions() if options is None else options
@@ -147,7 +144,6 @@ class GraphRunner:
             state=StepState.of(state),
             lazy=lazy,
             lanes=lanes,
-            memory=memory,
             options=attrs.evolve(options, config=config),
         )
         check_lanes(spec)

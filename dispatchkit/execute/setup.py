@@ -15,7 +15,7 @@ from dispatchkit.dispatch import Lanes, Policy
 from dispatchkit.distributions import DEFAULT_POLICY
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute.io.static_input import StaticInput
-from dispatchkit.execute.memory import GraphMemory, MemoryGroup
+from dispatchkit.execute.memory import MemoryGroup
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.execute.step.support import mode_for_pieces, warn_of_downgrade
@@ -40,8 +40,7 @@ class RunnerSpec:
         outputs: ``owned`` or ``view``.
         state: What the step changes.
         lazy: Whether keys are captured when they are asked for.
-        lanes: How many, with or without an object that chooses.
-        memory: What it shares its memory with, if with anything.
+        lanes: How many, with or without objects that choose among them and hold their memory.
         options: All other settings; ``options.config`` holds sizes, limits, modes and axes as
             they were asked for.
     """
@@ -55,7 +54,6 @@ class RunnerSpec:
     state: StepState
     lazy: bool
     lanes: int | Lanes
-    memory: GraphMemory | MemoryGroup | None
     options: RunnerOptions
 
     def arguments(self) -> dict[str, Any]:
@@ -70,7 +68,13 @@ class RunnerSpec:
     @property
     def memory_group(self) -> MemoryGroup | None:
         """The group of runners that it shares a pool with; None: it shares nothing."""
-        return MemoryGroup.of(self.memory)
+        return MemoryGroup.of(self.lanes.memory) if isinstance(self.lanes, Lanes) else None
+
+    def without_memory(self) -> RunnerSpec:
+        """Return the same with pools of its own."""
+        if not isinstance(self.lanes, Lanes):
+            return self
+        return attrs.evolve(self, lanes=attrs.evolve(self.lanes, memory=None))
 
     @property
     def named_policy(self) -> str | Policy | None:

@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import GraphMemory, GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
+from dispatchkit import GraphMemory, GraphRunner, Lanes, StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, RegistryError  # noqa: E402
 from dispatchkit.testing import OneBucketPolicy  # noqa: E402
@@ -384,7 +384,7 @@ def test_a_request_that_waited_for_a_capture_is_logged(caplog):
 def test_runners_that_share_a_pool_serve_beside_each_others_captures():
     memory, backend = GraphMemory(), TapeBackend()
     steps = [layers(seed=seed) for seed in range(2)]
-    runners = [runner_of(step, memory=memory, backend=backend) for step in steps]
+    runners = [runner_of(step, lanes=Lanes(memory=memory), backend=backend) for step in steps]
     stop, found = threading.Event(), {}
 
     def call():

@@ -19,6 +19,7 @@ from dispatchkit import (  # noqa: E402
     BufferOptions,
     GraphMemory,
     GraphRunner,
+    Lanes,
     MemoryOptions,
     RunnerOptions,
     StaticInput,
@@ -65,7 +66,10 @@ def make(tape):
             **settings,
         }
         return GraphRunner(
-            step, {"x": StaticInput((None, width), "float32")}, memory=memory, **settings
+            step,
+            {"x": StaticInput((None, width), "float32")},
+            lanes=Lanes(settings.pop("lanes", 1), memory=memory),
+            **settings,
         )
 
     return make
@@ -181,7 +185,7 @@ def test_steps_on_different_streams_wait_for_each_other(seed):
     steps = [network(seed) for seed in range(2)]
     settings = {"policy": OneBucketPolicy(), "mode": "FULL", "sizes": (2, 4), "backend": tape}
     inputs = {"x": StaticInput((None, WIDTH), "float32")}
-    runners = [GraphRunner(step, inputs, memory=memory, **settings) for step in steps]
+    runners = [GraphRunner(step, inputs, lanes=Lanes(memory=memory), **settings) for step in steps]
     for runner in runners:
         runner.capture()
     streams = [tape.new_stream() for _ in range(3)]
@@ -460,11 +464,11 @@ def test_copies_share_it_and_other_processes_begin_anew(make):
     memory = GraphMemory(max_bytes=1 << 30)
     runner = make(Doubled(), memory, backend="tape", policy="vllm")
     for twin in (copy.copy(runner), copy.deepcopy(runner)):
-        assert twin.spec.memory is memory
+        assert twin.spec.lanes.memory is memory
         assert twin.lanes[0].lane.group is runner.lanes[0].lane.group
     other = pickle.loads(pickle.dumps(runner))  # noqa: S301
-    assert other.spec.memory.max_bytes == memory.max_bytes
-    assert other.spec.memory is not memory
+    assert other.spec.lanes.memory.max_bytes == memory.max_bytes
+    assert other.spec.lanes.memory is not memory
     other.capture()
     torch.testing.assert_close(other(rows_of(3)), rows_of(3) * 2)
 

@@ -150,8 +150,8 @@ def test_report_of_a_capture_reads_well(make_runner):
     runner = make_runner(lambda tokens: {tokens}, sizes=[4, 8])
     words = str(runner.capture())
     assert words.startswith("0 graphs captured in ")
-    assert "2 failed, FULL tokens=8 first: output_layout: Output 0 is no tensor: {" in words
-    assert "return those, in tuples, lists or dictionaries" in words
+    assert "2 failed, FULL tokens=8 first: output_layout: Output 0 is {tensor(" in words
+    assert "return a tensor, a value that compares equal, or an object with tensors" in words
 
 
 def test_strict_runner_raises_before_the_step_runs(make_runner):

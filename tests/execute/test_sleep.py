@@ -13,6 +13,7 @@ from dispatchkit import (  # noqa: E402
     BufferOptions,
     GraphMemory,
     GraphRunner,
+    Lanes,
     RunnerOptions,
     StaticInput,
     graphed,
@@ -51,7 +52,8 @@ def runner_of(step, memory, inputs=INPUT, **settings):
         "backend": "tape",
         **settings,
     }
-    return GraphRunner(step, inputs, memory=memory, **settings)
+    lanes = Lanes(settings.pop("lanes", 1), memory=memory)
+    return GraphRunner(step, inputs, lanes=lanes, **settings)
 
 
 @pytest.mark.parametrize("settings", [{}, {"outputs": "view"}, {"lanes": 2}])

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dispatchkit import GraphMemory, GraphRunner, StaticInput  # noqa: E402
+from dispatchkit import GraphMemory, GraphRunner, Lanes, StaticInput  # noqa: E402
 from dispatchkit.backends import resolve_backend  # noqa: E402
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
 from dispatchkit.errors import ReplayError  # noqa: E402
@@ -50,7 +50,7 @@ def runner_of(step, memory, sizes=(64, 256, 1024), width=1024, **settings):
         **settings,
     }
     return GraphRunner(
-        step, {"x": StaticInput((None, width), "float32")}, memory=memory, **settings
+        step, {"x": StaticInput((None, width), "float32")}, lanes=Lanes(memory=memory), **settings
     )
 
 

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch.utils._pytree import tree_flatten
 
-from dispatchkit.dispatch import Reason
+from dispatchkit.dispatch import Lanes, Reason
 from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.graphed.batch import guess_batch_dims
 from dispatchkit.execute.graphed.forms import Form
@@ -142,7 +142,7 @@ class GraphedCalls:
             raise ConfigError("module_or_function", target, "a module or a function")
         self.target, self.settings = target, settings
         self._of_runners = _sharing_memory(settings)
-        self.memory: GraphMemory = self._of_runners["memory"].memory
+        self.memory: GraphMemory = self._of_runners["lanes"].memory.memory
         self.module: torch.nn.Module | None = (
             target if isinstance(target, torch.nn.Module) else None
         )
@@ -516,7 +516,9 @@ def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
         limits = options.memory
         group = GraphMemory(max_bytes=limits.max_bytes).group("graphed")
         options = attrs.evolve(options, memory=attrs.evolve(limits, max_bytes=None))
-    return {**settings, "memory": group, "options": options}
+    lanes = Lanes(settings.get("lanes", 1), memory=group)
+    others = {name: value for name, value in settings.items() if name != "memory"}
+    return {**others, "lanes": lanes, "options": options}
 
 
 def _agree(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> bool:

@@ -171,7 +171,7 @@ class Form:
                 Axis(name, buckets_for(largest)) for name, largest in self.largest.items()
             ]
             options = settings["options"]
-            if options.check is None and settings.get("lanes", 1) == 1:
+            if options.check is None and settings["lanes"].count == 1:
                 settings["options"] = attrs.evolve(options, check=FIRST)
         if "backend" not in settings:
             options = settings.get("options", RunnerOptions())

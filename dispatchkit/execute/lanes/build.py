@@ -155,7 +155,7 @@ def _lane_policy(
     spec: RunnerSpec, plugins: PluginSet | None
 ) -> tuple[LanePolicy, str, PluginSet | None]:
     options = spec.options.lanes
-    if isinstance(spec.lanes, Lanes):
+    if isinstance(spec.lanes, Lanes) and spec.lanes.policy is not None:
         policy = spec.lanes.policy
         if options.lane_policy is not None or options.lane_policy_options:
             hint = "Lanes has a policy already."

@@ -40,7 +40,7 @@ _INSTEAD = (
 
 
 class GraphMemory:
-    """The memory of the graphs of several runners: ``GraphRunner(..., memory=memory)``.
+    """The memory of the graphs of several runners: ``lanes=Lanes(memory=memory)``.
 
     ``print(memory)`` shows where the memory of each device has gone.
 

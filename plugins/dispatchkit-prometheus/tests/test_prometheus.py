@@ -19,7 +19,7 @@ pytest.importorskip("dispatchkit_vllm")
 from prometheus_client import CollectorRegistry, parser  # noqa: E402
 from prometheus_client.openmetrics import parser as openmetrics_parser  # noqa: E402
 
-from dispatchkit import GraphMemory, GraphRunner, StaticInput, load_plugins  # noqa: E402
+from dispatchkit import GraphMemory, GraphRunner, Lanes, StaticInput, load_plugins  # noqa: E402
 from dispatchkit.errors import ConfigError  # noqa: E402
 
 from dispatchkit_prometheus import (  # noqa: E402
@@ -247,9 +247,13 @@ def test_the_page_lists_every_metric(registry: CollectorRegistry) -> None:
     page = Path(__file__).parents[3] / "docs" / "how-to" / "prometheus.md"
     text = page.read_text(encoding="utf-8")
     listed = set(re.findall(r"`(dispatchkit_[a-z_]+)`", text))
-    collector = watch(make_runner(), registry=registry)
+    memory = GraphMemory(max_bytes=1 << 30)
+    runner = make_runner(lanes=Lanes(memory=memory))
+    collector = watch(runner, registry=registry)
+    account = watch_memory(memory, registry=CollectorRegistry())
     observer = PrometheusObserver(CollectorRegistry())
-    told = {name for family in collector.collect() for name in _names(family)}
+    families = [*collector.collect(), *account.collect()]
+    told = {name for family in families for name in _names(family)}
     rare = {family.name for family in _families(observer)}
     rare = {name if name.endswith("seconds") else f"{name}_total" for name in rare}
     of_engines = {name for family in EngineCollector().collect() for name in _names(family)}
@@ -277,7 +281,7 @@ def test_a_collector_that_was_unregistered_is_registered_by_the_next_watch(
 
 def test_the_account_of_a_memory_is_scraped(address: str, registry: CollectorRegistry) -> None:
     memory = GraphMemory(max_bytes=1 << 30)
-    runners = [make_runner(memory=memory.group(name)) for name in ("a", "b")]
+    runners = [make_runner(lanes=Lanes(memory=memory.group(name))) for name in ("a", "b")]
     for runner in runners:
         runner.capture()
     watch_memory(memory, registry=registry)

@@ -91,6 +91,7 @@ def test_arms_of_a_policy_that_explains_itself_are_sampled(runner: Any) -> None:
 
     class Explains:
         dispatcher: Any = None
+        spec = SimpleNamespace(memory_group=None)
 
         def stats(self) -> Any:
             return runner.stats()
@@ -131,7 +132,8 @@ def counters(steps):
 def test_sampling_for_weeks_keeps_file_and_page_small():
     steps = iter(range(1, 10_000))
     dispatcher = SimpleNamespace(policy_name="vllm", policy_parts=SimpleNamespace(explain=None))
-    runner = SimpleNamespace(dispatcher=dispatcher, stats=lambda: counters(next(steps)))
+    spec = SimpleNamespace(memory_group=None)
+    runner = SimpleNamespace(dispatcher=dispatcher, spec=spec, stats=lambda: counters(next(steps)))
     live = LiveStatistics()
     for _ in range(4001):
         live.sample(runner)

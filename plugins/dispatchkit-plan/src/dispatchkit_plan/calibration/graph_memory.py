@@ -128,10 +128,9 @@ def measuring_subject(
     )
     limits = attrs.evolve(runner.spec.options.memory, max_graphs=None, max_bytes=None)
     spec = attrs.evolve(
-        runner.spec,
+        runner.spec.without_memory(),
         backend=runner.backend,
         lazy=False,
-        memory=None,
         options=attrs.evolve(
             runner.spec.options, config=config, memory=limits, strict=False, check=0
         ),
