@@ -18,6 +18,7 @@ from dispatchkit import (  # noqa: E402
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.backends.watching.dispatch_mode import tensors_in  # noqa: E402
+from dispatchkit.execute import PaddedDrawsWarning  # noqa: E402
 
 INPUT = {"x": StaticInput((None, 4), "float32")}
 
@@ -51,7 +52,7 @@ class NotingTape(TapeBackend):
 
     def __init__(self):
         super().__init__()
-        self.ways, self.graphs = [], []
+        self.ways, self.graphs, self.may_draw = [], [], []
 
     @property
     def capabilities(self):
@@ -62,6 +63,7 @@ class NotingTape(TapeBackend):
 
     def capture(self, run, *, watched=True, notes=None, compiled=False, draws=True, **settings):
         self.ways.append("by notes" if notes is not None else "watched" if watched else "plainly")
+        self.may_draw.append(draws)
         graph = super().capture(run, **settings)
         self.graphs.append(Holding(graph, notes.alive() if notes is not None else []))
         return self.graphs[-1]
@@ -130,3 +132,26 @@ def test_inputs_of_the_host_are_watched(make_runner, tape):
     runner = make_runner(lambda x: x + 1, inputs, backend=tape)
     runner.capture()
     assert tape.ways[0] == "watched"
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("does_draw", [False, True])
+def test_a_step_draws_if_its_warmup_moved_a_generator(make_runner, tape, is_plain, does_draw):
+    """Attention may draw by its operations, and does not without dropout."""
+    tape.is_plain = is_plain
+
+    def step(x):
+        heads = x[:, None, None]
+        y = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)[:, 0, 0]
+        with torch.random.fork_rng(devices=()):  # the generator is at its place again at the end
+            return y + torch.rand(1) if does_draw else y
+
+    runner = make_runner(step, INPUT, backend=tape, sizes=(4,))
+    assert runner.capture().failed == {}
+    assert tape.may_draw == [does_draw]
+    assert bool(runner.explain(3).note) is does_draw
+    if does_draw:
+        with pytest.warns(PaddedDrawsWarning):
+            runner(torch.ones(3, 4))
+    else:
+        runner(torch.ones(3, 4))

@@ -208,11 +208,11 @@ def test_streams_of_the_caller_in_both_directions():
 def test_twenty_failing_captures_leave_memory_flat():
     """Five kinds of failure; afterwards random numbers, capture and replay are right."""
     kind = [0]
-    counter = torch.zeros(1, device=DEVICE)
+    counter, weight = torch.zeros(1, device=DEVICE), torch.randn(32, 32, device=DEVICE) / 8
 
     def step(x):
         counter.add_(1)
-        y = torch.tanh(x @ x.T) @ x
+        y = torch.tanh(x @ weight) @ weight
         if torch.cuda.is_current_stream_capturing():
             if kind[0] == 0:
                 y.sum().item()
@@ -251,7 +251,8 @@ def test_twenty_failing_captures_leave_memory_flat():
     runner = runner_of(step, inputs, **settings)
     assert runner.capture().failed == {}
     x = torch.randn(5, 32, device=DEVICE)
-    same(runner(x), torch.tanh(x @ x.T) @ x)
+    same(runner(x), torch.tanh(x @ weight) @ weight)
+    assert runner.stats().steps_by_mode["FULL"] == 1
 
 
 @pytest.mark.parametrize("limit", ["graphs", "bytes"])

@@ -374,21 +374,21 @@ class CudaBackend:
         self._refuse_foreign_capture()
         free_idle_memory()
         handled = sys.exception()
+        inner = partial(
+            self._capture, run, stream.raw, pool, own_generators, handled, watched, notes, compiled
+        )
 
-        def capture(draws: bool) -> CudaGraph:
-            inner = partial(
-                self._capture, run, stream.raw, pool, own_generators, handled, watched, notes
-            )
-            ordered = partial(self._in_order, stream, partial(inner, compiled, draws), draws)
-            return run_as_capture(self.torch_device, ordered)
+        def ordered(draws: bool) -> Callable[[], CudaGraph]:
+            return partial(self._in_order, stream, partial(inner, draws), draws)
 
         try:
             try:
-                return capture(draws)
+                return run_as_capture(self.torch_device, ordered(draws))
             except CaptureError as error:
                 if draws or _NOT_REGISTERED not in str(error.__cause__):
                     raise
-            return capture(True)  # it draws in a way that no warmup shows
+            # It draws in a way that no warmup shows.
+            return run_as_capture(self.torch_device, ordered(True))
         finally:
             destroy_pending()
 

@@ -257,18 +257,27 @@ class Capturer:
             try:
                 if self._warmups.effects.refresh():
                     self._watch_again()
-                try:
-                    return self._contained_once(key, run)
-                except PythonChangedError as error:
-                    changed: PythonChangedError | None = error
-                except Exception:
-                    if had_dynamo or not dynamo_is_loaded():
-                        raise
-                    # The step has loaded Dynamo, under a mode that was not hidden from it.
-                    changed = None
-                if changed is not None:
-                    self._look_into(changed, key)
-                return self._contained_once(key, run)
+                is_again = False
+                while True:
+                    made = None
+                    try:
+                        with self._undone(key) as snapshot:
+                            made = run(snapshot)
+                        return made
+                    except PythonChangedError as error:
+                        if isinstance(made, CapturedKey):
+                            made.release()
+                        if is_again:
+                            raise
+                        changed: PythonChangedError | None = error
+                    except Exception:
+                        if is_again or had_dynamo or not dynamo_is_loaded():
+                            raise
+                        # The step has loaded Dynamo, under a mode that was not hidden from it.
+                        changed = None
+                    if changed is not None:
+                        self._look_into(changed, key)
+                    is_again = True
             finally:
                 modes.put_back()
         finally:  # again: a signal's exception may have come in the first
@@ -302,18 +311,17 @@ class Capturer:
         if self._prover is not None:
             self._prover.forget()
 
-    def _contained_once(self, key: GraphKey, run: Callable[[Snapshot], _T]) -> _T:
-        made = None
-        try:
-            in_pieces = key.mode is RuntimeMode.PIECEWISE
-            contained = self._warmups.effects.contained(graphs_alone=in_pieces)
-            with self._set_up(key) as snapshot, contained:
-                made = run(snapshot)
-        except PythonChangedError:
-            if isinstance(made, CapturedKey):
-                made.release()
-            raise
-        return made
+    @contextmanager
+    def _undone(self, key: GraphKey) -> Iterator[Snapshot]:
+        """Prepare the lane for a key, and put back at the end what is changed; Python state too.
+
+        Raises:
+            PythonChangedError: Python state was changed.
+        """
+        in_pieces = key.mode is RuntimeMode.PIECEWISE
+        contained = self._warmups.effects.contained(graphs_alone=in_pieces)
+        with self._set_up(key) as snapshot, contained:
+            yield snapshot
 
     @contextmanager
     def _set_up(self, key: GraphKey) -> Iterator[Snapshot]:

@@ -166,12 +166,13 @@ class GraphMaker:
             )
         if known is not None:
             graph.holds.extend(known.holds)
-            return MadeGraph(graph, captured.outputs, known.draws)
-        drawn = graph.has_random_state if notes is None else notes.draws
+            return MadeGraph(graph, captured.outputs, draws and known.draws)
+        drawn = draws
         if compiled is not None:
             _warn_of_plain_code(graph, compiled)
             graph.holds.extend(compiled.reads)
-            drawn = compiled.draws
+        elif notes is None:
+            drawn = draws and graph.has_random_state
         if not graph.host_tensors:
             # The lane's memory is the lane's to give up: kept here it would outlive its graphs.
             holds = tuple(

@@ -181,6 +181,11 @@ class Snapshot:
         self._generators = [(one, one.get_state()) for one in found]
         self.draws = True
 
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The random generators whose states are saved."""
+        return [one for one, _ in self._generators]
+
     def save(self, storage: torch.UntypedStorage) -> None:
         """Copy a storage, unless it is saved already."""
         if storage._cdata not in self._saved:
@@ -218,12 +223,10 @@ class CompiledCode:
     Attributes:
         reads: Storages that they are given from outside: what a graph of them must keep alive.
         num_operations: Operations that they run plainly.
-        draws: The step may draw random numbers.
     """
 
     reads: tuple[torch.UntypedStorage, ...]
     num_operations: int
-    draws: bool
 
 
 class WriteWatch(DispatchMode):
@@ -240,7 +243,8 @@ class WriteWatch(DispatchMode):
     Attributes:
         written: Tensors outside that were written without being declared.
         peak_bytes: Most bytes of tensors made in the run that were alive at one time.
-        draws: An operation was seen that may draw random numbers.
+        draws: An operation has drawn random numbers, by the state of the generators: attention
+            may, and draws none without dropout.
     """
 
     def __init__(
@@ -277,7 +281,6 @@ class WriteWatch(DispatchMode):
         if self._notes is not None:
             self._notes.see(func, args, kwargs)
         facts = _facts_of(func)
-        self.draws = self.draws or facts.draws
         if self._calls is not None and self._calls.note(sys._getframe(1)):
             self._note_given(args, kwargs)
         if torch.is_inference_mode_enabled():
@@ -287,7 +290,10 @@ class WriteWatch(DispatchMode):
         for index, name in facts.writes:
             for tensor in tensors_in((args[index] if index < len(args) else kwargs.get(name),)):
                 self._before_write(tensor, func._schema.name)
-        result = func(*args, **kwargs)
+        if facts.may_draw and not self.draws:
+            result = self._run_drawing(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         if facts.returns_nothing:
             return None  # torch insists on it, also where the operation gives its list back
         self._computed.update(tensor.dtype for tensor in tensors_in((result,)))
@@ -306,7 +312,18 @@ class WriteWatch(DispatchMode):
         if self._calls is None or not self._calls.num_plain:
             return None
         reads = tuple(one for one in self._given.alive() if one._cdata not in self._own)
-        return CompiledCode(reads, self._calls.num_plain, self.draws)
+        return CompiledCode(reads, self._calls.num_plain)
+
+    def _run_drawing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that may draw, and see whether it does."""
+        given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
+        generators = [*self._snapshot.generators, *given]
+        before = [one.get_state() for one in generators]
+        self.draws = True  # also where it raises
+        result = func(*args, **kwargs)
+        after = [one.get_state() for one in generators]
+        self.draws = not all(map(torch.equal, before, after))
+        return result
 
     def _note_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in tensors_in((*args, *kwargs.values())):
@@ -369,14 +386,14 @@ class _Facts:
         returns_nothing: It has no result.
         makes_new: A result of it may be new memory.
         is_trusted: Results that are not marked as views are new memory for certain.
-        draws: It may draw random numbers.
+        may_draw: It may draw random numbers.
     """
 
     writes: tuple[tuple[int, str], ...]
     returns_nothing: bool
     makes_new: bool
     is_trusted: bool
-    draws: bool
+    may_draw: bool
 
 
 @PerOperation
@@ -394,7 +411,7 @@ def _facts_of(func: Any) -> _Facts:
         returns_nothing=not schema.returns,
         makes_new=any(one.alias_info is None for one in schema.returns),
         is_trusted=schema.name.startswith("aten::") and schema.name != "aten::_unsafe_view",
-        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        may_draw=torch.Tag.nondeterministic_seeded in func.tags,
     )
 
 
