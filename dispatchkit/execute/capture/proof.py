@@ -551,10 +551,15 @@ def _is_near(got: torch.Tensor, want: torch.Tensor, rounding: float) -> bool:
     """
     if not (want.is_floating_point() or want.is_complex()):
         return bool(rounding) or torch.equal(got, want)
+    left, right = _numbers(got), _numbers(want)
+    if _is_within(left, right, rounding):
+        return True
     numbers = _finite(got, want)
-    if numbers is None:
-        return False
-    error, norm = (numbers[0] - numbers[1]).norm().item(), numbers[1].norm().item()
+    return numbers is not None and _is_within(*numbers, rounding)
+
+
+def _is_within(got: torch.Tensor, want: torch.Tensor, rounding: float) -> bool:
+    """Return whether numbers are as near as rounding leaves them; False where one is nan."""
     tolerance = max(_TOLERANCE, _ROUNDINGS * rounding)
-    floor = max(_FLOOR, rounding) * numbers[1].numel() ** 0.5
-    return bool(error <= tolerance * norm + floor)
+    floor = max(_FLOOR, rounding) * want.numel() ** 0.5
+    return bool((got - want).norm() <= tolerance * want.norm() + floor)
