@@ -21,7 +21,7 @@ RUN_HERE = re.compile(r"^([A-Z_]+=\S+ )*(dispatchkit |python -m dispatchkit)")
 ELSEWHERE = set(
     "make python3 python pip git export cd pytest torchrun apt-get printf vllm curl".split()
 )
-# What a reader has: traces of the own service, one of them with an axis, and a module with the own
+# What a reader has: traces of the own service, two of them with an axis, and a module with the own
 # model.
 LENGTHS = """
 step,t_s,num_tokens,num_reqs,max_query_len,uniform_decode,num_active_loras,axis.length
@@ -75,6 +75,8 @@ def test_every_command_of_a_page_runs_as_printed(page: str, tmp_path: Path) -> N
     sample = ROOT / "tests" / "data" / "traces" / "step_azure_conv_low.csv.gz"
     (tmp_path / "trace.csv.gz").symlink_to(sample)
     (tmp_path / "lengths.csv").write_text(LENGTHS.lstrip())
+    calls = [f"{1 + step % 7},{8 * (1 + step % 5)}" for step in range(60)]
+    (tmp_path / "calls.csv").write_text("\n".join(["num_tokens,axis.length", *calls]) + "\n")
     (tmp_path / "my_module.py").write_text(MODULE)
     tools = tmp_path / "tools"
     tools.mkdir()
