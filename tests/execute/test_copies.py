@@ -105,7 +105,7 @@ def graphed_elsewhere(fast):
 @pytest.mark.slow
 def test_runner_sent_to_a_spawned_process(runner, monkeypatch):
     """It captures there; nothing of a graph is sent."""
-    fast = graphed(Scaled(), sizes=[4])
+    fast = graphed(Scaled().eval(), sizes=[4])
     fast(torch.ones(3, 4))
     # Last, so that the process finds this module and no other dispatchkit than this one does.
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).resolve().parents[2])])

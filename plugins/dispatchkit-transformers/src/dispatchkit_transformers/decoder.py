@@ -140,6 +140,9 @@ class GraphDecoder:
             options = attrs.evolve(options, device=self.device)
         if options.buffers.output_batch_dims == DERIVED:
             options = with_settings(options, {"output_batch_dims": 0})
+        # Rows of padding read and write the sink alone, which tests of the cache hold. Logits of
+        # few rows come from other kernels than those of many, which round otherwise.
+        options = with_settings(options, {"prove_rows": False})
         declared = StepState.of(state)
         self._settings = {
             "sizes": sizes,
