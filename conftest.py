@@ -47,6 +47,7 @@ def pytest_collection_finish() -> None:
     """Keep what was imported out of later garbage collections, which tests ask for by hundreds."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # Python's own collections, which come by thousands
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -103,7 +103,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Writes a memory in each layer, as a decoder writes its cache; slot SLOTS is a sink."""
 
-    def __init__(self, layers=2):
+    def __init__(self, layers):
         super().__init__()
         self.embedding = nn.Embedding(32, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(layers))
@@ -122,14 +122,14 @@ INPUTS = {
 }
 
 
-def make_decoder():
+def make_decoder(layers=1):
     """Return a decoder of doubles.
 
     Other numbers of rows are computed by other kernels, and what they round differently adds up
     in the memory: in doubles that stays far below what is allowed.
     """
     torch.manual_seed(3)
-    return Decoder().double().requires_grad_(False)
+    return Decoder(layers).double().requires_grad_(False)
 
 
 def make_batch(rows):
@@ -148,7 +148,7 @@ def make_runner(pieces, inputs=INPUTS, **options):
 @pytest.fixture(scope="module")
 def traced():
     example = {name: spec.full(4, torch.device("cpu")) for name, spec in INPUTS.items()}
-    return tracing.trace(make_decoder(), example, {"tokens": 0, "slots": 0})
+    return tracing.trace(make_decoder(layers=2), example, {"tokens": 0, "slots": 0})
 
 
 # -- the same results ------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def traced():
 
 def test_pieces_and_full_equal_eager_for_all_sizes_with_one_trace():
     """One trace serves every size; PIECEWISE, FULL and eager agree, state included."""
-    model = make_decoder()
+    model = make_decoder(layers=2)
     reference = copy.deepcopy(model)
     compiles_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     pieces = splitting.split_module(model, INPUTS, at=["splitting_test::attend"])
@@ -436,15 +436,17 @@ def check_any_split(names, data):
 # -- bad input -------------------------------------------------------------------------------
 
 
-def test_unknown_split_point_names_the_nearest():
+def test_unknown_split_point_names_the_nearest(traced):
     """A misspelt operator, or module, is told with what there is."""
-    model = make_decoder()
-    with pytest.raises(UnknownNameError) as caught:
-        splitting.split_module(model, INPUTS, at=["splitting_test::atend"])
-    assert "splitting_test::attend" in caught.value.nearest
-    with pytest.raises(UnknownNameError) as caught:
-        splitting.split_module(model, INPUTS, at=["layers.*.atention"])
-    assert any("attention" in name for name in caught.value.nearest)
+    for name, nearest in (
+        ("splitting_test::atend", "splitting_test::attend"),
+        ("layers.*.atention", "attention"),
+    ):
+        rules = splitting.SplitRules([name])
+        splitting.split_graph(traced, rules)
+        with pytest.raises(UnknownNameError) as caught:
+            rules.require_all_used(traced.graph)
+        assert any(nearest in found for found in caught.value.nearest)
 
 
 def test_operator_that_the_step_does_not_call_is_refused():
