@@ -21,6 +21,7 @@ from dispatchkit import (  # noqa: E402
     RunnerOptions,
     RuntimeMode,
     StaticInput,
+    plugins,
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
@@ -76,6 +77,17 @@ class WatchedTape(TapeBackend):
         self.live += 1
         self.most_live = max(self.most_live, self.live)
         return FaultyGraph(graph, self)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plugins_are_loaded_once():
+    """Runners that are given no plugins share a set; loading one takes as long as a capture."""
+    load, loaded = plugins.load_plugins, plugins.load_plugins()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            plugins, "load_plugins", lambda **options: load(**options) if options else loaded
+        )
+        yield
 
 
 @pytest.fixture

@@ -9,10 +9,29 @@ pytest.importorskip("torch")
 from played_tape import PlayedTape
 
 from dispatchkit.testing import InputTransportTests
+from dispatchkit.testing.input_transport_tests import WAYS
+
+# Each has more kinds of inputs than one of the others, which goes the same way.
+FAST = (
+    "copied, of one type",
+    "staged, with device inputs",
+    "staged, into pieces",
+    "by a node, all, with others",
+    "by a node, staged",
+    "by a node or staged, with device inputs",
+    "moved by torch",
+    "moved from elsewhere",
+)
 
 
 class TestInputsOnATape(InputTransportTests):
     """The copy nodes are those of CUDA; the tape plays the driver's part."""
+
+    @pytest.fixture(
+        params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in WAYS]
+    )
+    def way(self, request):
+        return WAYS[request.param]
 
     def make_backend(self):
         return PlayedTape()

@@ -65,7 +65,18 @@ class TestCounting(PolicyTests):
         return CountingPolicy()
 
 
-@pytest.mark.parametrize("policy", CORRECT, ids=lambda policy: policy.name)
+# Those that claim to be stateless are asked in two more processes each.
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(
+            policy,
+            id=policy.name,
+            marks=() if policy in (CountingPolicy, PiecewiseOnlyPolicy) else pytest.mark.slow,
+        )
+        for policy in CORRECT
+    ],
+)
 def test_correct_policy_passes(policy):
     verdict = run_policy_conformance(policy, max_examples=5)
     assert verdict.passed, str(verdict)

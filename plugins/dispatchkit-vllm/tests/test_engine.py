@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from vllm_test_modules import FORMS, config, first_runner, installed, second_runner, worker_module
 
-from dispatchkit import CellUpdate, Decision
+from dispatchkit import CellUpdate, Decision, load_plugins
 from dispatchkit.errors import BackendUnavailableError, ConfigError, TraceError, UnknownNameError
 from dispatchkit.keys import CUDAGraphMode
 from dispatchkit.observe import read_trace
@@ -26,8 +26,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::dispatchkit.keys.CaptureSizeWar
 BATCHES = [(1, 1, 1), (3, 3, 1), (3, 1, 3), (5, 2, 4), (7, 7, 1), (8, 8, 1), (9, 3, 4)]
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    return load_plugins()
+
+
 @pytest.fixture(autouse=True)
-def clean(monkeypatch):
+def clean(monkeypatch, loaded):
+    for module in (engine, core, station):  # each runner loads the plugins, which takes its time
+        monkeypatch.setattr(module, "load_plugins", lambda: loaded)
     for name in ("POLICY", "POLICY_OPTIONS", "STRICT", "TRACE", "METRICS"):
         monkeypatch.delenv(f"DISPATCHKIT_{name}", raising=False)
     yield
