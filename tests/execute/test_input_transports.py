@@ -11,11 +11,12 @@ from played_tape import PlayedTape
 from dispatchkit.testing import InputTransportTests
 from dispatchkit.testing.input_transport_tests import WAYS
 
-# Each has more kinds of inputs than one of the others, which goes the same way.
+# The other ways have some of the inputs of one of these, which then go the same way.
 FAST = (
     "copied, of one type",
     "staged, with device inputs",
     "staged, into pieces",
+    "by a node",
     "by a node, all, with others",
     "by a node, staged",
     "by a node or staged, with device inputs",
