@@ -128,6 +128,34 @@ def test_a_step_comes_between_two_operators_of_one_capture():
     torch.testing.assert_close(runner(x), expected(x))
 
 
+def test_a_step_in_the_middle_of_a_capture_waits_for_no_stream_that_captures():
+    """Also where the warmup before it has let a step in: its stream would become part of it."""
+    in_warmup, in_capture, served = (threading.Event() for _ in range(3))
+    step, main = layers(), threading.get_ident()
+
+    def slow(x):
+        for part in range(4):
+            x = step(x)
+            if threading.get_ident() != main and x.shape[0] == 4 and part == 1:
+                in_warmup.set() if not in_warmup.is_set() else in_capture.set()
+                served.wait(0.05)
+                served.clear()
+        return x
+
+    backend = TapeBackend()
+    runner = runner_of(slow, sizes=(4, 16), backend=backend)
+    runner.capture([key for key in runner.registry if key.num_tokens == 16])
+    background = runner.controls.capture_in_background(max_pause_us=1)
+    with backend.use_stream(backend.new_stream()):
+        for inside in (in_warmup, in_capture):
+            assert inside.wait(30)
+            runner(rows_of(9))
+            served.set()
+    report = background.wait(60)
+    assert (report.num_graphs, report.failed) == (1, {})
+    assert runner.stats().eager_by_reason == {}
+
+
 @pytest.mark.parametrize("kind", ["state", "draws", "pieces", "lanes", "scratch"])
 def test_what_steps_would_see_is_captured_in_one_piece(kind):
     """What a warmup changes is put back, and with it what a step has changed meanwhile."""

@@ -318,7 +318,11 @@ class TapeBackend:
 
         def on_stream() -> _T:
             with held, self.use_stream(stream):
-                return run()
+                stream.capturing_thread = threading.get_ident()
+                try:
+                    return run()
+                finally:
+                    stream.capturing_thread = None
 
         return run_as_capture(self.torch_device, on_stream)
 

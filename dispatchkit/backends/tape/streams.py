@@ -134,6 +134,7 @@ class TapeStream:
 
     Attributes:
         was_captured: Graphs were captured on it.
+        capturing_thread: Which thread captures on it now; None for none.
     """
 
     def __init__(self, handle: int, scheduler: Scheduler | None) -> None:
@@ -142,6 +143,7 @@ class TapeStream:
         self.lock: threading.Lock = threading.Lock()
         self.interception: _Interception = _Interception()
         self.was_captured = False
+        self.capturing_thread: int | None = None
 
     @property
     def handle(self) -> int:
@@ -164,7 +166,14 @@ class TapeStream:
             run()
 
     def mark(self) -> Mark:
-        """Put a mark at the end of the queue."""
+        """Put a mark at the end of the queue.
+
+        Raises:
+            ReplayError: Another thread captures on it. On a device the mark would be part of the
+                capture, and so would be what waits for it.
+        """
+        if self.capturing_thread not in (None, threading.get_ident()):
+            raise ReplayError(f"{self!r} was waited for while another thread captured on it.")
         mark = Mark(self)
         if self.scheduler is not None and self.is_deferred and not capturing_device():
             self.scheduler.submit(self, mark)

@@ -386,6 +386,9 @@ class Capturer:
         compiled = self._warmups.compiled_code(key)
         name = (family_of(key), 0)
         draws = self._warmups.may_draw(key)
+        # The last to be waited for may be the warmup's stream: a step that waited for it while it
+        # captures would become part of the capture.
+        self._lane.order()
         made = self._maker.capture(step, slots, admission, name, notes, compiled, draws=draws)
         path.attach(made.graph)
         return self._captured(key, path, layout, made.outputs, (made.graph,), draws=made.draws)
