@@ -27,7 +27,13 @@ from dispatchkit.execute.replay.eager import EagerRunner
 from dispatchkit.execute.replay.planner import Planner
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.replay.timing import Timings
-from dispatchkit.execute.setup import RunnerSpec, make_backend, make_policy, resolve_supported_mode
+from dispatchkit.execute.setup import (
+    RunnerSpec,
+    asked_mode,
+    make_backend,
+    make_policy,
+    resolve_supported_mode,
+)
 from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.keys.config import DispatchConfig
@@ -211,7 +217,7 @@ class Executor:
             self.timings,
             self.checker,
             axes=() if work.axes is None else work.axes.names,
-            asked_mode=options.config.mode,
+            asked_mode=self.asked_mode,
             is_owned=spec.outputs == "owned",
         )
         self.dispatcher.bind = self.planner.plan
@@ -230,7 +236,7 @@ class Executor:
     @property
     def asked_mode(self) -> CUDAGraphMode:
         """The mode that was asked for; the one in force may be less."""
-        return self.spec.options.config.mode
+        return asked_mode(self.spec.options.config, self.work.step)
 
     def _make_lane(self, group: PoolGroup) -> Lane:
         """Return a lane with graphs in the pool of a group.

@@ -20,6 +20,7 @@ from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.execute.step.support import mode_for_pieces, warn_of_downgrade
 from dispatchkit.keys.config import DispatchConfig
+from dispatchkit.keys.modes import AttentionSupport, CUDAGraphMode
 from dispatchkit.keys.records import given_in
 from dispatchkit.options import RunnerOptions
 from dispatchkit.plugins import PluginSet, PolicyWithPlugins
@@ -111,6 +112,16 @@ def merge_config(config: DispatchConfig, **arguments: Any) -> DispatchConfig:
     return attrs.evolve(config, **given) if given else config
 
 
+def asked_mode(config: DispatchConfig, step: Step) -> CUDAGraphMode:
+    """Return the mode that is asked for; without one, FULL where one graph serves any batch."""
+    if config.is_mode_given:
+        return config.mode
+    is_whole = all(
+        piece.is_graph and piece.support is AttentionSupport.ALWAYS for piece in step.pieces
+    )
+    return CUDAGraphMode.FULL if is_whole else config.mode
+
+
 def resolve_supported_mode(
     config: DispatchConfig, step: Step, backend: GraphBackend
 ) -> tuple[DispatchConfig, tuple[str, ...]]:
@@ -121,7 +132,7 @@ def resolve_supported_mode(
     """
     supported = mode_for_pieces(
         step.pieces,
-        config.mode,
+        asked_mode(config, step),
         query_len=max(config.query_lens),
         captures=backend.capabilities.graphs,
     )

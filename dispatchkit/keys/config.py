@@ -41,8 +41,8 @@ def _axes(value: Any) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
-def _mode(value: Any) -> CUDAGraphMode:
-    return value if isinstance(value, CUDAGraphMode) else CUDAGraphMode.parse(value)
+def _mode(value: Any) -> CUDAGraphMode | None:
+    return None if value is None else CUDAGraphMode.parse(value)
 
 
 def _list_of_sizes(value: Any, name: str) -> tuple[int, ...]:
@@ -58,7 +58,9 @@ class DispatchConfig:
     keeps what was asked for: what was derived is derived again from the changed settings.
 
     Attributes:
-        mode: Which runtime modes decode and mixed batches use (vLLM's cudagraph mode).
+        mode: Which runtime modes decode and mixed batches use (vLLM's cudagraph mode). Where it
+            is not given it is FULL_AND_PIECEWISE as vLLM's, and in a runner whose step is not
+            split FULL.
         sizes: Ascending numbers of tokens to capture. Derived from
             ``max_num_tokens``, ``max_num_seqs`` and ``query_lens`` when not given, and then
             at most 512.
@@ -84,13 +86,19 @@ class DispatchConfig:
         ConfigError: A setting has a value that cannot be used.
     """
 
-    mode: CUDAGraphMode = attrs.field(
-        default=CUDAGraphMode.FULL_AND_PIECEWISE,
-        converter=_mode,
-        repr=lambda mode: repr(str(mode)),
-        metadata=described(About("Which runtime modes decode and mixed batches use.")),
-    )
     # As they were asked for; None where they are derived.
+    _mode: CUDAGraphMode | None = attrs.field(
+        default=None,
+        converter=_mode,
+        alias="mode",
+        repr=lambda mode: repr(str(mode)),
+        metadata=described(
+            About(
+                "Which runtime modes decode and mixed batches use.",
+                "FULL in a runner whose step is not split, else FULL_AND_PIECEWISE",
+            )
+        ),
+    )
     _sizes: Iterable[int] | None = setting(
         None,
         or_none(_list_of_sizes),
@@ -143,6 +151,7 @@ class DispatchConfig:
             About("Further facts that graphs are made for, with their buckets.", read=read_axes)
         ),
     )
+    mode: CUDAGraphMode = attrs.field(init=False)
     sizes: tuple[int, ...] = attrs.field(init=False)
     max_num_tokens: int = attrs.field(init=False)
     max_num_seqs: int = attrs.field(init=False)
@@ -154,6 +163,8 @@ class DispatchConfig:
 
     def __attrs_post_init__(self) -> None:
         set_ = object.__setattr__  # the class is frozen; these fill what is derived
+        default = CUDAGraphMode.FULL_AND_PIECEWISE
+        set_(self, "mode", default if self._mode is None else self._mode)
         asked: Any = self._sizes  # a tuple, once converted
         sizes, limit = asked, self._max_num_tokens
         if limit is None and sizes is not None:
@@ -194,6 +205,11 @@ class DispatchConfig:
     def query_len(self) -> int:
         """Tokens per request of a uniform batch (the first, usually only, length)."""
         return self.query_lens[0]
+
+    @property
+    def is_mode_given(self) -> bool:
+        """Whether a mode was asked for; a runner derives it from its step where none was."""
+        return self._mode is not None
 
     @property
     def has_token_limit(self) -> bool:

@@ -101,7 +101,7 @@ def repr_of_given(record: Any) -> str:
 
     The ``__repr__`` of records of settings. A field with a ``repr`` of its own prints by it.
     """
-    shown = {field.alias: field.repr for field in attrs.fields(type(record))}
+    shown = {field.alias: field.repr for field in attrs.fields(type(record)) if field.init}
     arguments = []
     for name, value in given_in(record).items():
         own = shown[name]

@@ -114,7 +114,6 @@ def make_runner(backend):
             settings["options"] = attrs.evolve(options, capture=capture)
         settings.setdefault("policy", OneBucketPolicy())
         settings.setdefault("backend", backend)
-        settings.setdefault("mode", "FULL_AND_PIECEWISE" if isinstance(step, list) else "FULL")
         settings.setdefault("sizes", (1, 2, 4, 8))
         if inputs is None and "example" not in settings:
             inputs = {"tokens": StaticInput((None,), "int64")}

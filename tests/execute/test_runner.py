@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -23,9 +24,9 @@ from dispatchkit.errors import (  # noqa: E402
     NoGraphError,
     UnknownNameError,
 )
-from dispatchkit.execute import EagerStepWarning  # noqa: E402
+from dispatchkit.execute import EagerStepWarning, ModeDowngradeWarning  # noqa: E402
 from dispatchkit.execute.step.reasons import DOWNGRADES, NEXT_STEPS  # noqa: E402
-from dispatchkit.keys import CaptureSizeWarning  # noqa: E402
+from dispatchkit.keys import AttentionSupport, CaptureSizeWarning, CUDAGraphMode  # noqa: E402
 
 TWO = {
     "tokens": StaticInput((None,), "int64"),
@@ -197,6 +198,32 @@ def test_step_that_is_not_split_has_no_piecewise(make_runner, model):
     assert runner.explain(3).decision.reason == Reason.PIECEWISE_UNSUPPORTED
     assert "asked: PIECEWISE" in str(runner)
     assert "FULL alone" in str(runner)
+
+
+def test_step_that_is_not_split_replays_whole_unless_a_mode_is_given(backend, model):
+    """By default one graph serves any batch of its size; a mode that was asked for stays."""
+    inputs = {
+        name: StaticInput((None, *one.shape[1:]), one.dtype) for name, one in batch(1).items()
+    }
+    runner = GraphRunner(model, inputs, sizes=(4, 8), backend=backend)
+    assert (runner.config.mode, runner.config.is_mode_given) == (CUDAGraphMode.FULL, True)
+    assert runner.lanes[0].asked_mode is CUDAGraphMode.FULL
+    assert runner.capture().num_graphs == 2
+    runner(**batch(3))
+    assert runner.stats().eager_by_reason == {}
+    runner.swap(sizes=(8,))
+    assert runner.config.mode is CUDAGraphMode.FULL
+    asked = GraphRunner(model, inputs, sizes=(4, 8), mode="FULL_AND_PIECEWISE", backend=backend)
+    assert asked.config.mode is CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def test_whole_step_that_is_not_captured_for_all_batches_is_no_full_graph(backend):
+    """What its operators state holds: FULL is derived where nothing speaks against it."""
+    piece = attrs.evolve(graph_piece(lambda tokens: tokens + 1), support=AttentionSupport.NEVER)
+    inputs = {"tokens": StaticInput((None,), "int64")}
+    with pytest.warns(ModeDowngradeWarning, match="attention is never captured"):
+        runner = GraphRunner([piece], inputs, sizes=(4,), backend=backend)
+    assert not runner.config.mode.has_full_cudagraphs()
 
 
 def test_print_shows_the_ladder(make_runner, model, quiet):

@@ -16,7 +16,6 @@ from dispatchkit.errors import ConfigError
 from dispatchkit.execute.graphed.calls import GraphedCalls
 from dispatchkit.execute.graphed.module import graphed_module
 from dispatchkit.execute.memory import GraphMemory, MemoryGroup
-from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.options import RunnerOptions, refuse_moved
 
 
@@ -95,8 +94,6 @@ def graphed(
     options = settings.pop("options", RunnerOptions())
     if not isinstance(options, RunnerOptions):
         raise ConfigError("options", options, "RunnerOptions")
-    if options.config.mode is DispatchConfig().mode:
-        settings.setdefault("mode", "FULL")
     given = {
         "lazy": True,
         **settings,

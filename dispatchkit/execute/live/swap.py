@@ -22,6 +22,7 @@ from dispatchkit.execute.capture.report import largest_first
 from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.live.swap_requests import UNCHANGED, Change, SwapRequests, no_change
 from dispatchkit.execute.live.taps import StepTaps
+from dispatchkit.execute.setup import asked_mode
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.config import DispatchConfig
 from dispatchkit.keys.modes import CUDAGraphMode
@@ -252,7 +253,8 @@ class Swapper:
             executor.timings.clear()  # the new policy learns nothing from steps of the old
             removed = sorted(executor.dispatcher.install(change.proposal), key=largest_first)
             executor.mode_reasons = change.mode_reasons
-            executor.planner.asked_mode = change.spec.options.config.mode
+            asked = change.spec.options.config
+            executor.planner.asked_mode = asked_mode(asked, executor.work.step)
             executor.lane.forget_plans()
             executor.lifecycle.forget(removed)
             executor.dispatcher.show_all()

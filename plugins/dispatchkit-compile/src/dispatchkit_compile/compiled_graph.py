@@ -245,10 +245,6 @@ class CompiledGraph:
 
     def _make_runner(self, specs: dict[str, StaticInput]) -> GraphRunner:
         options = self.options
-        is_split = any(not piece.is_graph for piece in self.pieces)
-        mode = options.mode
-        if mode is None:
-            mode = CUDAGraphMode.FULL_AND_PIECEWISE if is_split else CUDAGraphMode.FULL
         sizes, most = options.sizes, options.max_num_tokens
         set_options = options.options
         if self._arguments.num_rows is not None:
@@ -265,7 +261,7 @@ class CompiledGraph:
             specs,
             sizes=sizes,
             max_num_tokens=most,
-            mode=mode,
+            mode=options.mode,
             policy=options.policy,
             backend=self._backend or "auto",
             outputs=options.outputs,
