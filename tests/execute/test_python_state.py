@@ -114,6 +114,11 @@ CASES: dict[str, tuple[Any, Callable[[Holder], Any], str]] = {
     "a tuple of lists": (([0],), lambda one: one.value[0].append(1), "holder.value[0][1]"),
     "a dictionary": ({}, lambda one: one.value.update(a=1), "holder.value['a']"),
     "a key removed": ({"a": 1}, lambda one: one.value.pop("a"), "holder.value['a']"),
+    "a key renamed": (
+        {"a": 1},
+        lambda one: one.value.update(b=one.value.pop("a")),
+        "holder.value['b']",
+    ),
     "a default dictionary": (defaultdict(int), lambda one: one.value["a"], "holder.value['a']"),
     "an ordered dictionary": (
         OrderedDict(a=1),

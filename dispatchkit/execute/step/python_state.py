@@ -18,6 +18,8 @@ import array
 import dis
 import functools
 import gc
+import itertools
+import operator
 import pathlib
 import random
 import sys
@@ -178,6 +180,8 @@ class PythonState:
                     queue.extend(part.inside())
                 else:
                     queue.append(part)
+        self._seen = [*itertools.chain.from_iterable(one.seen for one in self._records)]
+        self._views = [view for one in self._records for view in one.views]
 
     def changes(self) -> tuple[Entry, ...]:
         """Return the entries that are different now, those nearest to the step first.
@@ -185,7 +189,7 @@ class PythonState:
         Those that no code on the way of the step names are left out: what else an engine does
         meanwhile, in another thread say, with objects that the step's owner holds too.
         """
-        found = tuple(entry for record in self._records for entry in record.changes())
+        found = tuple(self._changed())
         return self._read_by_step(found) if found else ()
 
     def values_read(self) -> tuple[Entry, ...]:
@@ -208,7 +212,15 @@ class PythonState:
 
     def is_current(self) -> bool:
         """Return whether everything is still as it was recorded."""
-        return not any(True for record in self._records for _ in record.changes())
+        return not any(True for _ in self._changed())
+
+    def _changed(self) -> Iterator[Entry]:
+        """Yield the entries that are different now, whether or not the step reads them."""
+        now = [*itertools.chain.from_iterable(self._views)]
+        is_seen = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
+        for record in self._records:
+            if not (is_seen and record.views):
+                yield from record.changes()
 
     def _read_by_step(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
         """Return those of some entries that code on the way of the step names.
@@ -329,6 +341,8 @@ class Kind:
         is_entered: What the entries hold is recorded too.
         get: Returns one entry by key, ``MISSING`` if it is not there, where that is quicker than
             reading all of them.
+        views: Returns what can be iterated over again and again: as long as that gives the same
+            objects, the entries are the same. Empty where only reading them tells.
     """
 
     read: Callable[[Any], Mapping[Any, Any]]
@@ -336,6 +350,7 @@ class Kind:
     join: Callable[[str, Any], str]
     is_entered: bool = True
     get: Callable[[Any, Any], Any] | None = None
+    views: Callable[[Any], tuple[Iterable[Any], ...]] = lambda _: ()
 
 
 class Record:
@@ -347,6 +362,8 @@ class Record:
 
     Attributes:
         saved: Its entries by key; the values themselves, no copies.
+        views: What tells by identity that they are the same still.
+        seen: What those gave.
         holder: The object it is, or is part of.
     """
 
@@ -355,6 +372,8 @@ class Record:
         self.path, self.owner, self.site = found.path, found.owner, found.site
         self.holder: Any = found.value
         self._is_installed = found.is_installed
+        self.views = kind.views(found.value)
+        self.seen = [*itertools.chain.from_iterable(self.views)]
         self.saved: dict[Any, Any] = dict(kind.read(found.value))
 
     def inside(self) -> Iterator[_Found]:
@@ -579,17 +598,64 @@ def _get_attribute(target: Any, name: str) -> Any:
     return getattr(target, name, MISSING)
 
 
-_MAPPING = Kind(dict.copy, _set_item, _indexed, get=_get_item)
-_ATTRIBUTES = Kind(lambda one: one, _set_item, _dotted, get=_get_item)
+@attrs.frozen
+class _Each:
+    """What a function gives for some arguments, asked anew by each iteration."""
+
+    get: Callable[..., Any]
+    arguments: tuple[Iterable[Any], ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.get, *self.arguments)
+
+
+def _views_of_dict(target: Any) -> tuple[Iterable[Any], ...]:
+    # Past what a subclass makes of them.
+    return dict.keys(target), dict.values(target)
+
+
+def _views_of_module(held: dict[str, Any]) -> tuple[Iterable[Any], ...]:
+    hooks = [one for name, one in held.items() if name in _BOOKKEEPING and type(one) is OrderedDict]
+    return *_views_of_dict(held), *hooks
+
+
+def _views_of_sequence(target: Any) -> tuple[Iterable[Any], ...]:
+    return (target,) if type(target) in (list, deque) else ()
+
+
+def _views_of_class(target: type) -> tuple[Iterable[Any], ...]:
+    return vars(target).keys(), vars(target).values()
+
+
+def _views_of_globals(target: _Globals) -> tuple[Iterable[Any], ...]:
+    return (_Each(target.values.get, (target.names, itertools.repeat(MISSING))),)
+
+
+_MAPPING = Kind(dict.copy, _set_item, _indexed, get=_get_item, views=_views_of_dict)
+_ATTRIBUTES = Kind(lambda one: one, _set_item, _dotted, get=_get_item, views=_views_of_dict)
 #: Parameters, buffers or submodules of a module.
-_MEMBER = Kind(lambda one: one, _set_item, _dotted, get=_get_item)
-_MODULE = Kind(_read_module, _set_in_module, _dotted, get=_get_item)
-_SEQUENCE = Kind(lambda one: dict(enumerate(one)), _set_at, _indexed, get=_get_at)
-_TUPLE = Kind(lambda one: dict(enumerate(one)), None, _indexed)
+_MEMBER = Kind(lambda one: one, _set_item, _dotted, get=_get_item, views=_views_of_dict)
+_MODULE = Kind(_read_module, _set_in_module, _dotted, get=_get_item, views=_views_of_module)
+_SEQUENCE = Kind(
+    lambda one: dict(enumerate(one)), _set_at, _indexed, get=_get_at, views=_views_of_sequence
+)
+# It cannot change: its items are the same as long as it is.
+_TUPLE = Kind(lambda one: dict(enumerate(one)), None, _indexed, views=lambda _: ((),))
 _SLOTS = Kind(_read_slots, _set_attribute, _dotted, get=_get_attribute)
-_CLASS = Kind(_read_class, _set_on_class, _dotted, get=_get_attribute)
-_CELL = Kind(_read_cell, _write_cell, _itself, get=_get_cell)
-_GLOBALS = Kind(_Globals.read, lambda one, key, value: _set_item(one.values, key, value), _by_name)
+_CLASS = Kind(_read_class, _set_on_class, _dotted, get=_get_attribute, views=_views_of_class)
+_CELL = Kind(
+    _read_cell,
+    _write_cell,
+    _itself,
+    get=_get_cell,
+    views=lambda one: (_Each(_get_cell, ((one,), ("",))),),
+)
+_GLOBALS = Kind(
+    _Globals.read,
+    lambda one, key, value: _set_item(one.values, key, value),
+    _by_name,
+    views=_views_of_globals,
+)
 _SCRIPT = Kind(_read_script, _write_script, _dotted, is_entered=False)
 
 
@@ -685,6 +751,7 @@ _GRADIENT = Kind(
     lambda one, _, value: setattr(one, "grad", value),
     _dotted,
     get=_get_attribute,
+    views=lambda one: (_Each(getattr, ((one,), ("grad",))),),
 )
 
 
