@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
@@ -428,7 +428,7 @@ class ContentWatch:
     """Finds writes that no schema tells of, by comparing contents before and after a run.
 
     BatchNorm in training, for one, moves its running statistics through operations whose schemas
-    deny it. Small tensors are copied; of large ones, weights as a rule, a checksum is taken.
+    deny it. Small tensors are copied; of large ones, weights as a rule, sums are taken.
 
     Args:
         tensors: What the step reaches.
@@ -436,57 +436,99 @@ class ContentWatch:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], limit: int) -> None:
-        self._copies: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
-        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        small: dict[torch.device, list[torch.Tensor]] = {}
+        large: dict[torch.device, list[torch.Tensor]] = {}
         seen: set[int] = set()
         for tensor in sorted(tensors, key=lambda one: one.untyped_storage().nbytes()):
             storage = tensor.untyped_storage()
             if storage._cdata in seen:
                 continue
             seen.add(storage._cdata)
-            if storage.nbytes() <= limit:
+            group = small if storage.nbytes() <= limit else large
+            if group is small:
                 limit -= storage.nbytes()
-                self._copies.append((tensor, storage.clone()))
-            else:
-                self._sums.append((tensor, _checksum(storage)))
+            group.setdefault(tensor.device, []).append(tensor)
+        self._copies = [_Copies(one) for one in small.values()]
+        self._sums = [_Sums(one) for one in large.values()]
 
     def changed(self) -> list[tuple[torch.Tensor, torch.UntypedStorage]]:
         """Return the tensors that were written, each with a copy of its storage as it was."""
-        differs = [
-            (_bytes(tensor.untyped_storage()) != _bytes(saved)).any()
-            for tensor, saved in self._copies
-        ]
-        return [one for one, is_new in zip(self._copies, _read(differs), strict=True) if is_new]
+        return [found for one in self._copies for found in one.changed()]
 
     def changed_beyond_limit(self) -> list[torch.Tensor]:
         """Return the tensors that were written and cannot be put back."""
-        differs = [
-            (_checksum(tensor.untyped_storage()) != before).any() for tensor, before in self._sums
+        return [found for one in self._sums for found in one.changed()]
+
+
+#: Copies begin at multiples of this, so that wide words of them are copied and compared.
+_ALIGNMENT: Final = 16
+#: Columns that are summed, each by itself. A prime, so that values which only change places, as by
+#: a roll, come to lie in others.
+_COLUMNS: Final = 1021
+
+
+class _Copies:
+    """Copies of the storages of one device, in one piece of memory: a few kernels for all."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._bytes = [_bytes(one.untyped_storage()) for one in tensors]
+        self._memory, self._copies = self._taken()
+
+    def changed(self) -> list[tuple[torch.Tensor, torch.UntypedStorage]]:
+        memory, copies = self._taken()
+        if torch.equal(memory, self._memory):
+            return []
+        return [
+            (tensor, before.clone().untyped_storage())
+            for tensor, before, now in zip(self._tensors, self._copies, copies, strict=True)
+            if not torch.equal(before, now)
         ]
-        found = zip(self._sums, _read(differs), strict=True)
-        return [tensor for (tensor, _), is_new in found if is_new]
+
+    def _taken(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the memory of copies of what they hold now, and the copies."""
+        sizes = [-(-one.numel() // _ALIGNMENT) * _ALIGNMENT for one in self._bytes]
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._bytes[0].device)
+        pairs = zip(memory.split(sizes), self._bytes, strict=True)
+        copies = [part[: one.numel()] for part, one in pairs]
+        torch._foreach_copy_(copies, self._bytes)
+        return memory.view(torch.int64), copies
 
 
-def _read(flags: Sequence[torch.Tensor]) -> list[bool]:
-    """Return the values of flags, waiting once for each device and not for each flag."""
-    places: dict[torch.device, list[int]] = {}
-    for index, flag in enumerate(flags):
-        places.setdefault(flag.device, []).append(index)
-    found = [False] * len(flags)
-    for indices in places.values():
-        values = torch.stack([flags[index] for index in indices]).tolist()
-        for index, value in zip(indices, values, strict=True):
-            found[index] = value
-    return found
+class _Sums:
+    """Sums over the storages of one device; a write that leaves all is as good as impossible."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._parts = [_summed(one.untyped_storage()) for one in tensors]
+        self._before = self._taken()
+
+    def changed(self) -> list[torch.Tensor]:
+        now = self._taken()
+        if torch.equal(now, self._before):
+            return []
+        sizes = [_COLUMNS + words.numel() + rest.numel() for _, words, rest in self._parts]
+        parts = zip(self._tensors, self._before.split(sizes), now.split(sizes), strict=True)
+        return [tensor for tensor, before, one in parts if not torch.equal(before, one)]
+
+    def _taken(self) -> torch.Tensor:
+        parts: list[torch.Tensor] = []
+        for rows, words, rest in self._parts:
+            parts += [rows.sum(0), words]
+            if rest.numel():
+                parts.append(rest.long())
+        return torch.cat(parts)
+
+
+def _summed(storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rows of the words of a storage, the words behind them, and the bytes behind those."""
+    content = _bytes(storage)
+    num_words = content.numel() // 8
+    num_rows = num_words // _COLUMNS
+    words = content[: num_words * 8].view(torch.int64)
+    rows = words[: num_rows * _COLUMNS].view(num_rows, _COLUMNS)
+    return rows, words[num_rows * _COLUMNS :], content[num_words * 8 :]
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return typed(storage, torch.uint8)
-
-
-def _checksum(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return two sums over a storage; a write that leaves both is as good as impossible."""
-    num_words = storage.nbytes() // 8
-    words = typed(storage, torch.uint8)[: num_words * 8].view(torch.int64)
-    rest = _bytes(storage)[num_words * 8 :]
-    return torch.stack((words.sum(), (words ^ (words >> 7)).sum(), rest.sum()))
