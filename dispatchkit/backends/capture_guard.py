@@ -28,9 +28,15 @@ class HostSyncError(RuntimeError):
 
 
 class _ThreadState(threading.local):
-    """Which device this thread is capturing on; empty outside a capture."""
+    """Which device this thread is capturing on; empty outside a capture.
+
+    Attributes:
+        device: What is called now becomes part of a graph of this device.
+        paused: A capture on this device has ended a segment, and goes on later.
+    """
 
     device = ""
+    paused = ""
 
 
 _thread = _ThreadState()
@@ -109,13 +115,23 @@ def is_any_capturing() -> bool:
 
 def refuse_nested(device: str) -> None:
     """Raise CaptureError where this thread is already inside a capture."""
-    if _thread.device:
+    if outer := _thread.device or _thread.paused:
         raise CaptureError(
-            f"A capture on {device!r} was begun inside a capture on {_thread.device!r} of the "
+            f"A capture on {device!r} was begun inside a capture on {outer!r} of the "
             "same thread; captures do not nest. Call the inner function directly: the outer "
             "capture records it.",
             reason="nested",
         )
+
+
+def pause_capture() -> None:
+    """Let what this thread does take effect at once, in the middle of its capture."""
+    _thread.device, _thread.paused = "", _thread.device or _thread.paused
+
+
+def resume_capture() -> None:
+    """Go on with the capture that was paused."""
+    _thread.device, _thread.paused = _thread.device or _thread.paused, ""
 
 
 def run_as_capture(device: str, run: Callable[[], _T]) -> _T:
@@ -142,7 +158,7 @@ def run_as_capture(device: str, run: Callable[[], _T]) -> _T:
 
 
 def _end_capture(holder: object) -> None:
-    _thread.device = ""
+    _thread.device = _thread.paused = ""
     _collector.leave(holder)
 
 
@@ -157,7 +173,7 @@ def free_in_children(*locks: Any) -> None:
 
 def _begin_child() -> None:
     """Forget the captures and locks of threads that a forked process does not have."""
-    if not _thread.device:
+    if not (_thread.device or _thread.paused):
         _locks.clear()
         _collector.forget()
     for lock in tuple(_free_in_children):

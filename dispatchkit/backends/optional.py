@@ -189,6 +189,74 @@ class UnwatchedCaptureBackend(Protocol):
         ...
 
 
+class SegmentGraph(CapturedGraph, Protocol):
+    """One segment of a capture: a graph that returns nothing by itself."""
+
+    @property
+    def num_operations(self) -> int:
+        """What a replay queues: kernels, copies and fills. 0: a replay would do nothing."""
+        ...
+
+
+class SegmentedCapture(Protocol):
+    """A capture that breaks and goes on, as seen by the callable that is captured."""
+
+    def end(self) -> SegmentGraph:
+        """End the segment: what is called from here on runs at once.
+
+        Nothing of the segment has run; its replay computes what was captured. Tensors that are
+        alive keep their memory.
+
+        Raises:
+            CaptureError: No segment is begun, or it cannot be ended.
+        """
+        ...
+
+    def begin(self) -> None:
+        """Begin the next segment.
+
+        Raises:
+            CaptureError: A segment is begun already, or the device refuses.
+        """
+        ...
+
+
+class SegmentingBackend(Protocol):
+    """A backend whose captures can end in the middle of a callable, and go on behind.
+
+    Without it, a step that is one function has no PIECEWISE graphs.
+    """
+
+    def capture_segments(
+        self,
+        run: Callable[[SegmentedCapture], _T],
+        *,
+        stream: Stream,
+        pool: Any,
+        generators: Iterable[Any] = (),
+        compiled: bool = False,
+        draws: bool = True,
+    ) -> _T:
+        """Call what ends and begins segments, the first one begun; return what it returns.
+
+        The graphs are those that ``end`` returned. A segment that is open at the end is refused,
+        since nothing would replay it. All else is as for ``GraphBackend.capture``; what runs
+        between segments takes effect.
+
+        Args:
+            run: The callable.
+            stream: One of ``new_stream()``, the current one at each end.
+            pool: Where the memory of all segments comes from.
+            generators: Random generators beside the default one.
+            compiled: The callable calls functions of torch.compile, which must run compiled.
+            draws: It may draw random numbers.
+
+        Raises:
+            CaptureError: As for ``GraphBackend.capture``. All graphs of it are released.
+        """
+        ...
+
+
 class DeviceMemory(NamedTuple):
     """What a device has handed out, to whomever.
 
@@ -340,6 +408,7 @@ class BackendFeatures:
         copy_nodes: Its graphs can copy their own inputs.
         meters: It says where the memory of its device has gone.
         sleepers: Its memory can be given back while addresses stay.
+        segments: Its captures can break and go on.
     """
 
     rehearsals: RehearsingBackend | None = None
@@ -350,6 +419,7 @@ class BackendFeatures:
     copy_nodes: CopyNodeBackend | None = None
     meters: MeteringBackend | None = None
     sleepers: SleepingBackend | None = None
+    segments: SegmentingBackend | None = None
 
 
 def features_of(backend: GraphBackend) -> BackendFeatures:
@@ -369,4 +439,5 @@ def features_of(backend: GraphBackend) -> BackendFeatures:
         copy_nodes=offering("copy_node"),
         meters=offering("device_memory"),
         sleepers=offering("new_sleeping_pool"),
+        segments=offering("capture_segments"),
     )

@@ -17,7 +17,14 @@ import pytest
 
 # The tests live in modules of their own, which pytest would not rewrite: a failing assert
 # would not show its values.
-_PARTS = ("capture_tests", "failure_tests", "optional_tests", "random_tests", "stream_tests")
+_PARTS = (
+    "capture_tests",
+    "failure_tests",
+    "optional_tests",
+    "random_tests",
+    "segment_tests",
+    "stream_tests",
+)
 pytest.register_assert_rewrite(*(f"dispatchkit.testing.backend_{part}" for part in _PARTS))
 
 from dispatchkit.backends.base import GraphBackend  # noqa: E402
@@ -26,12 +33,15 @@ from dispatchkit.testing.backend_failure_tests import FailureTests  # noqa: E402
 from dispatchkit.testing.backend_optional_tests import OptionalTests  # noqa: E402
 from dispatchkit.testing.backend_random_tests import RandomTests  # noqa: E402
 from dispatchkit.testing.backend_rig import Rig  # noqa: E402
+from dispatchkit.testing.backend_segment_tests import SegmentTests  # noqa: E402
 from dispatchkit.testing.backend_stream_tests import StreamTests  # noqa: E402
 
 __all__ = ["BackendTests", "Rig"]
 
 
-class BackendTests(CaptureTests, RandomTests, FailureTests, StreamTests, OptionalTests):
+class BackendTests(
+    CaptureTests, RandomTests, FailureTests, StreamTests, OptionalTests, SegmentTests
+):
     """The promises of GraphBackend, and of the optional parts that a backend offers.
 
     Subclass it and define ``make_backend``.

@@ -538,3 +538,77 @@ class StopsNothingBackend(OfferingTape):
         node = super().copy_node(num_regions, num_bytes, data_bytes)
         node.stop = lambda: 0
         return node
+
+
+class Segments:
+    """The segments of a capture with something changed; the rest is the tape's."""
+
+    def __init__(self, capture, **changed):
+        self.end = changed.get("end", capture.end)
+        self.begin = changed.get("begin", capture.begin)
+
+
+@planted("test_segments_and_what_runs_between_them_are_eager", r"Replays of segments are not what")
+class LastSegmentOnlyBackend(TapeBackend):
+    """What was before the last break is replayed in the capture alone."""
+
+    def capture_segments(self, run, **options):
+        made = super().capture_segments(run, **options)
+        return (Graph(made[0], replay=lambda: None), *made[1:])
+
+
+@planted("test_a_segment_changes_nothing_until_it_is_replayed", r"capture .* changed the state")
+class SegmentIsAStepBackend(TapeBackend):
+    """A segment takes effect when it is captured."""
+
+    def capture_segments(self, run, **options):
+        def run_and_replay(capture):
+            def end():
+                graph = capture.end()
+                graph.replay()
+                return graph
+
+            return run(Segments(capture, end=end))
+
+        return super().capture_segments(run_and_replay, **options)
+
+
+@planted("test_a_segment_without_work_says_so", r"segment of views has operations")
+class CountsOneBackend(TapeBackend):
+    """Nobody looks into a segment."""
+
+    def capture_segments(self, run, **options):
+        def run_counted(capture):
+            return run(Segments(capture, end=lambda: Graph(capture.end(), num_operations=1)))
+
+        return super().capture_segments(run_counted, **options)
+
+
+@planted("test_what_fails_in_a_segment_leaves_nothing_behind", r"failed capture can be replayed")
+class KeepsSegmentsBackend(TapeBackend):
+    """What ended well stays, whatever came behind it."""
+
+    def capture_segments(self, run, **options):
+        def run_keeping(capture):
+            def end():
+                graph = capture.end()
+                return Graph(graph, replay=lambda: None)
+
+            return run(Segments(capture, end=end))
+
+        return super().capture_segments(run_keeping, **options)
+
+
+@planted("test_segments_draw_as_eager_draws", r"and eager draws")
+class DrawsTwiceBackend(TapeBackend):
+    """Each segment begins with the numbers of the capture."""
+
+    def capture_segments(self, run, **options):
+        made = super().capture_segments(run, **options)
+        state = torch.default_generator.get_state()
+
+        def replay():
+            torch.default_generator.set_state(state)
+            made[1].replay()
+
+        return made[0], Graph(made[1], replay=replay), *made[2:]

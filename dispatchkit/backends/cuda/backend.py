@@ -35,6 +35,7 @@ from dispatchkit.backends.cuda.graph import CudaGraph
 from dispatchkit.backends.cuda.launch import direct_launch, graph_upload
 from dispatchkit.backends.cuda.pool import CudaPool
 from dispatchkit.backends.cuda.rehearsal import growth
+from dispatchkit.backends.cuda.segmented import CudaSegments
 from dispatchkit.backends.cuda.sleeping import SleepingPool, UnavailableError, load_allocator
 from dispatchkit.backends.cuda.streams import (
     MAX_STREAMS,
@@ -47,7 +48,7 @@ from dispatchkit.backends.cuda.streams import (
 )
 from dispatchkit.backends.cuda.watch import CaptureWatch, WarmupNotes
 from dispatchkit.backends.cuda.workspace import hold_workspace, workspace_bytes
-from dispatchkit.backends.optional import DeviceMemory, LaunchCall
+from dispatchkit.backends.optional import DeviceMemory, LaunchCall, SegmentedCapture
 from dispatchkit.backends.warmup import run_warmup
 from dispatchkit.errors import CaptureError, ConfigError, ReplayError
 
@@ -392,7 +393,7 @@ class CudaBackend:
         finally:
             destroy_pending()
 
-    def _in_order(self, stream: Any, capture: Callable[[], CudaGraph], draws: bool) -> CudaGraph:
+    def _in_order(self, stream: Any, capture: Callable[[], _T], draws: bool) -> _T:
         """Call what captures on a stream, in its turn with other graphs that draw."""
         use = UseStream(stream.raw)
         try:
@@ -432,9 +433,7 @@ class CudaBackend:
     ) -> CudaGraph:
         watched = watched and notes is None and self._refuse_host_syncs
         watch = CaptureWatch(compiled=compiled)
-        begin = partial(begin_beside_draws, device_index=self._index)
-        begin_by = None if draws else lambda torchs: self._order.pause(partial(begin, torchs))
-        attempt = CaptureAttempt(stream, pool, generators, self._mode, begin_by)
+        attempt = self._new_attempt(stream, pool, generators, draws)
         outputs: Any = None
         try:
             try:
@@ -462,21 +461,101 @@ class CudaBackend:
                 raise capture_error(watch.first_error or failure) from failure
             finally:
                 del failure  # or frame and error would hold each other
-        default = torch.cuda.default_generators[self._index]
         seen = watch if watched else notes
+        return self._make_graph(
+            attempt,
+            outputs,
+            pool,
+            generators,
+            watch,
+            holds=[] if seen is None else seen.outside(pool.segments(self._index)),
+            # Not all operations were seen: the first replay shows whether they draw.
+            draws=draws and (watch.draws or not watched or compiled),
+        )
+
+    def _new_attempt(
+        self,
+        stream: torch.cuda.Stream,
+        pool: CudaPool,
+        generators: list[Any],
+        draws: bool,
+    ) -> CaptureAttempt:
+        begin = partial(begin_beside_draws, device_index=self._index)
+        begin_by = None if draws else lambda torchs: self._order.pause(partial(begin, torchs))
+        return CaptureAttempt(stream, pool, generators, self._mode, begin_by)
+
+    def _make_graph(
+        self,
+        attempt: CaptureAttempt,
+        outputs: Any,
+        pool: CudaPool,
+        generators: list[Any],
+        watch: CaptureWatch,
+        *,
+        holds: list[Any],
+        draws: bool,
+    ) -> CudaGraph:
         return CudaGraph(
             attempt.graph,
             outputs,
             pool,
             attempt.handle,
-            holds=[] if seen is None else seen.outside(pool.segments(self._index)),
+            holds=holds,
             host_tensors=watch.host_tensors,
-            generators=[default, *generators],
+            generators=[torch.cuda.default_generators[self._index], *generators],
             order=self._order,
-            # Not all operations were seen: the first replay shows whether they draw.
-            draws=draws and (watch.draws or not watched or compiled),
+            draws=draws,
             num_plain_operations=watch.num_plain_operations,
         )
+
+    def capture_segments(
+        self,
+        run: Callable[[SegmentedCapture], _T],
+        *,
+        stream: Any,
+        pool: Any,
+        generators: Iterable[Any] = (),
+        compiled: bool = False,
+        draws: bool = True,
+    ) -> _T:
+        """Capture a callable that ends and begins segments, the first one begun.
+
+        Raises:
+            CaptureError: As for ``capture``; all graphs of it are released.
+            ConfigError: As for ``capture``.
+        """
+        own_generators = self._check_generators(generators)
+        refuse_nested(self.torch_device)
+        self._refuse_foreign_capture()
+        free_idle_memory()
+        handled = sys.exception()
+        is_watched = self._refuse_host_syncs
+        watch = CaptureWatch(compiled=compiled)
+
+        def make_graph(attempt: CaptureAttempt) -> CudaGraph:
+            return self._make_graph(
+                attempt,
+                None,
+                pool,
+                own_generators,
+                watch,
+                holds=watch.outside(pool.segments(self._index)) if is_watched else [],
+                draws=draws and (watch.draws or not is_watched or compiled),
+            )
+
+        segments = CudaSegments(
+            stream.raw,
+            partial(self._new_attempt, stream.raw, pool, own_generators, draws),
+            make_graph,
+            watch if is_watched else None,
+        )
+        capture = partial(segments.run, run, handled)
+        try:
+            return run_as_capture(
+                self.torch_device, partial(self._in_order, stream, capture, draws)
+            )
+        finally:
+            destroy_pending()
 
     def _check_generators(self, generators: Iterable[Any]) -> list[Any]:
         own = list(generators)

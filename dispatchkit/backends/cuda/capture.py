@@ -13,7 +13,7 @@ from dispatchkit.backends.cuda.pool import CudaPool
 from dispatchkit.backends.cuda.repair import (
     PoolState,
     abandon,
-    end_failed_capture,
+    end_quietly,
     repair,
     restore_generators,
 )
@@ -84,19 +84,22 @@ class CaptureAttempt:
     def _begin(self) -> None:
         self.graph.capture_begin(pool=self.handle, capture_error_mode=self._mode)
 
-    def end(self, failure: BaseException | None) -> BaseException | None:
+    def end(
+        self, failure: BaseException | None, *, may_be_empty: bool = False
+    ) -> BaseException | None:
         """End, and make the graph launchable; return the first error.
 
         Args:
             failure: What the callable raised.
+            may_be_empty: Nobody is warned of an empty graph.
         """
         if self._state is _State.OVER:
             return failure
         try:
-            if failure is None:
+            if failure is None and not may_be_empty:
                 self.graph.capture_end()
             else:
-                end_failed_capture(self.graph)
+                end_quietly(self.graph)
         except RuntimeError as error:
             self._state = _State.OVER
             self._close_voided()

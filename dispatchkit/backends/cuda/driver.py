@@ -1,10 +1,10 @@
-"""Beginning and leaving a stream capture by the driver, past torch; no torch here.
+"""What is asked of the driver past torch: captures begun and left, nodes counted; no torch here.
 
 Torch ends a capture only together with its own accounts, and where the driver refuses to end
 it (a voided capture), those accounts stay open. An empty capture begun in its place gives
 torch something to end.
 
-Source: CUDA Driver API, "Stream Management".
+Source: CUDA Driver API, "Stream Management", "Graph Management".
 """
 
 from __future__ import annotations
@@ -69,3 +69,20 @@ def leave_stream_capture(stream: int) -> None:
     driver.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
     if graph.value:
         driver.cuGraphDestroy(graph)
+
+
+def count_nodes(graph: int) -> int:
+    """Return how many nodes a graph has: kernels, copies and fills.
+
+    Args:
+        graph: The raw handle of what was captured, not of its instance.
+
+    Raises:
+        DriverCallError: The driver refused, or is not there.
+    """
+    number = ctypes.c_size_t(0)
+    call = driver_library().cuGraphGetNodes
+    result = call(ctypes.c_void_p(graph), None, ctypes.byref(number))
+    if result != 0:
+        raise DriverCallError(f"cuGraphGetNodes failed with CUDA error {result}")
+    return number.value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from dispatchkit.backends.cuda.destroy import PendingDestroy, destroy_later
 from dispatchkit.backends.cuda.draw_order import DrawOrder
+from dispatchkit.backends.cuda.driver import count_nodes
 from dispatchkit.backends.cuda.pool import CudaPool
 from dispatchkit.errors import ReplayError
 
@@ -103,6 +105,15 @@ class CudaGraph:
             _refuse_replay()
             return 0
         return int(self._graph.raw_cuda_graph())
+
+    @functools.cached_property
+    def num_operations(self) -> int:
+        """Kernels, copies and fills that a replay queues.
+
+        Raises:
+            ReplayError: The graph was released.
+        """
+        return count_nodes(self.raw_graph_handle)
 
     def replay(self) -> None:
         """Queue the graph once on the current stream.

@@ -49,8 +49,8 @@ class PoolState(enum.Enum):
     """It cannot be captured into again."""
 
 
-def end_failed_capture(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture whose graph is not wanted; it may be empty.
+def end_quietly(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture whose graph may be empty, which nobody is warned of.
 
     Raises:
         RuntimeError: The capture was voided; see ``repair``.
@@ -80,7 +80,7 @@ def repair(
     try:
         leave_stream_capture(stream.cuda_stream)
         begin_stream_capture(stream.cuda_stream, mode)
-        end_failed_capture(graph)
+        end_quietly(graph)
     except RuntimeError as error:
         _logger.debug("A voided capture could not be ended in another's place: %s", error)
     else:

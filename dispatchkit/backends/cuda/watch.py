@@ -116,10 +116,24 @@ class CaptureWatch(DispatchMode):
     def __init__(self, *, compiled: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = Calls() if compiled else None
+        self._guard = HostSyncGuard(self.note_error, "cuda")
         self.first_error: HostSyncError | None = None
+        self._is_paused = False
+        self._begin()
+
+    def _begin(self) -> None:
         self.draws: bool = False
         self.host_tensors: list[torch.Tensor] = []
         self._given = _Given()
+
+    def pause(self) -> None:
+        """Look at nothing for now: a segment has ended."""
+        self._is_paused = self._guard.is_paused = True
+
+    def resume(self) -> None:
+        """Look at what comes, which is another segment."""
+        self._is_paused = self._guard.is_paused = False
+        self._begin()
 
     @property
     def num_plain_operations(self) -> int:
@@ -152,12 +166,14 @@ class CaptureWatch(DispatchMode):
         """Return a context in which everything this thread calls is watched."""
         stack = ExitStack()
         if self._calls is None:
-            stack.enter_context(HostSyncGuard(self.note_error, "cuda"))
+            stack.enter_context(self._guard)
         stack.enter_context(self)
         return stack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         if self._calls is not None:
             self._calls.note(sys._getframe(1))
         if types and has_subclass(types):

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,11 +31,12 @@ from dispatchkit.backends.capture_guard import (
     refuse_in_capture,
     run_as_capture,
 )
-from dispatchkit.backends.optional import DeviceMemory
+from dispatchkit.backends.optional import DeviceMemory, SegmentedCapture
 from dispatchkit.backends.tape.graph import TapeGraph, poison_kept
 from dispatchkit.backends.tape.pool import NewTensors, TapePool
 from dispatchkit.backends.tape.recorder import Recorder
 from dispatchkit.backends.tape.replay import compile_replay
+from dispatchkit.backends.tape.segmented import TapeSegments
 from dispatchkit.backends.tape.stream_query import answering_capture
 from dispatchkit.backends.tape.streams import (
     Scheduler,
@@ -268,26 +270,62 @@ class TapeBackend:
         def capture() -> TapeGraph:
             stream.was_captured = True
             recorder, outputs = self._record(run, generators, handled)
-            kept = recorder.kept()
-            tensors = pool.allocate(recorder, kept)
-            steps = recorder.steps
-            # Deferred, other streams may come in between any two parts, as between kernels.
-            size = max(1, len(steps) if self._scheduler is None else -(-len(steps) // MAX_PARTS))
-            parts = [steps[start : start + size] for start in range(0, len(steps), size)] or [[]]
-            launches = tuple(compile_replay(part, tensors) for part in parts)
-            if (overwrite := pool.overwriting(recorder, kept)) is not None:
-                launches = (overwrite, *launches)
-            poison_kept(recorder, kept)
-            return TapeGraph(
-                self.current_stream,
-                pool,
-                outputs,
-                launches,
-                draws=recorder.draws,
-                num_steps=len(recorder.steps),
-            )
+            return self._make_graph(recorder, outputs, pool)
 
         return self._alone(stream, capture)
+
+    def capture_segments(
+        self,
+        run: Callable[[SegmentedCapture], _T],
+        *,
+        stream: Any,
+        pool: Any,
+        generators: Iterable[Any] = (),
+        compiled: bool = False,
+        draws: bool = True,
+    ) -> _T:
+        """Record a callable that ends and begins segments, the first one begun.
+
+        Functions of torch.compile run plainly, whatever ``compiled`` says.
+
+        Raises:
+            CaptureError: As for ``capture``; all graphs of it are released.
+        """
+        handled = sys.exception()
+
+        def capture() -> _T:
+            stream.was_captured = True
+            made = partial(self._make_graph, outputs=None, pool=pool)
+            segments = TapeSegments(made, [torch.default_generator, *generators])
+            if self._scheduler is None:
+                return segments.run(run, handled)
+            from dispatchkit.backends.tape.deferred import deferred_operations
+
+            with deferred_operations(stream):  # what runs between segments
+                return segments.run(run, handled)
+
+        return self._alone(stream, capture)
+
+    def _make_graph(self, recorder: Recorder, outputs: Any, pool: TapePool) -> TapeGraph:
+        """Return the graph of what was recorded."""
+        kept = recorder.kept()
+        tensors = pool.allocate(recorder, kept)
+        steps = recorder.steps
+        # Deferred, other streams may come in between any two parts, as between kernels.
+        size = max(1, len(steps) if self._scheduler is None else -(-len(steps) // MAX_PARTS))
+        parts = [steps[start : start + size] for start in range(0, len(steps), size)] or [[]]
+        launches = tuple(compile_replay(part, tensors) for part in parts)
+        if (overwrite := pool.overwriting(recorder, kept)) is not None:
+            launches = (overwrite, *launches)
+        poison_kept(recorder, kept)
+        return TapeGraph(
+            self.current_stream,
+            pool,
+            outputs,
+            launches,
+            draws=recorder.draws,
+            num_steps=len(recorder.steps),
+        )
 
     def rehearse(
         self,

@@ -47,6 +47,11 @@ class TapeGraph:
         pool.add(self)
 
     @property
+    def num_operations(self) -> int:
+        """Operations that a replay runs."""
+        return self.num_steps
+
+    @property
     def outputs(self) -> Any:
         """What the callable returned at capture; overwritten by every replay.
 

@@ -61,14 +61,20 @@ class Recorder(DispatchMode):
         storages: Every storage seen, by identity; held so that identities stay unique.
         own: Identities of the storages made inside the capture.
         first_error: The first refused call, also where the callable swallowed it.
+        is_paused: Operations run, and are not noted.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.first_error: HostSyncError | None = None
+        self.is_paused = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was noted: a new recording begins."""
         self.steps: list[Step] = []
         self.storages: dict[int, Any] = {}
         self.own: set[int] = set()
-        self.first_error: HostSyncError | None = None
         self._saved: dict[int, Any] = {}
         self._forks: dict[int, tuple[Any, Any, Any]] = {}
 
@@ -120,6 +126,8 @@ class Recorder(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
         if types and has_subclass(types):
             return NotImplemented  # a subclass: what it does by itself comes here
         if is_higher_order(func):

@@ -126,15 +126,19 @@ class HostSyncGuard(TorchFunctionMode):
     Args:
         note: Called with each refused call's error, which the callable may swallow.
         device_type: Whose tensors may not be read; others are the host's own.
+
+    Attributes:
+        is_paused: The capture is paused, and the host may read.
     """
 
     def __init__(self, note: Callable[[HostSyncError], None], device_type: str) -> None:
         super().__init__()
         self._note = note
         self._device_type = device_type
+        self.is_paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = SYNC_FUNCTIONS.get(func)
+        name = None if self.is_paused else SYNC_FUNCTIONS.get(func)
         if name is not None and args and args[0].device.type == self._device_type:
             error = HostSyncError(name)
             self._note(error)

@@ -1,0 +1,130 @@
+"""Capturing in segments: a capture that ends, goes on behind, and stays one call.
+
+The watch stays among the modes of the thread from the beginning to the end, since the callable
+may be inside modes of its own at a break; in between it lets operations pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from dispatchkit.backends.capture_errors import capture_error, clear_frames
+from dispatchkit.backends.capture_guard import pause_capture, resume_capture
+from dispatchkit.backends.cuda.capture import CaptureAttempt
+from dispatchkit.backends.cuda.graph import CudaGraph
+from dispatchkit.backends.cuda.streams import make_current
+from dispatchkit.backends.cuda.watch import CaptureWatch
+from dispatchkit.backends.optional import SegmentedCapture
+from dispatchkit.errors import CaptureError
+
+_T = TypeVar("_T")
+
+
+class CudaSegments:
+    """The segments of one capture, on the current stream.
+
+    Args:
+        stream: The stream.
+        new_attempt: Makes the capture of one segment.
+        make_graph: Makes the graph of one that has ended well.
+        watch: Looks at each operation; None where that is switched off.
+    """
+
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        new_attempt: Callable[[], CaptureAttempt],
+        make_graph: Callable[[CaptureAttempt], CudaGraph],
+        watch: CaptureWatch | None,
+    ) -> None:
+        self._stream, self._new_attempt, self._make_graph = stream, new_attempt, make_graph
+        self._watch = watch
+        self._attempt: CaptureAttempt | None = None
+        self._graphs: list[CudaGraph] = []
+
+    def run(self, run: Callable[[SegmentedCapture], _T], handled: BaseException | None) -> _T:
+        """Call what ends and begins segments.
+
+        Args:
+            run: The callable.
+            handled: What its caller was handling.
+
+        Raises:
+            CaptureError: It raised, or left a segment open.
+        """
+        failure: BaseException | None = None
+        try:
+            try:
+                self.begin()
+                if self._watch is None:
+                    result = run(self)
+                else:
+                    with self._watch.watching():
+                        result = run(self)
+                    self._watch.raise_swallowed_error()
+                if self._attempt is not None:
+                    raise CaptureError("A segment was left open: nothing would replay it.")
+            except BaseException as error:  # noqa: BLE001 - raised below, once it has ended
+                failure = error
+            make_current(self._stream)  # the callable may have left another one
+            attempt, self._attempt = self._attempt, None
+            if attempt is not None:
+                failure = attempt.end(failure)
+        except BaseException as interrupt:  # a signal's, in what begins and ends a segment
+            if self._attempt is not None:
+                self._attempt.close(interrupt)
+            self._release()
+            raise
+        if failure is None:
+            return result
+        self._release()
+        clear_frames(failure, handled)
+        try:
+            if not isinstance(failure, Exception):
+                raise failure
+            first = None if self._watch is None else self._watch.first_error
+            raise capture_error(first or failure) from failure
+        finally:
+            del failure  # or frame and error would hold each other
+
+    def end(self) -> CudaGraph:
+        """End the segment: what is called from here on runs at once."""
+        if self._attempt is None:
+            raise CaptureError("No segment is begun.")
+        if torch.cuda.current_stream(self._stream.device_index) != self._stream:
+            raise CaptureError(
+                "A segment was to end on another stream than the one that is captured. Let the "
+                "captured stream wait for that one, and leave it, before the break."
+            )
+        if self._watch is not None:
+            self._watch.raise_swallowed_error()
+            self._watch.pause()
+        failure = self._attempt.end(None, may_be_empty=True)
+        attempt, self._attempt = self._attempt, None
+        pause_capture()
+        if failure is not None:
+            raise failure
+        graph = self._make_graph(attempt)
+        self._graphs.append(graph)
+        return graph
+
+    def begin(self) -> None:
+        """Begin the next segment."""
+        if self._attempt is not None:
+            raise CaptureError("A segment is begun already.")
+        make_current(self._stream)  # what ran meanwhile may have left another one
+        resume_capture()
+        attempt = self._new_attempt()
+        failure = attempt.begin()
+        if failure is not None:
+            raise failure
+        self._attempt = attempt
+        if self._watch is not None:
+            self._watch.resume()
+
+    def _release(self) -> None:
+        for graph in self._graphs:
+            graph.release()

@@ -1,0 +1,94 @@
+"""Recording in segments: a recording that breaks and goes on, within one call.
+
+The recorder stays among the modes of the thread from the beginning to the end, since the callable
+may be inside modes of its own at a break; in between it lets operations pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from dispatchkit.backends.capture_errors import capture_error, clear_frames
+from dispatchkit.backends.capture_guard import pause_capture, resume_capture
+from dispatchkit.backends.optional import SegmentedCapture
+from dispatchkit.backends.tape.graph import TapeGraph
+from dispatchkit.backends.tape.recorder import Recorder
+from dispatchkit.backends.tape.stream_query import answering_capture
+from dispatchkit.backends.watching.host_sync import HostSyncGuard
+from dispatchkit.errors import CaptureError
+
+_T = TypeVar("_T")
+
+
+class TapeSegments:
+    """The segments of one recording.
+
+    Args:
+        make_graph: Makes the graph of what a recorder has noted.
+        generators: Random generators that the callable may use.
+    """
+
+    def __init__(
+        self, make_graph: Callable[[Recorder], TapeGraph], generators: Iterable[Any]
+    ) -> None:
+        self._make_graph, self._generators = make_graph, tuple(generators)
+        self._recorder = Recorder()
+        self._guard = HostSyncGuard(self._recorder.note_error, "cpu")
+        self._graphs: list[TapeGraph] = []
+        self._is_open = False
+
+    def run(self, run: Callable[[SegmentedCapture], _T], handled: BaseException | None) -> _T:
+        """Call what ends and begins segments.
+
+        Args:
+            run: The callable.
+            handled: What its caller was handling.
+
+        Raises:
+            CaptureError: It raised, or left a segment open.
+        """
+        recorder = self._recorder
+        try:
+            self.begin()
+            with answering_capture(), self._guard, recorder:
+                result = run(self)
+            recorder.raise_swallowed_error()
+            if self._is_open:
+                raise CaptureError("A segment was left open: nothing would replay it.")
+        except BaseException as error:
+            for graph in self._graphs:
+                graph.release()
+            if not isinstance(error, Exception):
+                raise
+            clear_frames(error, handled)
+            raise capture_error(recorder.first_error or error) from error
+        finally:
+            recorder.restore()
+        return result
+
+    def end(self) -> TapeGraph:
+        """End the segment: what is called from here on runs at once."""
+        if not self._is_open:
+            raise CaptureError("No segment is begun.")
+        recorder = self._recorder
+        recorder.raise_swallowed_error()
+        self._set_open(False)
+        pause_capture()
+        recorder.restore()
+        graph = self._make_graph(recorder)
+        self._graphs.append(graph)
+        recorder.restart()
+        return graph
+
+    def begin(self) -> None:
+        """Begin the next segment."""
+        if self._is_open:
+            raise CaptureError("A segment is begun already.")
+        resume_capture()
+        self._recorder.add_generators(self._generators)
+        self._set_open(True)
+
+    def _set_open(self, is_open: bool) -> None:
+        self._is_open = is_open
+        self._recorder.is_paused = self._guard.is_paused = not is_open
