@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from dispatchkit.dispatch.packing import Packer, PackingLimits, checked_bins
 from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
+from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.runner import GraphRunner
 
 Results = Literal["token", "item"]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import attrs
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_unflatten
 
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.backends.optional import WarmupNotes
@@ -40,6 +40,7 @@ from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.input_path import InputPath, choose_path, copied_path
 from dispatchkit.execute.io.outputs import OutputLayout
 from dispatchkit.execute.io.structure import flatten, leaves_of
+from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Guard
@@ -508,7 +509,11 @@ class Capturer:
         # not overlap: held by none, its memory serves the graphs of all sizes.
         for part in parts:
             if isinstance(part, GraphPart):
-                part.outputs = tree_map_only(torch.Tensor, weak_tensor, part.outputs)
+                leaves, spec = tree_flatten(part.outputs)
+                weak = [
+                    weak_tensor(one) if isinstance(one, torch.Tensor) else one for one in leaves
+                ]
+                part.outputs = tree_unflatten(weak, spec)
         return captured
 
     def _stays(self, leaf: torch.Tensor) -> bool:

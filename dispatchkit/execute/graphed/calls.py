@@ -10,7 +10,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils._pytree import tree_flatten
 
 from dispatchkit.dispatch import Lanes, Reason
 from dispatchkit.errors import ConfigError, InputError
@@ -20,6 +19,7 @@ from dispatchkit.execute.graphed.gradients import HeldWeights
 from dispatchkit.execute.graphed.varying import Family, Shapes
 from dispatchkit.execute.io.input_errors import odd_kind
 from dispatchkit.execute.io.inputs import RESERVED_NAMES
+from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.lanes.lane_set import StepHandle
 from dispatchkit.execute.memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.runner import GraphRunner

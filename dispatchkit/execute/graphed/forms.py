@@ -17,7 +17,6 @@ import torch
 from torch.utils._pytree import (
     TreeSpec,
     keystr,
-    tree_flatten,
     tree_flatten_with_path,
     tree_unflatten,
 )
@@ -27,6 +26,7 @@ from dispatchkit.errors import CaptureError
 from dispatchkit.execute.executor import Executor
 from dispatchkit.execute.graphed.varying import buckets_for
 from dispatchkit.execute.io.static_input import StaticInput
+from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.keys.axes import Axis
 from dispatchkit.keys.batch import GraphKey

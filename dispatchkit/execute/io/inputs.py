@@ -80,13 +80,8 @@ class InputSet:
         self._facts: Any = attrgetter(
             "shape", "dtype", "is_cuda" if is_only else "device", "requires_grad", "layout"
         )
-        self.check: Callable[[Any], tuple[int, bool]] = self._check_alike
         if len(self.host) == len(self.names):
             self._facts = _ARRAY_FACTS
-        elif self.host:
-            self.check = self._check_mixed
-        elif TensorGuards is not None:
-            self.check = self._check_tensors
         self._quick: dict[int, tuple[Callable[..., bool], Callable[..., bool]]] = {}
         self._num_remade = 0
         # For a single name it gives the value and not a tuple of one.
@@ -135,7 +130,15 @@ class InputSet:
     # all of them are known to be tensors whose memory can be read as it is: contiguous, without
     # lazy conjugation or negation. It raises InputError if one is not a tensor, or has another
     # type, device, rank, fixed dimension or number of rows than it should. Host inputs are
-    # checked as arrays: see ``host_arrays``.
+    # checked as arrays: see ``host_arrays``. It is not kept here: what an object has bound to
+    # itself only the collector frees.
+
+    @property
+    def check(self) -> Callable[[Any], tuple[int, bool]]:
+        """What checks calls of this kind of inputs."""
+        if not self.host and TensorGuards is not None:
+            return self._check_tensors
+        return self._check_mixed if 0 < len(self.host) < len(self.names) else self._check_alike
 
     def _check_tensors(self, values: Sequence[Any]) -> tuple[int, bool]:
         """Check device inputs by the tensors of an earlier call of this size."""

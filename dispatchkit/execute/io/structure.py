@@ -17,7 +17,9 @@ from typing import Any, Final
 
 import attrs
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from dispatchkit.execute.io.tree import tree_flatten
 
 # What can be returned again and again, since nobody can change it.
 _IMMUTABLE: Final = (
