@@ -168,6 +168,28 @@ class Dispatcher:
             pass  # an unused row, a batch above the table, or a wrong type: told apart below
         return self._dispatch_cold(num_tokens, num_reqs, uniform, loras, ceiling)
 
+    def dispatch_anew(
+        self,
+        num_tokens: int,
+        num_reqs: int = 0,
+        uniform: int = 0,
+        loras: int = 0,
+        ceiling: int = 2,
+    ) -> Decision:
+        """Return the decision for a batch whose cell of the table proved out of date.
+
+        What changes an answer empties its cells; an interrupt in the middle of that may leave one.
+
+        Raises:
+            DescriptorError: As ``dispatch``.
+            NoGraphError: As ``dispatch``.
+        """
+        with self._lock:
+            if num_tokens <= self.config.max_num_tokens:
+                cell = cell_of_call(self.config, num_tokens, num_reqs, uniform, loras, ceiling)
+                self._epoch.table.forget_steady(cell)
+        return self.dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
+
     def row(self, uniform: int = 0, loras: int = 0, ceiling: int = 2) -> Row:
         """Return what ``dispatch`` looks up for one kind of batch, by number of tokens.
 

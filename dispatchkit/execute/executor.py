@@ -284,6 +284,6 @@ def run_again(
     """
     while True:
         eager.refuse_if_exact("its graph was given up")
-        result = dispatcher.dispatch(*batch).plan.run(tensors, stream, readable)
+        result = dispatcher.dispatch_anew(*batch).plan.run(tensors, stream, readable)
         if result is not AGAIN:
             return result

@@ -110,3 +110,24 @@ def test_no_interrupt_of_a_capture_stops_others_for_good(way, number):
         assert torch.equal(runner(x=X), X @ WEIGHT)
         assert runner.stats().steps_by_mode["FULL"], f"not captured after an interrupt at {at}"
     KEPT.clear()
+
+
+@pytest.mark.parametrize("change", ["captured", "evicted"])
+def test_a_table_that_was_told_of_no_change_is_asked_anew(change, monkeypatch):
+    """A step finds the plan of before, which has nothing to run; it may not ask for that again."""
+    runner = make(product, lazy=True)
+    (key,) = runner.registry
+    if change == "evicted":
+        runner(x=X)
+    runner.dispatcher.dispatch(3)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.registry, "_tell", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            runner.capture() if change == "captured" else runner.evict(key)
+    assert torch.equal(call_elsewhere(lambda: runner(x=X)), X @ WEIGHT)
+    runner.capture()
+    assert torch.equal(runner(x=X), X @ WEIGHT)
