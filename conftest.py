@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -41,6 +43,24 @@ def pytest_report_header() -> str:
     spec = importlib.util.find_spec("dispatchkit")
     where = spec.origin if spec is not None else "not importable"
     return f"dispatchkit: {where}; hypothesis profile: {PROFILE}"
+
+
+_WHOLE_FILE = re.compile(r"^pytestmark = (?:\[[^\]]*?)?pytest\.mark\.(slow|gpu)\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave a file out unread if ``-m`` would deselect all of its tests.
+
+    Importing those for a GPU, and slow ones, takes seconds: torch's compiler, transformers.
+    """
+    asked = set(config.option.markexpr.split(" and "))
+    if not (asked <= {"slow", "gpu", "not slow", "not gpu"} and collection_path.match("test_*.py")):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    whole = _WHOLE_FILE.search(text)
+    if whole and f"not {whole[1]}" in asked:
+        return True
+    return True if any(f"mark.{mark}" not in text for mark in asked & {"slow", "gpu"}) else None
 
 
 def pytest_collection_finish() -> None:
