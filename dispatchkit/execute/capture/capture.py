@@ -163,7 +163,7 @@ class Capturer:
         Raises:
             CaptureError: It is larger than the static inputs.
         """
-        self._contained(key, partial(self._warmups.run, key))
+        self._contained(key, partial(self._warm_up, key))
 
     def expect_bytes(self, key: GraphKey) -> int:
         """Return what a graph of a key in a pool of its own takes, outputs included.
@@ -181,9 +181,15 @@ class Capturer:
         sample: Sequence[Any] | None,
         snapshot: Snapshot,
     ) -> CapturedKey:
-        with self._lane.measuring("library"):
+        with (
+            self._lane.measuring("library"),
+            self._warmups.contents_watched_once(key, snapshot),
+        ):
             outputs, notes = self._warmups.run(key, snapshot)
             layout = self._warmups.layout(key, outputs, other_sizes)
+            if self._prover is not None:
+                self._run_in_one_piece("the warmup")
+                self._prover.learn(key, snapshot, other_sizes())
         slots = self._slots(outputs, layout) if layout is not None else []
         values = {} if layout is None else layout.values(outputs, key.num_tokens)
         del outputs  # what is alive of the warmup from here on is kept by the step
@@ -212,14 +218,22 @@ class Capturer:
             return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
         if self._prover is None:
             return RowProof()
-        pacer = self._lane.group.turns.pacer
-        if pacer is not None and pacer.allows_turns:
-            pacer.note("the capture")  # no step runs between what follows
-            self._lane.order()  # but the last one may still be on the device
+        self._run_in_one_piece("the capture")
         rows = self._prover.prove(captured, snapshot, other_sizes())
         if sample is None or not rows.open_calls or not self._warmups.save_scratch(snapshot):
             return rows
         return self._prover.prove_by(captured, snapshot, rows, sample)
+
+    def _run_in_one_piece(self, after: str) -> None:
+        """Let no step run between what follows, which writes to the static inputs.
+
+        Args:
+            after: What comes before, after which steps may run once more.
+        """
+        pacer = self._lane.group.turns.pacer
+        if pacer is not None and pacer.allows_turns:
+            pacer.note(after)
+            self._lane.order()  # the last one may still be on the device
 
     def values_at(self, captured: CapturedKey, num_rows: int) -> dict[int, Any]:
         """Return the Python values among a step's outputs at a number of rows, by leaf.
@@ -235,9 +249,15 @@ class Capturer:
 
         return self._contained(key, run)
 
+    def _warm_up(self, key: GraphKey, snapshot: Snapshot) -> tuple[Any, WarmupNotes | None]:
+        with (
+            self._lane.measuring("library"),
+            self._warmups.contents_watched_once(key, snapshot),
+        ):
+            return self._warmups.run(key, snapshot)
+
     def _expect(self, key: GraphKey, snapshot: Snapshot) -> int:
-        with self._lane.measuring("library"):
-            outputs, _ = self._warmups.run(key, snapshot)
+        outputs, _ = self._warm_up(key, snapshot)
         slots = self._slots(outputs, None)
         del outputs
         views = self._warmups.views(key, key.num_tokens)

@@ -20,8 +20,9 @@ first that brings others than fill.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import attrs
@@ -37,6 +38,7 @@ from dispatchkit.execute.io.structure import Structure, flatten
 from dispatchkit.execute.io.transports import transport_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.state import Snapshot, typed
+from dispatchkit.keys.batch import GraphKey
 
 #: Padded calls that are looked at until one brings integers other than fill.
 _OPEN_CALLS: Final = 8
@@ -73,15 +75,37 @@ class RowProver:
 
     def __init__(self, warmups: Warmups, lane: Lane, *, keeps_outputs: bool) -> None:
         self._warmups, self._lane, self._keeps_outputs = warmups, lane, keeps_outputs
-        # What eager computes of noise: the first rows of it are the same for all sizes.
-        self._references: dict[tuple[Family, int], _Outputs] = {}
-        # Families, with integers of a call and without, of which all writes are known.
-        self._watched: set[tuple[Family, bool]] = set()
+        # What eager computes of noise, None where it raises: the first rows of it are the same for
+        # all sizes.
+        self._references: dict[tuple[Family, int], _Outputs | None] = {}
 
     def forget(self) -> None:
         """Run eager anew: the step reads something else from now on."""
         self._references.clear()
-        self._watched.clear()
+
+    def learn(self, key: GraphKey, snapshot: Snapshot, sizes: Iterable[int]) -> None:
+        """Find out what eager computes of noise, as far as keys like this one have not shown it.
+
+        Args:
+            key: What is to be captured.
+            snapshot: Of what the step changes; whoever took it puts that back at the end.
+            sizes: Rows that the step is known to run at.
+        """
+        counts = _counts_below(key, sizes)
+        if len(self._known(key, counts)) == min(len(counts), len(_EAGER_ROWS)):
+            return
+        self._lane.buffers_of(key).reset()
+        rows = _Rows(self._lane, key)
+        try:
+            found = 0
+            for count in counts:
+                found += self._reference(key, rows, snapshot, count) is not None
+                if found == len(_EAGER_ROWS):
+                    break
+        finally:
+            rows.end()
+            self._lane.buffers_of(key).reset()
+            self._lane.set_rows(key.num_tokens)
 
     def prove(self, captured: CapturedKey, snapshot: Snapshot, sizes: Iterable[int]) -> RowProof:
         """Return what padding does to a graph, on noise and fill.
@@ -89,31 +113,25 @@ class RowProver:
         Args:
             captured: The graph; its outputs can be cut to a batch.
             snapshot: Of what the step changes; whoever took it puts that back at the end.
-            sizes: Rows that the step is known to run at.
+            sizes: As they were for ``learn``.
 
         Raises:
             Exception: What a replay raised.
         """
         key, layout = captured.key, captured.layout
-        unit = key.descriptor.query_len or 1
-        most = key.num_tokens - unit
-        if most < unit:
-            return RowProof()
-        counts = [unit * count for count in _EAGER_ROWS if unit * count <= most]
-        counts += sorted(size for size in sizes if size < key.num_tokens)
-        with self._trial(captured, snapshot) as trial:
-            eager = self._eager(trial, counts)
-            if not eager:
-                return RowProof()  # eager raises for all smaller batches: none can come
-            fitting = {count: one for count, one in eager.items() if one.fits(layout, count)}
-            last = max(eager)
-            if last not in fitting:
-                return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].named(layout, last))
-            # On rows of fill alone, all would write to the place that is nobody's, and read there.
-            has_integers = trial.rows.has_integers
-            is_shown = not (has_integers and self._warmups.may_write_scratch())
-            if is_shown and (found := self._find(trial, unit, fitting)):
-                return RowProof(Reason.ROWS_DEPEND, found)
+        eager = self._known(key, _counts_below(key, sizes))
+        if not eager:
+            return RowProof()  # eager raises for all smaller batches: none can come
+        fitting = {count: one for count, one in eager.items() if one.fits(layout, count)}
+        last = max(eager)
+        if last not in fitting:
+            return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].named(layout, last))
+        # On rows of fill alone, all would write to the place that is nobody's, and read there.
+        has_integers = not all(map(_has_fractions, self._lane.buffers_of(key).inputs))
+        if not (has_integers and self._warmups.may_write_scratch()):
+            with self._trial(captured, snapshot) as trial:
+                if found := self._find(trial, key.descriptor.query_len or 1, fitting):
+                    return RowProof(Reason.ROWS_DEPEND, found)
         return RowProof(
             min_rows=1 if len(fitting) == len(eager) else min(fitting),
             open_calls=_OPEN_CALLS if has_integers else 0,
@@ -137,13 +155,15 @@ class RowProver:
             count = trial.rows.num_given
             if not trial.rows.is_varied or not known.min_rows <= count < captured.key.num_tokens:
                 return known
-            eager = self._eager(trial, [count])
-            if not eager:
+            # Of other inputs than fill, operations may write what they have not written before.
+            with self._warmups.contents_watched_once(captured.key, snapshot, is_varied=True):
+                eager = self._reference(captured.key, trial.rows, snapshot, count)
+            if eager is None:
                 return known
-            if not eager[count].fits(captured.layout, count):
-                found = eager[count].named(captured.layout, count)
+            if not eager.fits(captured.layout, count):
+                found = eager.named(captured.layout, count)
                 return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
-            if found := self._find(trial, count, eager):
+            if found := self._find(trial, count, {count: eager}):
                 return RowProof(Reason.ROWS_DEPEND, found)
         return RowProof(min_rows=known.min_rows)
 
@@ -151,10 +171,9 @@ class RowProver:
     def _trial(
         self, captured: CapturedKey, snapshot: Snapshot, sample: Sequence[Any] | None = None
     ) -> Iterator[_Trial]:
-        unit = captured.key.descriptor.query_len or 1
         # Where steps ran between the operators of the capture, rows of theirs may be left.
         self._lane.buffers_of(captured.key).reset()
-        rows = _Rows(self._lane, captured, unit * max(_EAGER_ROWS), sample)
+        rows = _Rows(self._lane, captured.key, sample)
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._keeps_outputs:
             leaves = (one for one in captured.leaves if isinstance(one, torch.Tensor))
@@ -171,7 +190,7 @@ class RowProver:
         noisy = trial.with_noise_behind(eager)
         most = next((count for count in eager if count > unit), unit)
         filled = trial.with_fill_behind(most)
-        state = trial.state()
+        state = _state(self._warmups, trial.rows)
         index = self._depends_on_tail(trial, most, noisy[most], filled)
         if index is not None:
             return f"output {index} of {most} rows depends on what is behind those rows"
@@ -199,43 +218,28 @@ class RowProver:
 
     # -- eager --------------------------------------------------------------------------
 
-    def _eager(self, trial: _Trial, counts: Iterable[int]) -> dict[int, _Outputs]:
-        """Return what eager computes at the first counts of rows at which it runs."""
-        key, snapshot = trial.captured.key, trial.snapshot
-        name = family_of(key), trial.rows.is_varied
-        if name in self._watched:
-            return self._first_eager(trial, counts)
-        # Of other inputs than fill, operations may write what they have not written before.
-        with self._warmups.contents_watched(key, snapshot):
-            found = self._first_eager(trial, counts)
-        self._watched.add(name)
-        return found
+    def _known(self, key: GraphKey, counts: Iterable[int]) -> dict[int, _Outputs]:
+        """Return what eager computes of noise at the first counts of rows at which it runs."""
+        family = family_of(key)
+        found = ((count, self._references.get((family, count))) for count in counts)
+        known = ((count, one) for count, one in found if one is not None)
+        return dict(itertools.islice(known, len(_EAGER_ROWS)))
 
-    def _first_eager(self, trial: _Trial, counts: Iterable[int]) -> dict[int, _Outputs]:
-        found: dict[int, _Outputs] = {}
-        for count in counts:
-            outputs = self._reference(trial, count)
-            if outputs is not None:
-                found[count] = outputs
-            if len(found) == len(_EAGER_ROWS):
-                break
-        return found
-
-    def _reference(self, trial: _Trial, count: int, *, anew: bool = False) -> _Outputs | None:
+    def _reference(
+        self, key: GraphKey, rows: _Rows, snapshot: Snapshot, count: int, *, anew: bool = False
+    ) -> _Outputs | None:
         """Return what eager computes of the first rows; None if it raises."""
-        key, is_varied = trial.captured.key, trial.rows.is_varied
         name = family_of(key), count
-        if not (anew or is_varied) and name in self._references:
+        if not (anew or rows.is_varied) and name in self._references:
             return self._references[name]
-        trial.rows.write(count)
-        trial.snapshot.restore()
+        rows.write(count)
+        snapshot.restore()
         self._lane.set_rows(count)
-        try:
+        found = None
+        with suppress(Exception):  # as it would be raised for a caller
             outputs = self._warmups.run_at(key, count)
-        except Exception:  # noqa: BLE001 - as it would for a caller
-            return None
-        found = _Outputs.of(outputs, trial.state())
-        if not is_varied:
+            found = _Outputs.of(outputs, _state(self._warmups, rows))
+        if not rows.is_varied:
             self._references[name] = found
         return found
 
@@ -243,11 +247,13 @@ class RowProver:
         self, trial: _Trial, count: int, got: list[Any], state: Mapping[str, torch.Tensor]
     ) -> str:
         """Return in words what eager computes otherwise; empty if there is nothing."""
-        found = self._difference(trial, got, state, self._reference(trial, count), count)
+        key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
+        eager = self._reference(key, rows, snapshot, count)
+        found = self._difference(trial, got, state, eager, count)
         if not found:
             return ""
         # What is known may be of other weights, or of another state.
-        again = self._reference(trial, count, anew=True)
+        again = self._reference(key, rows, snapshot, count, anew=True)
         return self._difference(trial, got, state, again, count)
 
     def _difference(
@@ -318,22 +324,20 @@ class _Rows:
 
     Args:
         lane: Whose.
-        captured: The graph that reads them.
-        head: The first rows, which are the same for all sizes.
+        key: What reads them.
         sample: Inputs of a call, of which integers and flags are taken.
 
     Attributes:
-        head: As given.
+        head: How many of the first rows are the same for all sizes.
         has_integers: There are inputs without fractions.
         is_varied: Those hold other values than fill, in the rows of the call.
         num_given: Rows of the call.
     """
 
-    def __init__(
-        self, lane: Lane, captured: CapturedKey, head: int, sample: Sequence[Any] | None
-    ) -> None:
-        buffers = self._buffers = lane.buffers_of(captured.key)
-        self._num_rows, self.head, self._held = captured.key.num_tokens, head, 0
+    def __init__(self, lane: Lane, key: GraphKey, sample: Sequence[Any] | None = None) -> None:
+        buffers = self._buffers = lane.buffers_of(key)
+        self._num_rows, self._held = key.num_tokens, 0
+        self.head: int = max(_EAGER_ROWS) * (key.descriptor.query_len or 1)
         host = dict(buffers.host_rows(self._num_rows))
         places = buffers.views(self._num_rows)
         self._places = [
@@ -414,20 +418,6 @@ class _Trial:
         self.captured, self.snapshot, self.rows = captured, snapshot, rows
         self._lane, self._warmups = lane, warmups
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return copies of the declared state, where that is little and no slot tells where.
-
-        What is not declared may be memory to work in, which holds more of a bucket than of a batch.
-        """
-        if self.rows.has_integers or not self._warmups.may_restore():
-            return {}
-        found = self._warmups.state().items()
-        return {
-            name: typed(storage, dtype).clone()
-            for name, (storage, dtype) in found
-            if name.startswith("state ") and dtype in _COMPARED
-        }
-
     def before(self, name: str) -> torch.Tensor | None:
         """Return what a part of that state held before the trial."""
         found = self._warmups.state().get(name)
@@ -478,6 +468,35 @@ class _Trial:
         if path.staging is not None and self._lane.last_stream is not None:
             path.staging.note_launch(self._lane.last_stream)
         return leaves
+
+
+def _counts_below(key: GraphKey, sizes: Iterable[int]) -> list[int]:
+    """Return the counts of rows that eager is to run at for a key, in order; none if no batch can.
+
+    Args:
+        key: The key.
+        sizes: Rows that the step is known to run at.
+    """
+    unit = key.descriptor.query_len or 1
+    most = key.num_tokens - unit
+    if most < unit:
+        return []
+    counts = [unit * count for count in _EAGER_ROWS if unit * count <= most]
+    return counts + sorted(size for size in sizes if size < key.num_tokens)
+
+
+def _state(warmups: Warmups, rows: _Rows) -> dict[str, torch.Tensor]:
+    """Return copies of the declared state, where that is little and no slot tells where.
+
+    What is not declared may be memory to work in, which holds more of a bucket than of a batch.
+    """
+    if rows.has_integers or not warmups.may_restore():
+        return {}
+    return {
+        name: typed(storage, dtype).clone()
+        for name, (storage, dtype) in warmups.state().items()
+        if name.startswith("state ") and dtype in _COMPARED
+    }
 
 
 def _has_fractions(spec: StaticInput) -> bool:
