@@ -61,6 +61,7 @@ class Capturer:
         guard: Reads what graphs are made under.
         share_outputs: Whether graphs write their outputs to one memory of the lane.
         prove_rows: Prove that padding changes no row of a batch.
+        rows_independent: Rows are declared to depend on nothing but themselves; that is proven too.
         keeps_outputs: Callers may still read what a graph computed last.
         notes_facts: Keep with each graph what it has built in, as check mode needs it.
     """
@@ -73,6 +74,7 @@ class Capturer:
         *,
         share_outputs: Callable[[], bool],
         prove_rows: bool,
+        rows_independent: bool,
         keeps_outputs: bool,
         notes_facts: bool,
     ) -> None:
@@ -80,6 +82,7 @@ class Capturer:
         self._step = warmups.step
         self._share_outputs, self._notes_facts = share_outputs, notes_facts
         self._maker = GraphMaker(lane, warmups.device, warmups.generators)
+        self._rows_independent = rows_independent
         self._prover = RowProver(warmups, lane, keeps_outputs=keeps_outputs) if prove_rows else None
 
     def facts_now(self, buffers: InputBuffers) -> Facts:
@@ -157,6 +160,23 @@ class Capturer:
 
         return self._contained(captured.key, prove)
 
+    def prove_independent(self, captured: CapturedKey, sample: Sequence[Any]) -> RowProof:
+        """Return whether rows of a graph depend on each other, by the inputs of a part.
+
+        Raises:
+            CaptureError: The step changes Python state for these inputs.
+            Exception: What a replay raised.
+        """
+        prover = self._prover
+        if prover is None or not self._warmups.may_restore():
+            return attrs.evolve(captured.rows, open_parts=0)
+
+        def prove(snapshot: Snapshot) -> RowProof:
+            self._warmups.save_scratch(snapshot)
+            return prover.prove_independent(captured, snapshot, captured.rows, sample)
+
+        return self._contained(captured.key, prove)
+
     def warm(self, key: GraphKey) -> None:
         """Warm a key up without capturing it; what it changes is put back.
 
@@ -220,6 +240,8 @@ class Capturer:
             return RowProof()
         self._run_in_one_piece("the capture")
         rows = self._prover.prove(captured, snapshot, other_sizes())
+        if self._rows_independent and not rows.reason:
+            rows = self._prover.prove_independent(captured, snapshot, rows)
         if sample is None or not rows.open_calls or not self._warmups.save_scratch(snapshot):
             return rows
         return self._prover.prove_by(captured, snapshot, rows, sample)

@@ -16,6 +16,10 @@ Noise lies in 0..1, so that what is a logarithm, a probability or an index of 0 
 and flags are not made up, since a random slot would overwrite somebody's row: they are fill, and
 graphs are proven once more by the integers of a padded call, the one that a capture is for or the
 first that brings others than fill.
+
+Where rows are declared to be independent, further replays of a full batch prove it: half of the
+rows, and then the other half, are replaced, and those that were not must stay as they were bit for
+bit. Two tails do not show a mean over the real rows alone.
 """
 
 from __future__ import annotations
@@ -56,6 +60,9 @@ _FLOOR: Final = 1e-5
 _SPREAD: Final = 16
 #: Of the rows of noise, in turn; what is behind some of them is larger.
 _MAGNITUDES: Final = (0.05, 0.2, 0.5)
+#: Of the noise that takes the place of other noise: seeds, and how far below 1 it reaches.
+_OTHER_SEED: Final = 1000
+_NEAR_ONE: Final = 0.1
 #: Types of state that is compared.
 _COMPARED: Final = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32}
@@ -165,7 +172,101 @@ class RowProver:
                 return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
             if found := self._find(trial, count, {count: eager}):
                 return RowProof(Reason.ROWS_DEPEND, found)
-        return RowProof(min_rows=known.min_rows)
+        return attrs.evolve(known, open_calls=0)
+
+    def prove_independent(
+        self,
+        captured: CapturedKey,
+        snapshot: Snapshot,
+        known: RowProof,
+        sample: Sequence[Any] | None = None,
+    ) -> RowProof:
+        """Return what is known of a graph, and whether rows of a full batch depend on each other.
+
+        Args:
+            captured: The graph.
+            snapshot: As for ``prove``; with a sample, scratch included.
+            known: What is known of the graph.
+            sample: The inputs of a part of a batch, of which integers are taken.
+
+        Raises:
+            Exception: What a replay raised.
+        """
+        own = captured.key.descriptor
+        if own.uniform or own.max_query_len is not None or captured.layout.open_output is not None:
+            return known  # it never serves a part
+        with self._trial(captured, snapshot, sample) as trial:
+            is_open = trial.rows.has_integers and not trial.rows.is_varied
+            if sample is not None and is_open:
+                return known
+            found = ""
+            if not (is_open and self._warmups.may_write_scratch()):
+                found = self._coupling(trial)
+        open_parts = _OPEN_CALLS if is_open and not found else 0
+        return attrs.evolve(known, coupling=found, open_parts=open_parts)
+
+    def _coupling(self, trial: _Trial) -> str:
+        """Return in words how rows of a full batch depend on each other; empty if they do not."""
+        captured, size = trial.captured, trial.captured.key.num_tokens
+        generator = torch.Generator().manual_seed(size)
+        is_one = torch.zeros(size, dtype=torch.bool)
+        is_one[torch.randperm(size, generator=generator)[: size // 2]] = True
+        # Behind a call's rows all integers are fill, and such rows may well share a place.
+        last = (trial.rows.num_given or size) - 1
+        is_one[0], is_one[last] = True, last == 0  # of two rows, one in either half
+        one, other = _some_of(is_one[: last + 1]), _some_of(~is_one[: last + 1])
+        kept = torch.cat((one, other))
+        before = trial.whole(kept)
+        if captured.draws or any(graph.has_random_state for graph in captured.graphs):
+            return "it draws random numbers, and would for each part"
+        if trial.changes_again():
+            return "running it twice changes its state twice, and each part of a batch runs it"
+        in_one = torch.arange(len(kept)) < len(one)
+        for changed, is_same in ((~is_one, in_one), (is_one, ~in_one)):
+            after = trial.whole(kept, changed=changed)
+            index = self._spread(trial, kept, is_same, before, after)
+            if index is not None:
+                return f"rows of output {index} depend on other rows of the batch"
+        if self._lane.row_count is not None and size > 1:
+            after = trial.whole(kept, num_real=size - 1)
+            index = self._spread(trial, kept, kept < size - 1, before, after)
+            if index is not None:
+                return f"output {index} depends on the number of rows of the batch"
+        return ""
+
+    def _spread(
+        self,
+        trial: _Trial,
+        kept: torch.Tensor,
+        is_same: torch.Tensor,
+        before: list[Any],
+        after: list[Any],
+    ) -> int | None:
+        """Return the first output of which rows that are to be as before are not, if there is one.
+
+        Args:
+            trial: Replays.
+            kept: Which rows were copied.
+            is_same: Which of these are to be as before.
+            before: Copies of those rows, and
+            after: after others were changed.
+        """
+        layout = trial.captured.layout
+        again: list[Any] = []
+        for index, one, other in _pairs(before, after):
+            dim = layout.leaves[index].batch_dim
+            if dim is None:
+                continue
+            places = is_same.nonzero()[:, 0].to(one.device)
+            one, other = one.index_select(dim, places), other.index_select(dim, places)
+            if bits_equal(one, other):
+                continue
+            # What differs from itself does so by chance, as in ``_depends_on_tail``.
+            again = again or trial.whole(kept)
+            spread = _difference(one, again[index].index_select(dim, places))
+            if _difference(one, other) > _SPREAD * spread:
+                return index
+        return None
 
     @contextmanager
     def _trial(
@@ -386,6 +487,26 @@ class _Rows:
         buffers.mark_written(self._num_rows)
         self._held = self._num_rows
 
+    def change(self, is_changed: torch.Tensor) -> None:
+        """Write other noise to some rows, near 1, and fill where there are no fractions."""
+        self._held = 0
+        places = is_changed.nonzero()[:, 0]
+        for seed, (spec, place) in enumerate(self._places):
+            if spec.batch_dim is None:
+                continue
+            rows = place.movedim(spec.batch_dim, 0)
+            shape, device = (len(places), *rows.shape[1:]), place.device
+            made = torch.full(shape, spec.fill_value, dtype=place.dtype, device=device)
+            if _has_fractions(spec):
+                generator = torch.Generator(device).manual_seed(_OTHER_SEED + seed)
+                noise = torch.rand(shape, generator=generator, device=device)
+                made.copy_(1 - _NEAR_ONE * noise)
+            rows.index_copy_(0, places.to(device), made)
+
+    def forget(self) -> None:
+        """Note that rows are to be written anew."""
+        self._held = 0
+
     def fill_behind(self, count: int) -> None:
         """Note that a transport fills the rows behind so many."""
         self._held = min(self._held, count)
@@ -435,6 +556,40 @@ class _Trial:
         """Return the first rows of all outputs with fill behind them."""
         return self.kept(self._replay(count, count), count)
 
+    def whole(
+        self,
+        kept: torch.Tensor,
+        *,
+        changed: torch.Tensor | None = None,
+        num_real: int | None = None,
+    ) -> list[Any]:
+        """Return copies of some rows of all outputs of a full batch; None for other leaves.
+
+        Args:
+            kept: Which rows.
+            changed: Flags of the rows that hold something else than usual.
+            num_real: How many rows the graph is told of; all by default.
+        """
+        size = self.captured.key.num_tokens
+        self.rows.forget()
+        leaves = self._replay(num_real or size, size, changed)
+        found: list[Any] = []
+        for one, leaf in zip(self.captured.layout.leaves, leaves, strict=True):
+            dim = one.batch_dim
+            is_rows = isinstance(leaf, torch.Tensor) and dim is not None
+            found.append(leaf.index_select(dim, kept.to(leaf.device)) if is_rows else None)
+        return found
+
+    def changes_again(self) -> bool:
+        """Return whether one more replay, of the same rows, changes state once more."""
+        if not self._warmups.writes() or not self._warmups.may_restore():
+            return False
+        once = self.snapshot.contents()
+        size = self.captured.key.num_tokens
+        self._replay(size, size, restores=False)
+        twice = self.snapshot.contents()
+        return not all(map(torch.equal, once, twice))
+
     def kept(self, leaves: Sequence[Any], count: int) -> list[Any]:
         """Return copies of the first and last of some rows of outputs; None for other leaves."""
         captured, most = self.captured, max(_KEPT_ROWS, self.rows.head)
@@ -451,11 +606,21 @@ class _Trial:
                 found.append(torch.cat(ends, dim))
         return found
 
-    def _replay(self, num_real: int, num_loaded: int) -> Sequence[Any]:
+    def _replay(
+        self,
+        num_real: int,
+        num_loaded: int,
+        changed: torch.Tensor | None = None,
+        *,
+        restores: bool = True,
+    ) -> Sequence[Any]:
         """Replay from the state before; return the padded outputs, good until the next replay."""
         captured, path = self.captured, self.captured.input_path
         self.rows.write(num_loaded)
-        self.snapshot.restore()
+        if changed is not None:
+            self.rows.change(changed)
+        if restores:
+            self.snapshot.restore()
         transport_of(path, num_loaded).load_in_place()
         self.rows.fill_behind(num_loaded)
         self._lane.set_rows(num_real)
@@ -497,6 +662,14 @@ def _state(warmups: Warmups, rows: _Rows) -> dict[str, torch.Tensor]:
         for name, (storage, dtype) in warmups.state().items()
         if name.startswith("state ") and dtype in _COMPARED
     }
+
+
+def _some_of(is_meant: torch.Tensor) -> torch.Tensor:
+    """Return which rows of a half are compared: those at either end."""
+    rows = is_meant.nonzero()[:, 0]
+    if len(rows) <= 2 * _KEPT_ROWS:
+        return rows
+    return torch.cat((rows[:_KEPT_ROWS], rows[-_KEPT_ROWS:]))
 
 
 def _has_fractions(spec: StaticInput) -> bool:
