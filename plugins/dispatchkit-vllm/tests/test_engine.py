@@ -160,6 +160,12 @@ def test_additional_config_asks_too_and_wins(runner_module, monkeypatch):
         ({"POLICY": "threshold", "POLICY_OPTIONS": "{"}, ConfigError, "policy_options"),
         ({"POLICY_OPTIONS": '{"min_tokens": 1}'}, ConfigError, "policy_options"),
         ({"POLICY": "vllm", "STRICT": "perhaps"}, ConfigError, "strict"),
+        (
+            {"POLICY": "vllm", "POLICY_OPTION": "{}"},
+            UnknownNameError,
+            "mean 'DISPATCHKIT_POLICY_OPT",
+        ),
+        ({"POLICIES": "vllm"}, UnknownNameError, "Did you mean 'DISPATCHKIT_POLICY'"),
     ],
 )
 def test_wrong_settings_stop_the_start_by_name(variables, error, names, monkeypatch):
