@@ -516,3 +516,40 @@ def test_hooks_that_a_first_call_installs_are_installed_by_the_callers_own():
             torch.testing.assert_close(run(x), plain(x))
     assert len(module.inner._forward_hooks) == 1
     assert run.graphed.stats().steps_by_mode["FULL"] >= 1
+
+
+class _Making(OrderedDict):  # type: ignore[type-arg]
+    """A table as libraries have them: each read makes a new object, or raises."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key)()
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("read by the class's own way")
+
+
+class _Counting(list):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("read by the class's own way")
+
+
+_MADE = _Making(relu=lambda: 1 / 0)
+_COUNTED = _Counting([1, 2])
+
+
+def test_containers_are_read_past_what_their_classes_make_of_it() -> None:
+    """Nothing of theirs runs, so that a capture neither fails nor sees another object each time."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if _MADE and _COUNTED else x
+
+    runner = GraphRunner(
+        step, {"x": StaticInput((None, 2), "float32")}, sizes=[2], mode="FULL", backend="tape"
+    )
+    assert runner.capture().num_graphs == 1
+    before = PythonState({"step": step})
+    _MADE["gelu"] = int
+    _COUNTED.append(3)
+    assert {entry.path for entry in before.changes()} == {"_MADE['gelu']", "_COUNTED[2]"}
+    restore(before.changes())
+    assert before.changes() == ()

@@ -415,10 +415,10 @@ def _by_name(_path: str, key: Any) -> str:
 
 
 def _set_item(target: Any, key: Any, value: Any) -> None:
-    if value is MISSING:
-        target.pop(key, None)
-    else:
+    if value is not MISSING:
         target[key] = value
+    elif dict.__contains__(target, key):
+        del target[key]
 
 
 def _set_in_module(target: Any, key: str, value: Any) -> None:
@@ -609,6 +609,16 @@ class _Each:
         return map(self.get, *self.arguments)
 
 
+def _read_dict(target: Any) -> dict[Any, Any]:
+    # Past what a subclass makes of its items: one may build a new object for each that is read.
+    return dict.copy(target) if type(target) is dict else dict(dict.items(target))
+
+
+def _read_sequence(target: Any) -> dict[int, Any]:
+    base: Any = next(one for one in (list, deque, tuple, frozenset) if isinstance(target, one))
+    return dict(enumerate(base.__iter__(target)))
+
+
 def _views_of_dict(target: Any) -> tuple[Iterable[Any], ...]:
     # Past what a subclass makes of them.
     return dict.keys(target), dict.values(target)
@@ -631,16 +641,14 @@ def _views_of_globals(target: _Globals) -> tuple[Iterable[Any], ...]:
     return (_Each(target.values.get, (target.names, itertools.repeat(MISSING))),)
 
 
-_MAPPING = Kind(dict.copy, _set_item, _indexed, get=_get_item, views=_views_of_dict)
+_MAPPING = Kind(_read_dict, _set_item, _indexed, get=_get_item, views=_views_of_dict)
 _ATTRIBUTES = Kind(lambda one: one, _set_item, _dotted, get=_get_item, views=_views_of_dict)
 #: Parameters, buffers or submodules of a module.
 _MEMBER = Kind(lambda one: one, _set_item, _dotted, get=_get_item, views=_views_of_dict)
 _MODULE = Kind(_read_module, _set_in_module, _dotted, get=_get_item, views=_views_of_module)
-_SEQUENCE = Kind(
-    lambda one: dict(enumerate(one)), _set_at, _indexed, get=_get_at, views=_views_of_sequence
-)
+_SEQUENCE = Kind(_read_sequence, _set_at, _indexed, get=_get_at, views=_views_of_sequence)
 # It cannot change: its items are the same as long as it is.
-_TUPLE = Kind(lambda one: dict(enumerate(one)), None, _indexed, views=lambda _: ((),))
+_TUPLE = Kind(_read_sequence, None, _indexed, views=lambda _: ((),))
 _SLOTS = Kind(_read_slots, _set_attribute, _dotted, get=_get_attribute)
 _CLASS = Kind(_read_class, _set_on_class, _dotted, get=_get_attribute, views=_views_of_class)
 _CELL = Kind(
