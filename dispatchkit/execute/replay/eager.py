@@ -21,6 +21,8 @@ from dispatchkit.execute.step.reasons import (
     DOWNGRADES,
     NEXT_STEPS,
     PADDED_DRAWS,
+    REFUSED,
+    REPLACED,
     EagerStepWarning,
     PaddedDrawsWarning,
 )
@@ -147,7 +149,8 @@ class EagerRunner:
         near = sorted(self._lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
         nearest = tuple(str(key) for key in near[:3])
         what = f"{num_tokens} tokens" + (f" (graph {missed})" if missed else "")
-        have = f"Nearest captured: {', '.join(nearest) or 'none'}. {NEXT_STEPS[reason]}"
+        then = self._what_to_do(reason, missed)
+        have = f"Nearest captured: {', '.join(nearest) or 'none'}. {then}"
         if self.strict:
             raise NoGraphError(
                 f"A step of {what} has no graph to run: {reason}. {have} "
@@ -160,6 +163,16 @@ class EagerRunner:
             "Warned once; runner.stats() counts them, runner.explain() says why.",
             EagerStepWarning,
         )
+
+    def _what_to_do(self, reason: str, missed: GraphKey | None) -> str:
+        """Return what to do about a downgrade; with what was found, where a key has no graph."""
+        found = "" if missed is None else self._lifecycle.problem_of(missed)
+        what, _, found = found.partition(": ")
+        if what == reason and reason in REFUSED:
+            return found
+        if what == REPLACED and reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
+            return f"{found} is another than at the capture. {NEXT_STEPS[reason]}"
+        return NEXT_STEPS[reason]
 
     def warn_of_padded_draws(self, key: GraphKey, num_tokens: int) -> None:
         """Warn once that a step which draws random numbers is padded."""

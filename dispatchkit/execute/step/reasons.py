@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from dispatchkit.dispatch import Reason
 
+#: Why a key is stale whose graph has something built in that was replaced; what follows a colon.
+REPLACED = "replaced"
 #: Reasons for which a capture is refused that say more than that it failed.
 REFUSED = frozenset(
     {Reason.PYTHON_STATE, Reason.FIRST_CALL, Reason.CONTAINER_WRITTEN, Reason.GRADIENTS}
@@ -31,8 +33,6 @@ DOWNGRADES = frozenset(
         Reason.GRADIENTS,
         Reason.ROWS_DEPEND,
         Reason.ROWS_NOT_THE_BUCKET,
-        Reason.ROWS_NOT_INDEPENDENT,
-        Reason.OUTPUTS_NOT_JOINED,
         Reason.WEIGHTS_REPLACED,
         Reason.VALUE_CHANGED,
         Reason.AUTOCAST,
@@ -81,14 +81,6 @@ NEXT_STEPS: Mapping[str, str] = {
     Reason.ROWS_NOT_THE_BUCKET: (
         "An output has other rows than the batch, so that padding cannot be cut off, print(runner) "
         "says which: capture the sizes that come, or declare output_batch_dims."
-    ),
-    Reason.ROWS_NOT_INDEPENDENT: (
-        "Rows depend on each other, or the step changes something with each run, print(runner) "
-        "says what: a graph as large as the batch serves it, or leave out rows_independent."
-    ),
-    Reason.OUTPUTS_NOT_JOINED: (
-        "An output has no dimension of rows, so that those of two parts cannot be joined: return "
-        "it for each row, or capture a graph as large as the batch."
     ),
     Reason.WEIGHTS_REPLACED: "A lazy runner captures anew; otherwise call runner.capture().",
     Reason.VALUE_CHANGED: "A lazy runner captures anew; otherwise call runner.capture().",
