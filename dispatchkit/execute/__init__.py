@@ -24,6 +24,7 @@ from dispatchkit.execute.io.axes import AxisCut, pad_input
 from dispatchkit.execute.io.inputs import RESERVED_NAMES, InputSet
 from dispatchkit.execute.io.sample_inputs import sample_inputs
 from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
+from dispatchkit.execute.io.structure import flatten
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lanes.lane_set import LaneCost, LanePolicyWarning, LaneStats, StepHandle
 from dispatchkit.execute.live.swap import SwapReport
@@ -78,6 +79,7 @@ __all__ = [
     "declare_bookkeeping",
     "declare_support",
     "eager_piece",
+    "flatten",
     "graph_piece",
     "inputs_from_example",
     "limited_support",

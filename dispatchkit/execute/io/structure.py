@@ -159,7 +159,7 @@ class Structure:
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """Return the leaves of a result, and how they make it up."""
+    """Return the leaves of a result, and how they make it up: ``structure.build(leaves)``."""
     return _flatten(value, ())
 
 

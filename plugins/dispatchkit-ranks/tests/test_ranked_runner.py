@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest.mock import Mock
 
 import pytest
@@ -54,16 +55,16 @@ def given(ran):
     return [call.args[0] for call in ran.call_args_list]
 
 
-def make_runner(ranks):
+def make_runner(ranks, step=None):
     """Return a captured runner of this rank, its backend and what it ran plainly."""
     ran, backend = Mock(), RefusingTape()
 
-    def step(x):
+    def doubled(x):
         ran(len(x))
         return x * 2
 
     runner = GraphRunner(
-        step,
+        step or doubled,
         INPUTS,
         policy=AlwaysFull(),
         backend=backend,
@@ -92,6 +93,30 @@ def test_a_replay_that_fails_on_one_rank_runs_no_other_way_there():
         return caught.value.ranks
 
     assert all_good(run_ranks(2, run)) == [(1,), []]
+
+
+@dataclasses.dataclass
+class Outputs:
+    """What libraries return: an object with tensors in its attributes."""
+
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+    kind: str = "dense"
+
+
+def test_tensors_inside_of_objects_are_cut_to_the_rows_of_each_rank():
+    def run(ranks):
+        def step(x):
+            return Outputs(x * 2, (x + 1, x[0]))
+
+        ranked, _, _ = make_runner(ranks, step)
+        rows = 3 + 2 * ranks.rank
+        result = ranked(x=torch.ones(rows))
+        assert (type(result), result.kind) == (Outputs, "dense")
+        assert result.hidden[1] == 1
+        return len(result.logits), len(result.hidden[0])
+
+    assert all_good(run_ranks(2, run)) == [(3, 3), (5, 5)]
 
 
 TWO_INPUTS = {**INPUTS, "y": StaticInput((None,), "float32")}
@@ -156,52 +181,6 @@ def test_a_rank_under_another_autocast_runs_eager_where_eager_is_among_what_it_a
         return given(ran)
 
     assert all_good(run_ranks(2, run)) == [[3]] * 2
-
-
-class Scaled:
-    """A step that reads a number of its own: its graphs have it built in."""
-
-    def __init__(self):
-        self.scale = 2.0
-
-    def __call__(self, x):
-        return x * self.scale
-
-
-def test_a_value_that_changes_on_one_rank_has_all_run_eager():
-    """Its graphs are of no use there; the others hear of it before the step, and by whom."""
-
-    def run(ranks):
-        scaled = Scaled()
-        config = make_dispatcher().config
-        runner = GraphRunner(
-            scaled,
-            INPUTS,
-            policy=AlwaysFull(),
-            backend="tape",
-            options=RunnerOptions(config=config),
-        )
-        ranked = RankedRunner(runner, ranks, INPUTS)
-        ranked.capture()
-        modes, found = [], []
-        for step in range(40):
-            if step == 5 and ranks.rank == 1:
-                scaled.scale = 3.0
-            found.append(float(ranked(x=torch.ones(3))[0]))
-            modes.append({**runner.stats().steps_by_mode})
-        withheld = ranked.ranked.withheld
-        again = ranked.capture()
-        ranked(x=torch.ones(3))
-        return modes, (found[0], found[-1]), withheld, again, runner.stats().steps_by_mode["FULL"]
-
-    first, second = all_good(run_ranks(2, run))
-    assert first[0] == second[0]
-    assert first[0][-1]["NONE"] > 20  # found within as many steps as a runner alone takes
-    assert (first[1], second[1]) == ((2.0, 2.0), (2.0, 3.0))
-    assert all("scale" in why[1] for why in first[2].values())
-    assert first[2]
-    assert first[3] == second[3] == {}
-    assert first[4] == second[4] == first[0][-1]["FULL"] + 1
 
 
 def test_steps_of_several_ranks_are_recorded_and_watched():
@@ -368,6 +347,16 @@ def test_outputs_are_cut_as_those_of_their_own_kind():
         first, second = all_good(run_ranks(2, run))
     assert first == [(2, 3)] * 4
     assert second == [(2, 7), (2, 7), (2, 9), (2, 9)]
+
+
+def test_tensors_inside_of_objects_are_cut_along_an_axis():
+    def run(ranks):
+        ranked, _ = axes_runner(ranks, step=lambda x, scale, kind: Outputs(x * kind, (scale,)))
+        length = 3 + 2 * ranks.rank
+        result = ranked(x=torch.ones(2, length), scale=torch.ones(2), length=length, kind=1)
+        return tuple(result.logits.shape)
+
+    assert all_good(run_ranks(2, run)) == [(2, 3), (2, 5)]
 
 
 def test_an_input_that_is_no_tensor_is_refused_before_anybody_waits():

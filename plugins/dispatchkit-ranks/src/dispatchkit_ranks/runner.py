@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dispatchkit.errors import ConfigError, InputError, NoGraphError, RankError
-from dispatchkit.execute import pad_input
+from dispatchkit.execute import flatten, pad_input
 from dispatchkit.keys import ALLOWED_MODES, GraphKey, RuntimeMode
 
 from dispatchkit_ranks.dispatcher import RankedDispatcher
@@ -131,7 +130,7 @@ class RankedRunner:
         if rows == own:
             return self._run(agreed, lambda _: tensors)
         result = self._run(agreed, lambda _: self._padded(tensors, own, rows))
-        return tree_map(lambda leaf: _cut(leaf, own, rows), result)
+        return _cut_rows(result, own, rows)
 
     def idle(self, ceiling: int = 2) -> bool:
         """Join a step without a batch: run rows of fill if any other rank has a batch.
@@ -156,11 +155,7 @@ class RankedRunner:
     # -- inside -------------------------------------------------------------------------
 
     def _ceiling(self, ceiling: int) -> int:
-        """Return the modes that this rank allows: eager alone under another autocast, say.
-
-        Graphs that have a value built in that was replaced here are no rank's any more.
-        """
-        self.runner.decisions.drop_replaced()
+        """Return the modes that this rank allows: eager alone under another autocast, say."""
         if self._guard.now() == self._made_under:
             return ceiling
         # Where that is excluded, or is no code at all, the agreement says so.
@@ -260,7 +255,7 @@ class RankedRunner:
             return self._cut_axes(result, cuts, values, wanted) if cuts else result
 
         result = self._run(agreed, inputs, cut)
-        return result if rows == own else tree_map(lambda leaf: _cut(leaf, own, rows), result)
+        return result if rows == own else _cut_rows(result, own, rows)
 
     def _padded_with_axes(
         self, given: Mapping[str, torch.Tensor], rows: int, values: Mapping[str, int]
@@ -315,7 +310,7 @@ class RankedRunner:
         values: Mapping[str, int],
         wanted: Mapping[str, int],
     ) -> Any:
-        leaves, spec = tree_flatten(result)
+        leaves, structure = flatten(result)
         for number, dim, index, more in cuts:
             name = self._names[index]
             if values[name] == wanted[name]:
@@ -332,7 +327,7 @@ class RankedRunner:
                     reason="not_measured",
                 )
             leaves[number] = leaf.narrow(dim, 0, max(0, values[name] + more))
-        return tree_unflatten(leaves, spec)
+        return structure.build(leaves)
 
     def _fill_rows(self, name: str, rows: int) -> torch.Tensor:
         """Return at least so many rows of an input's fill value."""
@@ -343,6 +338,14 @@ class RankedRunner:
             device = torch.device(self.runner.backend.torch_device)
             kept = self._fill[name] = spec.full(most, device)
         return kept
+
+
+def _cut_rows(result: Any, own: int, rows: int) -> Any:
+    """Return a result for this rank's rows; an object of which nothing is cut is itself."""
+    leaves, structure = flatten(result)
+    found = [_cut(leaf, own, rows) for leaf in leaves]
+    is_cut = any(one is not other for one, other in zip(found, leaves, strict=True))
+    return structure.build(found) if is_cut else result
 
 
 def _cut(leaf: Any, own: int, rows: int) -> Any:
