@@ -82,8 +82,6 @@ def capture_lazily(number):
     assert runner.stats().capture_failures == 0
 
 
-# All graphs are released again and again, which is what the warning is about.
-@pytest.mark.filterwarnings("ignore::dispatchkit.execute.ChurnWarning")
 def test_threads_draw_and_sample_while_steps_are_captured():
     """No error in any thread, no number twice, and together the numbers that eager draws."""
     workers = [Worker(index) for index in range(8)]
