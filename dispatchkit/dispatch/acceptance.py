@@ -46,12 +46,7 @@ class Proposal:
 
 
 def accepted_keys(
-    policy: Policy,
-    config: DispatchConfig,
-    origin: str,
-    modes: Collection[RuntimeMode],
-    *,
-    may_split: bool = False,
+    policy: Policy, config: DispatchConfig, origin: str, modes: Collection[RuntimeMode]
 ) -> list[GraphKey]:
     """Return the keys a policy declares, after asking it about batches around their sizes.
 
@@ -60,7 +55,6 @@ def accepted_keys(
         config: What it is to decide under.
         origin: Where it comes from, for messages.
         modes: Runtime modes the executor can do.
-        may_split: Mixed batches may be split over several graphs.
 
     Raises:
         PolicyError: A method is missing or raises, a key is none, or an answer breaks a hard
@@ -96,13 +90,7 @@ def accepted_keys(
         _check_axes(keys, config, name, origin)
     trial = GraphRegistry()
     trial.declare(keys)
-    view = GraphView(
-        trial,
-        config,
-        modes=frozenset(modes),
-        dispatchable=lambda entry: True,
-        may_split=may_split,
-    )
+    view = GraphView(trial, config, modes=frozenset(modes), dispatchable=lambda entry: True)
     for batch in _probes(keys, config):
         if is_plain:
             batch = without_axes(batch)

@@ -141,7 +141,6 @@ class Executor:
             modes=modes,
             lazy=spec.lazy,
             strict=options.strict,
-            may_split=options.rows_independent,
             origin=origin,
             on_swap=self.notices.policy_swapped,
             on_fault=self.notices.policy_at_fault,
@@ -173,7 +172,6 @@ class Executor:
             # An only graph has nobody to share with, and needs no copy.
             share_outputs=lambda: shares and (len(registry) > 1 or group.is_open),
             prove_rows=options.capture.prove_rows,
-            rows_independent=options.rows_independent,
             keeps_outputs=spec.outputs == "view",
             notes_facts=bool(options.check),
         )
@@ -218,7 +216,6 @@ class Executor:
             self.counters,
             self.timings,
             self.checker,
-            inputs=work.inputs if work.axes is None else work.axes,
             axes=() if work.axes is None else work.axes.names,
             asked_mode=self.asked_mode,
             is_owned=spec.outputs == "owned",

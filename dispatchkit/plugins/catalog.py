@@ -63,17 +63,21 @@ class Catalog:
 
     def hint(self, kind: str, name: str) -> str:
         """Say where a missing name may be: plugins not loaded, or a distribution to install."""
-        near = {*nearest_names(name, {info.name for info in self.absent})}
         if (brings := distribution_of(kind, name)) is not None:
-            near |= {info.name for info in self.absent if info.distribution == brings}
-        ordered = sorted(self.absent, key=lambda info: info.name not in near)
+            found = [info for info in self.absent if info.distribution == brings]
+            if not found:
+                return install_hint(kind, name)
+        else:
+            near = nearest_names(name, {info.name for info in self.absent})
+            found = sorted(self.absent, key=lambda info: info.name not in near)
         parts = [
-            f"It may be in plugin {info.name!r} ({info.origin}), {info.state}: {info.reason}"
-            for info in ordered[:3]
+            f"It may be in plugin {info.name!r} ({info.origin}), {info.state}: "
+            f"{info.reason.removesuffix('.')}."
+            for info in found[:3]
         ]
-        if len(ordered) > 3:
-            parts.append(f"{len(ordered) - 3} more plugins are not loaded; see `describe()`.")
-        return " ".join([*parts, "" if near else install_hint(kind, name)]).rstrip()
+        if len(found) > 3:
+            parts.append(f"{len(found) - 3} more plugins are not loaded; see `describe()`.")
+        return " ".join(parts)
 
     def create(self, kind: str, name: str, options: dict[str, Any]) -> Any:
         """Make one with a user's options.

@@ -142,6 +142,7 @@ def test_a_command_of_a_plugin_that_is_not_loaded_names_the_plugin(
     done = run("simulate", "trace.csv")
     assert (done.code, done.out) == (2, "")
     assert "There is no command 'simulate' here. It may be in plugin 'plan'" in done.err
+    assert done.err.count("plugin '") == 1, "others that are not loaded do not bring it"
     assert "pip install" not in done.err
 
 

@@ -474,6 +474,7 @@ def test_faulty_lane_policy_raises_in_a_strict_runner(make_lanes):
 
 
 OF_A_LANE_POLICY = RunnerOptions(lanes=LaneOptions(lane_policy_options={"a": 1}))
+BY_UNKNOWN_NAME = RunnerOptions(lanes=LaneOptions(lane_policy="nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -486,8 +487,9 @@ OF_A_LANE_POLICY = RunnerOptions(lanes=LaneOptions(lane_policy_options={"a": 1})
         ({"lanes": 2, "options": RunnerOptions(check=3)}, "check must be 0 with several lanes"),
         ({"lanes": Lanes(2, InTurn)}, "lane policy must be an object with choose"),
         ({"lanes": Lanes(2, InTurn()), "options": OF_A_LANE_POLICY}, "in one place alone"),
+        ({"lanes": 1, "options": BY_UNKNOWN_NAME}, "lane policy must be one of.*'nowhere'"),
     ],
-    ids=["none", "bool", "more than streams", "views", "check", "class", "options"],
+    ids=["none", "bool", "more than streams", "views", "check", "class", "options", "name"],
 )
 def test_what_does_not_go_with_lanes_is_refused(make_runner, settings, message):
     with pytest.raises(ConfigError, match=message):

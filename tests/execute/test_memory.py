@@ -519,6 +519,22 @@ def test_endless_new_shapes_lead_to_a_warning(make_runner):
     call_all(runner, range(1, 41))  # told once: a second warning would be an error here
 
 
+@pytest.mark.parametrize("way", ["clear", "evict"])
+def test_graphs_that_their_owner_takes_away_are_no_churn(make_runner, way):
+    """A larger budget would keep none of them: a warning would be an error here."""
+    limits = RunnerOptions(memory=MemoryOptions(max_graphs=2))
+    runner = make_runner(lambda tokens: tokens, sizes=(1, 2), lazy=True, options=limits)
+    for _ in range(40):
+        call_all(runner, (1, 2))
+        if way == "clear":
+            runner.clear()
+        else:
+            for key in runner.lanes[0].lifecycle.live():
+                runner.evict(key)
+    assert runner.stats().captures == 80
+    assert runner.stats().evictions == (80 if way == "evict" else 0)
+
+
 def call_all(runner, sizes):
     for rows in sizes:
         runner(torch.arange(rows))

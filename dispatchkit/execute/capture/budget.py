@@ -19,7 +19,7 @@ import attrs
 from dispatchkit.backends.optional import features_of
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.captured import CapturedKey
-from dispatchkit.execute.capture.live_graphs import LiveGraphs
+from dispatchkit.execute.capture.live_graphs import FOR_ROOM, LiveGraphs
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.memory import PoolMember
 from dispatchkit.keys.batch import GraphKey
@@ -288,7 +288,7 @@ class MemoryBudget:
 
     def warn_of_churn(self) -> None:
         """Warn once when most captured graphs are evicted again."""
-        evictions, room = self._counters.evictions, self.limits.max_graphs or 1
+        evictions, room = self._graphs.num_for_room, self.limits.max_graphs or 1
         is_churn = evictions >= _CHURN * max(room, 4) and evictions > 0.5 * self._counters.captures
         if is_churn and self._once.first():
             warn_at_call(
@@ -326,4 +326,4 @@ class MemoryBudget:
         step = min(steps, key=lambda one: (score(one), one.last_used), default=None)
         for key, one in self._graphs.by_key().items():
             if one is step:
-                self._graphs.evict(key, "budget")
+                self._graphs.evict(key, FOR_ROOM)

@@ -23,13 +23,14 @@ from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, RegistryError
 from dispatchkit.execute.capture.budget import MemoryBudget, OverBudgetError
 from dispatchkit.execute.capture.capture import Capturer
-from dispatchkit.execute.capture.captured import CapturedKey, RowProof
+from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.effects import named
-from dispatchkit.execute.capture.live_graphs import LiveGraphs
+from dispatchkit.execute.capture.live_graphs import FOR_ROOM, LiveGraphs
 from dispatchkit.execute.capture.report import CaptureReport, as_capture_error, largest_first
 from dispatchkit.execute.capture.warmup import family_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.memory import LongPause, Pacer, PoolMember
+from dispatchkit.execute.step.reasons import REPLACED
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.observe.counters import StepCounters
@@ -121,6 +122,11 @@ class Lifecycle:
         """Return whether a key has no graph, and neither backend nor switches forbid one."""
         is_live = self.graphs.entry(key).state is KeyState.CAPTURED
         return not is_live and key.mode in self._modes and self._registry.is_enabled(key)
+
+    def problem_of(self, key: GraphKey) -> str:
+        """Return why a key has no graph: a word, a colon, and more; empty if nothing is known."""
+        entry = self._registry.get(key)
+        return "" if entry is None else entry.reason
 
     # -- sessions -----------------------------------------------------------------------
 
@@ -342,41 +348,18 @@ class Lifecycle:
         Returns:
             Whether the table must be asked again; False if the inputs show nothing.
         """
-        rows = self._proof(step, partial(self._capturer.prove, step, sample))
-        if rows is None:
-            return step.released
-        step.rows = attrs.evolve(rows, open_calls=max(0, rows.open_calls - 1))
-        return not step.rows.open_calls and self._tell_of(step)
-
-    def prove_independent(self, step: CapturedKey, sample: Sequence[Any]) -> bool:
-        """Find out by the inputs of a part of a split step whether its rows depend on each other.
-
-        Returns:
-            Whether the table must be asked again; False if the inputs show nothing.
-        """
-        rows = self._proof(step, partial(self._capturer.prove_independent, step, sample))
-        if rows is None:
-            return step.released
-        step.rows = attrs.evolve(rows, open_parts=max(0, rows.open_parts - 1))
-        return not step.rows.open_parts and self._tell_of(step)
-
-    def _proof(self, step: CapturedKey, prove: Callable[[], RowProof]) -> RowProof | None:
-        """Return what a proof shows of a graph; one that raises puts it out of use.
-
-        Nothing is tried while another is captured in the background: the next call shows it, too.
-        """
         if not self._lane.group.turns.may_capture():
-            return None
+            return False  # the next call shows it, too
         handled = sys.exception()
         try:
-            return prove()
+            rows = self._capturer.prove(step, sample)
         except Exception as error:  # noqa: BLE001 - as in a capture: it stays in its key
             clear_traceback(error, handled)
             self.graphs.fail_step(step, str(as_capture_error(error, step.key)))
-            return None
-
-    def _tell_of(self, step: CapturedKey) -> bool:
-        """Have the table asked again for what a graph serves; returns True."""
+            return True
+        step.rows = attrs.evolve(rows, open_calls=max(0, rows.open_calls - 1))
+        if step.rows.open_calls:
+            return False
         for key, one in self.live().items():
             if one is step:  # what the table has of it was made without that knowledge
                 self._registry.captured(key, step, num_bytes=self.graphs.entry(key).num_bytes)
@@ -434,7 +417,7 @@ class Lifecycle:
         if not changed:
             return ""
         self._capturer.note_replaced(changed)
-        self.invalidate(f"replaced: {named(changed)}")
+        self.invalidate(f"{REPLACED}: {named(changed)}")
         is_weights = any(isinstance(one.before, _WEIGHTS) for one in changed)
         return Reason.WEIGHTS_REPLACED if is_weights else Reason.VALUE_CHANGED
 
@@ -484,7 +467,7 @@ class Lifecycle:
         """
         lost = [key for key, step in self.live().items() if not step.is_foreign]
         for key in lost:
-            self.graphs.evict(key, "budget")
+            self.graphs.evict(key, FOR_ROOM)
         self._lane.drop_outputs()
         return lost
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 from dispatchkit.errors import RegistryError
 from dispatchkit.execute.capture.captured import CapturedKey
@@ -13,6 +13,9 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import StepCounters
 from dispatchkit.observe.events import EvictEvent
 from dispatchkit.registry import GraphEntry, GraphRegistry, KeyState
+
+#: Why a graph is evicted that has to make room for others.
+FOR_ROOM: Final = "budget"
 
 
 class LiveGraphs:
@@ -28,6 +31,7 @@ class LiveGraphs:
 
     Attributes:
         retries: Says when keys that failed are captured again.
+        num_for_room: How many were evicted for others to have room.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class LiveGraphs:
         self._lane, self._registry = lane, registry
         self._counters, self._notify = counters, notify
         self.retries: Retries = Retries()
+        self.num_for_room: int = 0
 
     def by_key(self) -> dict[GraphKey, CapturedKey]:
         """Return the captured steps by key."""
@@ -70,12 +75,21 @@ class LiveGraphs:
         Raises:
             RegistryError: It has none.
         """
-        entry, before = self.entry(key), self._lane.num_bytes()
+        entry = self.entry(key)
         if entry.state is not KeyState.CAPTURED:
             raise RegistryError(f"{key} is {entry.state}: it has no graph to evict.")
-        step = entry.graph
-        self._registry.evicted(key, reason)
         self._counters.evictions += 1
+        self.num_for_room += reason == FOR_ROOM
+        self._take(key, entry.graph, reason)
+
+    def clear(self) -> None:
+        """Take all graphs away as their owner asked, which is counted as no eviction."""
+        for key, step in self.by_key().items():
+            self._take(key, step, "requested")
+
+    def _take(self, key: GraphKey, step: CapturedKey, reason: str) -> None:
+        before = self._lane.num_bytes()
+        self._registry.evicted(key, reason)
         self._release(step)
         freed = max(0, before - self._lane.num_bytes())
         self.report(EvictEvent, key, reason=reason, num_bytes=freed)

@@ -122,10 +122,14 @@ def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyHo
         PolicyError: The lane policy answers with something that cannot be.
     """
     first, number = executors[0], len(executors)
-    if number == 1:
-        return None, KeyHomes(None, first.registry, 1)
     spec, backend = first.spec, first.work.backend
+    options = spec.options.lanes
+    has_policy = isinstance(spec.lanes, Lanes) and spec.lanes.policy is not None
+    if number == 1 and not (has_policy or options.lane_policy or options.lane_policy_options):
+        return None, KeyHomes(None, first.registry, 1)
     policy, origin, plugins = _lane_policy(spec, first.plugins)
+    if number == 1:  # nothing to choose from, but a name that is wrong is said at once
+        return None, KeyHomes(None, first.registry, 1)
     homes = KeyHomes(policy, first.registry, number, origin=origin)
     homes.by_key()  # at once, so that a wrong answer is known before the first capture
     priorities = lane_priorities(policy, number, name=policy_name(policy), origin=origin)
@@ -147,14 +151,7 @@ def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyHo
             spec.named_policy, spec.options.policy_options, config, plugins
         )
         modes = frozenset(key.mode for key in first.registry)
-        router = Dispatcher(
-            own,
-            config,
-            modes=modes,
-            lazy=True,
-            may_split=spec.options.rows_independent,
-            origin=policy_origin,
-        )
+        router = Dispatcher(own, config, modes=modes, lazy=True, origin=policy_origin)
     return LaneChooser(policy, origin, router), homes
 
 
