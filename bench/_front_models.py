@@ -13,6 +13,31 @@ from torch import nn
 
 Shape = tuple[int | str | None, ...]
 
+
+class MissingPackageError(Exception):
+    """A package is not installed, or cannot be imported.
+
+    Attributes:
+        package: Which.
+    """
+
+    def __init__(self, package: str, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.package = package
+
+
+def _import(name: str) -> Any:
+    """Return a module, imported.
+
+    Raises:
+        MissingPackageError: It cannot be imported, whatever that raised.
+    """
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # one built for another torch raises what it likes
+        raise MissingPackageError(name.partition(".")[0], error) from error
+
+
 #: One small model of each family of timm.
 TIMM = """
 resnet18 resnext50_32x4d seresnet18 res2net50_26w_4s resnest14d skresnet18 resnetv2_50 dpn68
@@ -73,7 +98,7 @@ def _images(module: nn.Module, device: torch.device, shape: tuple[int, ...]) -> 
 
 def _timm(name: str) -> Maker:
     def make(device: torch.device) -> Model:
-        timm = importlib.import_module("timm")
+        timm = _import("timm")
         module = timm.create_model(name, pretrained=False).eval().to(device)
         return _images(module, device, tuple(module.pretrained_cfg["input_size"]))
 
@@ -147,7 +172,7 @@ def _transformer(device: torch.device) -> Model:
 
 
 def _resnet(device: torch.device) -> Model:
-    module = importlib.import_module("torchvision.models").resnet18().eval().to(device)
+    module = _import("torchvision.models").resnet18().eval().to(device)
     return _images(module, device, (3, 224, 224))
 
 
@@ -164,7 +189,7 @@ def _text(module: nn.Module, device: torch.device) -> Model:
 
 
 def _bert_module() -> nn.Module:
-    transformers = importlib.import_module("transformers")
+    transformers = _import("transformers")
     config = transformers.BertConfig(
         vocab_size=1000,
         hidden_size=384,
@@ -182,7 +207,7 @@ def _bert(device: torch.device) -> Model:
 
 def _sentences(device: torch.device) -> Model:
     """Embeddings as sentence-transformers pools them, of features that are tokenized already."""
-    pooling = importlib.import_module("sentence_transformers.models").Pooling(384)
+    pooling = _import("sentence_transformers.models").Pooling(384)
 
     class Sentences(nn.Module):
         def __init__(self) -> None:
@@ -199,7 +224,7 @@ def _sentences(device: torch.device) -> Model:
 
 
 def _whisper(device: torch.device) -> Model:
-    transformers = importlib.import_module("transformers")
+    transformers = _import("transformers")
     config = transformers.WhisperConfig(
         d_model=384, encoder_layers=4, decoder_layers=4, encoder_attention_heads=6
     )
@@ -208,7 +233,31 @@ def _whisper(device: torch.device) -> Model:
 
 
 def _conformer(device: torch.device) -> Model:
-    module = importlib.import_module("torchaudio.models").Conformer(80, 4, 256, 4, 31)
+    """As torchaudio has it: it reads the largest length on the host."""
+    module = _import("torchaudio.models").Conformer(80, 4, 256, 4, 31)
+    return _of_lengths(module, device)
+
+
+def _conformer_layers(device: torch.device) -> Model:
+    """Its layers, with a mask by the padded length, which needs no host."""
+    layers = _import("torchaudio.models").Conformer(80, 4, 256, 4, 31).conformer_layers
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            hidden = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+            y = x.transpose(0, 1)
+            for layer in self.layers:
+                y = layer(y, hidden)
+            return y.transpose(0, 1)
+
+    return _of_lengths(Layers(), device)
+
+
+def _of_lengths(module: nn.Module, device: torch.device) -> Model:
     calls = [
         {
             "x": torch.randn(rows, 100, 80, device=device),
@@ -221,13 +270,15 @@ def _conformer(device: torch.device) -> Model:
 
 def _gcn(device: torch.device) -> Model:
     """Node features of one fixed graph, a batch of them."""
-    convolution = importlib.import_module("torch_geometric.nn").GCNConv
+    convolution = _import("torch_geometric.nn").GCNConv
     edges = torch.randint(0, 200, (2, 800), device=device)
 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = convolution(16, 64), convolution(64, 7)
+            # The graph is fixed, so that its norm is computed once.
+            self.first = convolution(16, 64, cached=True)
+            self.second = convolution(64, 7, cached=True)
             self.register_buffer("edges", edges)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -239,7 +290,7 @@ def _gcn(device: torch.device) -> Model:
 
 def _unet(device: torch.device) -> Model:
     """The network of a DDIM loop of 12 steps, with the scheduler's own timesteps."""
-    diffusers = importlib.import_module("diffusers")
+    diffusers = _import("diffusers")
     module = diffusers.UNet2DModel(
         sample_size=32,
         block_out_channels=(64, 128),
@@ -269,6 +320,7 @@ MODELS: dict[str, Maker] = {
     "sentence-transformers": _sentences,
     "Whisper encoder": _whisper,
     "torchaudio conformer": _conformer,
+    "torchaudio conformer layers": _conformer_layers,
     "torch-geometric GCN": _gcn,
     "diffusers UNet, DDIM": _unet,
     **{f"timm {name}": _timm(name) for name in TIMM},

@@ -1,32 +1,40 @@
 """One line for the models that people have: results, share replayed, and time by ``graphed``.
 
-    python bench/front.py [--workers 8] [--limit-s 240] [--cases REGEX]
+    python bench/front.py [--workers 8] [--limit-s 240] [--cases REGEX] [--no-tf32]
 
 Workers check all models side by side, then measure one after the other, alone on the device. Lines
 with ``case`` "results ..." have the largest relative error to eager (norm of the difference by that
 of the result) and the share of warm calls that were replayed; "time ..." the median of a call by
-``graphed`` in microseconds and beside it by eager, by GraphRunner with declared inputs
-(``runner``), and by torch.compile with reduce-overhead at a batch of 8 (``compiled``, with
-``graphed_at_8`` and the seconds of compiling). A package that is not installed is named in a line
-"missing ...".
+``graphed`` in microseconds and beside it by eager and by GraphRunner with declared inputs
+(``runner``); "compiled ..." ten models by torch.compile with reduce-overhead at their largest
+batch, with ``graphed`` and eager at the same and the seconds of compiling. The last line counts
+them all.
+
+A model that fails has a line "failed ..."; a package that cannot be imported has one line "missing
+...".
+Workers that outlast a stage are stopped, and a line "stopped ..." says what they had not done.
+``--no-tf32`` compares in full precision, where kernels of two batch sizes differ least.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import queue
 import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
 import torch
 from _common import emit
-from _front_models import COMPILED, MODELS, Model
+from _front_models import COMPILED, MODELS, MissingPackageError, Model
 from torch.utils._pytree import tree_leaves
 
 from dispatchkit import Axis, GraphRunner, StaticInput, graphed
@@ -36,18 +44,42 @@ BUCKETS = (16, 32, 64, 128)
 SIZES = (1, 2, 3, 4, 6, 8)
 #: What takes seconds on a CPU.
 ON_CPU = ("LSTM",)
+#: Stages in order: until which share of the time limit, and whether workers take turns.
+STAGES = {
+    "check": (0.5, False),
+    "measure": (0.72, True),
+    "compile": (0.92, False),
+    "measure_compiled": (1.0, True),
+}
 
 
-@attrs.frozen
+@attrs.define
 class Ready:
-    """A model that has been checked, and what is to be measured of it."""
+    """A model that has been checked, and what is measured of it.
+
+    Attributes:
+        name: Of the model.
+        model: The plain model and its calls.
+        fast: The same, graphed.
+        runner: A runner with declared inputs; None where it could not be made.
+        compiled: By torch.compile; None where it is not.
+        compile_s: Seconds that took.
+    """
 
     name: str
     model: Model
     fast: Any
-    runner: Any
-    compiled: Any
-    compile_s: float
+    runner: GraphRunner | None
+    compiled: Any = None
+    compile_s: float = 0.0
+
+
+def _say(case: str, **more: Any) -> None:
+    print(json.dumps({"bench": "front", "case": case, **more}), flush=True)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:400]
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -62,23 +94,21 @@ def _error(got: Any, want: Any) -> float:
     worst = 0.0
     for one, other in zip(ours, theirs, strict=True):
         difference = (one.double() - other.double()).norm()
-        worst = max(worst, float(difference / other.double().norm().clamp_min(1e-12)))
+        error = float(difference / other.double().norm().clamp_min(1e-12))
+        worst = max(worst, error if error == error else float("inf"))  # nan is no small error
     return worst
 
 
 def _runner(model: Model, backend: str) -> GraphRunner:
     names = {size for shape in model.inputs.values() for size in shape if isinstance(size, str)}
-    first = model.calls[0]
+    first, module, call = model.calls[0], model.module, model.call
     inputs = {name: StaticInput(shape, first[name].dtype) for name, shape in model.inputs.items()}
 
     def step(**given: Any) -> Any:
-        return model.call(model.module, {name: given[name] for name in inputs})
+        return call(module, {name: given[name] for name in inputs})
 
     axes = [Axis(name, BUCKETS) for name in sorted(names)]
-    runner = GraphRunner(
-        step, inputs, sizes=SIZES, axes=axes or None, mode="FULL", lazy=True, backend=backend
-    )
-    return runner
+    return GraphRunner(step, inputs, sizes=SIZES, axes=axes or None, lazy=True, backend=backend)
 
 
 def _axes_of(model: Model, call: dict[str, torch.Tensor]) -> dict[str, int]:
@@ -95,7 +125,7 @@ def _largest(model: Model) -> dict[str, torch.Tensor]:
     return max(model.calls, key=lambda call: call[name].shape[shape.index(None)])
 
 
-def check(name: str, device: torch.device, deadline: float) -> Ready:
+def check(name: str, device: torch.device) -> Ready:
     """Compare all calls of a model with eager, and make what is measured later."""
     torch.manual_seed(0)
     model = MODELS[name](device)
@@ -108,44 +138,58 @@ def check(name: str, device: torch.device, deadline: float) -> Ready:
             for call in model.calls:
                 model.call(fast, call)
         captured_s = time.perf_counter() - start
-        before = fast.graphed.stats().steps_by_mode
+        before = _replayed(fast)
         worst = 0.0
         for call in model.calls:
             want = model.call(model.module, call)
             worst = max(worst, _error(model.call(fast, call), want))
         stats = fast.graphed.stats()
-        runner = _runner(model, backend)
-        for _ in range(2):
-            for call in model.calls:
-                runner(**call, **_axes_of(model, call))
-    after = stats.steps_by_mode
+        replayed = _replayed(fast) - before
     reasons: dict[str, int] = dict(stats.plain)
     for one in stats.runners.values():
         for reason, count in one.eager_by_reason.items():
             reasons[reason] = reasons.get(reason, 0) + count
-    replayed = after.get("FULL", 0) - before.get("FULL", 0)
     emit(
         "front",
         f"results {name}",
         worst,
         "relative error",
         len(model.calls),
-        share_replayed=replayed / len(model.calls),
+        share_replayed=round(replayed / len(model.calls), 3),
         error=f"{worst:.2e}",
         eager_by_reason=reasons,
         graphs=sum(one.captures for one in stats.runners.values()),
         captured_s=round(captured_s, 2),
+        why=sorted(_reasons(fast))[:4],
         warned=sorted({str(one.message)[:300] for one in caught}),
     )
-    compiled, compile_s = None, 0.0
-    if device.type == "cuda" and name in COMPILED and time.time() < deadline:
-        compiled = torch.compile(model.module, mode="reduce-overhead", dynamic=False)
-        start = time.perf_counter()
-        for _ in range(3):
-            model.call(compiled, _largest(model))
-        torch.cuda.synchronize()
-        compile_s = time.perf_counter() - start
-    return Ready(name, model, fast, runner, compiled, compile_s)
+    runner = None
+    try:
+        runner = _runner(model, backend)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(2):
+                for call in model.calls:
+                    runner(**call, **_axes_of(model, call))
+    except Exception as error:  # noqa: BLE001 - what it is compared with may fail alone
+        _say(f"failed runner of {name}", error=_words(error))
+        runner = None
+    return Ready(name, model, fast, runner)
+
+
+def _reasons(fast: Any) -> set[str]:
+    """Return what the keys of all runners say of themselves, such as why a capture failed."""
+    return {
+        entry.reason[:600]
+        for runner in fast.graphed.runners
+        for entry in runner.registry.entries.values()
+        if entry.reason
+    }
+
+
+def _replayed(fast: Any) -> int:
+    modes: dict[str, int] = fast.graphed.stats().steps_by_mode
+    return sum(count for mode, count in modes.items() if mode != "NONE")
 
 
 def _median_us(run: Any, calls: list[Any], device: torch.device) -> float:
@@ -161,19 +205,14 @@ def _median_us(run: Any, calls: list[Any], device: torch.device) -> float:
 
 
 def measure(ready: Ready, device: torch.device) -> None:
-    """Time the warm calls of a model by all that run them."""
-    model = ready.model
+    """Time the warm calls of a model: eager, graphed, by a runner."""
+    model, runner = ready.model, ready.runner
     eager = _median_us(lambda call: model.call(model.module, call), model.calls, device)
     fast = _median_us(lambda call: model.call(ready.fast, call), model.calls, device)
-    more: dict[str, Any] = {"eager": round(eager, 1)}
-    calls = [{**call, **_axes_of(model, call)} for call in model.calls]
-    more["runner"] = round(_median_us(lambda call: ready.runner(**call), calls, device), 1)
-    if ready.compiled is not None:
-        at_8 = [_largest(model)] * len(model.calls)
-        compiled = _median_us(lambda call: model.call(ready.compiled, call), at_8, device)
-        graphed_at_8 = _median_us(lambda call: model.call(ready.fast, call), at_8, device)
-        more |= {"compiled": round(compiled, 1), "graphed_at_8": round(graphed_at_8, 1)}
-        more["compile_s"] = round(ready.compile_s, 1)
+    more: dict[str, Any] = {"eager": round(eager, 1), "runner": None}
+    if runner is not None:
+        calls = [{**call, **_axes_of(model, call)} for call in model.calls]
+        more["runner"] = round(_median_us(lambda call: runner(**call), calls, device), 1)
     emit(
         "front",
         f"time {ready.name}",
@@ -182,34 +221,161 @@ def measure(ready: Ready, device: torch.device) -> None:
         ROUNDS,
         ratio_to="eager",
         ratio=fast / eager,
+        speed_up=round(eager / fast, 2),
         **more,
     )
 
 
-def work(names: list[str], device: torch.device, deadline: float) -> None:
-    """Check models, wait for one's turn, and measure them."""
-    ready = []
-    with torch.no_grad():
+def compile_one(ready: Ready, device: torch.device) -> None:
+    """Compile a model with reduce-overhead for its largest batch."""
+    if ready.name not in COMPILED or device.type != "cuda":
+        return
+    compiled = torch.compile(ready.model.module, mode="reduce-overhead", dynamic=False)
+    start = time.perf_counter()
+    for _ in range(4):  # compiled, warmed up, recorded, replayed
+        ready.model.call(compiled, _largest(ready.model))
+    torch.cuda.synchronize()
+    ready.compiled, ready.compile_s = compiled, time.perf_counter() - start
+
+
+def measure_compiled(ready: Ready, device: torch.device) -> None:
+    """Time a compiled model, and beside it graphed and eager, at its largest batch."""
+    if ready.compiled is None:
+        return
+    model = ready.model
+    calls = [_largest(model)] * len(model.calls)
+    compiled = _median_us(lambda call: model.call(ready.compiled, call), calls, device)
+    fast = _median_us(lambda call: model.call(ready.fast, call), calls, device)
+    eager = _median_us(lambda call: model.call(model.module, call), calls, device)
+    emit(
+        "front",
+        f"compiled {ready.name}",
+        compiled,
+        "us",
+        ROUNDS,
+        ratio_to="graphed",
+        ratio=compiled / fast,
+        graphed=round(fast, 1),
+        eager=round(eager, 1),
+        compile_s=round(ready.compile_s, 1),
+    )
+
+
+class _Work:
+    """The models of one worker, stage by stage."""
+
+    def __init__(self, names: list[str], device: torch.device, ends: dict[str, float]) -> None:
+        self._device, self._ends = device, ends
+        self._names, self._ready = names, list[Ready]()
+        self._missing: set[str] = set()
+
+    def run(self, stage: str) -> None:
+        """Do a stage for each model until its end."""
+        if stage == "check":
+            self._each(stage, self._names, self._check)
+        else:
+            do = {"measure": measure, "compile": compile_one, "measure_compiled": measure_compiled}
+            by_name = {one.name: one for one in self._ready}
+            self._each(stage, by_name, lambda name: do[stage](by_name[name], self._device))
+
+    def _each(self, stage: str, names: Iterable[str], do: Callable[[str], None]) -> None:
         for name in names:
-            if time.time() > deadline:
-                print(json.dumps({"bench": "front", "case": f"left out {name}: no time"}))
+            if time.time() > self._ends[stage]:
+                _say(f"left out {stage} of {name}: no time")
                 continue
             try:
-                ready.append(check(name, device, deadline))
-            except ModuleNotFoundError as error:
-                print(json.dumps({"bench": "front", "case": f"missing {error.name}: {name}"}))
+                do(name)
             except Exception as error:  # noqa: BLE001 - a model that fails is a result
-                text = f"{type(error).__name__}: {error}"[:400]
-                print(json.dumps({"bench": "front", "case": f"failed {name}", "error": text}))
-        print("ready", flush=True)
-        sys.stdin.readline()
-        for one in ready:
+                _say(f"failed {stage} of {name}", error=_words(error))
+
+    def _check(self, name: str) -> None:
+        try:
+            self._ready.append(check(name, self._device))
+        except MissingPackageError as error:
+            if error.package not in self._missing:  # once, and not for each of its models
+                self._missing.add(error.package)
+                _say(f"missing {error.package}", error=str(error)[:400])
+
+
+def work(names: list[str], ends: dict[str, float]) -> None:
+    """Be a worker: do the stages that are read from stdin, and say when each is done."""
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    own = _Work(names, device, ends)
+    with torch.no_grad():
+        for line in sys.stdin:
+            own.run(line.strip())
+            print(f"done {line.strip()}", flush=True)
+
+
+class _Worker:
+    """A process that works, and the lines it says."""
+
+    def __init__(self, number: int, names: list[str], ends: dict[str, float], tf32: bool) -> None:
+        self.number, self._heard = number, queue.SimpleQueue[str | None]()
+        given = json.dumps({"names": names, "ends": ends, "tf32": tf32})
+        self.process: Any = subprocess.Popen(
+            [sys.executable, __file__, "--work", given],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self.process.stdout:
+            self._heard.put(line)
+        self._heard.put(None)
+
+    def begin(self, stage: str) -> bool:
+        """Ask for a stage; whether the process is still there."""
+        try:
+            self.process.stdin.write(f"{stage}\n")
+            self.process.stdin.flush()
+        except OSError:
+            return False
+        return True
+
+    def finish(self, stage: str, end: float, counts: dict[str, int]) -> bool:
+        """Print what it says until a stage is done; False where it ends or outlasts the time."""
+        while True:
             try:
-                measure(one, device)
-            except Exception as error:  # noqa: BLE001 - so is this
-                text = f"{type(error).__name__}: {error}"[:400]
-                print(json.dumps({"bench": "front", "case": f"failed {one.name}", "error": text}))
-    print("done", flush=True)
+                line = self._heard.get(timeout=max(0.0, end - time.time()))
+            except queue.Empty:
+                return False
+            if line is None:
+                return False
+            if line.strip() == f"done {stage}":
+                return True
+            print(line, end="", flush=True)
+            kind = re.match(r'\{"bench": "front", "case": "(\w+)', line)
+            if kind is not None:
+                counts[kind[1]] = counts.get(kind[1], 0) + 1
+
+    def stop(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+
+
+def _run_stage(
+    stage: str, workers: list[_Worker], end: float, grace_s: float, counts: dict[str, int]
+) -> list[_Worker]:
+    """Have workers do a stage; return those that are still there."""
+    is_serial = STAGES[stage][1]
+    if not is_serial:
+        for one in workers:
+            one.begin(stage)
+    left = []
+    for one in workers:
+        # Who is late when a stage ends has what it is in the middle of, and not long.
+        if (not is_serial or one.begin(stage)) and one.finish(stage, end + grace_s, counts):
+            left.append(one)
+        else:
+            code = one.process.poll()
+            why = "no end in time" if code is None else f"exit status {code}"
+            _say(f"stopped worker {one.number} in {stage}: {why}")
+            one.stop()
+    return left
 
 
 def main() -> None:
@@ -218,44 +384,31 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--limit-s", type=float, default=240)
     parser.add_argument("--cases", default=".", help="a regular expression")
+    parser.add_argument("--no-tf32", action="store_true", help="convolutions in full precision")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if given.work is not None:
-        deadline = time.time() + given.limit_s * 0.55
-        work(json.loads(given.work), device, deadline)
+        asked = json.loads(given.work)
+        torch.backends.cudnn.allow_tf32 = asked["tf32"]
+        work(asked["names"], asked["ends"])
         return
+    start, on_cuda = time.time(), torch.cuda.is_available()
     names = [name for name in MODELS if re.search(given.cases, name)]
-    if device.type == "cpu":
-        names = [name for name in names if name in ON_CPU or given.cases != "."]
-    workers = max(1, min(given.workers if device.type == "cuda" else 1, len(names)))
-    command = [sys.executable, __file__, "--limit-s", str(given.limit_s), "--work"]
-    running: list[Any] = [
-        subprocess.Popen(
-            [*command, json.dumps(names[index::workers])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(workers)
+    if not on_cuda and given.cases == ".":
+        names = list(ON_CPU)
+    ends = {stage: start + share * given.limit_s for stage, (share, _) in STAGES.items()}
+    count = max(1, min(given.workers if on_cuda else 1, len(names)))
+    workers = [
+        _Worker(index, names[index::count], ends, not given.no_tf32) for index in range(count)
     ]
-    end = time.time() + given.limit_s
+    everyone, counts, grace_s = list(workers), dict[str, int](), 0.05 * given.limit_s
     try:
-        for word in ("ready", "done"):
-            for one in running:
-                if word == "done":
-                    if time.time() > end:
-                        break
-                    one.stdin.write("\n")
-                    one.stdin.flush()
-                for line in one.stdout:
-                    if line.strip() == word:
-                        break
-                    print(line, end="", flush=True)
+        for stage in STAGES:
+            workers = _run_stage(stage, workers, ends[stage], grace_s, counts)
     finally:
-        for one in running:
-            one.kill()
-            one.wait()
+        for one in everyone:
+            one.stop()
+    _say("count of lines", models=len(names), seconds=round(time.time() - start, 1), **counts)
 
 
 if __name__ == "__main__":

@@ -198,6 +198,9 @@ class RunnerOptions:
             measured then. None: off.
         sample_every: Of the steps that a learning policy wants timed as a rule, measure one
             in this many; those of its one-shot decisions are all measured.
+        rows_independent: No row of a mixed batch depends on another one, so that a policy may
+            split a batch over several graphs. It is proven at each capture, unless rows are not
+            proven at all.
         capture: How keys are captured.
         memory: Limits of the graphs' number and memory.
         buffers: Static buffers of inputs and outputs.
@@ -226,6 +229,7 @@ class RunnerOptions:
         _count(1),
         About("Of the steps that a policy wants timed, measure one in this many."),
     )
+    rows_independent: bool = setting(False, check_flag)
     capture: CaptureOptions = setting(attrs.Factory(CaptureOptions), _one(CaptureOptions))
     memory: MemoryOptions = setting(attrs.Factory(MemoryOptions), _one(MemoryOptions))
     buffers: BufferOptions = setting(attrs.Factory(BufferOptions), _one(BufferOptions))

@@ -38,7 +38,7 @@ from dispatchkit.options import (
     with_settings,
 )
 
-__all__ = ["SETTINGS", "Setting", "Settings", "Sourced", "load_settings"]
+__all__ = ["SETTINGS", "VARIABLES", "Setting", "Settings", "Sourced", "load_settings"]
 
 PREFIX = "DISPATCHKIT_"
 FILE_VARIABLE = "DISPATCHKIT_CONFIG"
@@ -196,6 +196,9 @@ SETTINGS: Mapping[str, Setting] = {
     **_settings_of(PluginSettings, "plugins"),
 }
 """All settings, by name."""
+
+VARIABLES: frozenset[str] = _NO_SETTINGS | {PREFIX + name.upper() for name in SETTINGS}
+"""All environment variables that mean something to dispatchkit or one of its distributions."""
 
 # Settings of a runner that are arguments of its own.
 _ARGUMENTS = names_of(RunnerArguments)

@@ -3,7 +3,15 @@
 from dispatchkit.dispatch.axes import PlainView, knows_axes
 from dispatchkit.dispatch.constraints import broken_constraint
 from dispatchkit.dispatch.cost_model import CostModel, StepCost, find_cost_model
-from dispatchkit.dispatch.decision import CalibrationRun, CellUpdate, Decision, Outcome, Reason
+from dispatchkit.dispatch.decision import (
+    CalibrationRun,
+    CellUpdate,
+    Decision,
+    Outcome,
+    Part,
+    Reason,
+    named_graphs,
+)
 from dispatchkit.dispatch.dispatcher import Dispatcher
 from dispatchkit.dispatch.explain import Explanation, MeasuredTime, explain
 from dispatchkit.dispatch.lanes import (
@@ -35,10 +43,12 @@ from dispatchkit.dispatch.policy import (
     policy_name,
     policy_traits,
 )
+from dispatchkit.dispatch.splitting import MAX_PARTS, greedy_parts
 from dispatchkit.dispatch.table import Row
 
 __all__ = [
     "LANE_TRAITS",
+    "MAX_PARTS",
     "TRAITS",
     "CalibratedPolicy",
     "CalibrationRun",
@@ -63,6 +73,7 @@ __all__ = [
     "PacedPolicy",
     "Packer",
     "PackingLimits",
+    "Part",
     "PlainView",
     "Policy",
     "PolicyParts",
@@ -74,10 +85,12 @@ __all__ = [
     "checked_bins",
     "explain",
     "find_cost_model",
+    "greedy_parts",
     "knows_axes",
     "lane_fault",
     "lane_homes",
     "lane_priorities",
+    "named_graphs",
     "needs_key",
     "policy_name",
     "policy_traits",

@@ -46,7 +46,12 @@ class Proposal:
 
 
 def accepted_keys(
-    policy: Policy, config: DispatchConfig, origin: str, modes: Collection[RuntimeMode]
+    policy: Policy,
+    config: DispatchConfig,
+    origin: str,
+    modes: Collection[RuntimeMode],
+    *,
+    may_split: bool = False,
 ) -> list[GraphKey]:
     """Return the keys a policy declares, after asking it about batches around their sizes.
 
@@ -55,6 +60,7 @@ def accepted_keys(
         config: What it is to decide under.
         origin: Where it comes from, for messages.
         modes: Runtime modes the executor can do.
+        may_split: Mixed batches may be split over several graphs.
 
     Raises:
         PolicyError: A method is missing or raises, a key is none, or an answer breaks a hard
@@ -90,7 +96,13 @@ def accepted_keys(
         _check_axes(keys, config, name, origin)
     trial = GraphRegistry()
     trial.declare(keys)
-    view = GraphView(trial, config, modes=frozenset(modes), dispatchable=lambda entry: True)
+    view = GraphView(
+        trial,
+        config,
+        modes=frozenset(modes),
+        dispatchable=lambda entry: True,
+        may_split=may_split,
+    )
     for batch in _probes(keys, config):
         if is_plain:
             batch = without_axes(batch)

@@ -45,6 +45,7 @@ class PlainView(GraphView):
 
     def __init__(self, view: GraphView, axes: AxisBuckets) -> None:
         self.config: DispatchConfig = view.config
+        self.may_split: bool = view.may_split
         self._view, self._axes = view, axes
 
     @property
@@ -80,9 +81,12 @@ def without_axes(batch: Batch) -> Batch:
 
 
 def answer_with_axes(decision: Decision, axes: AxisBuckets) -> Decision:
-    """Return a policy's answer with the key of a batch's own buckets."""
+    """Return a policy's answer with the keys of a batch's own buckets."""
     key = getattr(decision, "key", None)  # an answer that is none is named by who checks it
-    return attrs.evolve(decision, key=_with_axes(key, axes)) if key is not None else decision
+    if key is None:
+        return decision
+    parts = tuple(attrs.evolve(part, key=_with_axes(part.key, axes)) for part in decision.parts)
+    return attrs.evolve(decision, key=_with_axes(key, axes), parts=parts)
 
 
 def outcome_without_axes(outcome: Outcome) -> Outcome:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
+
 from dispatchkit.dispatch.decision import Decision
 from dispatchkit.dispatch.policy import GraphView
 from dispatchkit.keys.batch import Batch, GraphKey
@@ -17,6 +19,8 @@ def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | Non
         return f"answered {answer!r}; a Decision or None is allowed.{how}"
     if not answer.reason:
         return f"answered {answer!r} without a reason; each step is counted by one."
+    if answer.parts:
+        return _broken_by_split(answer, batch, graphs)
     key = answer.key
     if key is None:
         if answer.mode is not RuntimeMode.NONE:
@@ -24,6 +28,56 @@ def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | Non
         return None
     if answer.mode is not key.mode:
         return f"chose mode {answer.mode.name} with a key of mode {key.mode.name}."
+    return _broken_by_key(key, batch, graphs)
+
+
+def may_be_split(batch: Batch) -> bool:
+    """Return whether a batch is of the kind that may be split: mixed.
+
+    Rows of a uniform batch belong together by requests, whose number a graph has built in.
+    """
+    return not batch.uniform and batch.max_query_len is None
+
+
+def part_of(batch: Batch, num_tokens: int) -> Batch:
+    """Return some rows of a batch as a batch of their own; any of the requests may be in it."""
+    reqs = None if batch.num_reqs is None else min(batch.num_reqs, num_tokens)
+    return attrs.evolve(batch, num_tokens=num_tokens, num_reqs=reqs)
+
+
+def _broken_by_split(answer: Decision, batch: Batch, graphs: GraphView) -> str | None:
+    parts, key = answer.parts, answer.key
+    shown = " + ".join(map(str, parts))
+    if not graphs.may_split:
+        return (
+            f"split a batch into {shown}, and nothing says that its rows are independent. "
+            "GraphView.may_split tells; a runner does that by RunnerOptions(rows_independent=True)."
+        )
+    if not may_be_split(batch):
+        return f"split {batch}; only mixed batches are split."
+    if len(parts) < 2:
+        return f"split a batch into {shown}; parts are at least two. Decision.replay is for one."
+    for part in parts:
+        if part.key.mode is not answer.mode:
+            return f"split a batch into {shown}; all parts have mode {answer.mode.name}."
+    if key != parts[0].key:
+        return f"split a batch into {shown} with the key {key}; it is that of the first part."
+    total = sum(part.num_tokens for part in parts)
+    if total != batch.num_tokens:
+        odd = "are in no part" if total < batch.num_tokens else "would be in two parts"
+        number = abs(total - batch.num_tokens)
+        return f"split {batch.num_tokens} rows into {shown}: {number} of them {odd}."
+    sizes = [part.key.num_tokens for part in parts]
+    if sizes != sorted(sizes, reverse=True):
+        # One name for one set of graphs: two orders would be counted and timed as two.
+        return f"split a batch into {shown}; larger graphs go first."
+    for part in parts:
+        if broken := _broken_by_key(part.key, part_of(batch, part.num_tokens), graphs):
+            return f"split {batch.num_tokens} rows and {broken}"
+    return None
+
+
+def _broken_by_key(key: GraphKey, batch: Batch, graphs: GraphView) -> str | None:
     if key not in graphs:
         return f"chose {key}, which is not in the registry. Return one it declared, or None."
     if not batch.allows(key.mode):

@@ -69,11 +69,11 @@ class StepCost:
             decision: Which graph serves the step, or eager.
             num_tokens: Tokens of the step; one without any costs nothing.
         """
-        captured = None if decision.key is None else decision.key.num_tokens
         is_pieces = decision.mode is RuntimeMode.PIECEWISE
+        sizes = [key.num_tokens for key in decision.keys]
         us = eager = exact = 0.0
         if num_tokens:
-            us = model.step_us(num_tokens, captured, piecewise=is_pieces)
+            us = step_us(model, decision, num_tokens)
             eager = model.step_us(num_tokens, None)
             exact = model.step_us(num_tokens, num_tokens, piecewise=is_pieces)
         return cls(
@@ -81,7 +81,7 @@ class StepCost:
             step_us=us,
             eager_us=eager,
             lost_us=max(0.0, us - exact),
-            measured=model.covers(max(num_tokens, captured or 0)),
+            measured=model.covers(max(sizes, default=num_tokens)),
         )
 
     def __str__(self) -> str:
@@ -89,6 +89,18 @@ class StepCost:
         if self.lost_us:
             text += f"; {self.lost_us:,.0f} µs more than a graph of its size"
         return f"{text} ({self.model}{'' if self.measured else ', beyond what it measured'})"
+
+
+def step_us(model: CostModel, decision: Decision, num_tokens: int) -> float:
+    """Return the microseconds of a decided step; of a split one, those of its parts together."""
+    is_pieces = decision.mode is RuntimeMode.PIECEWISE
+    if decision.parts:
+        return sum(
+            model.step_us(part.num_tokens, part.key.num_tokens, piecewise=is_pieces)
+            for part in decision.parts
+        )
+    captured = None if decision.key is None else decision.key.num_tokens
+    return model.step_us(num_tokens, captured, piecewise=is_pieces)
 
 
 def find_cost_model(model: CostModel | str) -> CostModel:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 
 from dispatchkit.errors import DescriptorError
 from dispatchkit.keys.batch import Batch, GraphKey
+from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.modes import RuntimeMode
 
 
@@ -58,6 +60,11 @@ class Reason(enum.StrEnum):
     ROWS_DEPEND = "rows_depend"
     #: Outputs of a padded step were seen to have other rows than those of the batch.
     ROWS_NOT_THE_BUCKET = "rows_not_the_bucket"
+    #: The batch was to be split, and rows were seen to depend on each other, or are not proven not
+    #: to.
+    ROWS_NOT_INDEPENDENT = "rows_not_independent"
+    #: The batch was to be split, and an output of its parts cannot be joined.
+    OUTPUTS_NOT_JOINED = "outputs_not_joined"
     #: A weight, buffer or submodule was found to be replaced.
     WEIGHTS_REPLACED = "weights_replaced"
     #: A value that Python reads was found to be another.
@@ -87,15 +94,50 @@ ANY_NUM_REQS = 1 << 62
 
 
 @attrs.frozen
-class Decision:
-    """One answer: replay the graph of a key, or run eager, and why.
+class Part:
+    """Some rows of a batch that is split over several graphs.
 
-    A policy makes it with ``Decision.replay`` or ``Decision.eager``; the dispatcher then
-    binds it to one cell of its table and fills in the rest.
+    Attributes:
+        key: The graph that serves them.
+        num_tokens: How many rows, at least 1.
+
+    Raises:
+        DescriptorError: They are none.
+    """
+
+    key: GraphKey
+    num_tokens: int
+
+    def __attrs_post_init__(self) -> None:
+        key: Any = self.key
+        if not isinstance(key, GraphKey):
+            raise DescriptorError("key", key, "a GraphKey")
+        number = whole_number(self.num_tokens)
+        if number is None or number < 1:
+            raise DescriptorError("num_tokens", self.num_tokens, "a whole number of at least 1")
+        object.__setattr__(self, "num_tokens", number)
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} rows by {self.key}"
+
+
+def _part(value: Any) -> Part:
+    try:
+        return value if isinstance(value, Part) else Part(*value)
+    except TypeError:
+        raise DescriptorError("parts", value, "pairs of a GraphKey and its rows") from None
+
+
+@attrs.frozen
+class Decision:
+    """One answer: replay the graph of a key, or of several, or run eager, and why.
+
+    A policy makes it with ``Decision.replay``, ``Decision.split`` or ``Decision.eager``; the
+    dispatcher then binds it to one cell of its table and fills in the rest.
 
     Attributes:
         mode: Runtime mode to run in.
-        key: The graph to replay; None for eager.
+        key: The graph to replay, of a split batch that of its first part; None for eager.
         reason: Why, a short word for counters.
         timed: Measure the device time of this step.
         num_tokens: Unpadded number of tokens of the cell it is bound to.
@@ -104,6 +146,7 @@ class Decision:
         revision: Number of this binding; each change of the cell gives a larger one.
         one_shot: It holds for one step; the steady decision is already back in place.
         plan: What the executor made of it, ready to run.
+        parts: Of a split batch, its rows from the first to the last; empty for all others.
     """
 
     mode: RuntimeMode
@@ -116,6 +159,7 @@ class Decision:
     revision: int = 0
     one_shot: bool = False
     plan: Any = attrs.field(default=None, eq=False, repr=False)
+    parts: tuple[Part, ...] = ()
 
     @classmethod
     def replay(cls, key: GraphKey, reason: str = Reason.HIT, *, timed: bool = False) -> Decision:
@@ -123,14 +167,54 @@ class Decision:
         return cls(key.mode, key, _word(reason), timed)
 
     @classmethod
+    def split(
+        cls,
+        parts: Iterable[Part | tuple[GraphKey, int]],
+        reason: str = Reason.HIT,
+        *,
+        timed: bool = False,
+    ) -> Decision:
+        """Choose several graphs, each for some rows of a batch whose rows are independent.
+
+        ``GraphView.may_split`` says whether that is so. Results are joined in order, and the
+        whole is one step.
+
+        Args:
+            parts: Graphs of one mode, larger ones first, and how many rows each serves: at
+                least two, which add up to the batch.
+            reason: Why, a short word for counters.
+            timed: Measure the device time of the whole step.
+
+        Raises:
+            DescriptorError: There are no parts, or they are none.
+        """
+        found = tuple(map(_part, parts))
+        if not found:
+            raise DescriptorError("parts", found, "pairs of a GraphKey and its rows")
+        key = found[0].key
+        return cls(key.mode, key, _word(reason), timed, parts=found)
+
+    @classmethod
     def eager(cls, reason: str, *, timed: bool = False) -> Decision:
         """Choose eager, at the exact size, for a reason that is counted."""
         return cls(RuntimeMode.NONE, None, _word(reason), timed)
 
     @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """The graphs that are replayed: none for eager, several for a split batch."""
+        if self.parts:
+            return tuple(part.key for part in self.parts)
+        return () if self.key is None else (self.key,)
+
+    @property
+    def graphs(self) -> str:
+        """Those graphs in words; empty for eager."""
+        return named_graphs(self.keys)
+
+    @property
     def padded_num_tokens(self) -> int:
-        """Tokens that the device computes: the bucket, or the batch itself when eager."""
-        return self.num_tokens if self.key is None else self.key.num_tokens
+        """Tokens that the device computes: the buckets, or the batch itself when eager."""
+        return sum(key.num_tokens for key in self.keys) or self.num_tokens
 
     @property
     def padding(self) -> int:
@@ -139,7 +223,14 @@ class Decision:
 
     def __str__(self) -> str:
         what = "eager" if self.key is None else f"replay {self.key}"
+        if self.parts:
+            what = f"split into {', '.join(map(str, self.parts))}"
         return f"{what} ({self.reason})"
+
+
+def named_graphs(keys: Iterable[GraphKey]) -> str:
+    """Return graphs that serve one step together, in words."""
+    return " + ".join(map(str, keys))
 
 
 @attrs.frozen

@@ -45,6 +45,7 @@ from dispatchkit.dispatch.decision import (
     CellUpdate,
     Decision,
     Outcome,
+    Part,
     Reason,
 )
 from dispatchkit.dispatch.epochs import Epoch, Epochs
@@ -72,6 +73,7 @@ class Dispatcher:
         modes: Runtime modes the executor can do (without PIECEWISE where it cannot split).
         lazy: Declared keys may be dispatched too; the executor captures them on first use.
         strict: An impossible answer of the policy raises, rather than running eager.
+        may_split: The executor can split a mixed batch over several graphs (``Decision.split``).
         origin: Where the policy comes from, for error messages.
         bind: Called once for each decision put into the table; its result becomes
             ``Decision.plan``. The executor prepares there what a step needs. It may be set
@@ -103,6 +105,7 @@ class Dispatcher:
         modes: Iterable[RuntimeMode] = _ALL_MODES,
         lazy: bool = False,
         strict: bool = False,
+        may_split: bool = False,
         origin: str = "",
         bind: Callable[[Decision, Batch], Any] | None = None,
         on_swap: Callable[[str, str | None, int], None] | None = None,
@@ -116,7 +119,14 @@ class Dispatcher:
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
         self._faults = PolicyFaults(strict=strict, on_fault=on_fault)
-        self._epochs = Epochs(self.registry, self._modes, self._readiness.allows, self._revisions)
+        self._may_split = may_split
+        self._epochs = Epochs(
+            self.registry,
+            self._modes,
+            self._readiness.allows,
+            self._revisions,
+            may_split=may_split,
+        )
         self._serve(self._epochs.install(self.propose(policy, config, origin), 0))
         self._unsubscribe = self.registry.subscribe(_weakly(self._on_registry_event))
         if on_swap is not None:
@@ -613,7 +623,9 @@ class Dispatcher:
     def _limited(self, decision: Decision, batch: Batch, revision: int = 0) -> Decision:
         """Return an answer with the facts of its cell, and the requests it holds for."""
         bound = ANY_NUM_REQS
-        if decision.key is not None and decision.key.descriptor.num_reqs is not None:
+        if decision.parts:
+            bound = _most_reqs(decision.parts)
+        elif decision.key is not None and decision.key.descriptor.num_reqs is not None:
             bound = decision.key.descriptor.num_reqs
         return attrs.evolve(
             decision,
@@ -628,15 +640,18 @@ class Dispatcher:
 
     def _is_lost(self, answer: Any) -> bool:
         """Tell a choice that was possible once from one that never was."""
-        key = answer.key if isinstance(answer, Decision) else None
-        return key is not None and key in self.graphs and not self.graphs.is_ready(key)
+        keys = answer.keys if isinstance(answer, Decision) else ()
+        return any(key in self.graphs and not self.graphs.is_ready(key) for key in keys)
 
     def _on_registry_event(self, event: RegistryEvent) -> None:
         """Empty the cells that name the key or could choose it."""
         with self._lock:
             if event.key in self._epochs.hidden:
                 return
-            self._epoch.table.invalidate(event.key.mode, event.key.num_tokens)
+            reach = event.key.num_tokens
+            if self._may_split:  # it may serve a part of any batch
+                reach = self.config.max_num_tokens
+            self._epoch.table.invalidate(event.key.mode, reach)
 
     def _no_graph(self, cell: Cell, num_reqs: int, reason: str) -> NoGraphError:
         batch = batch_of_cell(self.config, cell, num_reqs)
@@ -653,6 +668,17 @@ class Dispatcher:
             reason=reason,
             nearest=tuple(near),
         )
+
+
+def _most_reqs(parts: Iterable[Part]) -> int:
+    """Return for how many requests a split holds: in a part are at most as many as its rows."""
+    limits = (
+        part.key.descriptor.num_reqs
+        for part in parts
+        if part.key.descriptor.num_reqs is not None
+        and part.key.descriptor.num_reqs < part.num_tokens
+    )
+    return min(limits, default=ANY_NUM_REQS)
 
 
 def _weakly(listener: Callable[[RegistryEvent], None]) -> Callable[[RegistryEvent], None]:

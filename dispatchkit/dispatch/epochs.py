@@ -46,6 +46,7 @@ class Epochs:
         modes: Runtime modes the executor can do.
         is_dispatchable: Whether a declared key may run now.
         revisions: Numbers for bound decisions, which only grow.
+        may_split: Mixed batches may be split over several graphs.
 
     Attributes:
         current: The epoch in force; there is none before the first ``install``.
@@ -60,10 +61,13 @@ class Epochs:
         modes: frozenset[RuntimeMode],
         is_dispatchable: Callable[[GraphEntry], bool],
         revisions: itertools.count[int],
+        *,
+        may_split: bool = False,
     ) -> None:
         self.hidden: frozenset[GraphKey] = frozenset()
         self._registry, self._modes = registry, modes
         self._is_dispatchable, self._revisions = is_dispatchable, revisions
+        self._may_split = may_split
         self._declared: frozenset[GraphKey] = frozenset()
 
     def propose(self, policy: Policy, config: DispatchConfig, origin: str = "") -> Proposal:
@@ -75,7 +79,7 @@ class Epochs:
         Raises:
             PolicyError: The policy is refused.
         """
-        keys = accepted_keys(policy, config, origin, self._modes)
+        keys = accepted_keys(policy, config, origin, self._modes, may_split=self._may_split)
         adds_axes = bool(config.axes) and not knows_axes(keys)
         if adds_axes:
             keys = expanded(keys, config)
@@ -112,6 +116,7 @@ class Epochs:
             modes=self._modes,
             dispatchable=self._is_dispatchable,
             hidden=self.hidden,
+            may_split=self._may_split,
         )
         table = Table(proposal.config, number)
         self.current = Epoch(proposal, view, table, first_revision)

@@ -131,6 +131,9 @@ class Explanation:
             "decision": {
                 "mode": decision.mode.name,
                 "key": None if decision.key is None else str(decision.key),
+                "parts": [
+                    {"key": str(part.key), "num_tokens": part.num_tokens} for part in decision.parts
+                ],
                 "reason": decision.reason,
                 "padded_num_tokens": decision.padded_num_tokens,
                 "padding": decision.padding,
@@ -252,6 +255,8 @@ _BEHIND: Mapping[str, str] = {
     Reason.DISABLED: "state: its graph, or the mode, is switched off",
     Reason.TOO_MANY_REQS: "constraint: a graph serves no more requests than it was captured for",
     Reason.OUTSIDE_AXIS: "constraint: a value lies outside all buckets of its axis",
+    Reason.ROWS_NOT_INDEPENDENT: "constraint: rows of a split batch depend on nothing else",
+    Reason.OUTPUTS_NOT_JOINED: "executor: what parts of a batch return cannot be joined",
     Reason.PIECEWISE_UNSUPPORTED: "executor: the step is not split, so PIECEWISE cannot run",
     Reason.NOT_MINE: "policy: none of them answered for this batch",
     Reason.POLICY_ERROR: "policy: it raised, or its answer broke a constraint",

@@ -50,6 +50,8 @@ class GraphView:
         hidden: Keys of the registry that it does not show: those captured ahead for the next
             policy, and those of the last one that are about to go.
         num_changes: How often what may run has changed apart from the registry.
+        may_split: A mixed batch may be split over several graphs: its rows are independent. A
+            graph that is too small for a batch counts then, too.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class GraphView:
         modes: frozenset[RuntimeMode],
         dispatchable: Callable[[GraphEntry], bool],
         hidden: frozenset[GraphKey] = frozenset(),
+        may_split: bool = False,
     ) -> None:
         self.config = config
+        self.may_split: bool = may_split
         self.hidden = hidden
         self.num_changes: int = 0
         self._registry = registry

@@ -13,6 +13,7 @@ import torch
 from dispatchkit.backends.optional import features_of
 from dispatchkit.dispatch import (
     CostModel,
+    Decision,
     Explanation,
     KeyHomes,
     StepCost,
@@ -344,8 +345,21 @@ class Controls:
             decision=decision,
             cost=None if model is None else StepCost.of(model, decision, num_tokens),
             times=first.timings.of(decision, found.batch),
-            note=PADDED_DRAWS if self._pads_draws(decision.key, num_tokens) else "",
+            note=self._note(decision, num_tokens),
         )
+
+    def _note(self, decision: Decision, num_tokens: int) -> str:
+        """Return what else is to be known of a step, in words."""
+        config = self._first.dispatcher.config
+        if self._pads_draws(decision.key, num_tokens):
+            return PADDED_DRAWS
+        may_split = self._first.spec.options.rows_independent
+        if may_split and not config.has_token_limit and num_tokens > config.max_num_tokens:
+            return (
+                "No policy is asked about batches above the largest size. With max_num_tokens, the "
+                "largest batch that comes, one may split them."
+            )
+        return ""
 
     def _pads_draws(self, key: GraphKey | None, num_tokens: int) -> bool:
         """Return whether a step would be padded in a graph that draws random numbers."""

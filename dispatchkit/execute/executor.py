@@ -141,6 +141,7 @@ class Executor:
             modes=modes,
             lazy=spec.lazy,
             strict=options.strict,
+            may_split=options.rows_independent,
             origin=origin,
             on_swap=self.notices.policy_swapped,
             on_fault=self.notices.policy_at_fault,
@@ -172,6 +173,7 @@ class Executor:
             # An only graph has nobody to share with, and needs no copy.
             share_outputs=lambda: shares and (len(registry) > 1 or group.is_open),
             prove_rows=options.capture.prove_rows,
+            rows_independent=options.rows_independent,
             keeps_outputs=spec.outputs == "view",
             notes_facts=bool(options.check),
         )
@@ -216,6 +218,7 @@ class Executor:
             self.counters,
             self.timings,
             self.checker,
+            inputs=work.inputs if work.axes is None else work.axes,
             axes=() if work.axes is None else work.axes.names,
             asked_mode=self.asked_mode,
             is_owned=spec.outputs == "owned",

@@ -46,7 +46,7 @@ def ladder(executors: Sequence[Executor]) -> str:
             (
                 str(key),
                 state,
-                str(sum(member.counters.of_key(key).steps for member in executors)),
+                str(sum(member.counters.replays(key) for member in executors)),
                 ", ".join(f"{reason} {count}" for reason, count in misses.items()),
                 entry.reason or _padding(executors, key),
             )
@@ -87,6 +87,8 @@ def _padding(executors: Sequence[Executor], key: GraphKey) -> str:
             return f"replays {key.num_tokens} rows alone, {step.rows.reason}: {step.rows.finding}"
         if step is not None and step.rows.min_rows > 1:
             return f"replays {step.rows.min_rows} rows or more: fewer have other outputs"
+        if step is not None and step.rows.coupling:
+            return f"serves no part of a split batch: {step.rows.coupling}"
     return ""
 
 

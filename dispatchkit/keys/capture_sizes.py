@@ -106,7 +106,7 @@ def check_capture_sizes(
     elif kept[-1] < limit:
         warnings.warn(
             f"{setting} end at {kept[-1]}: batches of {kept[-1] + 1} to {limit} tokens run "
-            f"eager. Add {limit} to cover them.",
+            f"eager, if no policy splits them. Add {limit} to cover them.",
             CaptureSizeWarning,
             stacklevel=2,
         )

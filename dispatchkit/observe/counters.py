@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from dispatchkit.dispatch import named_graphs
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
@@ -29,7 +30,7 @@ class StepCounters:
     """
 
     def __init__(self) -> None:
-        self._hits: dict[GraphKey, StepCount] = {}
+        self._hits: dict[tuple[GraphKey, ...], StepCount] = {}
         self._eager: dict[tuple[str, GraphKey | None], StepCount] = {}
         self.captures = 0
         self.capture_failures = 0
@@ -37,9 +38,13 @@ class StepCounters:
         self.evictions = 0
         self.failed_steps = 0
 
-    def of_key(self, key: GraphKey) -> StepCount:
-        """Return the count of replays of a key."""
-        return self._hits.setdefault(key, StepCount())
+    def of_keys(self, *keys: GraphKey) -> StepCount:
+        """Return the count of steps that replay a graph, or several, one for each part."""
+        return self._hits.setdefault(keys, StepCount())
+
+    def replays(self, key: GraphKey) -> int:
+        """Return how often a key was replayed, for parts of steps too."""
+        return sum(count.steps * keys.count(key) for keys, count in self._hits.copy().items())
 
     def of_eager(self, reason: str, missed: GraphKey | None) -> StepCount:
         """Return the count of eager steps for a reason, beside a missed key."""
@@ -77,13 +82,14 @@ class StepCounters:
         real = padded = 0
         # Copies, which are made at once: steps may add to the tables meanwhile. A tuple of their
         # items is not; collecting garbage in between lets other threads run.
-        for key, count in self._hits.copy().items():
-            by_mode[key.mode.name] += count.steps
+        for keys, count in self._hits.copy().items():
+            by_mode[keys[0].mode.name] += count.steps
             if count.steps:
-                hits[str(key)] = count.steps
-                hit_tokens[str(key)] = count.tokens
+                name = named_graphs(keys)
+                hits[name] = count.steps
+                hit_tokens[name] = count.tokens
             real += count.tokens
-            padded += count.steps * key.num_tokens
+            padded += count.steps * sum(key.num_tokens for key in keys)
         for (reason, _), count in self._eager.copy().items():
             by_mode[RuntimeMode.NONE.name] += count.steps
             if count.steps:
@@ -113,7 +119,7 @@ class RunnerStats:
     Attributes:
         steps: Steps that gave a result.
         steps_by_mode: Those steps by runtime mode.
-        hits: Replays by key, as text.
+        hits: Replays by key, as text; a split step by all of its graphs, as one.
         hit_tokens: Tokens that callers gave to those replays, before padding.
         eager_by_reason: Eager steps by reason.
         real_tokens: Tokens (rows) that callers gave.

@@ -32,7 +32,7 @@ _RARE = "events"  # the row of captures, evictions and changes of policy
 
 def span_name(decision: Decision) -> str:
     """Return what a step is called where people look at it: its graph, or eager and why."""
-    return f"eager: {decision.reason}" if decision.key is None else str(decision.key)
+    return decision.graphs or f"eager: {decision.reason}"
 
 
 class Timeline:

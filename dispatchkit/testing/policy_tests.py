@@ -231,6 +231,31 @@ class PolicyTests(CaseRunner):
             if reason in of_states and reason not in known:
                 case.fail(f"answered eager ({reason}), but no graph is so", batch)
 
+    @for_all_cases()
+    def test_a_split_batch_is_served_once_and_in_order(self, case: Case) -> None:
+        """Where batches may be split, each row is in one part, and each part in a graph for it.
+
+        A row in no part would be read as if it was computed; one in two would change state
+        twice. Adapters, axes, requests and modes bind a part like a batch of its own. A policy
+        that never splits keeps this.
+        """
+        case.graphs.may_split = True
+        learns = callable(getattr(case.policy, "observe", None))
+        batches = list(case.batches())
+        for batch in batches:
+            decision = case.decide(batch)
+            problem = broken_constraint(decision, batch, case.graphs) if decision.parts else None
+            if problem is not None:
+                case.fail(problem, batch)
+        outcomes = self._outcomes(case, case.policy, batches[:4], failures=False)
+        for outcome in outcomes if learns else ():
+            for update in self._observe(case, case.policy, outcome):
+                if update.decision is None or not update.decision.parts:
+                    continue
+                problem = broken_constraint(update.decision, update.batch, case.graphs)
+                if problem is not None:
+                    case.fail(f"observe asked for a decision that {problem}", update.batch)
+
     def test_a_plain_batch_gets_a_graph(self) -> None:
         """Under some plain configuration, with every graph captured, some batch replays.
 
@@ -342,7 +367,12 @@ class PolicyTests(CaseRunner):
         And at each step the table gives what the policy, asked anew, would answer.
         """
         dispatcher = Dispatcher(
-            case.policy, case.config, registry=case.registry, strict=True, origin="under test"
+            case.policy,
+            case.config,
+            registry=case.registry,
+            strict=True,
+            may_split=case.rng.random() < 0.5,
+            origin="under test",
         )
         try:
             for batch in case.batches(30):
@@ -370,10 +400,11 @@ class PolicyTests(CaseRunner):
             if anew.key is not None:
                 case.fail(f"the table has no graph, though {anew.key} would be chosen", batch)
             return
-        if served.key is not None and not dispatcher.graphs.is_ready(served.key):
-            why = dispatcher.graphs.why_not(served.key)
-            case.fail(f"the table serves {served.key}, which cannot run: {why}", batch)
-        if served.key != anew.key:
+        for key in served.keys:
+            why = dispatcher.graphs.why_not(key)
+            if why is not None:
+                case.fail(f"the table serves {key}, which cannot run: {why}", batch)
+        if (served.key, served.parts) != (anew.key, anew.parts):
             case.fail(f"the table serves {served}; asked anew it answers {anew}", batch)
 
     # -- what a policy that learns keeps to -----------------------------------------------

@@ -38,6 +38,7 @@ FULL = RunnerOptions(
     strict=True,
     check="first",
     sample_every=4,
+    rows_independent=True,
     capture=CaptureOptions(warmups=2, capture_after=3, state_limit_bytes=1 << 20, prove_rows=False),
     memory=MemoryOptions(max_graphs=4, max_bytes=1 << 30, eviction="benefit"),
     buffers=BufferOptions(

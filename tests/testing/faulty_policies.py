@@ -7,9 +7,9 @@ from collections import defaultdict
 from typing import ClassVar
 
 import attrs
-from sample_policies import FULL, PIECEWISE, CountingPolicy, LargestPolicy
+from sample_policies import FULL, PIECEWISE, CountingPolicy, LargestPolicy, SplitsPolicy
 
-from dispatchkit.dispatch import CalibrationRun, CellUpdate, Decision, Reason
+from dispatchkit.dispatch import CalibrationRun, CellUpdate, Decision, Part, Reason
 from dispatchkit.keys import Batch, BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.testing import SmallestPolicy
 
@@ -440,3 +440,59 @@ class ClaimsReachablePolicy(SmallestPolicy):
             if lesser.key is not None:
                 return lesser
         return Decision.eager(Reason.NO_KEY)
+
+
+SPLIT = "a split batch is served once and in order"
+
+
+@planted(SPLIT, r"split \d+ rows into .*: 1 of them would be in two parts")
+class SplitsARowTwicePolicy(SplitsPolicy):
+    """Cuts at the size of the first graph, and counts the row at the cut on either side."""
+
+    def parts(self, batch, graphs, mode):
+        parts = super().parts(batch, graphs, mode)
+        if parts and parts[-1].num_tokens < parts[-1].key.num_tokens:
+            parts = (*parts[:-1], Part(parts[-1].key, parts[-1].num_tokens + 1))
+        return parts
+
+
+@planted(SPLIT, r"split \d+ rows into .*: \d+ of them are in no part")
+class SplitsARowLessPolicy(SplitsPolicy):
+    """Fills the first graph and forgets one row of it."""
+
+    def parts(self, batch, graphs, mode):
+        parts = super().parts(batch, graphs, mode)
+        if parts and parts[0].num_tokens > 1:
+            parts = (Part(parts[0].key, parts[0].num_tokens - 1), *parts[1:])
+        return parts
+
+
+@planted(SPLIT, r"split \d+ rows and chose .* tokens; a bucket is never smaller")
+class SplitsBeyondAGraphPolicy(SplitsPolicy):
+    """Halves a batch, whatever its graphs hold."""
+
+    def parts(self, batch, graphs, mode):
+        parts = super().parts(batch, graphs, mode)
+        if not parts:
+            return ()
+        half = batch.num_tokens // 2
+        return Part(parts[0].key, batch.num_tokens - half), Part(parts[-1].key, half)
+
+
+@planted(SPLIT, r"split a batch into .*; larger graphs go first")
+class SplitsInAnotherOrderPolicy(SplitsPolicy):
+    """Puts what is left over first."""
+
+    def parts(self, batch, graphs, mode):
+        return super().parts(batch, graphs, mode)[::-1]
+
+
+@planted(SPLIT, r"split \d+ rows and chose .*axes=.*, which is not in the registry")
+class SplitsOverAnotherBucketPolicy(SplitsPolicy):
+    """Takes the graph of a part from another bucket of an axis."""
+
+    def parts(self, batch, graphs, mode):
+        parts = super().parts(batch, graphs, mode)
+        if not parts:
+            return ()
+        return *parts[:-1], Part(changed(parts[-1].key, axes=(7,)), parts[-1].num_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dispatchkit.dispatch import CellUpdate, Decision, Reason
+from dispatchkit.dispatch import CellUpdate, Decision, Reason, greedy_parts
 from dispatchkit.keys import BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.testing import SmallestPolicy
 
@@ -59,6 +59,23 @@ class ThresholdPolicy(SmallestPolicy):
         return super().decide(batch, graphs) if batch.num_tokens <= 16 else None
 
 
+class SplitsPolicy(SmallestPolicy):
+    """Cuts what no graph covers over several, where rows are independent."""
+
+    name = "splits"
+    traits = ("stateless",)
+
+    def decide(self, batch, graphs):
+        answer = super().decide(batch, graphs)
+        for mode in (FULL, PIECEWISE) if answer.key is None else ():
+            if parts := self.parts(batch, graphs, mode):
+                return Decision.split(parts)
+        return answer
+
+    def parts(self, batch, graphs, mode):
+        return greedy_parts(batch, graphs, mode)
+
+
 class CountingPolicy(SmallestPolicy):
     """Learns: after three slow steps of a key, batches of that cell run eager for good."""
 
@@ -104,5 +121,6 @@ CORRECT = (
     PiecewiseOnlyPolicy,
     LargestPolicy,
     ThresholdPolicy,
+    SplitsPolicy,
     CountingPolicy,
 )

@@ -61,6 +61,7 @@ class Capturer:
         guard: Reads what graphs are made under.
         share_outputs: Whether graphs write their outputs to one memory of the lane.
         prove_rows: Prove that padding changes no row of a batch.
+        rows_independent: Rows are declared to depend on nothing but themselves; that is proven too.
         keeps_outputs: Callers may still read what a graph computed last.
         notes_facts: Keep with each graph what it has built in, as check mode needs it.
     """
@@ -73,6 +74,7 @@ class Capturer:
         *,
         share_outputs: Callable[[], bool],
         prove_rows: bool,
+        rows_independent: bool,
         keeps_outputs: bool,
         notes_facts: bool,
     ) -> None:
@@ -80,6 +82,7 @@ class Capturer:
         self._step = warmups.step
         self._share_outputs, self._notes_facts = share_outputs, notes_facts
         self._maker = GraphMaker(lane, warmups.device, warmups.generators)
+        self._rows_independent = rows_independent
         self._prover = RowProver(warmups, lane, keeps_outputs=keeps_outputs) if prove_rows else None
 
     def facts_now(self, buffers: InputBuffers) -> Facts:
@@ -157,13 +160,30 @@ class Capturer:
 
         return self._contained(captured.key, prove)
 
+    def prove_independent(self, captured: CapturedKey, sample: Sequence[Any]) -> RowProof:
+        """Return whether rows of a graph depend on each other, by the inputs of a part.
+
+        Raises:
+            CaptureError: The step changes Python state for these inputs.
+            Exception: What a replay raised.
+        """
+        prover = self._prover
+        if prover is None or not self._warmups.may_restore():
+            return attrs.evolve(captured.rows, open_parts=0)
+
+        def prove(snapshot: Snapshot) -> RowProof:
+            self._warmups.save_scratch(snapshot)
+            return prover.prove_independent(captured, snapshot, captured.rows, sample)
+
+        return self._contained(captured.key, prove)
+
     def warm(self, key: GraphKey) -> None:
         """Warm a key up without capturing it; what it changes is put back.
 
         Raises:
             CaptureError: It is larger than the static inputs.
         """
-        self._contained(key, partial(self._warmups.run, key))
+        self._contained(key, partial(self._warm_up, key))
 
     def expect_bytes(self, key: GraphKey) -> int:
         """Return what a graph of a key in a pool of its own takes, outputs included.
@@ -181,9 +201,15 @@ class Capturer:
         sample: Sequence[Any] | None,
         snapshot: Snapshot,
     ) -> CapturedKey:
-        with self._lane.measuring("library"):
+        with (
+            self._lane.measuring("library"),
+            self._warmups.contents_watched_once(key, snapshot),
+        ):
             outputs, notes = self._warmups.run(key, snapshot)
             layout = self._warmups.layout(key, outputs, other_sizes)
+            if self._prover is not None:
+                self._run_in_one_piece("the warmup")
+                self._prover.learn(key, snapshot, other_sizes())
         slots = self._slots(outputs, layout) if layout is not None else []
         values = {} if layout is None else layout.values(outputs, key.num_tokens)
         del outputs  # what is alive of the warmup from here on is kept by the step
@@ -212,14 +238,24 @@ class Capturer:
             return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
         if self._prover is None:
             return RowProof()
-        pacer = self._lane.group.turns.pacer
-        if pacer is not None and pacer.allows_turns:
-            pacer.note("the capture")  # no step runs between what follows
-            self._lane.order()  # but the last one may still be on the device
+        self._run_in_one_piece("the capture")
         rows = self._prover.prove(captured, snapshot, other_sizes())
+        if self._rows_independent and not rows.reason:
+            rows = self._prover.prove_independent(captured, snapshot, rows)
         if sample is None or not rows.open_calls or not self._warmups.save_scratch(snapshot):
             return rows
         return self._prover.prove_by(captured, snapshot, rows, sample)
+
+    def _run_in_one_piece(self, after: str) -> None:
+        """Let no step run between what follows, which writes to the static inputs.
+
+        Args:
+            after: What comes before, after which steps may run once more.
+        """
+        pacer = self._lane.group.turns.pacer
+        if pacer is not None and pacer.allows_turns:
+            pacer.note(after)
+            self._lane.order()  # the last one may still be on the device
 
     def values_at(self, captured: CapturedKey, num_rows: int) -> dict[int, Any]:
         """Return the Python values among a step's outputs at a number of rows, by leaf.
@@ -235,9 +271,15 @@ class Capturer:
 
         return self._contained(key, run)
 
+    def _warm_up(self, key: GraphKey, snapshot: Snapshot) -> tuple[Any, WarmupNotes | None]:
+        with (
+            self._lane.measuring("library"),
+            self._warmups.contents_watched_once(key, snapshot),
+        ):
+            return self._warmups.run(key, snapshot)
+
     def _expect(self, key: GraphKey, snapshot: Snapshot) -> int:
-        with self._lane.measuring("library"):
-            outputs, _ = self._warmups.run(key, snapshot)
+        outputs, _ = self._warm_up(key, snapshot)
         slots = self._slots(outputs, None)
         del outputs
         views = self._warmups.views(key, key.num_tokens)

@@ -32,12 +32,17 @@ class RowProof:
         min_rows: Fewest rows of a batch that may replay.
         open_calls: How many padded calls may still be looked at, since integer inputs held
             nothing but fill so far.
+        coupling: In words how rows depend on each other, or what else keeps the graph from serving
+            a part of a batch; empty where nothing was seen.
+        open_parts: How many parts of split batches may still be looked at, likewise.
     """
 
     reason: str = ""
     finding: str = ""
     min_rows: int = 1
     open_calls: int = 0
+    coupling: str = ""
+    open_parts: int = 0
 
 
 class LaunchError(Exception):
@@ -259,6 +264,17 @@ class CapturedKey:
             return ""
         too_few = num_tokens < self.rows.min_rows
         return self.rows.reason or (Reason.ROWS_NOT_THE_BUCKET if too_few else "")
+
+    def refusal_of_part(self, num_tokens: int) -> str:
+        """Return why some rows of a batch may not replay as a part of it; empty if they may."""
+        if self.rows.reason or self.rows.coupling:
+            return self.refusal(num_tokens) or Reason.ROWS_NOT_INDEPENDENT
+        leaves = zip(self.layout.leaves, self.clones, strict=True)
+        is_joined = all(
+            one.kind in ("rows", "constant") or (one.batch_dim is not None and is_result)
+            for one, is_result in leaves
+        )
+        return self.refusal(num_tokens) or ("" if is_joined else Reason.OUTPUTS_NOT_JOINED)
 
     def launch(self) -> Sequence[Any]:
         """Queue it on the current stream; return the padded outputs.

@@ -23,7 +23,7 @@ from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, RegistryError
 from dispatchkit.execute.capture.budget import MemoryBudget, OverBudgetError
 from dispatchkit.execute.capture.capture import Capturer
-from dispatchkit.execute.capture.captured import CapturedKey
+from dispatchkit.execute.capture.captured import CapturedKey, RowProof
 from dispatchkit.execute.capture.effects import named
 from dispatchkit.execute.capture.live_graphs import FOR_ROOM, LiveGraphs
 from dispatchkit.execute.capture.report import CaptureReport, as_capture_error, largest_first
@@ -348,18 +348,41 @@ class Lifecycle:
         Returns:
             Whether the table must be asked again; False if the inputs show nothing.
         """
+        rows = self._proof(step, partial(self._capturer.prove, step, sample))
+        if rows is None:
+            return step.released
+        step.rows = attrs.evolve(rows, open_calls=max(0, rows.open_calls - 1))
+        return not step.rows.open_calls and self._tell_of(step)
+
+    def prove_independent(self, step: CapturedKey, sample: Sequence[Any]) -> bool:
+        """Find out by the inputs of a part of a split step whether its rows depend on each other.
+
+        Returns:
+            Whether the table must be asked again; False if the inputs show nothing.
+        """
+        rows = self._proof(step, partial(self._capturer.prove_independent, step, sample))
+        if rows is None:
+            return step.released
+        step.rows = attrs.evolve(rows, open_parts=max(0, rows.open_parts - 1))
+        return not step.rows.open_parts and self._tell_of(step)
+
+    def _proof(self, step: CapturedKey, prove: Callable[[], RowProof]) -> RowProof | None:
+        """Return what a proof shows of a graph; one that raises puts it out of use.
+
+        Nothing is tried while another is captured in the background: the next call shows it, too.
+        """
         if not self._lane.group.turns.may_capture():
-            return False  # the next call shows it, too
+            return None
         handled = sys.exception()
         try:
-            rows = self._capturer.prove(step, sample)
+            return prove()
         except Exception as error:  # noqa: BLE001 - as in a capture: it stays in its key
             clear_traceback(error, handled)
             self.graphs.fail_step(step, str(as_capture_error(error, step.key)))
-            return True
-        step.rows = attrs.evolve(rows, open_calls=max(0, rows.open_calls - 1))
-        if step.rows.open_calls:
-            return False
+            return None
+
+    def _tell_of(self, step: CapturedKey) -> bool:
+        """Have the table asked again for what a graph serves; returns True."""
         for key, one in self.live().items():
             if one is step:  # what the table has of it was made without that knowledge
                 self._registry.captured(key, step, num_bytes=self.graphs.entry(key).num_bytes)

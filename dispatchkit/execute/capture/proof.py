@@ -16,12 +16,17 @@ Noise lies in 0..1, so that what is a logarithm, a probability or an index of 0 
 and flags are not made up, since a random slot would overwrite somebody's row: they are fill, and
 graphs are proven once more by the integers of a padded call, the one that a capture is for or the
 first that brings others than fill.
+
+Where rows are declared to be independent, further replays of a full batch prove it: half of the
+rows, and then the other half, are replaced, and those that were not must stay as they were bit for
+bit. Two tails do not show a mean over the real rows alone.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import attrs
@@ -37,6 +42,7 @@ from dispatchkit.execute.io.structure import Structure, flatten
 from dispatchkit.execute.io.transports import transport_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.state import Snapshot, typed
+from dispatchkit.keys.batch import GraphKey
 
 #: Padded calls that are looked at until one brings integers other than fill.
 _OPEN_CALLS: Final = 8
@@ -54,6 +60,9 @@ _FLOOR: Final = 1e-5
 _SPREAD: Final = 16
 #: Of the rows of noise, in turn; what is behind some of them is larger.
 _MAGNITUDES: Final = (0.05, 0.2, 0.5)
+#: Of the noise that takes the place of other noise: seeds, and how far below 1 it reaches.
+_OTHER_SEED: Final = 1000
+_NEAR_ONE: Final = 0.1
 #: Types of state that is compared.
 _COMPARED: Final = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32}
@@ -73,15 +82,37 @@ class RowProver:
 
     def __init__(self, warmups: Warmups, lane: Lane, *, keeps_outputs: bool) -> None:
         self._warmups, self._lane, self._keeps_outputs = warmups, lane, keeps_outputs
-        # What eager computes of noise: the first rows of it are the same for all sizes.
-        self._references: dict[tuple[Family, int], _Outputs] = {}
-        # Families, with integers of a call and without, of which all writes are known.
-        self._watched: set[tuple[Family, bool]] = set()
+        # What eager computes of noise, None where it raises: the first rows of it are the same for
+        # all sizes.
+        self._references: dict[tuple[Family, int], _Outputs | None] = {}
 
     def forget(self) -> None:
         """Run eager anew: the step reads something else from now on."""
         self._references.clear()
-        self._watched.clear()
+
+    def learn(self, key: GraphKey, snapshot: Snapshot, sizes: Iterable[int]) -> None:
+        """Find out what eager computes of noise, as far as keys like this one have not shown it.
+
+        Args:
+            key: What is to be captured.
+            snapshot: Of what the step changes; whoever took it puts that back at the end.
+            sizes: Rows that the step is known to run at.
+        """
+        counts = _counts_below(key, sizes)
+        if len(self._known(key, counts)) == min(len(counts), len(_EAGER_ROWS)):
+            return
+        self._lane.buffers_of(key).reset()
+        rows = _Rows(self._lane, key)
+        try:
+            found = 0
+            for count in counts:
+                found += self._reference(key, rows, snapshot, count) is not None
+                if found == len(_EAGER_ROWS):
+                    break
+        finally:
+            rows.end()
+            self._lane.buffers_of(key).reset()
+            self._lane.set_rows(key.num_tokens)
 
     def prove(self, captured: CapturedKey, snapshot: Snapshot, sizes: Iterable[int]) -> RowProof:
         """Return what padding does to a graph, on noise and fill.
@@ -89,31 +120,25 @@ class RowProver:
         Args:
             captured: The graph; its outputs can be cut to a batch.
             snapshot: Of what the step changes; whoever took it puts that back at the end.
-            sizes: Rows that the step is known to run at.
+            sizes: As they were for ``learn``.
 
         Raises:
             Exception: What a replay raised.
         """
         key, layout = captured.key, captured.layout
-        unit = key.descriptor.query_len or 1
-        most = key.num_tokens - unit
-        if most < unit:
-            return RowProof()
-        counts = [unit * count for count in _EAGER_ROWS if unit * count <= most]
-        counts += sorted(size for size in sizes if size < key.num_tokens)
-        with self._trial(captured, snapshot) as trial:
-            eager = self._eager(trial, counts)
-            if not eager:
-                return RowProof()  # eager raises for all smaller batches: none can come
-            fitting = {count: one for count, one in eager.items() if one.fits(layout, count)}
-            last = max(eager)
-            if last not in fitting:
-                return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].named(layout, last))
-            # On rows of fill alone, all would write to the place that is nobody's, and read there.
-            has_integers = trial.rows.has_integers
-            is_shown = not (has_integers and self._warmups.may_write_scratch())
-            if is_shown and (found := self._find(trial, unit, fitting)):
-                return RowProof(Reason.ROWS_DEPEND, found)
+        eager = self._known(key, _counts_below(key, sizes))
+        if not eager:
+            return RowProof()  # eager raises for all smaller batches: none can come
+        fitting = {count: one for count, one in eager.items() if one.fits(layout, count)}
+        last = max(eager)
+        if last not in fitting:
+            return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].named(layout, last))
+        # On rows of fill alone, all would write to the place that is nobody's, and read there.
+        has_integers = not all(map(_has_fractions, self._lane.buffers_of(key).inputs))
+        if not (has_integers and self._warmups.may_write_scratch()):
+            with self._trial(captured, snapshot) as trial:
+                if found := self._find(trial, key.descriptor.query_len or 1, fitting):
+                    return RowProof(Reason.ROWS_DEPEND, found)
         return RowProof(
             min_rows=1 if len(fitting) == len(eager) else min(fitting),
             open_calls=_OPEN_CALLS if has_integers else 0,
@@ -137,24 +162,119 @@ class RowProver:
             count = trial.rows.num_given
             if not trial.rows.is_varied or not known.min_rows <= count < captured.key.num_tokens:
                 return known
-            eager = self._eager(trial, [count])
-            if not eager:
+            # Of other inputs than fill, operations may write what they have not written before.
+            with self._warmups.contents_watched_once(captured.key, snapshot, is_varied=True):
+                eager = self._reference(captured.key, trial.rows, snapshot, count)
+            if eager is None:
                 return known
-            if not eager[count].fits(captured.layout, count):
-                found = eager[count].named(captured.layout, count)
+            if not eager.fits(captured.layout, count):
+                found = eager.named(captured.layout, count)
                 return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
-            if found := self._find(trial, count, eager):
+            if found := self._find(trial, count, {count: eager}):
                 return RowProof(Reason.ROWS_DEPEND, found)
-        return RowProof(min_rows=known.min_rows)
+        return attrs.evolve(known, open_calls=0)
+
+    def prove_independent(
+        self,
+        captured: CapturedKey,
+        snapshot: Snapshot,
+        known: RowProof,
+        sample: Sequence[Any] | None = None,
+    ) -> RowProof:
+        """Return what is known of a graph, and whether rows of a full batch depend on each other.
+
+        Args:
+            captured: The graph.
+            snapshot: As for ``prove``; with a sample, scratch included.
+            known: What is known of the graph.
+            sample: The inputs of a part of a batch, of which integers are taken.
+
+        Raises:
+            Exception: What a replay raised.
+        """
+        own = captured.key.descriptor
+        if own.uniform or own.max_query_len is not None or captured.layout.open_output is not None:
+            return known  # it never serves a part
+        with self._trial(captured, snapshot, sample) as trial:
+            is_open = trial.rows.has_integers and not trial.rows.is_varied
+            if sample is not None and is_open:
+                return known
+            found = ""
+            if not (is_open and self._warmups.may_write_scratch()):
+                found = self._coupling(trial)
+        open_parts = _OPEN_CALLS if is_open and not found else 0
+        return attrs.evolve(known, coupling=found, open_parts=open_parts)
+
+    def _coupling(self, trial: _Trial) -> str:
+        """Return in words how rows of a full batch depend on each other; empty if they do not."""
+        captured, size = trial.captured, trial.captured.key.num_tokens
+        generator = torch.Generator().manual_seed(size)
+        is_one = torch.zeros(size, dtype=torch.bool)
+        is_one[torch.randperm(size, generator=generator)[: size // 2]] = True
+        # Behind a call's rows all integers are fill, and such rows may well share a place.
+        last = (trial.rows.num_given or size) - 1
+        is_one[0], is_one[last] = True, last == 0  # of two rows, one in either half
+        one, other = _some_of(is_one[: last + 1]), _some_of(~is_one[: last + 1])
+        kept = torch.cat((one, other))
+        before = trial.whole(kept)
+        if captured.draws or any(graph.has_random_state for graph in captured.graphs):
+            return "it draws random numbers, and would for each part"
+        if trial.changes_again():
+            return "running it twice changes its state twice, and each part of a batch runs it"
+        in_one = torch.arange(len(kept)) < len(one)
+        for changed, is_same in ((~is_one, in_one), (is_one, ~in_one)):
+            after = trial.whole(kept, changed=changed)
+            index = self._spread(trial, kept, is_same, before, after)
+            if index is not None:
+                return f"rows of output {index} depend on other rows of the batch"
+        if self._lane.row_count is not None and size > 1:
+            after = trial.whole(kept, num_real=size - 1)
+            index = self._spread(trial, kept, kept < size - 1, before, after)
+            if index is not None:
+                return f"output {index} depends on the number of rows of the batch"
+        return ""
+
+    def _spread(
+        self,
+        trial: _Trial,
+        kept: torch.Tensor,
+        is_same: torch.Tensor,
+        before: list[Any],
+        after: list[Any],
+    ) -> int | None:
+        """Return the first output of which rows that are to be as before are not, if there is one.
+
+        Args:
+            trial: Replays.
+            kept: Which rows were copied.
+            is_same: Which of these are to be as before.
+            before: Copies of those rows, and
+            after: after others were changed.
+        """
+        layout = trial.captured.layout
+        again: list[Any] = []
+        for index, one, other in _pairs(before, after):
+            dim = layout.leaves[index].batch_dim
+            if dim is None:
+                continue
+            places = is_same.nonzero()[:, 0].to(one.device)
+            one, other = one.index_select(dim, places), other.index_select(dim, places)
+            if bits_equal(one, other):
+                continue
+            # What differs from itself does so by chance, as in ``_depends_on_tail``.
+            again = again or trial.whole(kept)
+            spread = _difference(one, again[index].index_select(dim, places))
+            if _difference(one, other) > _SPREAD * spread:
+                return index
+        return None
 
     @contextmanager
     def _trial(
         self, captured: CapturedKey, snapshot: Snapshot, sample: Sequence[Any] | None = None
     ) -> Iterator[_Trial]:
-        unit = captured.key.descriptor.query_len or 1
         # Where steps ran between the operators of the capture, rows of theirs may be left.
         self._lane.buffers_of(captured.key).reset()
-        rows = _Rows(self._lane, captured, unit * max(_EAGER_ROWS), sample)
+        rows = _Rows(self._lane, captured.key, sample)
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._keeps_outputs:
             leaves = (one for one in captured.leaves if isinstance(one, torch.Tensor))
@@ -171,7 +291,7 @@ class RowProver:
         noisy = trial.with_noise_behind(eager)
         most = next((count for count in eager if count > unit), unit)
         filled = trial.with_fill_behind(most)
-        state = trial.state()
+        state = _state(self._warmups, trial.rows)
         index = self._depends_on_tail(trial, most, noisy[most], filled)
         if index is not None:
             return f"output {index} of {most} rows depends on what is behind those rows"
@@ -199,43 +319,28 @@ class RowProver:
 
     # -- eager --------------------------------------------------------------------------
 
-    def _eager(self, trial: _Trial, counts: Iterable[int]) -> dict[int, _Outputs]:
-        """Return what eager computes at the first counts of rows at which it runs."""
-        key, snapshot = trial.captured.key, trial.snapshot
-        name = family_of(key), trial.rows.is_varied
-        if name in self._watched:
-            return self._first_eager(trial, counts)
-        # Of other inputs than fill, operations may write what they have not written before.
-        with self._warmups.contents_watched(key, snapshot):
-            found = self._first_eager(trial, counts)
-        self._watched.add(name)
-        return found
+    def _known(self, key: GraphKey, counts: Iterable[int]) -> dict[int, _Outputs]:
+        """Return what eager computes of noise at the first counts of rows at which it runs."""
+        family = family_of(key)
+        found = ((count, self._references.get((family, count))) for count in counts)
+        known = ((count, one) for count, one in found if one is not None)
+        return dict(itertools.islice(known, len(_EAGER_ROWS)))
 
-    def _first_eager(self, trial: _Trial, counts: Iterable[int]) -> dict[int, _Outputs]:
-        found: dict[int, _Outputs] = {}
-        for count in counts:
-            outputs = self._reference(trial, count)
-            if outputs is not None:
-                found[count] = outputs
-            if len(found) == len(_EAGER_ROWS):
-                break
-        return found
-
-    def _reference(self, trial: _Trial, count: int, *, anew: bool = False) -> _Outputs | None:
+    def _reference(
+        self, key: GraphKey, rows: _Rows, snapshot: Snapshot, count: int, *, anew: bool = False
+    ) -> _Outputs | None:
         """Return what eager computes of the first rows; None if it raises."""
-        key, is_varied = trial.captured.key, trial.rows.is_varied
         name = family_of(key), count
-        if not (anew or is_varied) and name in self._references:
+        if not (anew or rows.is_varied) and name in self._references:
             return self._references[name]
-        trial.rows.write(count)
-        trial.snapshot.restore()
+        rows.write(count)
+        snapshot.restore()
         self._lane.set_rows(count)
-        try:
+        found = None
+        with suppress(Exception):  # as it would be raised for a caller
             outputs = self._warmups.run_at(key, count)
-        except Exception:  # noqa: BLE001 - as it would for a caller
-            return None
-        found = _Outputs.of(outputs, trial.state())
-        if not is_varied:
+            found = _Outputs.of(outputs, _state(self._warmups, rows))
+        if not rows.is_varied:
             self._references[name] = found
         return found
 
@@ -243,11 +348,13 @@ class RowProver:
         self, trial: _Trial, count: int, got: list[Any], state: Mapping[str, torch.Tensor]
     ) -> str:
         """Return in words what eager computes otherwise; empty if there is nothing."""
-        found = self._difference(trial, got, state, self._reference(trial, count), count)
+        key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
+        eager = self._reference(key, rows, snapshot, count)
+        found = self._difference(trial, got, state, eager, count)
         if not found:
             return ""
         # What is known may be of other weights, or of another state.
-        again = self._reference(trial, count, anew=True)
+        again = self._reference(key, rows, snapshot, count, anew=True)
         return self._difference(trial, got, state, again, count)
 
     def _difference(
@@ -318,22 +425,20 @@ class _Rows:
 
     Args:
         lane: Whose.
-        captured: The graph that reads them.
-        head: The first rows, which are the same for all sizes.
+        key: What reads them.
         sample: Inputs of a call, of which integers and flags are taken.
 
     Attributes:
-        head: As given.
+        head: How many of the first rows are the same for all sizes.
         has_integers: There are inputs without fractions.
         is_varied: Those hold other values than fill, in the rows of the call.
         num_given: Rows of the call.
     """
 
-    def __init__(
-        self, lane: Lane, captured: CapturedKey, head: int, sample: Sequence[Any] | None
-    ) -> None:
-        buffers = self._buffers = lane.buffers_of(captured.key)
-        self._num_rows, self.head, self._held = captured.key.num_tokens, head, 0
+    def __init__(self, lane: Lane, key: GraphKey, sample: Sequence[Any] | None = None) -> None:
+        buffers = self._buffers = lane.buffers_of(key)
+        self._num_rows, self._held = key.num_tokens, 0
+        self.head: int = max(_EAGER_ROWS) * (key.descriptor.query_len or 1)
         host = dict(buffers.host_rows(self._num_rows))
         places = buffers.views(self._num_rows)
         self._places = [
@@ -382,6 +487,26 @@ class _Rows:
         buffers.mark_written(self._num_rows)
         self._held = self._num_rows
 
+    def change(self, is_changed: torch.Tensor) -> None:
+        """Write other noise to some rows, near 1, and fill where there are no fractions."""
+        self._held = 0
+        places = is_changed.nonzero()[:, 0]
+        for seed, (spec, place) in enumerate(self._places):
+            if spec.batch_dim is None:
+                continue
+            rows = place.movedim(spec.batch_dim, 0)
+            shape, device = (len(places), *rows.shape[1:]), place.device
+            made = torch.full(shape, spec.fill_value, dtype=place.dtype, device=device)
+            if _has_fractions(spec):
+                generator = torch.Generator(device).manual_seed(_OTHER_SEED + seed)
+                noise = torch.rand(shape, generator=generator, device=device)
+                made.copy_(1 - _NEAR_ONE * noise)
+            rows.index_copy_(0, places.to(device), made)
+
+    def forget(self) -> None:
+        """Note that rows are to be written anew."""
+        self._held = 0
+
     def fill_behind(self, count: int) -> None:
         """Note that a transport fills the rows behind so many."""
         self._held = min(self._held, count)
@@ -414,20 +539,6 @@ class _Trial:
         self.captured, self.snapshot, self.rows = captured, snapshot, rows
         self._lane, self._warmups = lane, warmups
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return copies of the declared state, where that is little and no slot tells where.
-
-        What is not declared may be memory to work in, which holds more of a bucket than of a batch.
-        """
-        if self.rows.has_integers or not self._warmups.may_restore():
-            return {}
-        found = self._warmups.state().items()
-        return {
-            name: typed(storage, dtype).clone()
-            for name, (storage, dtype) in found
-            if name.startswith("state ") and dtype in _COMPARED
-        }
-
     def before(self, name: str) -> torch.Tensor | None:
         """Return what a part of that state held before the trial."""
         found = self._warmups.state().get(name)
@@ -445,6 +556,40 @@ class _Trial:
         """Return the first rows of all outputs with fill behind them."""
         return self.kept(self._replay(count, count), count)
 
+    def whole(
+        self,
+        kept: torch.Tensor,
+        *,
+        changed: torch.Tensor | None = None,
+        num_real: int | None = None,
+    ) -> list[Any]:
+        """Return copies of some rows of all outputs of a full batch; None for other leaves.
+
+        Args:
+            kept: Which rows.
+            changed: Flags of the rows that hold something else than usual.
+            num_real: How many rows the graph is told of; all by default.
+        """
+        size = self.captured.key.num_tokens
+        self.rows.forget()
+        leaves = self._replay(num_real or size, size, changed)
+        found: list[Any] = []
+        for one, leaf in zip(self.captured.layout.leaves, leaves, strict=True):
+            dim = one.batch_dim
+            is_rows = isinstance(leaf, torch.Tensor) and dim is not None
+            found.append(leaf.index_select(dim, kept.to(leaf.device)) if is_rows else None)
+        return found
+
+    def changes_again(self) -> bool:
+        """Return whether one more replay, of the same rows, changes state once more."""
+        if not self._warmups.writes() or not self._warmups.may_restore():
+            return False
+        once = self.snapshot.contents()
+        size = self.captured.key.num_tokens
+        self._replay(size, size, restores=False)
+        twice = self.snapshot.contents()
+        return not all(map(torch.equal, once, twice))
+
     def kept(self, leaves: Sequence[Any], count: int) -> list[Any]:
         """Return copies of the first and last of some rows of outputs; None for other leaves."""
         captured, most = self.captured, max(_KEPT_ROWS, self.rows.head)
@@ -461,11 +606,21 @@ class _Trial:
                 found.append(torch.cat(ends, dim))
         return found
 
-    def _replay(self, num_real: int, num_loaded: int) -> Sequence[Any]:
+    def _replay(
+        self,
+        num_real: int,
+        num_loaded: int,
+        changed: torch.Tensor | None = None,
+        *,
+        restores: bool = True,
+    ) -> Sequence[Any]:
         """Replay from the state before; return the padded outputs, good until the next replay."""
         captured, path = self.captured, self.captured.input_path
         self.rows.write(num_loaded)
-        self.snapshot.restore()
+        if changed is not None:
+            self.rows.change(changed)
+        if restores:
+            self.snapshot.restore()
         transport_of(path, num_loaded).load_in_place()
         self.rows.fill_behind(num_loaded)
         self._lane.set_rows(num_real)
@@ -478,6 +633,43 @@ class _Trial:
         if path.staging is not None and self._lane.last_stream is not None:
             path.staging.note_launch(self._lane.last_stream)
         return leaves
+
+
+def _counts_below(key: GraphKey, sizes: Iterable[int]) -> list[int]:
+    """Return the counts of rows that eager is to run at for a key, in order; none if no batch can.
+
+    Args:
+        key: The key.
+        sizes: Rows that the step is known to run at.
+    """
+    unit = key.descriptor.query_len or 1
+    most = key.num_tokens - unit
+    if most < unit:
+        return []
+    counts = [unit * count for count in _EAGER_ROWS if unit * count <= most]
+    return counts + sorted(size for size in sizes if size < key.num_tokens)
+
+
+def _state(warmups: Warmups, rows: _Rows) -> dict[str, torch.Tensor]:
+    """Return copies of the declared state, where that is little and no slot tells where.
+
+    What is not declared may be memory to work in, which holds more of a bucket than of a batch.
+    """
+    if rows.has_integers or not warmups.may_restore():
+        return {}
+    return {
+        name: typed(storage, dtype).clone()
+        for name, (storage, dtype) in warmups.state().items()
+        if name.startswith("state ") and dtype in _COMPARED
+    }
+
+
+def _some_of(is_meant: torch.Tensor) -> torch.Tensor:
+    """Return which rows of a half are compared: those at either end."""
+    rows = is_meant.nonzero()[:, 0]
+    if len(rows) <= 2 * _KEPT_ROWS:
+        return rows
+    return torch.cat((rows[:_KEPT_ROWS], rows[-_KEPT_ROWS:]))
 
 
 def _has_fractions(spec: StaticInput) -> bool:

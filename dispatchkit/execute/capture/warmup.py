@@ -15,7 +15,7 @@ import torch
 from dispatchkit.backends.optional import WarmupNotes, features_of
 from dispatchkit.backends.watching.compiled_code import every_size_compiled, force_eager
 from dispatchkit.errors import CaptureError
-from dispatchkit.execute.capture.effects import PythonEffects
+from dispatchkit.execute.capture.effects import PythonChangedError, PythonEffects
 from dispatchkit.execute.capture.pacing import paced_warmup
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.outputs import (
@@ -113,6 +113,8 @@ class Warmups:
         self._peaks: dict[Family, tuple[int, int]] = {}
         self._compiled: dict[Family, CompiledCode] = {}
         self._draws: dict[Family, bool] = {}
+        # Families, with integers of a call and without, of which all writes are known.
+        self._watched: set[tuple[Family, bool]] = set()
         self.needs_gradients: bool = False
         self._rounding: dict[Family, float] = {}
         self.effects: PythonEffects = PythonEffects(step.pieces)
@@ -140,6 +142,7 @@ class Warmups:
     def watch_again(self) -> None:
         """Watch the next warmup of each family: the step reaches other tensors now."""
         self._peaks.clear()
+        self._watched.clear()
 
     def compiled_code(self, key: GraphKey) -> CompiledCode | None:
         """Return what is known of functions of torch.compile that a key's step calls, if any."""
@@ -300,14 +303,13 @@ class Warmups:
                 with watch:
                     return self.step(views)
 
-            with self.contents_watched(key, snapshot):
-                try:
-                    outputs = self._backend.warmup(watched, stream=lane.stream)
-                finally:
-                    snapshot.draws = self._draws[family] = watch.draws
-                    self._rounding[family] = watch.rounding()
-                for tensor in watch.written:
-                    self._written.add(tensor)
+            try:
+                outputs = self._backend.warmup(watched, stream=lane.stream)
+            finally:
+                snapshot.draws = self._draws[family] = watch.draws
+                self._rounding[family] = watch.rounding()
+            for tensor in watch.written:
+                self._written.add(tensor)
             self.effects.check_run()
             self._peaks[family] = (watch.peak_bytes, key.num_tokens)
             left = self._warmups - 1
@@ -393,6 +395,28 @@ class Warmups:
         return self._has_inference[1]
 
     @contextmanager
+    def contents_watched_once(
+        self, key: GraphKey, snapshot: Snapshot, *, is_varied: bool = False
+    ) -> Iterator[None]:
+        """Watch contents as below, the first time for each family.
+
+        Args:
+            key: What is run.
+            snapshot: Of what it changes.
+            is_varied: On integers of a call, which may lead to other writes than fill.
+
+        Raises:
+            CaptureError: A tensor that is too large to be put back was written.
+        """
+        name = family_of(key), is_varied
+        if name in self._watched:
+            yield
+            return
+        with self.contents_watched(key, snapshot):
+            yield
+        self._watched.add(name)
+
+    @contextmanager
     def contents_watched(self, key: GraphKey, snapshot: Snapshot) -> Iterator[None]:
         """Find what is written in between past the schemas: it is put back, and known from now on.
 
@@ -403,11 +427,12 @@ class Warmups:
         if self._lane.row_count is not None:
             own.add(self._lane.row_count)
         contents = ContentWatch(self._reached(own), self._state_limit)
-        yield
-        for tensor, saved in contents.changed():
-            if tensor not in snapshot:
-                snapshot.save_as(tensor.untyped_storage(), saved)
-                self._written.add(tensor)
+        try:
+            yield
+        except PythonChangedError:  # what that means is found out by what else is written
+            self._note_written(contents, snapshot)
+            raise
+        self._note_written(contents, snapshot)
         lost = [one for one in contents.changed_beyond_limit() if one not in snapshot]
         if lost:
             raise CaptureError(
@@ -416,6 +441,12 @@ class Warmups:
                 "large to be put back. Declare it: state=[tensor]; or raise state_limit_bytes.",
                 reason="undeclared_state",
             )
+
+    def _note_written(self, contents: ContentWatch, snapshot: Snapshot) -> None:
+        for tensor, saved in contents.changed():
+            if tensor not in snapshot:
+                snapshot.save_as(tensor.untyped_storage(), saved)
+                self._written.add(tensor)
 
     def _reached(self, inputs: StorageSet) -> Iterator[torch.Tensor]:
         """Yield the tensors that the step reaches and is not known to write."""

@@ -156,6 +156,13 @@ class AxisInputs:
                     call[index] = pad_input(call[index], declared, shape)
         return rows, readable  # what was padded is contiguous, too
 
+    def part(self, call: AxisCall, start: int, num_rows: int) -> AxisCall:
+        """Return some rows of a checked call, as views."""
+        found = AxisCall(self.smallest.part(call, start, num_rows))
+        found.given = self.smallest.part(call.given, start, num_rows)
+        found.values = call.values
+        return found
+
     def plain(self, call: AxisCall | None) -> dict[str, Any]:
         """Return what the step is given when it runs plainly: inputs and values by name.
 

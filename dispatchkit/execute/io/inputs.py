@@ -230,6 +230,17 @@ class InputSet:
             made[index] = host_array(value, dtype)
         return values if made is None else made
 
+    def part(self, values: Sequence[Any], start: int, num_rows: int) -> list[Any]:
+        """Return some rows of a checked call's values, as views."""
+        found = list(values)
+        for index, dim in self.batched:
+            value = found[index]
+            if isinstance(value, torch.Tensor):
+                found[index] = value.narrow(dim, start, num_rows)
+            else:
+                found[index] = value[(slice(None),) * dim + (slice(start, start + num_rows),)]
+        return found
+
     def to_tensors(self, values: Sequence[Any]) -> Sequence[torch.Tensor]:
         """Return a checked call as tensors on the device; arrays are copied, tensors are there."""
         if not self.host:

@@ -151,7 +151,14 @@ def join_lanes(executors: Sequence[Executor]) -> tuple[LaneChooser | None, KeyHo
             spec.named_policy, spec.options.policy_options, config, plugins
         )
         modes = frozenset(key.mode for key in first.registry)
-        router = Dispatcher(own, config, modes=modes, lazy=True, origin=policy_origin)
+        router = Dispatcher(
+            own,
+            config,
+            modes=modes,
+            lazy=True,
+            may_split=spec.options.rows_independent,
+            origin=policy_origin,
+        )
     return LaneChooser(policy, origin, router), homes
 
 

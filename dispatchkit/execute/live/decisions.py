@@ -13,6 +13,7 @@ from dispatchkit.execute.io.axes import AxisCut
 from dispatchkit.execute.io.calls import CallReader
 from dispatchkit.execute.live.taps import StepTaps
 from dispatchkit.execute.replay.plans import AGAIN
+from dispatchkit.execute.step.values import ValueWatch
 from dispatchkit.keys.batch import GraphKey
 
 
@@ -30,6 +31,9 @@ class DecisionRunner:
         self, executor: Executor, reader: CallReader, taps: StepTaps, lock: threading.RLock
     ) -> None:
         self._executor, self._reader, self._taps, self._lock = executor, reader, taps, lock
+        # What watches the values that graphs have built in, and at which change of keys.
+        self._watches: tuple[ValueWatch, ...] = ()
+        self._found_at = -1
 
     def decide(
         self, num_tokens: int, num_reqs: int = 0, uniform: int = 0, loras: int = 0, ceiling: int = 2
@@ -41,6 +45,28 @@ class DecisionRunner:
         """
         with self._lock:
             return self._taps.dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
+
+    def drop_replaced(self) -> str:
+        """Put the graphs out of use if what they have built in was replaced: before deciding.
+
+        A call finds that by itself, when it is decided already. It is looked for as often as in
+        calls, so that most times this compares two numbers.
+
+        Returns:
+            The reason to run eager; empty if nothing was found.
+        """
+        executor = self._executor
+        lane, registry, lifecycle = executor.lane, executor.registry, executor.lifecycle
+        with self._lock:
+            if self._found_at != registry.num_changes:
+                self._found_at = registry.num_changes
+                found = {id(one.values): one.values for one in lifecycle.live().values()}
+                self._watches = tuple(found.values())
+            for values in self._watches:
+                if lane.tick >= values.due and not values.is_unchanged(lane.tick):
+                    graphs = lifecycle.live().values()
+                    return lifecycle.replaced(next(one for one in graphs if one.values is values))
+        return ""
 
     def run(self, decision: Decision, inputs: Mapping[str, Any]) -> Any:
         """Run one step under a decision, that way or not at all.

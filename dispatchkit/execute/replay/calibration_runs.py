@@ -108,7 +108,7 @@ class CalibrationRuns:
         live, dispatcher = self._lifecycle.live(), self._dispatcher
         largest = max(live.items(), key=lambda item: item[0].num_tokens, default=None)
         for run in runs:
-            if run.decision.key is not None and run.decision.key not in self._lifecycle.live():
+            if any(key not in self._lifecycle.live() for key in run.decision.keys):
                 continue  # a runner that captures lazily: nothing is captured for this
             ceiling, uniform, loras, num_tokens = cell_of_batch(dispatcher.config, run.batch)
             tensors = self._sample(num_tokens)

@@ -9,6 +9,8 @@ import attrs
 from dispatchkit.dispatch import Decision, Dispatcher, Reason
 from dispatchkit.execute.capture.captured import CapturedKey
 from dispatchkit.execute.capture.lifecycle import Lifecycle
+from dispatchkit.execute.io.axes import AxisInputs
+from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.replay.check import Checker
 from dispatchkit.execute.replay.eager import EagerRunner
@@ -25,6 +27,7 @@ from dispatchkit.execute.replay.plans import (
     TimedPlan,
     ValuesPlan,
 )
+from dispatchkit.execute.replay.split import LazySplitPlan, PartPlan, RowsOfBatch, SplitPlan
 from dispatchkit.execute.replay.timing import Timer, Timings
 from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.reasons import REFUSED
@@ -46,6 +49,7 @@ class Planner:
         counters: What steps are counted in.
         timings: Measures steps where a decision asks for that.
         checker: Check mode, where it is on; nothing is measured then, since steps run twice.
+        inputs: The static inputs, or those with axes.
         axes: Names of the axes.
         asked_mode: The mode that was asked for, where the one in force may be less.
         is_owned: Each call returns tensors of its own.
@@ -65,6 +69,7 @@ class Planner:
         timings: Timings,
         checker: Checker | None,
         *,
+        inputs: InputSet | AxisInputs,
         axes: tuple[str, ...],
         asked_mode: CUDAGraphMode,
         is_owned: bool,
@@ -73,10 +78,10 @@ class Planner:
         self._registry = dispatcher.registry
         self._lifecycle, self._lane, self._eager, self._guard = lifecycle, lane, eager, guard
         self._counters, self._timings, self._checker = counters, timings, checker
-        self._axes, self._is_owned = axes, is_owned
+        self._inputs, self._axes, self._is_owned = inputs, axes, is_owned
         self.asked_mode = asked_mode
 
-    def plan(self, decision: Decision, batch: Batch) -> Plan:
+    def plan(self, decision: Decision, batch: Batch) -> Plan | SplitPlan | LazySplitPlan:
         """Return the plan of a cell; called under the dispatcher's lock, changes nothing."""
         num_tokens = batch.num_tokens
         timer = None
@@ -86,6 +91,8 @@ class Planner:
             if refused := self.refusal(decision, num_tokens):
                 count = self._counters.of_eager(refused, key)
                 return self._run_eager(num_tokens, refused, count, key, None, timer)
+            if decision.parts:
+                return self._split(decision, num_tokens, timer)
             entry = self._registry.get(key)
             if entry is None or entry.state is not KeyState.CAPTURED:
                 return LazyPlan(self._eager, self._lifecycle, self._lane, key, num_tokens)
@@ -105,6 +112,8 @@ class Planner:
 
         That is where padding would change what the graph computes.
         """
+        if decision.parts:
+            return self._refusal_of_parts(decision)
         entry = None if decision.key is None else self._registry.get(decision.key)
         if decision.key is None or entry is None:
             return ""
@@ -116,14 +125,14 @@ class Planner:
     def shown(self, decision: Decision, num_tokens: int) -> Decision:
         """Return a decision as the step of a batch runs, with the reason that is counted."""
         if refused := self.refusal(decision, num_tokens):
-            return attrs.evolve(decision, mode=RuntimeMode.NONE, key=None, reason=refused)
+            return attrs.evolve(decision, mode=RuntimeMode.NONE, key=None, reason=refused, parts=())
         return attrs.evolve(decision, reason=self.own_reason(decision.reason))
 
     def replay(
         self, key: GraphKey, step: CapturedKey, num_tokens: int, timer: Timer | None = None
     ) -> ReplayPlan:
         """Return the plan that replays a captured step: measured or compared where asked for."""
-        count, is_owned = self._counters.of_key(key), self._is_owned
+        count, is_owned = self._counters.of_keys(key), self._is_owned
         replay = GraphPlan(step, num_tokens, count, self._eager, self._guard, is_owned=is_owned)
         timed: TimeablePlan = replay if timer is None else TimedPlan(replay, timer)
         if step.layout.has_values and num_tokens < key.num_tokens:
@@ -135,6 +144,66 @@ class Planner:
         if self._checker is None:
             return plan
         return CheckedPlan(plan, replay, self._checker, is_owned=is_owned)
+
+    def _split(
+        self, decision: Decision, num_tokens: int, timer: Timer | None
+    ) -> SplitPlan | LazySplitPlan:
+        """Return the plan of a batch that is split."""
+        rows, start = [], 0
+        for part in decision.parts:
+            rows.append(RowsOfBatch(part.key, start, part.num_tokens))
+            start += part.num_tokens
+        parts = []
+        for one in rows:
+            entry = self._registry.get(one.key)
+            if entry is None or entry.state is not KeyState.CAPTURED:
+                return LazySplitPlan(
+                    rows,
+                    num_tokens,
+                    self._inputs,
+                    self._registry,
+                    self._eager,
+                    self._lifecycle,
+                    self._lane,
+                )
+            parts.append(self._part(one, entry.graph, is_last=one is rows[-1]))
+        return SplitPlan(
+            parts,
+            num_tokens,
+            self._counters.of_keys(*decision.keys),
+            self._counters,
+            self._inputs,
+            self._eager,
+            self._lifecycle,
+            self._lane,
+            timer,
+            self._checker,
+        )
+
+    def _part(self, rows: RowsOfBatch, step: CapturedKey, *, is_last: bool) -> PartPlan:
+        """Return a part of a split batch; the last one's results are read where they are."""
+        count, num_tokens = StepCount(), rows.num_tokens
+        is_owned = not is_last
+        replay = GraphPlan(step, num_tokens, count, self._eager, self._guard, is_owned=is_owned)
+        plan: ReplayPlan = replay
+        if self._axes:
+            plan = AxisPlan(replay, step, self._axes, is_owned=is_owned)
+        return PartPlan(rows, plan, step, count)
+
+    def _refusal_of_parts(self, decision: Decision) -> str:
+        """Return why a batch is not split though that was chosen; empty if it is."""
+        layouts = []
+        for part in decision.parts:
+            entry = self._registry.get(part.key)
+            if entry is None or entry.state is not KeyState.CAPTURED:
+                refused = self._lifecycle.expected_refusal(part.key, part.num_tokens)
+            else:
+                refused = entry.graph.refusal_of_part(part.num_tokens)
+                layouts.append(entry.graph.layout)
+            if refused:
+                return str(refused)
+        is_alike = all(layout == layouts[0] for layout in layouts)
+        return "" if is_alike else str(Reason.OUTPUTS_NOT_JOINED)
 
     def own_reason(self, reason: str, missed: GraphKey | None = None) -> str:
         """Return a reason in more detail than the dispatcher knows it.

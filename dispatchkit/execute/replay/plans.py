@@ -85,7 +85,7 @@ class EagerPlan:
         eager, num_tokens, timer = self.eager, self._num_tokens, self._timer
         if self._is_downgrade:
             if self._retry is not None and eager.exact is None:
-                with _inputs_kept(self._lane, tensors, num_tokens) as sample:
+                with inputs_kept(self._lane, tensors, num_tokens) as sample:
                     is_tried = self._lifecycle.retry_if_due(self._retry, sample)
                 if is_tried:
                     return AGAIN
@@ -102,7 +102,7 @@ class EagerPlan:
 
 
 @contextmanager
-def _inputs_kept(
+def inputs_kept(
     lane: Lane, tensors: Sequence[Any] | None, num_tokens: int
 ) -> Iterator[Sequence[Any] | None]:
     """Give what a step has for inputs, and keep rows in place over a capture.
@@ -146,7 +146,7 @@ class LazyPlan:
     def run(self, tensors: Sequence[Any] | None, stream: int, readable: bool = False) -> Any:
         """Capture and ask the table again, or run eager."""
         self.eager.refuse_if_exact("it has no graph yet")
-        with _inputs_kept(self._lane, tensors, self._num_tokens) as sample:
+        with inputs_kept(self._lane, tensors, self._num_tokens) as sample:
             reason = self._lifecycle.capture_if_due(self._key, sample)
         if not reason:
             return AGAIN
@@ -181,7 +181,7 @@ class OpenPlan:
             return AGAIN
         # Of several ranks none may be alone in the collectives of a trial.
         if step.rows.open_calls and self.eager.exact is None:
-            with _inputs_kept(lane, tensors, self._num_tokens) as sample:
+            with inputs_kept(lane, tensors, self._num_tokens) as sample:
                 is_found = sample is not None and self._lifecycle.prove_rows(step, sample)
             if is_found:
                 return AGAIN
@@ -412,7 +412,7 @@ class ValuesPlan:
         """Replay as any other step does."""
         step, num_tokens = self._step, self._num_tokens
         if num_tokens not in step.row_values and not step.released:
-            with _inputs_kept(step.lane, tensors, num_tokens):
+            with inputs_kept(step.lane, tensors, num_tokens):
                 self._lifecycle.measure_values(step, num_tokens)
         return self._plan.run(tensors, stream, readable)
 

@@ -41,9 +41,9 @@ KEPT_SUBMITS = 16
 T = TypeVar("T")
 
 
-def _ran(decision: Decision, batch: Batch) -> GraphKey | int:
-    """Return what names steps that take the same time: the graph, or the size of eager ones."""
-    return batch.num_tokens if decision.key is None else decision.key
+def _ran(decision: Decision, batch: Batch) -> tuple[GraphKey, ...] | int:
+    """Return what names steps that take the same time: the graphs, or the size of eager ones."""
+    return decision.keys or batch.num_tokens
 
 
 @attrs.define(eq=False)
@@ -104,8 +104,8 @@ class Timings:
         self._pending: deque[Measurement] = deque(maxlen=MAX_PENDING)
         self._spare: list[tuple[Event, Event]] = []
         self._fault: PolicyError | None = None
-        self._read: dict[tuple[GraphKey | int, bool], deque[float]] = {}
-        self._submits: dict[GraphKey | None, deque[float]] = {}
+        self._read: dict[tuple[tuple[GraphKey, ...] | int, bool], deque[float]] = {}
+        self._submits: dict[tuple[GraphKey, ...], deque[float]] = {}
         self._lock = threading.Lock()
 
     def begin(self, batch: Batch, decision: Decision) -> Measurement:
@@ -208,7 +208,7 @@ class Timings:
         launch for earlier steps to run: what a step needs is known from those that the device
         had come to meanwhile.
         """
-        known = self._submits.setdefault(done.decision.key, deque(maxlen=KEPT_SUBMITS))
+        known = self._submits.setdefault(done.decision.keys, deque(maxlen=KEPT_SUBMITS))
         if not done.was_ahead:
             known.append(done.submit_us)
         elif known:

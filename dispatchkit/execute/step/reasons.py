@@ -33,6 +33,8 @@ DOWNGRADES = frozenset(
         Reason.GRADIENTS,
         Reason.ROWS_DEPEND,
         Reason.ROWS_NOT_THE_BUCKET,
+        Reason.ROWS_NOT_INDEPENDENT,
+        Reason.OUTPUTS_NOT_JOINED,
         Reason.WEIGHTS_REPLACED,
         Reason.VALUE_CHANGED,
         Reason.AUTOCAST,
@@ -81,6 +83,14 @@ NEXT_STEPS: Mapping[str, str] = {
     Reason.ROWS_NOT_THE_BUCKET: (
         "An output has other rows than the batch, so that padding cannot be cut off, print(runner) "
         "says which: capture the sizes that come, or declare output_batch_dims."
+    ),
+    Reason.ROWS_NOT_INDEPENDENT: (
+        "Rows depend on each other, or the step changes something with each run, print(runner) "
+        "says what: a graph as large as the batch serves it, or leave out rows_independent."
+    ),
+    Reason.OUTPUTS_NOT_JOINED: (
+        "An output has no dimension of rows, so that those of two parts cannot be joined: return "
+        "it for each row, or capture a graph as large as the batch."
     ),
     Reason.WEIGHTS_REPLACED: "A lazy runner captures anew; otherwise call runner.capture().",
     Reason.VALUE_CHANGED: "A lazy runner captures anew; otherwise call runner.capture().",

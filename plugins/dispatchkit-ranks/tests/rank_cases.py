@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from rank_policies import AlwaysFull, Smallest, Wilful, make_dispatcher, random_batch
+from rank_policies import AlwaysFull, Planted, Smallest, Wilful, make_dispatcher, random_batch
 from tensor_parallel import NUM_SEQS, Decoder, over_ranks, traffic
 
 from dispatchkit import (
@@ -23,13 +23,15 @@ from dispatchkit import (
     RunnerOptions,
     StaticInput,
 )
-from dispatchkit.errors import RankError
+from dispatchkit.errors import PolicyError, RankError
 
 from dispatchkit_ranks import LeaderPolicy, RankAgreement, RankedDispatcher, RankedRunner
 from dispatchkit_ranks.wire import Wire
 
 # Far above what a start takes on a busy machine, NCCL's included.
 START = 60.0
+# Steps from one comparison of batches to the next, where they are to be the same.
+CHECK_EVERY = 3
 
 
 def run(request, world, rank, port):
@@ -178,17 +180,25 @@ def faults(rank, size, *, schedules, device="cpu"):
 
 
 def _faulty(rank, size, index, device, *, seed, num_steps, kind, bad_rank, bad_step, timeout):
-    rng = random.Random(f"{seed}/{rank}")
+    # One scheduler feeds all ranks where batches are to be the same.
+    rng = random.Random(seed if kind == "differ" else f"{seed}/{rank}")
     store = dist.PrefixStore(f"faults/{index}", dist.group.WORLD.get_group_store())
     others = [f"stopped/{each}" for each in range(size) if each != bad_rank]
-    dispatcher = make_dispatcher(Smallest(), query_lens=(1,))
+    policy = Planted()
+    dispatcher = make_dispatcher(policy, query_lens=(1,), strict=True)
     is_bad = rank == bad_rank
-    found, error, start = [], None, 0.0
+    options = {"same_batches": True, "check_every": CHECK_EVERY} if kind == "differ" else {}
+    found, error, start, ranked = [], None, 0.0, None
     try:
         with RankAgreement(timeout=timeout, setup_timeout=START, device=device) as ranks:
-            ranked = RankedDispatcher(dispatcher, ranks)
+            ranked = RankedDispatcher(dispatcher, ranks, **options)
             ranked.dispatch(1)
             for step in range(num_steps):
+                batch = (0,) if rng.random() < 0.2 else random_batch(rng, dispatcher.config)
+                if step == bad_step and kind == "capture_raises":
+                    _capture_again(ranked, is_bad)
+                if is_bad and step >= bad_step and kind == "differ":
+                    batch = (1 + batch[0] % 8,)
                 if is_bad and step == bad_step:
                     if kind == "raise":
                         raise ZeroDivisionError("planted")
@@ -201,20 +211,40 @@ def _faulty(rank, size, index, device, *, seed, num_steps, kind, bad_rank, bad_s
                     if kind == "late":
                         # As late as can be: when all others have stopped.
                         store.wait(others, timedelta(seconds=START))
+                    if kind == "slow":
+                        time.sleep(0.1 * timeout)
+                    if kind == "policy":
+                        policy.raises, batch = True, (3,)
+                        dispatcher.set_lazy(False)  # cells are filled anew
                     if kind == "capture":
                         ranked.capture(lambda key: None)
                     if kind == "lose":
                         key = rng.choice(sorted(dispatcher.registry, key=str))
                         dispatcher.registry.failed(key, "planted")
-                batch = (0,) if rng.random() < 0.2 else random_batch(rng, dispatcher.config)
                 start = time.monotonic()
                 found.append(shown(ranked.dispatch(*batch)))
     except RankError as caught:
         error = {**told(caught), "seconds": time.monotonic() - start}
         store.set(f"stopped/{rank}", "1")
-    except ZeroDivisionError:
+    except (ZeroDivisionError, PolicyError):
         error = {"raised": True}
-    return {"decisions": found, "error": error, "open": ranks.is_open}
+    withheld = [] if ranked is None else sorted(map(str, ranked.withheld))
+    return {"decisions": found, "error": error, "open": ranks.is_open, "withheld": withheld}
+
+
+def _capture_again(ranked, fails):
+    """Capture a key on all ranks that one has lost, and cannot capture."""
+    registry = ranked.dispatcher.registry
+    key = min(registry, key=str)
+
+    def capture(each):
+        if fails:
+            raise MemoryError("planted")
+        registry.captured(each, "again")
+
+    if fails:
+        registry.failed(key, "planted")
+    ranked.capture(capture, [key])
 
 
 def padded_steps(rank, size, *, fails_on):
@@ -268,10 +298,16 @@ def tensor_parallel(rank, size, *, num_steps, device, same_batches):
     )
     rng = random.Random(5)
     worst, largest, kinds = 0.0, 0.0, set()
+    # The last token of each sequence, as rank 0 has chosen it: it goes on from there.
+    chosen: dict[int, int] = {}
+    greedy = {"tokens": 0, "decoded": 0, "different": 0}
     with RankAgreement(timeout=START, setup_timeout=START) as ranks:
         ranked = RankedRunner(runner, ranks, inputs, same_batches=same_batches)
         lost = ranked.capture()
         for tokens, seqs, positions, decode in traffic(rng, num_steps, 12):
+            if decode:
+                greedy["decoded"] += sum(seq in chosen for seq in seqs)
+                tokens = [chosen.get(*pair) for pair in zip(seqs, tokens, strict=True)]
             given = {
                 name: torch.tensor(values, device=place)
                 for name, values in (("tokens", tokens), ("seqs", seqs), ("positions", positions))
@@ -282,6 +318,15 @@ def tensor_parallel(rank, size, *, num_steps, device, same_batches):
             worst = max(worst, float((found - expected).abs().max()))
             largest = max(largest, float(expected.abs().max()))
             kinds.add(bool(decode))
+            # Sums over ranks are rounded in another order: two tokens as good as each other.
+            best = expected.topk(2).values
+            is_clear = (best[:, 0] - best[:, 1]) > 1e-4 * largest
+            own = found.argmax(-1)
+            greedy["tokens"] += int(is_clear.sum())
+            greedy["different"] += int(((own != expected.argmax(-1)) & is_clear).sum())
+            own = own.cpu()
+            dist.broadcast(own, 0)
+            chosen |= dict(zip(seqs, own.tolist(), strict=True))
         exchanges = ranks.stats().num_exchanges
     steps = runner.stats().steps_by_mode
     runner.clear()  # graphs that use a communicator go before it does
@@ -292,6 +337,7 @@ def tensor_parallel(rank, size, *, num_steps, device, same_batches):
         "steps": steps,
         "kinds": sorted(kinds),
         "exchanges": exchanges,
+        "greedy": greedy,
     }
 
 

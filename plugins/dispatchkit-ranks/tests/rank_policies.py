@@ -29,6 +29,17 @@ class Smallest(SmallestPolicy):
         return super().decide(batch, graphs)
 
 
+class Planted(Smallest):
+    """Raises when told to."""
+
+    raises = False
+
+    def decide(self, batch, graphs):
+        if self.raises:
+            raise ZeroDivisionError("planted")
+        return super().decide(batch, graphs)
+
+
 class AlwaysFull(Smallest):
     """FULL for every batch, mixed or not."""
 
@@ -63,11 +74,11 @@ class Wilful:
         return [CellUpdate(batch, answer, one_shot)]
 
 
-def make_dispatcher(policy=None, *, captured=True, sizes=SIZES, **settings):
+def make_dispatcher(policy=None, *, captured=True, sizes=SIZES, strict=False, **settings):
     config = DispatchConfig(
         sizes=sizes, max_num_tokens=MAX_NUM_TOKENS, **{"query_lens": (1, 2), **settings}
     )
-    dispatcher = Dispatcher(policy or Smallest(), config)
+    dispatcher = Dispatcher(policy or Smallest(), config, strict=strict)
     if captured:
         for key in dispatcher.registry:
             dispatcher.registry.captured(key, f"graph of {key}")

@@ -146,13 +146,20 @@ def test_runners_pad_to_the_largest_batch_and_compute_each_its_own(worlds, fails
         assert "no room" in why["1"]
 
 
-def test_collectives_inside_graphs_compute_what_one_rank_does(worlds):
-    """Two processes over gloo: half a decoder each, all-reduce inside the tape's FULL graphs."""
-    arguments = {"num_steps": 12, "device": "cpu", "same_batches": True}
-    for found in worlds.run_one("tensor_parallel", 2, **arguments):
+@pytest.mark.parametrize("num_steps", [12, pytest.param(400, marks=pytest.mark.slow)])
+def test_collectives_inside_graphs_compute_what_one_rank_does(worlds, num_steps):
+    """Two processes over gloo: half a decoder each, all-reduce inside the tape's FULL graphs.
+
+    Prompts and decode steps mixed; each decode step goes on with the token chosen before.
+    """
+    arguments = {"num_steps": num_steps, "device": "cpu", "same_batches": True}
+    for found in worlds.run_one("tensor_parallel", 2, limit=200, **arguments):
         assert "error" not in found, found
         assert found["lost"] == 0
-        assert found["steps"] == {"NONE": 0, "PIECEWISE": 0, "FULL": 12}
+        assert found["steps"] == {"NONE": 0, "PIECEWISE": 0, "FULL": num_steps}
+        assert found["greedy"]["different"] == 0
+        assert found["greedy"]["tokens"] > 2 * num_steps
+        assert found["greedy"]["decoded"] > num_steps
         # Sums over ranks are rounded in another order.
         assert found["worst"] < 1e-4 * found["largest"]
         assert found["exchanges"] == 0

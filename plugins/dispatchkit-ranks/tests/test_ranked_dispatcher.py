@@ -558,6 +558,22 @@ def test_a_lazy_dispatcher_is_refused():
     assert any(isinstance(error, ConfigError) for error in run_ranks(2, run))
 
 
+def test_a_dispatcher_that_may_split_batches_is_refused():
+    """Ranks agree on one graph; the parts of another rank's batch would be others."""
+
+    def run(ranks):
+        config = make_dispatcher().config
+        made = Dispatcher(Smallest(), config, may_split=True)
+        for key in made.registry:
+            made.registry.captured(key, object())
+        return RankedDispatcher(made, ranks)
+
+    found = run_ranks(2, run)
+    assert any(
+        isinstance(error, ConfigError) and "rows_independent" in str(error) for error in found
+    )
+
+
 AXES = (Axis("length", (4, 16, 64)), Axis("kind", (1, 3), exact=True))
 
 

@@ -183,6 +183,52 @@ def test_a_rank_under_another_autocast_runs_eager_where_eager_is_among_what_it_a
     assert all_good(run_ranks(2, run)) == [[3]] * 2
 
 
+class Scaled:
+    """A step that reads a number of its own: its graphs have it built in."""
+
+    def __init__(self):
+        self.scale = 2.0
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+def test_a_value_that_changes_on_one_rank_has_all_run_eager():
+    """Its graphs are of no use there; the others hear of it before the step, and by whom."""
+
+    def run(ranks):
+        scaled = Scaled()
+        config = make_dispatcher().config
+        runner = GraphRunner(
+            scaled,
+            INPUTS,
+            policy=AlwaysFull(),
+            backend="tape",
+            options=RunnerOptions(config=config),
+        )
+        ranked = RankedRunner(runner, ranks, INPUTS)
+        ranked.capture()
+        modes, found = [], []
+        for step in range(40):
+            if step == 5 and ranks.rank == 1:
+                scaled.scale = 3.0
+            found.append(float(ranked(x=torch.ones(3))[0]))
+            modes.append({**runner.stats().steps_by_mode})
+        withheld = ranked.ranked.withheld
+        again = ranked.capture()
+        ranked(x=torch.ones(3))
+        return modes, (found[0], found[-1]), withheld, again, runner.stats().steps_by_mode["FULL"]
+
+    first, second = all_good(run_ranks(2, run))
+    assert first[0] == second[0]
+    assert first[0][-1]["NONE"] > 20  # found within as many steps as a runner alone takes
+    assert (first[1], second[1]) == ((2.0, 2.0), (2.0, 3.0))
+    assert all("scale" in why[1] for why in first[2].values())
+    assert first[2]
+    assert first[3] == second[3] == {}
+    assert first[4] == second[4] == first[0][-1]["FULL"] + 1
+
+
 def test_steps_of_several_ranks_are_recorded_and_watched():
     def run(ranks):
         ranked, _, _ = make_runner(ranks)

@@ -6,6 +6,7 @@ import pytest
 
 from dispatchkit import DispatchConfig, Dispatcher, load_plugins
 from dispatchkit.errors import ConfigError
+from dispatchkit.keys import CaptureSizeWarning
 from dispatchkit.testing import PolicyTests
 
 from dispatchkit_threshold import ThresholdPolicy
@@ -79,9 +80,15 @@ def test_preference_of_piecewise_holds_for_uniform_batches() -> None:
 
 def test_options_are_taken_as_text() -> None:
     policy = load_plugins().create_policy(
-        "threshold", min_tokens="2", max_tokens="16", prefer_piecewise="yes", max_waste="0.5"
+        "threshold",
+        min_tokens="2",
+        max_tokens="16",
+        prefer_piecewise="yes",
+        max_waste="0.5",
+        split="no",
     )
-    assert repr(policy) == "ThresholdPolicy(2, 16, prefer_piecewise=True, max_waste=0.5)"
+    shown = "ThresholdPolicy(2, 16, prefer_piecewise=True, max_waste=0.5, split=False)"
+    assert repr(policy) == shown
 
 
 @pytest.mark.parametrize(
@@ -107,3 +114,37 @@ def test_the_limit_of_tokens_leaves_each_kind_of_batch_the_graph_it_is_padded_to
     dispatcher = Dispatcher(ThresholdPolicy(1, 12), config, lazy=True)
     assert str(dispatcher.dispatch(12, 4, 1).key) == "FULL tokens=24 reqs=8 uniform=3"
     assert dispatcher.dispatch(12).padded_num_tokens == 16
+
+
+class TestSplit(PolicyTests):
+    max_examples = 20
+
+    def make_policy(self) -> ThresholdPolicy:
+        return ThresholdPolicy(split=True)
+
+
+def split_of(policy: ThresholdPolicy, num_tokens: int, **facts: int) -> list[tuple[int, int]]:
+    with pytest.warns(CaptureSizeWarning):
+        config = DispatchConfig(mode="FULL", sizes=SIZES, max_num_tokens=1000)
+    table = Dispatcher(policy, config, lazy=True, strict=True, may_split=True)
+    parts = table.dispatch(num_tokens, **facts).parts
+    return [(part.key.num_tokens, part.num_tokens) for part in parts]
+
+
+def test_a_batch_above_the_largest_size_is_cut_where_that_was_asked_for() -> None:
+    asked, plain = ThresholdPolicy(split="yes"), ThresholdPolicy()
+    assert split_of(asked, 70) == [(64, 64), (8, 6)]
+    assert split_of(asked, 128) == [(64, 64), (64, 64)]
+    assert split_of(asked, 200) == [(64, 64), (64, 64), (64, 64), (8, 8)]
+    assert split_of(asked, 64) == split_of(plain, 70) == []
+    assert split_of(asked, 70, uniform=1) == []  # its rows belong together by requests
+
+
+def test_what_is_cut_keeps_the_limits() -> None:
+    assert split_of(ThresholdPolicy(split=True, max_tokens=100), 101) == []
+    wasteful = ThresholdPolicy(split=True, max_waste=0)
+    assert split_of(wasteful, 71) == []
+    assert split_of(wasteful, 72) == [(64, 64), (8, 8)]
+    assert split_of(wasteful, 24) == [(16, 16), (8, 8)]  # without waste two graphs serve it
+    assert split_of(ThresholdPolicy(split=True), 24) == []
+    assert split_of(ThresholdPolicy(split=True), 9 * 64) == []  # more parts than pay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import importlib.metadata
 import json
@@ -159,6 +160,12 @@ def test_additional_config_asks_too_and_wins(runner_module, monkeypatch):
         ({"POLICY": "threshold", "POLICY_OPTIONS": "{"}, ConfigError, "policy_options"),
         ({"POLICY_OPTIONS": '{"min_tokens": 1}'}, ConfigError, "policy_options"),
         ({"POLICY": "vllm", "STRICT": "perhaps"}, ConfigError, "strict"),
+        (
+            {"POLICY": "vllm", "POLICY_OPTION": "{}"},
+            UnknownNameError,
+            "mean 'DISPATCHKIT_POLICY_OPT",
+        ),
+        ({"POLICIES": "vllm"}, UnknownNameError, "Did you mean 'DISPATCHKIT_POLICY'"),
     ],
 )
 def test_wrong_settings_stop_the_start_by_name(variables, error, names, monkeypatch):
@@ -461,6 +468,31 @@ def test_a_batch_above_every_graph_is_answered_as_by_vllm(manager_module, monkey
     runner = second_of(manager_module, max_loras=2)
     assert [runner.execute_model(*batch) for batch in batches] == expected
     assert not runner.cudagraph_manager.station.core.fallbacks
+
+
+@pytest.mark.parametrize("form", [{}, {"slots": True}, {"factory": True}])
+def test_an_eager_step_s_descriptor_is_what_its_class_makes(form):
+    slots = form.get("slots", False)
+
+    @dataclasses.dataclass(frozen=True, slots=slots)
+    class Descriptor:
+        cg_mode: str
+        num_tokens: int
+        num_reqs: int
+        num_active_loras: int = 0
+        notes: tuple = dataclasses.field(
+            **({"default_factory": tuple} if form else {"default": ()})
+        )
+
+    make = second._eager_maker(Descriptor, "NONE")
+    for facts in ((3, 2, 0), (600, 5, 2)):
+        made, expected = make(*facts), Descriptor("NONE", *facts)
+        assert made == expected
+        assert hash(made) == hash(expected)
+        assert repr(made) == repr(expected)
+        assert dataclasses.replace(made, num_tokens=4) == dataclasses.replace(
+            expected, num_tokens=4
+        )
 
 
 def test_adapters_are_looked_up_by_the_graphs_that_serve_them(manager_module, monkeypatch):

@@ -1,6 +1,7 @@
 """A whole vLLM engine on a GPU, with policies in front of either of its model runners.
 
     python gpu_engine.py policies --runner 1 [--trace steps.csv.gz] [--rounds 20]
+    python gpu_engine.py adaptive --runner 1 [--rounds 20]
     python gpu_engine.py sizes --runner 1 [--plan steps.csv.gz]
     python gpu_engine.py gap --runner 1
 
@@ -10,7 +11,8 @@ the card, the driver and the versions.
 - ``policies``: policies take turns, a batch of requests each, every one with the same requests in
   a round; ``plain`` is vLLM's own class, called as it is. For each: whether its tokens are
   plain's, modes and padding, the time of a batch, the mean time of a decision over the first
-  1,000 steps beside plain's, and what recording a step costs.
+  1,000 steps beside plain's, and what recording adds to a step.
+- ``adaptive``: the policy that learns, in turns with ``plain`` alone.
 - ``sizes``: start-up, time and memory of the captures, and the time of a batch; with ``--plan``,
   under as many sizes as pay for themselves in a recorded trace.
 - ``gap``: a large model whose capture sizes leave a wide gap, so that a graph computes many more
@@ -127,6 +129,12 @@ class Engine:
         name = "cudagraph_dispatcher" if runner == 1 else "cudagraph_manager"
         self.decider = getattr(self.runner, name)
         self.station = self.decider.station
+        #: Where the runner finds the function that decides a step.
+        self.step_function: tuple[Any, str] = (
+            (type(self.runner), "_determine_batch_execution_and_padding")
+            if runner == 1
+            else (sys.modules[type(self.runner).__module__], "dispatch_cg_and_sync_dp")
+        )
 
     def _watch_captures(self, runner: int) -> None:
         module = (
@@ -200,22 +208,31 @@ class Watch:
         modes = self.modes.setdefault(name, Counter())
         clock, first = time.perf_counter_ns, self._engine.station
 
-        def dispatch(*args: Any, **options: Any) -> Any:
-            begun = clock()
-            found = own(*args, **options)
-            took = clock() - begun
+        def note(took: int, mode: Any, padded: int) -> None:
             if not first.is_dummy:
                 times.append(took)
-                mode, padded = (
-                    (found[0].name, found[1].num_tokens)
-                    if isinstance(found, tuple)
-                    else (found.cg_mode.name, found.num_tokens)
-                )
-                modes[mode] += 1
-                modes[f"{mode} rows"] += padded
+                modes[mode.name] += 1
+                modes[f"{mode.name} rows"] += padded
+
+        # The clock is called once before: its own first call after a step takes microseconds.
+        def dispatch(*args: Any, **options: Any) -> Any:
+            clock()
+            begun = clock()
+            found = own(*args, **options)
+            note(clock() - begun, found[0], found[1].num_tokens)
             return found
 
-        decider.dispatch = dispatch
+        def dispatch_second(
+            num_reqs: int, num_tokens: int, uniform: int | None, num_active_loras: int = 0
+        ) -> Any:
+            clock()
+            begun = clock()
+            found = own(num_reqs, num_tokens, uniform, num_active_loras)
+            note(clock() - begun, found.cg_mode, found.num_tokens)
+            return found
+
+        is_first = hasattr(decider, "initialize_cudagraph_keys")
+        decider.dispatch = dispatch if is_first else dispatch_second
 
     def mean_us(self, name: str) -> float:
         """Return the mean time of a policy's first decisions."""
@@ -234,34 +251,46 @@ def chat(rng: random.Random, count: int) -> list[tuple[list[int], int]]:
 
 
 def recording_us(engine: Engine, rounds: int) -> dict[str, float]:
-    """Return what recording adds to a step: opening it, and closing it with a row."""
-    station = engine.station
-    kept, folder = station.log, tempfile.mkdtemp()
-    station.log = StepLog(Path(folder) / "steps.csv.gz")
-    watched, station.watches = station.watches, True
-    times: list[int] = []
-    own_open, own_close = station.open, station.close
+    """Return what recording adds to a step: half of the steps, chosen at random, are recorded.
 
-    def timed(own: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> None:
-            begun = time.perf_counter_ns()
-            own(*args)
-            times.append(time.perf_counter_ns() - begun)
+    A step is what the runner calls to have it decided; vLLM's own class decides. The slowest
+    twentieth of either half is left out of the means.
+    """
+    station, rng = engine.station, random.Random(0)
+    kept, clock = station.log, time.perf_counter_ns
+    log = StepLog(Path(tempfile.mkdtemp()) / "steps.csv.gz")
+    times: dict[bool, list[int]] = {True: [], False: []}
+    owner, name = engine.step_function
+    own = getattr(owner, name)
 
-        return call
+    def step(*args: Any, **options: Any) -> Any:
+        records = rng.random() < 0.5
+        station.log = log if records else None
+        clock()
+        begun = clock()
+        found = own(*args, **options)
+        took = clock() - begun
+        if not station.is_dummy:
+            times[records].append(took)
+        return found
 
-    station.open, station.close = timed(own_open), timed(own_close)
+    station.put(None)
+    setattr(owner, name, step)
     for index in range(rounds):
         engine.generate(chat(random.Random(index), 100))
-    del station.open, station.close
-    station.log.close()
-    rows = station.log.path.stat().st_size
-    station.log, station.watches = kept, watched
-    steps = len(times) // 2
+    setattr(owner, name, own)
+    station.log = kept
+    log.close()
+    steps = len(times[True])
+    kept_of = {records: sorted(found)[: len(found) * 19 // 20] for records, found in times.items()}
+    means = {records: statistics.fmean(found) / 1e3 for records, found in kept_of.items()}
+    medians = {records: statistics.median(found) / 1e3 for records, found in times.items()}
     return {
         "steps": steps,
-        "us_per_step": round(sum(times) / 1e3 / steps, 3),
-        "bytes_per_step": round(rows / steps, 2),
+        "us_per_step": round(means[True] - means[False], 3),
+        "by_medians": round(medians[True] - medians[False], 3),
+        "step_us": round(means[False], 3),
+        "bytes_per_step": round(log.path.stat().st_size / steps, 2),
     }
 
 
@@ -343,11 +372,23 @@ def measure_policies(given: argparse.Namespace) -> None:
             fallbacks=dict(core.fallbacks) if core else {},
             tokens=tokens,
         )
+    emit(what="recording", runner=given.runner, **recording_us(engine, 10))
+
+
+def measure_adaptive(given: argparse.Namespace) -> None:
+    """The policy that learns, in turns with vLLM's own class."""
+    engine = Engine(given.runner)
+    emit(
+        what="start",
+        start_s=round(engine.start_s, 1),
+        captures=engine.captures,
+        **engine.facts(),
+    )
+    engine.generate(chat(random.Random(99), 40))
     results, same, _, _, cores = turns(
         engine, ["plain", "adaptive"], given.rounds, lambda rng: chat(rng, 150)
     )
     emit_adaptive("adaptive on chat", engine, results, same, cores, given.runner)
-    emit(what="recording", runner=given.runner, **recording_us(engine, 4))
 
 
 def emit_adaptive(
@@ -437,14 +478,20 @@ def measure_gap(given: argparse.Namespace) -> None:
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("policies", "sizes", "gap"))
+    measures = {
+        "policies": measure_policies,
+        "adaptive": measure_adaptive,
+        "sizes": measure_sizes,
+        "gap": measure_gap,
+    }
+    parser.add_argument("what", choices=tuple(measures))
     parser.add_argument("--runner", type=int, choices=(1, 2), required=True)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--few-rounds", type=int, default=5)
     parser.add_argument("--trace", help="record the steps to this file")
     parser.add_argument("--plan", help="plan the sizes from this trace")
     given = parser.parse_args()
-    {"policies": measure_policies, "sizes": measure_sizes, "gap": measure_gap}[given.what](given)
+    measures[given.what](given)
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ class RankAgreement:
             self._is_first_step = phase is not Phase.STEP
         # The last rank's number is the largest, where all are in this phase.
         if merged[:_ROW] != [*self._met[phase], mark, -mark]:
-            raise self._apart(merged, phase, self._where(phase, label, step))
+            raise self._apart(merged, phase, mark, self._where(phase, label, step))
         if step:
             self.step = step
         return merged[_ROW : _ROW + len(row)]
@@ -343,28 +343,37 @@ class RankAgreement:
         self._stopped = stop
         return stop
 
-    def _apart(self, merged: Sequence[int], phase: Phase, where: str) -> RankError:
+    def _apart(self, merged: Sequence[int], phase: Phase, mark: int, where: str) -> RankError:
         """End where ranks met that do different things; every one of them learns of it here."""
         me = self.members[self.rank]
         others = {
             each: self.members[merged[each] - 1] for each in Phase if merged[each] and each != phase
         }
+        blamed: Sequence[int] = tuple(others.values())
         if others:
             told = "; ".join(f"rank {number} {each.doing}" for each, number in others.items())
             reason = LEFT if Phase.CLOSE in others else "differs"
             text = f"{told[0].upper()}{told[1:]}, while rank {me} came to {where}."
         else:
-            reason = "differs"
-            text = f"The ranks came to {where} from different batches, or to different keys."
+            # Every rank sees that the marks differ, so that all of them come here.
+            everyone = self._marks(mark, where)
+            who = "; ".join(differences(everyone, self.members).values())
+            blamed, reason = odd_ranks(everyone, self.members), "differs"
+            text = f"The ranks came to {where} from different batches, or to different keys: {who}."
         error = RankError(
             f"{text} All ranks must do the same in the same order; an idle one joins each step "
             f"with 0 tokens. Last step: {self.step}.",
-            ranks=others.values(),
+            ranks=blamed,
             step=self.step,
             reason=reason,
         )
         self._end(error)
         return error
+
+    def _marks(self, mark: int, where: str) -> list[dict[str, str]]:
+        """Return what each rank came with, where all know that it is not the same."""
+        texts = self.gather(json.dumps({"mark": f"{where} with mark {mark:x}"}))
+        return [json.loads(text) for text in texts]
 
     def _check_open(self) -> None:
         if self._stopped is not None:

@@ -369,6 +369,13 @@ def _check(dispatcher: Dispatcher, leader: LeaderPolicy | None, ranks: Ranks) ->
                 "one that captures before it serves",
                 "A graph captured in the middle of a step may fail on one rank alone.",
             )
+    if graphs.may_split:
+        raise ConfigError(
+            "dispatcher",
+            "may_split",
+            "one whose batches are not split",
+            "Ranks agree on one graph for a step: leave rows_independent out.",
+        )
     if ranks.size == 1:
         return
     if leader is None:

@@ -155,7 +155,11 @@ class RankedRunner:
     # -- inside -------------------------------------------------------------------------
 
     def _ceiling(self, ceiling: int) -> int:
-        """Return the modes that this rank allows: eager alone under another autocast, say."""
+        """Return the modes that this rank allows: eager alone under another autocast, say.
+
+        Graphs that have a value built in that was replaced here are no rank's any more.
+        """
+        self.runner.decisions.drop_replaced()
         if self._guard.now() == self._made_under:
             return ceiling
         # Where that is excluded, or is no code at all, the agreement says so.

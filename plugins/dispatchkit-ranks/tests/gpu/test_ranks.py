@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,11 @@ pytestmark = pytest.mark.gpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from fault_schedules import check_world, random_worlds  # noqa: E402
+
 # NCCL's first start takes long; a hang ends here.
 LIMIT = 100.0
+NUM_FAULTS, FAULTS_PER_WORLD, FAULTS_AT_ONCE, FAULT_SECONDS = 200, 13, 8, 75.0
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +79,19 @@ def test_tensor_parallel_graphs_compute_what_one_gpu_does(worlds, size, same_bat
         assert found["exchanges"] == (0 if same_batches else 59)
 
 
+@pytest.mark.parametrize("same_batches", [False, True])
+def test_a_tensor_parallel_decoder_chooses_the_tokens_of_one_gpu(worlds, size, same_batches):
+    """Two thousand steps of mixed traffic, each token chosen by the steps before."""
+    arguments = {"num_steps": 2000, "device": "cuda", "same_batches": same_batches}
+    for found in worlds.run_one("tensor_parallel", size, limit=LIMIT, **arguments):
+        assert "error" not in found, found
+        assert found["steps"] == {"NONE": 0, "PIECEWISE": 0, "FULL": 2000}
+        assert found["worst"] < 1e-4 * found["largest"]
+        assert found["greedy"]["different"] == 0
+        assert found["greedy"]["tokens"] > 4000
+        assert found["greedy"]["decoded"] > 2000
+
+
 def test_ranks_with_different_batches_run_graphs_of_one_size(worlds, size):
     """Rows are added up over ranks inside the graph; idle ranks bring rows of fill."""
     found = worlds.run_one("spread_rows", size, limit=LIMIT, num_steps=60, device="cuda")
@@ -115,6 +132,28 @@ def test_a_fault_over_nccl_stops_the_others_and_is_named(worlds, size, kind):
             assert error["ranks"] == [1]
             assert error["step"] == 3
             assert error["seconds"] < 15
+
+
+def test_random_faults_over_nccl_stop_cleanly(worlds, size):
+    """Two hundred schedules, as over gloo; within two minutes, however many that allows.
+
+    Some worlds at a time: most of a fault's time is a wait.
+    """
+    deadline, counted, seed = time.monotonic() + FAULT_SECONDS, 0, 0
+    while counted < NUM_FAULTS and time.monotonic() < deadline:
+        count = FAULTS_AT_ONCE * FAULTS_PER_WORLD
+        requests = random_worlds(
+            seed,
+            min(count, NUM_FAULTS - counted),
+            sizes=(size,),
+            per_world=FAULTS_PER_WORLD,
+            device="cuda",
+        )
+        found = worlds.run(requests, limit=LIMIT, at_once=FAULTS_AT_ONCE)
+        counted += sum(map(check_world, requests, found))
+        seed += 1
+        print(f"{counted} schedules of faults")
+    assert counted >= NUM_FAULTS // 2
 
 
 @pytest.mark.parametrize(

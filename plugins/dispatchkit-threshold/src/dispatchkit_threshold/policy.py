@@ -15,6 +15,7 @@ from dispatchkit import (
     Reason,
     RuntimeMode,
 )
+from dispatchkit.dispatch import greedy_parts
 from dispatchkit.errors import ConfigError
 from dispatchkit.keys import CUDAGraphMode, check_count, read_flag
 
@@ -34,6 +35,9 @@ class ThresholdPolicy:
         prefer_piecewise: Try PIECEWISE before FULL.
         max_waste: Largest share of a bucket that may be padding, 0 (exact sizes only) to 1
             (any). A mode whose smallest graph wastes more is passed over.
+        split: Where the rows of a step are independent (``rows_independent``), a mixed batch that
+            no graph serves within the limits is cut over several: full ones of the largest size
+            that it fills, and the smallest one that covers the rest.
 
     Options may be given as text, as a command line has them.
 
@@ -50,6 +54,7 @@ class ThresholdPolicy:
         *,
         prefer_piecewise: bool | str = False,
         max_waste: float = 1.0,
+        split: bool | str = False,
     ) -> None:
         self.min_tokens = check_count(min_tokens, "min_tokens", minimum=0)
         self.max_tokens = None if max_tokens is None else check_count(max_tokens, "max_tokens")
@@ -59,8 +64,11 @@ class ThresholdPolicy:
         self.max_waste = _share(max_waste, "max_waste")
         order = (RuntimeMode.FULL, RuntimeMode.PIECEWISE)
         self.order = order[::-1] if self.prefer_piecewise else order
-        traits = {"smallest_bucket", "monotone", "stateless"}
-        self.traits = frozenset(traits if self.prefer_piecewise else {*traits, "order"})
+        self.split = read_flag(split, "split")
+        traits = {"smallest_bucket", "stateless"}
+        if not self.split:
+            traits |= {"monotone"} if self.prefer_piecewise else {"monotone", "order"}
+        self.traits = frozenset(traits)
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
         """Return a key for each size and kind of batch that the limits let through."""
@@ -84,12 +92,18 @@ class ThresholdPolicy:
                 if why is None:
                     return Decision.replay(key)
                 obstacle = obstacle or why
+        for mode in self.order if self.split else ():
+            parts = greedy_parts(batch, graphs, mode)
+            padded = sum(part.key.num_tokens for part in parts)
+            if parts and padded - batch.num_tokens <= self.max_waste * padded:
+                return Decision.split(parts)
         return Decision.eager(obstacle or _why_no_key(batch, graphs))
 
     def __repr__(self) -> str:
         return (
             f"ThresholdPolicy({self.min_tokens}, {self.max_tokens}, "
-            f"prefer_piecewise={self.prefer_piecewise}, max_waste={self.max_waste})"
+            f"prefer_piecewise={self.prefer_piecewise}, max_waste={self.max_waste}, "
+            f"split={self.split})"
         )
 
     def _useful(self, sizes: Sequence[int]) -> list[int]:

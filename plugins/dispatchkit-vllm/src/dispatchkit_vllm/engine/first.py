@@ -261,16 +261,19 @@ def _in_step(own: Any) -> Any:
             found = own(self, *args, **options)
         finally:
             station.is_open = False
-        if station.watches:
+        if station.log is not None or station.counts is not None:
             facts = options if not args else signature.bind(self, *args, **options).arguments
             tokens, reqs = facts["num_tokens"], int(facts["num_reqs"])
             longest = int(facts["max_num_scheduled_tokens"])
             uniform = longest == self.uniform_decode_query_len and tokens == reqs * longest
             active = getattr(self, "input_batch", None)
             loras = len(getattr(active, "lora_id_to_lora_request", ()))
-            station.close(
-                found[:2], found[0].name, tokens, found[1].num_tokens, reqs, uniform, loras
-            )
+            if station.log is not None:
+                station.log.add(tokens, reqs, uniform, loras)
+            if station.counts is not None:
+                mode, descriptor = found[:2]
+                reason = station.reason_of((mode, descriptor))
+                station.counts.add(mode.name, reason, tokens, descriptor.num_tokens)
         return found
 
     return determine

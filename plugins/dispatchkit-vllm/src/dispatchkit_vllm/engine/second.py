@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -100,7 +101,7 @@ def manager_class(original: type[Any]) -> type[Any]:
             """Look up the answers of the policy in force; measure eager steps while it learns."""
             station, timer = self.station, self.station.timer
             # Where requests vary in length, what `dispatch` is asked with names no row.
-            if station.core is not None and not self._varies:
+            if station.core is not None and self._graphs_captured and not self._varies:
                 row = station.core.dispatcher.row
                 station.rows = {
                     count: {uniform: row(kind, case) for uniform, kind in self._kinds.items()}
@@ -128,31 +129,36 @@ def manager_class(original: type[Any]) -> type[Any]:
         ) -> Any:
             """Return the descriptor of the policy's graph, or what vLLM's own code answers."""
             station = self.station
-            is_ours = station.is_open and num_ubatches == 1 and self._graphs_captured
-            if is_ours and num_tokens > station.largest and not num_active_loras:
-                return self._eager(num_tokens, num_reqs, 0)  # vLLM's answer, without its search
-            if is_ours and 0 < num_tokens <= station.largest:
-                # vLLM's own answer takes half a microsecond: no call is made for one like it.
+            # Written for few reads of memory: between two steps the model ran, and the
+            # processor's caches hold nothing of this.
+            if station.is_open and num_ubatches == 1:
                 answer: Answer | None = None
-                try:
-                    decision = station.rows[num_active_loras][uniform_token_count][num_tokens]
-                    if num_reqs <= decision.max_num_reqs:
-                        answer = decision.plan
-                except KeyError:
-                    pass
-                if answer is None:
-                    kind = self._kind(uniform_token_count, max_query_len)
-                    case = self._case(num_active_loras)
-                    answer = station.ask(num_tokens, num_reqs, kind, case, 2)
-                else:
-                    station.is_open = False
-                    station.answer = answer
-                if answer is not None:
-                    meant = answer.num_reqs
-                    if meant is None or meant == num_reqs:
-                        return answer.result
-                    return self._eager(num_tokens, num_reqs, answer.batch.num_active_loras)
+                if num_tokens <= station.largest:
+                    kinds = station.rows.get(num_active_loras)
+                    if kinds is not None:
+                        decision = kinds.get(uniform_token_count, kinds[None])[num_tokens]
+                        if num_reqs <= decision.max_num_reqs:
+                            answer = decision.plan
+                    if answer is not None:
+                        station.is_open = False
+                        station.answer = answer
+                    elif num_tokens > 0 and self._graphs_captured:
+                        kind = self._kind(uniform_token_count, max_query_len)
+                        case = self._case(num_active_loras)
+                        answer = station.ask(num_tokens, num_reqs, kind, case, 2)
+                    if answer is not None:
+                        meant = answer.num_reqs
+                        if meant is None or meant == num_reqs:
+                            return answer.result
+                        return self._eager(num_tokens, num_reqs, answer.batch.num_active_loras)
+                elif not num_active_loras:
+                    return self._eager(num_tokens, num_reqs, 0)  # as vLLM, without its search
             facts = (num_active_loras, max_query_len, num_ubatches)
+            return self._dispatch_own(num_reqs, num_tokens, uniform_token_count, *facts)
+
+        def _dispatch_own(
+            self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *facts: Any
+        ) -> Any:
             return original.dispatch(
                 self, num_reqs, num_tokens, uniform_token_count, *facts[: len(later)]
             )
@@ -211,12 +217,8 @@ def _install(manager: Any, original: type[Any], later: list[str]) -> None:
     largest = max(sizes, default=0)
     none, resolve = modes.NONE, getattr(manager, "_resolve_effective_loras", None)
 
-    def eager(num_tokens: int, num_reqs: int, case: int) -> Any:
-        if not case:
-            return make(none, num_tokens, num_reqs)
-        return make(none, num_tokens, num_reqs, num_active_loras=case)
-
-    manager._eager, manager._varies = eager, varies  # noqa: SLF001
+    eager = manager._eager = _eager_maker(make, none)  # noqa: SLF001
+    manager._varies = varies  # noqa: SLF001
     manager._kinds = {count: 1 + at for at, count in enumerate(lens)}  # noqa: SLF001
     manager._kinds[None] = 1 + len(lens) if varies else 0  # noqa: SLF001
     cases = {key.descriptor.num_active_loras for key in graphs}
@@ -256,6 +258,31 @@ def _install(manager: Any, original: type[Any], later: list[str]) -> None:
         ask=ask,
         eager=lambda batch, num_reqs: eager(batch.num_tokens, num_reqs, batch.num_active_loras),
     )
+
+
+def _eager_maker(make: Any, none: Any) -> Callable[[int, int, int], Any]:
+    """Return what makes the descriptor of an eager step: of its tokens, requests, adapters."""
+
+    def eager(num_tokens: int, num_reqs: int, case: int) -> Any:
+        if not case:
+            return make(none, num_tokens, num_reqs)
+        return make(none, num_tokens, num_reqs, num_active_loras=case)
+
+    # The __init__ of a frozen dataclass takes four times as long as writing what has no default.
+    written, facts = {"cg_mode", "num_tokens", "num_reqs"}, getattr(eager(0, 0, 0), "__dict__", {})
+    if not written <= facts.keys() or not all(hasattr(make, one) for one in facts.keys() - written):
+        return eager
+    new = object.__new__
+
+    def quick_eager(num_tokens: int, num_reqs: int, case: int) -> Any:
+        made = new(make)
+        facts = made.__dict__
+        facts["cg_mode"], facts["num_tokens"], facts["num_reqs"] = none, num_tokens, num_reqs
+        if case:
+            facts["num_active_loras"] = case
+        return made
+
+    return quick_eager
 
 
 def _key(descriptor: Any) -> GraphKey:
@@ -312,17 +339,17 @@ def _in_step(own: Any) -> Any:
             )
         finally:
             station.is_open = False
-        if station.watches:
-            chosen = found[0]
-            station.close(
-                chosen,
-                chosen.cg_mode.name,
+        if station.log is not None:
+            station.log.add(
                 num_tokens,
-                chosen.num_tokens,
                 num_reqs,
                 uniform_token_count == cudagraph_manager.decode_query_len,
-                int(options.get("num_active_loras", 0)),
+                options.get("num_active_loras", 0),
             )
+        if station.counts is not None:
+            chosen = found[0]
+            reason = station.reason_of(chosen)
+            station.counts.add(chosen.cg_mode.name, reason, num_tokens, chosen.num_tokens)
         return found
 
     return dispatch_step

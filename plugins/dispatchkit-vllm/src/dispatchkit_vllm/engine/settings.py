@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from dispatchkit.errors import ConfigError, UnknownNameError
+from dispatchkit.settings import VARIABLES
 
 __all__ = ["OPTIONS", "EngineSettings"]
 
@@ -57,7 +58,8 @@ class EngineSettings:
 
     Raises:
         ConfigError: A setting has a value that cannot be used.
-        UnknownNameError: ``additional_config`` names a setting that does not exist.
+        UnknownNameError: ``additional_config``, or a variable of the environment, names a
+            setting that does not exist.
     """
 
     policy: str = attrs.field(default="", converter=_text)
@@ -84,6 +86,14 @@ class EngineSettings:
             additional_config: vLLM's setting of that name; anything but a mapping is ignored.
         """
         names = [field.name for field in attrs.fields(cls)]
+        for variable in environ:
+            if variable.startswith(_PREFIX) and variable not in VARIABLES:
+                raise UnknownNameError(
+                    "environment variable",
+                    variable,
+                    VARIABLES,
+                    "Unset it if it is not meant for dispatchkit.",
+                )
         given: dict[str, Any] = {
             name: environ[_PREFIX + name.upper()]
             for name in names

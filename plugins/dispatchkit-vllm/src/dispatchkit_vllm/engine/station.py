@@ -104,7 +104,6 @@ class Station:
         if settings.metrics:
             self.counts = StepCounts(settings.policy, runner)
             _export(self.counts, settings.metrics, self.ranks)
-        self.watches: bool = self.log is not None or self.counts is not None
 
     def _open_log(self) -> StepLog:
         path = path_of_rank(self.settings.trace, self.ranks.rank, self.ranks.size)
@@ -229,37 +228,12 @@ class Station:
         answer, self.answer = self.answer, None
         return answer
 
-    def close(
-        self,
-        result: Any,
-        mode: str,
-        num_tokens: int,
-        padded: int,
-        num_reqs: int,
-        uniform: bool,
-        loras: int,
-    ) -> None:
-        """End a step: record and count what runs.
-
-        Args:
-            result: What ``dispatch`` returned last.
-            mode: Name of the runtime mode.
-            num_tokens: Tokens before padding.
-            padded: Tokens after it.
-            num_reqs: Requests.
-            uniform: Every request has as many tokens as a decode step takes.
-            loras: Active adapters.
-        """
-        self.is_open = False
-        if self.log is not None:
-            self.log.add(num_tokens, num_reqs, uniform, loras)
-        if self.counts is not None:
-            answer = self.answer
-            if answer is None:
-                reason = OWN
-            else:
-                reason = answer.decision.reason if answer.result == result else AGREED
-            self.counts.add(mode, reason, num_tokens, padded)
+    def reason_of(self, result: Any) -> str:
+        """Return the reason to count a step under, of which ``dispatch`` returned this last."""
+        answer = self.answer
+        if answer is None:
+            return OWN
+        return answer.decision.reason if answer.result == result else AGREED
 
 
 def as_dummy(own: Any, station_of: Callable[[Any], Station | None]) -> Any:

@@ -10,9 +10,9 @@ import atexit
 import gzip
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from time import perf_counter_ns
 
 from dispatchkit.errors import TraceError
 
@@ -77,7 +77,7 @@ class StepLog:
 
     def add(self, num_tokens: int, num_reqs: int, uniform: bool, loras: int) -> None:
         """Record a step: tokens before padding, requests, uniform decode, active adapters."""
-        self._rows.append((time.perf_counter_ns(), num_tokens, num_reqs, uniform, loras))
+        self._rows.append((perf_counter_ns(), num_tokens, num_reqs, uniform, loras))
 
     @property
     def is_open(self) -> bool:
