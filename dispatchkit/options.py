@@ -229,7 +229,11 @@ class RunnerOptions:
         _count(1),
         About("Of the steps that a policy wants timed, measure one in this many."),
     )
-    rows_independent: bool = setting(False, check_flag)
+    rows_independent: bool = setting(
+        False,
+        check_flag,
+        About("Rows are independent: a policy may split a batch over graphs.", read=read_flag),
+    )
     capture: CaptureOptions = setting(attrs.Factory(CaptureOptions), _one(CaptureOptions))
     memory: MemoryOptions = setting(attrs.Factory(MemoryOptions), _one(MemoryOptions))
     buffers: BufferOptions = setting(attrs.Factory(BufferOptions), _one(BufferOptions))

@@ -184,7 +184,8 @@ def dispatcher_of(settings: Settings, config: DispatchConfig) -> Dispatcher:
     name = policy_name(settings, plugins, config)
     rule = plugins.create_policy(name, **settings["policy_options"])
     origin = short_origin(plugins.get_policy(name).origin)
-    return Dispatcher(rule, config, lazy=True, origin=origin)
+    may_split = settings["rows_independent"]
+    return Dispatcher(rule, config, lazy=True, may_split=may_split, origin=origin)
 
 
 def load_installed_plugins(settings: Settings | None = None) -> PluginSet:

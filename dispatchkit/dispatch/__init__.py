@@ -2,7 +2,7 @@
 
 from dispatchkit.dispatch.axes import PlainView, knows_axes
 from dispatchkit.dispatch.constraints import broken_constraint
-from dispatchkit.dispatch.cost_model import CostModel, StepCost, find_cost_model
+from dispatchkit.dispatch.cost_model import CostModel, StepCost, decided_us, find_cost_model
 from dispatchkit.dispatch.decision import (
     CalibrationRun,
     CellUpdate,
@@ -83,6 +83,7 @@ __all__ = [
     "StepCost",
     "broken_constraint",
     "checked_bins",
+    "decided_us",
     "explain",
     "find_cost_model",
     "greedy_parts",

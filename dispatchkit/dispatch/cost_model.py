@@ -73,7 +73,7 @@ class StepCost:
         sizes = [key.num_tokens for key in decision.keys]
         us = eager = exact = 0.0
         if num_tokens:
-            us = step_us(model, decision, num_tokens)
+            us = decided_us(model, decision, num_tokens)
             eager = model.step_us(num_tokens, None)
             exact = model.step_us(num_tokens, num_tokens, piecewise=is_pieces)
         return cls(
@@ -91,7 +91,7 @@ class StepCost:
         return f"{text} ({self.model}{'' if self.measured else ', beyond what it measured'})"
 
 
-def step_us(model: CostModel, decision: Decision, num_tokens: int) -> float:
+def decided_us(model: CostModel, decision: Decision, num_tokens: int) -> float:
     """Return the microseconds of a decided step; of a split one, those of its parts together."""
     is_pieces = decision.mode is RuntimeMode.PIECEWISE
     if decision.parts:

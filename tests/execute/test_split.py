@@ -321,6 +321,7 @@ def test_parts_that_find_no_room_beside_each_other_run_eager_at_once():
         for _ in range(3):
             assert torch.equal(runner(rows(11)), rows(11) + 1)
     assert runner.stats().eager_by_reason == {"evicted": 3}
+    assert runner.stats().captures == 0
 
 
 def test_the_table_follows_what_happens_to_a_part():

@@ -259,6 +259,10 @@ class LazySplitPlan:
         eager, num_tokens = self.eager, self._num_tokens
         eager.refuse_if_exact("a part of it has no graph yet")
         reason, missed = "", self._parts[0].key
+        most = self._lifecycle.budget.max_graphs
+        if most is not None and most < len({rows.key for rows in self._parts}):
+            # Each capture would evict another part, at every step.
+            return eager.run_for(Reason.EVICTED, tensors, num_tokens, missed)
         with inputs_kept(self._lane, tensors, num_tokens) as kept:
             given: Any = kept
             for rows in self._without_graph():

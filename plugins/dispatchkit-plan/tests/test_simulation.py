@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 np = pytest.importorskip("numpy")
 
-from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher  # noqa: E402 - numpy
+from dispatchkit.dispatch import CellUpdate, Decision, Dispatcher, greedy_parts  # noqa: E402 - numpy
 from dispatchkit.errors import ConfigError, TraceError, UnknownNameError  # noqa: E402
 from dispatchkit.keys import (  # noqa: E402
     BatchDescriptor,
+    CaptureSizeWarning,
     DispatchConfig,
     GraphKey,
     RuntimeMode,
@@ -220,6 +221,45 @@ def test_a_runner_does_what_was_simulated(capture_after):
 def test_a_budget_of_bytes_is_never_exceeded(trace, sizes, limit):
     scenario = Scenario(policy=Smallest(), sizes=sizes, cost_model=MODEL, max_bytes=limit)
     assert simulate(trace, scenario).memory_bytes <= limit
+
+
+class Splits(SmallestPolicy):
+    """Cuts what no graph covers."""
+
+    def decide(self, batch, graphs):
+        parts = greedy_parts(batch, graphs, RuntimeMode.FULL)
+        answer = super().decide(batch, graphs)
+        return Decision.split(parts) if parts and answer.key is None else answer
+
+
+@pytest.mark.parametrize("max_graphs", [None, 1, 2])
+def test_a_split_step_is_one_step_that_takes_what_its_parts_take(max_graphs):
+    """Above the largest size; where its graphs find no room together it runs eager."""
+    trace = StepTrace({"num_tokens": [16, 40, 40, 8]})
+    with pytest.warns(CaptureSizeWarning):
+        config = DispatchConfig(mode="FULL", sizes=(8, 16), max_num_tokens=64)
+    found = {}
+    for rows_independent in (False, True):
+        scenario = Scenario(
+            policy=Splits(),
+            config=config,
+            cost_model=MODEL,
+            max_graphs=max_graphs,
+            rows_independent=rows_independent,
+        )
+        found[rows_independent] = simulate(trace, scenario)
+    graph, eager = MODEL.graph_us, MODEL.eager_us
+    split_us = 2 * graph(16) + graph(8)
+    alone = graph(16) + graph(8)
+    assert found[False].modes["NONE"] == 2
+    assert found[False].time_s == pytest.approx((alone + 2 * eager(40)) / 1e6)
+    if max_graphs == 1:
+        assert found[True].misses == {"capture_pending": 2}
+        assert found[True].time_s == pytest.approx((alone + 2 * eager(40)) / 1e6)
+        return
+    assert found[True].modes == {"NONE": 0, "PIECEWISE": 0, "FULL": 4}
+    assert found[True].time_s == pytest.approx((alone + 2 * split_us) / 1e6)
+    assert (found[True].real_tokens, found[True].padding_tokens) == (104, 0)
 
 
 def test_the_least_useful_graph_goes_first_where_asked_for():

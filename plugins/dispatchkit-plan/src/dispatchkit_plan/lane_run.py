@@ -8,9 +8,9 @@ from collections import Counter, OrderedDict
 import attrs
 import numpy as np
 
-from dispatchkit.dispatch import Decision, Dispatcher, Outcome
+from dispatchkit.dispatch import Decision, Dispatcher, Outcome, decided_us
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys import DispatchConfig, GraphKey, RuntimeMode
+from dispatchkit.keys import DispatchConfig, GraphKey
 from dispatchkit.observe import StepTrace, trace_variants
 
 from dispatchkit_plan.costs import CostModel
@@ -193,17 +193,10 @@ class LaneRun:
 
     def _serve_lazy(self, steps: Steps) -> None:
         tallies, number = self.decide_all(steps)
-        keys = [tally.decision.key for tally in tallies]
-        live, use = self._live, self._use
+        keys = [tally.decision.keys for tally in tallies]
         for which, value in zip(number.tolist(), steps.values.tolist(), strict=True):
-            tally, key = tallies[which], keys[which]
-            if key is None:
-                tally.count += 1
-            elif key in live:
-                tally.count += 1
-                live[key] += 1
-                live.move_to_end(key)
-            elif use(key):
+            tally = tallies[which]
+            if self._has_all(keys[which]):
                 tally.count += 1
             else:
                 self.pending[tally.decision.num_tokens, value] += 1
@@ -222,18 +215,13 @@ class LaneRun:
             steps.values.tolist(),
             strict=True,
         )
-        live, is_lazy = self._live, self.scenario.is_lazy
+        is_lazy = self.scenario.is_lazy
         for step, (tokens, reqs, uniform, loras, value) in enumerate(rows):
             decision = dispatch(tokens, reqs, uniform, loras)
             tally = tallies.get((id(decision), value)) or self._tally(decision, tokens, value)
-            key = decision.key
-            if is_lazy and key is not None:
-                if key in live:
-                    live[key] += 1
-                    live.move_to_end(key)
-                elif not self._use(key):
-                    self.pending[tokens, value] += 1
-                    continue  # it ran eager and teaches nothing of its graph
+            if is_lazy and not self._has_all(decision.keys):
+                self.pending[tokens, value] += 1
+                continue  # it ran eager and teaches nothing of its graph
             tally.count += 1
             if decision.timed and (decision.one_shot or step - last_sample >= sample_every):
                 last_sample = step
@@ -249,12 +237,9 @@ class LaneRun:
         # of the axis. The tally keeps it alive, so that its id stays its own.
         tally = self.tallies.get((id(decision), value))
         if tally is None:
-            key = decision.key
-            captured = None if key is None else key.num_tokens
-            piecewise = decision.mode is RuntimeMode.PIECEWISE
+            key = decision.key  # of one bucket of the axis, those of all parts
             model = self._model_at(value) if key is None else self._model_of(key)
-            time_us = model.step_us(num_tokens, captured, piecewise=piecewise)
-            tally = Tally(decision, time_us)
+            tally = Tally(decision, decided_us(model, decision, num_tokens))
             self.tallies[id(decision), value] = tally
         return tally
 
@@ -272,6 +257,19 @@ class LaneRun:
 
     def _model_of(self, key: GraphKey) -> CostModel:
         return self._model_at(0 if self._axis is None else key.descriptor.axes[self._axis])
+
+    def _has_all(self, keys: tuple[GraphKey, ...]) -> bool:
+        """Use the graphs of a step, captured where they were not; False: it runs eager."""
+        live, most = self._live, self.scenario.max_graphs
+        if most is not None and most < len(set(keys)):
+            return False  # they find no room beside each other
+        for key in keys:
+            if key in live:
+                live[key] += 1
+                live.move_to_end(key)
+            elif not self._use(key):
+                return False
+        return all(key in live for key in keys)  # one part may have taken the place of another
 
     def _use(self, key: GraphKey) -> bool:
         """Capture a graph that is asked for, after making room for it; False: not yet."""

@@ -10,7 +10,7 @@ import attrs
 
 from dispatchkit.dispatch import Policy
 from dispatchkit.errors import ConfigError
-from dispatchkit.keys import DispatchConfig, check_count
+from dispatchkit.keys import DispatchConfig, check_count, check_flag
 
 from dispatchkit_plan.costs import CostModel, load_cost_model
 
@@ -60,6 +60,8 @@ class Scenario:
         cost_model: A cost model, or the name of a built-in one or a file.
         sample_every: Of the steps that a learning policy wants timed, one in so many is;
             those that it asks for one by one always are.
+        rows_independent: The policy may split mixed batches over several graphs; such a step
+            takes as long as its parts together.
         noise: How measured times differ from true ones.
         seed: Of the noise.
         config: A whole configuration, in place of ``sizes`` and ``mode``.
@@ -79,6 +81,7 @@ class Scenario:
     lanes: int = 1
     cost_model: CostModel | str = "lm-decode-h100"
     sample_every: int = 64
+    rows_independent: bool = False
     noise: Noise = Noise()
     seed: int = 0
     config: DispatchConfig | None = None
@@ -89,6 +92,7 @@ class Scenario:
             if getattr(self, setting) is not None:
                 # Of text too, which becomes a number; the class is frozen.
                 object.__setattr__(self, setting, check_count(getattr(self, setting), setting))
+        check_flag(self.rows_independent, "rows_independent")
         if self.eviction not in ("lru", "benefit"):
             raise ConfigError("eviction", self.eviction, "'lru' or 'benefit'")
         if self.config is not None and self.sizes is not None:

@@ -147,7 +147,9 @@ def simulate(
     lanes = min(scenario.lanes, len(steps))
     runs = []
     for lane, policy in enumerate(_policies(scenario, lanes, plugins)):
-        dispatcher = Dispatcher(policy, config, lazy=scenario.is_lazy)
+        dispatcher = Dispatcher(
+            policy, config, lazy=scenario.is_lazy, may_split=scenario.rows_independent
+        )
         run = LaneRun(dispatcher, model, scenario, random.Random(scenario.seed + lane))
         run.serve(steps.every(lane, lanes))
         dispatcher.close()

@@ -110,7 +110,8 @@ def _decision_cells(account: Account, one: AccountedDecision) -> list[str]:
     if one.decision.key is not None:
         axes = one.decision.key.descriptor.axes
         at = f" at {','.join(map(str, axes))}" if axes else ""
-        runs_as = f"{one.decision.mode} {one.bucket}{at}"
+        sizes = "+".join(str(key.num_tokens) for key in one.decision.keys)
+        runs_as = f"{one.decision.mode} {sizes}{at}"
     return [
         str(one.num_tokens),
         f"{one.steps:,}",

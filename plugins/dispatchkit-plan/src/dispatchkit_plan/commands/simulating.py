@@ -115,6 +115,7 @@ def simulate(
             seed=seed,
             config=config,
             label=name,
+            rows_independent=settings["rows_independent"],
             **({} if sampling is None else {"sample_every": sampling}),
         )
         for name in names

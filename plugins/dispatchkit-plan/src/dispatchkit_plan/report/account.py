@@ -58,8 +58,8 @@ class AccountedDecision:
 
     @property
     def bucket(self) -> int | None:
-        """Tokens of the graph; None when eager."""
-        return None if self.decision.key is None else self.decision.key.num_tokens
+        """Tokens of the graph, of a split step those of all its graphs; None when eager."""
+        return None if self.decision.key is None else self.decision.padded_num_tokens
 
     @property
     def step_us(self) -> float:
@@ -230,7 +230,7 @@ def account_for(
         part.modes[decision.mode.name] += 1
         if decision.key is not None:
             part.real_tokens += tokens
-            part.padding += decision.key.num_tokens - tokens
+            part.padding += decision.padding
         if learns and decision.timed:
             batch = dispatcher.batch(tokens, reqs, uniform, loras)
             dispatcher.observe(Outcome(batch, decision, tally[3].step_us, step=index + 1))
