@@ -430,6 +430,18 @@ def test_nothing_is_decided_before_the_second_runner_captured(manager_module, mo
     assert manager.dispatch(4, 4, 1).cg_mode.name == "NONE"
 
 
+def test_released_graphs_of_the_second_runner_are_not_chosen(manager_module, monkeypatch):
+    """Elastic expert parallelism releases all graphs, and captures them again later."""
+    ask(monkeypatch, "vllm")
+    runner = second_of(manager_module)
+    manager = runner.cudagraph_manager
+    assert tried(runner.execute_model(3, 3, 1)) == ("FULL", 4)
+    manager._graphs_captured = False
+    assert tried(runner.execute_model(3, 3, 1)) == ("NONE", 3)
+    manager.capture(runner.model)
+    assert tried(runner.execute_model(3, 3, 1)) == ("FULL", 4)
+
+
 def test_the_table_is_filled_ahead(runner_module, monkeypatch):
     ask(monkeypatch, "threshold")
     runner = first_of(runner_module)

@@ -101,7 +101,7 @@ def manager_class(original: type[Any]) -> type[Any]:
             """Look up the answers of the policy in force; measure eager steps while it learns."""
             station, timer = self.station, self.station.timer
             # Where requests vary in length, what `dispatch` is asked with names no row.
-            if station.core is not None and self._graphs_captured and not self._varies:
+            if station.core is not None and not self._varies:
                 row = station.core.dispatcher.row
                 station.rows = {
                     count: {uniform: row(kind, case) for uniform, kind in self._kinds.items()}
@@ -131,7 +131,7 @@ def manager_class(original: type[Any]) -> type[Any]:
             station = self.station
             # Written for few reads of memory: between two steps the model ran, and the
             # processor's caches hold nothing of this.
-            if station.is_open and num_ubatches == 1:
+            if station.is_open and num_ubatches == 1 and self._graphs_captured:
                 answer: Answer | None = None
                 if num_tokens <= station.largest:
                     kinds = station.rows.get(num_active_loras)
@@ -142,7 +142,7 @@ def manager_class(original: type[Any]) -> type[Any]:
                     if answer is not None:
                         station.is_open = False
                         station.answer = answer
-                    elif num_tokens > 0 and self._graphs_captured:
+                    elif num_tokens > 0:
                         kind = self._kind(uniform_token_count, max_query_len)
                         case = self._case(num_active_loras)
                         answer = station.ask(num_tokens, num_reqs, kind, case, 2)
