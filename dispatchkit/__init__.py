@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         StepState,
         declare_support,
         eager_piece,
+        eager_region,
+        graph_break,
         graph_piece,
     )
     from dispatchkit.execute.graphed import graphed
@@ -89,7 +91,9 @@ _HOME = {
     "allowed_modes_code": "keys",
     "declare_support": "execute",
     "eager_piece": "execute",
+    "eager_region": "execute",
     "explain": "dispatch",
+    "graph_break": "execute",
     "graph_piece": "execute",
     "graphed": "execute.graphed",
     "hookimpl": "hookspecs",
@@ -131,7 +135,9 @@ __all__ = [
     "allowed_modes_code",
     "declare_support",
     "eager_piece",
+    "eager_region",
     "explain",
+    "graph_break",
     "graph_piece",
     "graphed",
     "hookimpl",

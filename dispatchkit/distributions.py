@@ -37,9 +37,7 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, str]] = {
     "command": dict.fromkeys(("calibrate", "plan", "report", "simulate"), "dispatchkit-plan"),
     "attribute": {
         **dict.fromkeys(("GraphWrapper", "set_forward_context"), "dispatchkit-vllm"),
-        **dict.fromkeys(
-            ("batch_facts", "eager_region", "graph_break", "split_module"), "dispatchkit-compile"
-        ),
+        **dict.fromkeys(("batch_facts", "split_module"), "dispatchkit-compile"),
         **dict.fromkeys(
             (
                 "BUILTIN_COST_MODELS",

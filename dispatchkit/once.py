@@ -1,4 +1,4 @@
-"""Warnings: once for each key, such as a reason, and at the line of the user's call."""
+"""Warnings: once for each key, such as a reason; and the line of the user's call, for messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Hashable
 
-__all__ = ["Once", "warn_at_call"]
+__all__ = ["Once", "line_of_call", "warn_at_call"]
 
 # Packages between a user's call and a warning.
 _NOT_THE_USERS = frozenset({"dispatchkit", "torch", "contextlib", "functools"})
@@ -18,6 +18,21 @@ def warn_at_call(message: str, category: type[Warning]) -> None:
     while frame is not None and _package(frame.f_globals) in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def line_of_call() -> str:
+    """Return file and line of the user's code that is running; ``""`` where there is none."""
+    frame = inspect.currentframe()
+    while frame is not None and _is_internal(frame.f_globals):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_internal(names: dict[str, object]) -> bool:
+    """Return whether names are those of a module between a user's code and a message."""
+    name = str(names.get("__name__", ""))
+    # The demonstration's model is a model like any other.
+    return _package(names) in _NOT_THE_USERS and not name.startswith("dispatchkit.demo.")
 
 
 def _package(names: dict[str, object]) -> str:

@@ -105,12 +105,15 @@ class CaptureOptions:
         state_limit_bytes: Most bytes of undeclared state to save around warmups.
         prove_rows: Prove for each graph that padding changes no row of a batch; a batch smaller
             than a graph that fails runs eager. False: you know that padding does not matter.
+        break_on_unsafe: In PIECEWISE, a step that is one function also breaks at operators that
+            are tagged ``cudagraph_unsafe``, beside those of ``declare_support``.
     """
 
     warmups: int = setting(1, _count(0), About("Eager runs before each capture."))
     capture_after: int = setting(1, _count(1), About("Calls before a key is captured lazily."))
     state_limit_bytes: int = setting(64 << 20, _count(0))
     prove_rows: bool = setting(True, check_flag)
+    break_on_unsafe: bool = setting(False, check_flag)
 
     __repr__ = repr_of_given
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dispatchkit.errors import CaptureError
+from dispatchkit.once import line_of_call
 
 _T = TypeVar("_T")
 
@@ -24,7 +25,8 @@ class HostSyncError(RuntimeError):
 
     def __init__(self, call: str, why: str = "it waits for the device") -> None:
         self.call = call
-        super().__init__(f"{call} ({why})")
+        line = line_of_call()
+        super().__init__(f"{call}{f' at {line}' if line else ''} ({why})")
 
 
 class _ThreadState(threading.local):

@@ -1,8 +1,8 @@
 """A small decoder with a real key/value cache, written once and run in two forms.
 
-``Decoder.forward`` is the whole model as one eager function. ``Decoder.pieces`` is the same
-model cut by hand at attention, as a list for ``GraphRunner``: everything between two
-attentions is a graph piece, each attention an eager piece. Composed they are one graph for
+``Decoder.forward`` is the whole model as one function, which a capture breaks at attention.
+``Decoder.pieces`` is the same model cut by hand there, as a list for ``GraphRunner``: everything
+between two attentions is a graph piece, each attention an eager piece. Either is one graph for
 decode steps (FULL) and graphs with eager attention between them for mixed steps (PIECEWISE).
 
 Every shape depends on the number of tokens alone, never on the values of positions or
@@ -23,7 +23,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from dispatchkit.execute import eager_piece, graph_piece
+from dispatchkit.execute import eager_piece, eager_region, graph_piece
 from dispatchkit.keys.checks import check_count
 
 
@@ -200,7 +200,8 @@ class Decoder(nn.Module):
         for layer in range(self.shape.num_layers):
             block = self.block(layer)
             query, key, value = block.before_attention(hidden, angles)
-            attended = self.attend(layer, query, key, value, positions, slots, cache)
+            attended = torch.empty_like(hidden)
+            self.attend_into(attended, layer, query, key, value, positions, slots, cache)
             hidden = block.after_attention(hidden, attended)
         return self.logits(hidden)
 
@@ -243,6 +244,15 @@ class Decoder(nn.Module):
         weights = torch.softmax(scores.masked_fill(ahead.unsqueeze(1), float("-inf")), dim=-1)
         attended = torch.bmm(weights, all_values.index_select(0, slots))  # (T, H, D)
         return attended.reshape(-1, self.shape.width)
+
+    @eager_region
+    def attend_into(self, out: Tensor, *args: Any) -> None:
+        """Attend, and write the result (T, E) into a tensor of the step.
+
+        Returning nothing, it returns the same at every replay. So the cache, which it changes,
+        need not be put back, however large it is.
+        """
+        out.copy_(self.attend(*args))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (T, V) of a hidden state (T, E)."""

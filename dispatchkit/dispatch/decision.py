@@ -42,6 +42,8 @@ class Reason(enum.StrEnum):
     INSIDE_CAPTURE = "inside_capture"
     #: The replay failed before it had any effect.
     REPLAY_FAILED = "replay_failed"
+    #: What runs eager between two segments returned something else than in the capture.
+    CALL_DIFFERS = "call_differs"
     #: The replay gave something else than eager, whose result was taken.
     CHECK_FAILED = "check_failed"
     #: The graph was captured under another autocast.

@@ -34,6 +34,7 @@ from dispatchkit.execute.preserve import preserved_state
 from dispatchkit.execute.replay.check import CheckWarning
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.setup import make_backend
+from dispatchkit.execute.step.breaks import eager_region, graph_break
 from dispatchkit.execute.step.guard import Guard, Watched
 from dispatchkit.execute.step.pieces import Piece, eager_piece, graph_piece
 from dispatchkit.execute.step.python_state import declare_bookkeeping
@@ -79,7 +80,9 @@ __all__ = [
     "declare_bookkeeping",
     "declare_support",
     "eager_piece",
+    "eager_region",
     "flatten",
+    "graph_break",
     "graph_piece",
     "inputs_from_example",
     "limited_support",

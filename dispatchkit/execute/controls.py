@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -345,21 +345,24 @@ class Controls:
             decision=decision,
             cost=None if model is None else StepCost.of(model, decision, num_tokens),
             times=first.timings.of(decision, found.batch),
-            note=self._note(decision, num_tokens),
+            note=" ".join(self._notes(decision, num_tokens)),
         )
 
-    def _note(self, decision: Decision, num_tokens: int) -> str:
-        """Return what else is to be known of a step, in words."""
+    def _notes(self, decision: Decision, num_tokens: int) -> Iterator[str]:
+        """Yield what else is to be known of a step, in words."""
         config = self._first.dispatcher.config
-        if self._pads_draws(decision.key, num_tokens):
-            return PADDED_DRAWS
         may_split = self._first.spec.options.rows_independent
-        if may_split and not config.has_token_limit and num_tokens > config.max_num_tokens:
-            return (
+        if self._pads_draws(decision.key, num_tokens):
+            yield PADDED_DRAWS
+        elif may_split and not config.has_token_limit and num_tokens > config.max_num_tokens:
+            yield (
                 "No policy is asked about batches above the largest size. With max_num_tokens, the "
                 "largest batch that comes, one may split them."
             )
-        return ""
+        key = decision.key
+        captured = None if key is None else self._first.lifecycle.live().get(key)
+        if captured is not None and captured.pieces is not None and captured.pieces.segments:
+            yield f"It is {captured.pieces}."
 
     def _pads_draws(self, key: GraphKey | None, num_tokens: int) -> bool:
         """Return whether a step would be padded in a graph that draws random numbers."""

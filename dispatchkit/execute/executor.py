@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from dispatchkit.backends.base import GraphBackend
+from dispatchkit.backends.optional import features_of
 from dispatchkit.dispatch import Decision, Dispatcher
 from dispatchkit.execute.capture.budget import MemoryBudget
 from dispatchkit.execute.capture.capture import Capturer
@@ -86,7 +87,15 @@ def make_workload(spec: RunnerSpec) -> Workload:
     axes = AxisInputs(inputs, options.config, device) if options.config.axes else None
     static = InputSet(inputs, device) if axes is None else axes.smallest
     names = () if axes is None else axes.names
-    step = Step(spec.step, static.names, options.buffers.row_count, names)
+    step = Step(
+        spec.step,
+        static.names,
+        options.buffers.row_count,
+        names,
+        in_segments=options.config.is_mode_given
+        and options.config.mode.has_piecewise_cudagraphs()
+        and features_of(backend).segments is not None,
+    )
     config, reasons = resolve_supported_mode(options.config, step, backend)
     guard = Guard(device.type, step.modules)
     return Workload(spec, backend, static, axes, step, guard, config, reasons)
@@ -176,6 +185,7 @@ class Executor:
             rows_independent=options.rows_independent,
             keeps_outputs=spec.outputs == "view",
             notes_facts=bool(options.check),
+            break_on_unsafe=options.capture.break_on_unsafe,
         )
         self.checker: Checker | None = None
         if options.check:

@@ -48,7 +48,7 @@ def ladder(executors: Sequence[Executor]) -> str:
                 state,
                 str(sum(member.counters.replays(key) for member in executors)),
                 ", ".join(f"{reason} {count}" for reason, count in misses.items()),
-                entry.reason or _padding(executors, key),
+                entry.reason or _remark(executors, key),
             )
         )
     other = _misses(executors, None)
@@ -79,8 +79,8 @@ def _state(executors: Sequence[Executor], key: GraphKey) -> str:
     return ", ".join(f"{state} on {' '.join(where)}" for state, where in lanes.items())
 
 
-def _padding(executors: Sequence[Executor], key: GraphKey) -> str:
-    """Return what is known against padding batches to a key, in words."""
+def _remark(executors: Sequence[Executor], key: GraphKey) -> str:
+    """Return what is known against padding batches to a key, or of its segments, in words."""
     for member in executors:
         step = member.lifecycle.live().get(key)
         if step is not None and step.rows.reason:
@@ -89,6 +89,8 @@ def _padding(executors: Sequence[Executor], key: GraphKey) -> str:
             return f"replays {step.rows.min_rows} rows or more: fewer have other outputs"
         if step is not None and step.rows.coupling:
             return f"serves no part of a split batch: {step.rows.coupling}"
+        if step is not None and step.pieces is not None and step.pieces.segments:
+            return str(step.pieces)
     return ""
 
 

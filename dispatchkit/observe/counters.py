@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,19 @@ import attrs
 from dispatchkit.dispatch import named_graphs
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
+
+
+@attrs.frozen
+class SegmentStats:
+    """One segment of a graph that breaks where something runs eager.
+
+    Attributes:
+        operations: Kernels, copies and fills that a replay queues.
+        elapsed_us: Microseconds of its replay in the capture, on the device.
+    """
+
+    operations: int
+    elapsed_us: float
 
 
 class StepCount:
@@ -32,6 +46,10 @@ class StepCounters:
     def __init__(self) -> None:
         self._hits: dict[tuple[GraphKey, ...], StepCount] = {}
         self._eager: dict[tuple[str, GraphKey | None], StepCount] = {}
+        #: Replays that stopped at a call between two segments, by file and line.
+        self.differing_calls: Counter[str] = Counter()
+        #: Of the keys that were captured in segments.
+        self.segments: dict[GraphKey, tuple[SegmentStats, ...]] = {}
         self.captures = 0
         self.capture_failures = 0
         self.replay_failures = 0
@@ -102,6 +120,8 @@ class StepCounters:
             hits=hits,
             hit_tokens=hit_tokens,
             eager_by_reason=by_reason,
+            differing_calls=dict(self.differing_calls),
+            segments={str(key): found for key, found in self.segments.copy().items()},
             real_tokens=real,
             padded_tokens=padded,
             captures=self.captures,
@@ -122,6 +142,9 @@ class RunnerStats:
         hits: Replays by key, as text; a split step by all of its graphs, as one.
         hit_tokens: Tokens that callers gave to those replays, before padding.
         eager_by_reason: Eager steps by reason.
+        differing_calls: Replays that stopped at what runs eager between two segments, since it
+            returned something else than in the capture, by file and line.
+        segments: Of each key that was captured in segments, as text, those that have work.
         real_tokens: Tokens (rows) that callers gave.
         padded_tokens: Tokens that were computed, padding included.
         captures: Graphs captured.
@@ -136,6 +159,8 @@ class RunnerStats:
     hits: dict[str, int]
     hit_tokens: dict[str, int]
     eager_by_reason: dict[str, int]
+    differing_calls: dict[str, int]
+    segments: dict[str, tuple[SegmentStats, ...]]
     real_tokens: int
     padded_tokens: int
     captures: int
@@ -148,11 +173,16 @@ class RunnerStats:
     def total(cls, parts: Iterable[RunnerStats]) -> RunnerStats:
         """Return the sum of what several have done; of one, that one."""
         first, *others = parts
-        summed = attrs.asdict(first)
+        summed: dict[str, Any] = {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in attrs.asdict(first, recurse=False).items()
+        }
         for other in others:
-            for name, value in attrs.asdict(other).items():
+            for name, value in attrs.asdict(other, recurse=False).items():
                 if isinstance(value, int):
                     summed[name] += value
+                elif name == "segments":  # the same on each lane
+                    summed[name] = value | summed[name]
                 else:
                     for key, count in value.items():
                         summed[name][key] = summed[name].get(key, 0) + count

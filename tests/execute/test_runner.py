@@ -132,11 +132,12 @@ def test_each_downgrade_warns_once_and_is_counted_each_time(make_runner, model):
     assert runner.stats().eager_by_reason == {"not_captured": 3}
 
 
-def test_each_downgrade_says_the_next_step(make_runner, model):
+def test_each_downgrade_says_the_next_step(make_runner, model, backend, monkeypatch):
     """A warning that a newcomer reads says what to do, and so does a strict runner's error."""
     assert set(NEXT_STEPS) == set(DOWNGRADES)
     with pytest.warns(EagerStepWarning, match=r"Call runner.capture\(\), or .*lazy=True"):
         make_runner(model, TWO)(**batch(3))
+    monkeypatch.setattr(backend, "capture_segments", None)
     with pytest.raises(NoGraphError, match="make the runner with mode='FULL'"):
         make_runner(model, TWO, mode="PIECEWISE", options=RunnerOptions(strict=True))(**batch(3))
 
@@ -184,8 +185,9 @@ def test_eager_only_by_request_is_no_downgrade(make_runner, model):
     assert runner.stats().eager_by_reason == {"ceiling": 1}
 
 
-def test_step_that_is_not_split_has_no_piecewise(make_runner, model):
-    """The mode is resolved without piecewise, and such steps say why they are eager."""
+def test_step_that_is_not_split_has_no_piecewise(make_runner, model, backend, monkeypatch):
+    """Where no capture can break, the mode is less, and such steps say why they are eager."""
+    monkeypatch.setattr(backend, "capture_segments", None)
     runner = make_runner(model, TWO, mode="PIECEWISE")
     assert not runner.lanes[0].work.step.can_split
     assert str(runner.config.mode) == "NONE"
@@ -214,7 +216,7 @@ def test_step_that_is_not_split_replays_whole_unless_a_mode_is_given(backend, mo
     runner.swap(sizes=(8,))
     assert runner.config.mode is CUDAGraphMode.FULL
     asked = GraphRunner(model, inputs, sizes=(4, 8), mode="FULL_AND_PIECEWISE", backend=backend)
-    assert asked.config.mode is CUDAGraphMode.FULL_DECODE_ONLY
+    assert asked.config.mode is CUDAGraphMode.FULL_AND_PIECEWISE
 
 
 def test_whole_step_that_is_not_captured_for_all_batches_is_no_full_graph(backend):

@@ -12,7 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "hazards.md").read_text()
 ROW = re.compile(r"^\|(?P<hazard>[^|]+)\|(?P<done>[^|]+)\|(?P<tests>.+)\|$", re.MULTILINE)
 NAME = re.compile(r"`(test_\w+)(?:\[[^`]*\])?`")
-PLACES = ("tests/**/test_*.py", "plugins/*/tests/**/test_*.py", "dispatchkit/testing/*.py")
+PLACES = (
+    "tests/**/test_*.py",
+    "tests/**/*_cases.py",
+    "plugins/*/tests/**/test_*.py",
+    "dispatchkit/testing/*.py",
+)
 
 
 @pytest.fixture(scope="module")

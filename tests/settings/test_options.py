@@ -39,7 +39,13 @@ FULL = RunnerOptions(
     check="first",
     sample_every=4,
     rows_independent=True,
-    capture=CaptureOptions(warmups=2, capture_after=3, state_limit_bytes=1 << 20, prove_rows=False),
+    capture=CaptureOptions(
+        warmups=2,
+        capture_after=3,
+        state_limit_bytes=1 << 20,
+        prove_rows=False,
+        break_on_unsafe=True,
+    ),
     memory=MemoryOptions(max_graphs=4, max_bytes=1 << 30, eviction="benefit"),
     buffers=BufferOptions(
         row_count="rows", buffer_rows=64, output_batch_dims={"logits": 0}, share_outputs=False

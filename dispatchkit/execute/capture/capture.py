@@ -30,12 +30,20 @@ from dispatchkit.execute.capture.captured import (
     Link,
     RowProof,
 )
-from dispatchkit.execute.capture.effects import PythonChangedError, write_noise
+from dispatchkit.execute.capture.eager_call import EagerCall
+from dispatchkit.execute.capture.effects import PythonChangedError, named, write_noise
 from dispatchkit.execute.capture.fingerprint import Facts, facts_of
 from dispatchkit.execute.capture.graph import GraphMaker, OutputSlot
 from dispatchkit.execute.capture.pacing import paced_step
 from dispatchkit.execute.capture.proof import RowProver
-from dispatchkit.execute.capture.warmup import Warmups, family_of
+from dispatchkit.execute.capture.segments import (
+    CallShapes,
+    Operators,
+    SegmentRecorder,
+    ShapeRecorder,
+    batch_dims,
+)
+from dispatchkit.execute.capture.warmup import Family, Warmups, family_of
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.input_path import InputPath, choose_path, copied_path
 from dispatchkit.execute.io.outputs import OutputLayout
@@ -43,13 +51,18 @@ from dispatchkit.execute.io.structure import flatten, leaves_of
 from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.step.breaks import acting
 from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.python_state import Entry
 from dispatchkit.execute.step.state import Snapshot, StorageSet, plain_tensor, restored
+from dispatchkit.execute.step.support import breaking_names
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
 _T = TypeVar("_T")
+
+#: What operators say of themselves that no graph may hold.
+_UNSAFE = frozenset({torch.Tag.cudagraph_unsafe})
 
 
 class Capturer:
@@ -64,6 +77,7 @@ class Capturer:
         rows_independent: Rows are declared to depend on nothing but themselves; that is proven too.
         keeps_outputs: Callers may still read what a graph computed last.
         notes_facts: Keep with each graph what it has built in, as check mode needs it.
+        break_on_unsafe: In segments, operators that are tagged not to be captured run eager.
     """
 
     def __init__(
@@ -77,7 +91,10 @@ class Capturer:
         rows_independent: bool,
         keeps_outputs: bool,
         notes_facts: bool,
+        break_on_unsafe: bool = False,
     ) -> None:
+        self._break_on_unsafe = break_on_unsafe
+        self._dims: dict[Family, list[CallShapes]] = {}
         self._warmups, self._lane, self._guard = warmups, lane, guard
         self._step = warmups.step
         self._share_outputs, self._notes_facts = share_outputs, notes_facts
@@ -111,6 +128,7 @@ class Capturer:
         """Look anew at what the step reads: it may be something else from now on."""
         self._maker.forget()
         self._warmups.forget()
+        self._dims.clear()
         if self._prover is not None:
             self._prover.forget()
 
@@ -215,6 +233,8 @@ class Capturer:
         del outputs  # what is alive of the warmup from here on is kept by the step
         if key.mode is RuntimeMode.FULL:
             captured = self._capture_full(key, slots, layout, admission, notes)
+        elif self._step.in_segments:
+            captured = self._capture_segments(key, slots, layout, admission)
         else:
             captured = self._capture_pieces(key, slots, layout, admission)
         try:
@@ -557,6 +577,113 @@ class Capturer:
                 ]
                 part.outputs = tree_unflatten(weak, spec)
         return captured
+
+    def _capture_segments(
+        self,
+        key: GraphKey,
+        slots: list[OutputSlot | None],
+        layout: OutputLayout | None,
+        admission: Admission | None,
+    ) -> CapturedKey:
+        """Capture a step that is one function, in segments around what runs eager in it.
+
+        Raises:
+            CaptureError: A call in it may return something else at a replay, and what the step
+                has changed by then could not be put back.
+        """
+        warmups = self._warmups
+        views = warmups.views(key, key.num_tokens)
+        stable = StorageSet(view for view in views.values() if isinstance(view, torch.Tensor))
+        recorder = SegmentRecorder(
+            self._lane,
+            key.num_tokens,
+            self._call_dims(key),
+            lambda tensor: tensor in stable or self._stays(tensor),
+            admission,
+        )
+        draws = warmups.may_draw(key)
+        outputs = self._maker.capture_segments(
+            lambda: self._step(views),
+            recorder,
+            slots,
+            admission,
+            Operators(breaking_names(), _UNSAFE if self._break_on_unsafe else frozenset()),
+            compiled=warmups.compiled_code(key) is not None,
+            draws=draws,
+        )
+        try:
+            keep = self._keep(recorder.parts, draws=draws)
+            pieces = CapturedPieces(tuple(recorder.parts), ends_eager=False, keep=keep)
+            path = copied_path(self._lane.buffers_of(key), key.num_tokens, "made of segments")
+            graphs = tuple(recorder.graphs)
+            return self._captured(key, path, layout, outputs, graphs, pieces, draws=draws)
+        except BaseException:
+            for graph in recorder.graphs:
+                graph.release()
+            raise
+
+    def _keep(
+        self, parts: Sequence[GraphPart | EagerCall], *, draws: bool
+    ) -> Callable[[], Snapshot] | None:
+        """Return what saves the state of a step of which a call may differ at a replay.
+
+        Raises:
+            CaptureError: It is too much, or in Python.
+        """
+        warmups = self._warmups
+        calls = [one for one in parts if isinstance(one, EagerCall) and one.may_differ]
+        if not calls:
+            return None
+        changed = warmups.effects.check_run()
+        has_state = draws or warmups.may_write_scratch()
+        if changed or (has_state and not warmups.may_restore()):
+            what = named(changed) if changed else "more state than state_limit_bytes"
+            raise CaptureError(
+                f"What runs eager at {calls[0].line} returns something, which may be another at a "
+                f"replay, and the step changes {what}, which could not be put back then. Write "
+                "the result into a tensor that the step has made (out=...), and return nothing.",
+                reason=Reason.CALL_DIFFERS,
+            )
+        if not has_state:
+            return None
+
+        def keep() -> Snapshot:
+            snapshot = warmups.snapshot()
+            snapshot.draws = draws
+            warmups.save_scratch(snapshot)
+            return snapshot
+
+        return keep
+
+    def _call_dims(self, key: GraphKey) -> list[CallShapes]:
+        """Return the batch dimensions of what a step's eager calls take and return.
+
+        Measured once for each family, at two numbers of rows.
+        """
+        family = family_of(key)
+        if family not in self._dims:
+            unit = key.descriptor.query_len or 1
+            size, count = key.num_tokens, key.num_tokens // unit
+            more = (count + 1) * unit
+            # Of one row dimensions of 1 come about by broadcasting, too.
+            fewer = (count // 2) * unit if count > 3 else 0
+            other = fewer or (more if more <= self._lane.buffers.num_rows else unit)
+            found: list[CallShapes] = []
+            if other != size:
+                here, there = self._calls_at(key, size), self._calls_at(key, other)
+                found = batch_dims(here, there, size, other)
+            self._dims[family] = found
+        return self._dims[family]
+
+    def _calls_at(self, key: GraphKey, num_rows: int) -> list[CallShapes]:
+        recorder = ShapeRecorder()
+        self._lane.set_rows(num_rows)
+        try:
+            with acting(recorder):
+                self._warmups.run_at(key, num_rows)
+        finally:
+            self._lane.set_rows(key.num_tokens)
+        return recorder.calls
 
     def _stays(self, leaf: torch.Tensor) -> bool:
         return self._warmups.is_state(leaf) or self._warmups.is_scratch(leaf)

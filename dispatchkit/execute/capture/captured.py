@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -11,6 +11,7 @@ import torch
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, ReplayError
+from dispatchkit.execute.capture.eager_call import DifferentResultError, EagerCall
 from dispatchkit.execute.capture.fingerprint import Facts
 from dispatchkit.execute.io.input_path import InputPath
 from dispatchkit.execute.io.outputs import OutputLayout
@@ -18,8 +19,10 @@ from dispatchkit.execute.io.structure import is_same_value, leaves_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.guard import Fingerprint
 from dispatchkit.execute.step.pieces import Piece
+from dispatchkit.execute.step.state import Snapshot
 from dispatchkit.execute.step.values import ValueWatch
 from dispatchkit.keys.batch import GraphKey
+from dispatchkit.observe.counters import SegmentStats
 
 
 @attrs.frozen
@@ -123,12 +126,16 @@ class GraphPart:
     Attributes:
         graph: Its graph.
         link: How the value before it is brought in; None where nothing has to be done.
-        outputs: What it returned at capture, overwritten by each replay.
+        outputs: What it returned at capture, overwritten by each replay; None for a segment.
+        num_operations: Of a segment: kernels, copies and fills that a replay queues.
+        elapsed_us: Of a segment: microseconds of its replay in the capture.
     """
 
     graph: CapturedGraph
     link: Link | None
     outputs: Any
+    num_operations: int = 0
+    elapsed_us: float = 0.0
 
 
 @attrs.define(eq=False)
@@ -142,23 +149,59 @@ class EagerPart:
 
 @attrs.frozen(eq=False)
 class CapturedPieces:
-    """Graph pieces of a step that are graphs, with eager pieces between them.
+    """Graph pieces, or segments, of a step that are graphs, and what runs eager between them.
 
     Attributes:
         parts: The pieces, in their order.
         ends_eager: The last of them is eager: it makes the outputs.
+        keep: Saves what a replay changes before a call may return something else than in the
+            capture; None where nothing need be put back.
     """
 
-    parts: tuple[GraphPart | EagerPart, ...]
+    parts: tuple[GraphPart | EagerPart | EagerCall, ...]
     ends_eager: bool
+    keep: Callable[[], Snapshot] | None = None
 
-    def launch(self, *, has_effect: bool) -> Any:
+    @property
+    def segments(self) -> tuple[SegmentStats, ...]:
+        """What is known of each segment; empty where the pieces were made by hand."""
+        return tuple(
+            SegmentStats(part.num_operations, part.elapsed_us)
+            for part in self.parts
+            if isinstance(part, GraphPart) and part.num_operations
+        )
+
+    def __str__(self) -> str:
+        segments, calls = self.segments, sum(isinstance(one, EagerCall) for one in self.parts)
+        each = ", ".join(f"{one.operations} ({one.elapsed_us:.0f} us)" for one in segments)
+        return f"{len(segments)} segments around {calls} eager calls; operations: {each}"
+
+    def launch(self, num_rows: int, *, has_effect: bool) -> Any:
         """Run the pieces in order; return what the last one gave.
 
         What an eager piece itself raises is the user's error and comes out as it is.
 
         Args:
+            num_rows: Rows of the batch.
             has_effect: A replay of a graph piece changes more than its outputs.
+
+        Raises:
+            LaunchError: A graph could not be queued, or a call between segments differs.
+        """
+        if self.keep is None:
+            return self._launch(num_rows, has_effect=has_effect)
+        saved = self.keep()
+        try:
+            return self._launch(num_rows, has_effect=has_effect)
+        except LaunchError as error:
+            saved.restore()
+            raise LaunchError(error.cause, has_effect=False) from error.cause
+        except BaseException:
+            saved.restore()
+            raise
+
+    def _launch(self, num_rows: int, *, has_effect: bool) -> Any:
+        """Run the pieces in order.
 
         Raises:
             LaunchError: A graph could not be queued.
@@ -168,6 +211,12 @@ class CapturedPieces:
         try:
             torch._C._set_grad_enabled(False)
             for part in self.parts:
+                if isinstance(part, EagerCall):
+                    try:
+                        part.run(num_rows)
+                    except DifferentResultError as error:
+                        raise LaunchError(error, has_effect=has_effect) from error
+                    continue
                 if isinstance(part, EagerPart):
                     has_effect = True
                     args = () if part.is_first else (value,)
@@ -276,14 +325,17 @@ class CapturedKey:
         )
         return self.refusal(num_tokens) or ("" if is_joined else Reason.OUTPUTS_NOT_JOINED)
 
-    def launch(self) -> Sequence[Any]:
+    def launch(self, num_rows: int) -> Sequence[Any]:
         """Queue it on the current stream; return the padded outputs.
+
+        Args:
+            num_rows: Rows of the batch.
 
         Raises:
             LaunchError: It could not be queued, or not all of it.
         """
         if self.pieces is not None:
-            return self._launch_pieces(self.pieces)
+            return self._launch_pieces(self.pieces, num_rows)
         try:
             self.graphs[0].replay()
         except Exception as error:
@@ -299,8 +351,8 @@ class CapturedKey:
         if self.pieces is not None:
             self.pieces = CapturedPieces((), ends_eager=self.pieces.ends_eager)
 
-    def _launch_pieces(self, pieces: CapturedPieces) -> Sequence[Any]:
-        value = pieces.launch(has_effect=self.has_effect)
+    def _launch_pieces(self, pieces: CapturedPieces, num_rows: int) -> Sequence[Any]:
+        value = pieces.launch(num_rows, has_effect=self.has_effect)
         if not pieces.ends_eager:
             return self.leaves
         if not self.layout.fits(value, self.key.num_tokens):

@@ -23,6 +23,7 @@ import torch
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.io.structure import is_immutable, is_same_value, leaves_of
+from dispatchkit.execute.step.breaks import is_eager_region
 from dispatchkit.execute.step.pieces import Piece
 from dispatchkit.execute.step.python_state import (
     MISSING,
@@ -69,10 +70,11 @@ class PythonEffects:
 
     Args:
         pieces: Those of the step: their functions are where its Python state is reached from.
+        calls_eager: In PIECEWISE, functions under ``eager_region`` are no part of its graphs.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = tuple(pieces)
+    def __init__(self, pieces: Sequence[Piece], *, calls_eager: bool = False) -> None:
+        self._pieces, self._calls_eager = tuple(pieces), calls_eager
         # What is reached by the whole step, and by graph pieces alone; what watches the values.
         self._states: dict[bool, PythonState] = {}
         self._watches: dict[bool, ValueWatch] = {}
@@ -90,7 +92,9 @@ class PythonEffects:
     def _reach(self, *, graphs_alone: bool = False) -> PythonState:
         """Return what the step, or its graph pieces, reach now."""
         pieces = [one for one in self._pieces if one.is_graph or not graphs_alone]
-        return PythonState({piece.name: piece.fn for piece in pieces})
+        leaves_out = graphs_alone and self._calls_eager
+        roots = {piece.name: piece.fn for piece in pieces}
+        return PythonState(roots, is_left_out=is_eager_region if leaves_out else None)
 
     def state(self, *, graphs_alone: bool = False) -> PythonState:
         """Return what the step reaches, as it was when a capture last looked (``refresh``).
@@ -197,8 +201,7 @@ class PythonEffects:
             return ()
         changed = ours = self.state().changes()
         if changed and self._graphs_alone:
-            reached = self.state(graphs_alone=True).containers()
-            ours = tuple(one for one in changed if id(one.record.target) in reached)
+            ours = self.state(graphs_alone=True).changes()
         if ours:
             raise PythonChangedError(ours)
         return changed

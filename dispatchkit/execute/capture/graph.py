@@ -9,14 +9,21 @@ import attrs
 import torch
 
 from dispatchkit.backends.base import CapturedGraph
-from dispatchkit.backends.optional import WarmupNotes, WatchedGraph, features_of
+from dispatchkit.backends.optional import (
+    SegmentedCapture,
+    WarmupNotes,
+    WatchedGraph,
+    features_of,
+)
 from dispatchkit.backends.watching.compiled_code import FORCE_EAGER
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
+from dispatchkit.execute.capture.segments import ArgumentHolder, Operators, SegmentRecorder
 from dispatchkit.execute.capture.warmup import Family
 from dispatchkit.execute.io.outputs import SharedMemory
 from dispatchkit.execute.io.structure import flatten
 from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.step.breaks import acting
 from dispatchkit.execute.step.state import CompiledCode
 from dispatchkit.once import warn_at_call
 
@@ -180,6 +187,67 @@ class GraphMaker:
             )
             self._watched[name] = _Watched(holds, drawn)
         return MadeGraph(graph, captured.outputs, drawn)
+
+    def capture_segments(
+        self,
+        run: Callable[[], Any],
+        recorder: SegmentRecorder,
+        slots: Sequence[OutputSlot | None],
+        admission: Admission | None,
+        breaks: Operators,
+        *,
+        compiled: bool,
+        draws: bool,
+    ) -> Any:
+        """Capture what is run in segments, its outputs in the lane's memory; return these.
+
+        Args:
+            run: What is captured.
+            recorder: Cuts it, and has what came of it.
+            slots: As for ``capture``.
+            admission: As for ``capture``.
+            breaks: Operators to break at.
+            compiled: Functions of torch.compile are called.
+            draws: As for ``capture``.
+        """
+        lane, segments = self._lane, features_of(self._backend).segments
+        if segments is None:
+            raise CaptureError(f"The {self._backend.name} backend does not capture in segments.")
+        if admission is not None:
+            others, kept = _taken(SharedMemory(self._device), slots), ArgumentHolder()
+
+            def trial() -> Any:
+                rehearsed = SharedOutputs(run, others)
+                with acting(kept):
+                    rehearsed()
+                return rehearsed.outputs, kept
+
+            more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
+            admission.ask_for_graph(trial, self._generators, more)
+        captured = SharedOutputs(run, _taken(lane.outputs, slots))
+
+        def record(capture: SegmentedCapture) -> None:
+            with breaks.acting(recorder):
+                recorder.begin(capture)
+                with acting(recorder):
+                    captured()
+                recorder.finish()
+
+        caller = self._backend.current_stream()
+        lane.stream.wait_stream(caller)
+        try:
+            with lane.measuring("driver"):
+                segments.capture_segments(
+                    record,
+                    stream=lane.stream,
+                    pool=lane.pool,
+                    generators=self._generators,
+                    compiled=compiled,
+                    draws=draws,
+                )
+        finally:
+            caller.wait_stream(lane.stream)  # replays of the capture may still run
+        return captured.outputs
 
 
 def _warn_of_plain_code(graph: WatchedGraph, compiled: CompiledCode) -> None:

@@ -550,6 +550,8 @@ class Lifecycle:
             captured.last_used = self._lane.tick
             self._registry.captured(key, captured, num_bytes=grown)
             self._counters.captures += 1
+            if captured.pieces is not None and captured.pieces.segments:
+                self._counters.segments[key] = captured.pieces.segments
             self.graphs.report(CaptureEvent, key, elapsed_us=elapsed, num_bytes=grown)
         if problem is not None:
             if not self.num_graphs_in_pool():

@@ -627,7 +627,7 @@ class _Trial:
         if path.staging is not None and captured.pieces is not None:
             path.staging.queue_copy(captured.key.num_tokens)
         try:
-            leaves = captured.launch()
+            leaves = captured.launch(num_real)
         except LaunchError as error:
             raise error.cause from None
         if path.staging is not None and self._lane.last_stream is not None:

@@ -117,7 +117,7 @@ class Warmups:
         self._watched: set[tuple[Family, bool]] = set()
         self.needs_gradients: bool = False
         self._rounding: dict[Family, float] = {}
-        self.effects: PythonEffects = PythonEffects(step.pieces)
+        self.effects: PythonEffects = PythonEffects(step.pieces, calls_eager=step.in_segments)
 
     @property
     def device(self) -> torch.device:

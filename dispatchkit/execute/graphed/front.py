@@ -16,6 +16,8 @@ from dispatchkit.errors import ConfigError
 from dispatchkit.execute.graphed.calls import GraphedCalls
 from dispatchkit.execute.graphed.module import graphed_module
 from dispatchkit.execute.memory import GraphMemory, MemoryGroup
+from dispatchkit.keys.checks import check_flag
+from dispatchkit.keys.records import given_in
 from dispatchkit.options import RunnerOptions, refuse_moved
 
 
@@ -58,6 +60,7 @@ def graphed(
     example: Sequence[Any] | Mapping[str, Any] | None = None,
     batch_dims: int | Mapping[str, int | None] | str | None = "derived",
     memory: GraphMemory | MemoryGroup | None = None,
+    pieces: bool = False,
     **settings: Any,
 ) -> Any:
     """Run a module or a function through graphs; also a decorator.
@@ -81,6 +84,8 @@ def graphed(
         memory: A ``GraphMemory``, or a group of one, to share with others. By default the graphs
             of all forms have one of their own: a pool, and a budget of ``MemoryOptions.max_bytes``
             for all of them together, which counts what ``GraphMemory`` counts.
+        pieces: Capture in segments, around what runs eager in it: functions under
+            ``eager_region``, and operators that are declared not to be captured.
         settings: Further settings of ``GraphRunner``.
 
     Returns:
@@ -94,6 +99,10 @@ def graphed(
     options = settings.pop("options", RunnerOptions())
     if not isinstance(options, RunnerOptions):
         raise ConfigError("options", options, "RunnerOptions")
+    if check_flag(pieces, "pieces"):
+        if "mode" in settings or "mode" in given_in(options.config):
+            raise ConfigError("pieces", pieces, "given without a mode", "It is mode='PIECEWISE'.")
+        settings["mode"] = "PIECEWISE"
     given = {
         "lazy": True,
         **settings,

@@ -10,6 +10,7 @@ import torch
 from dispatchkit.dispatch import Decision, Reason
 from dispatchkit.errors import InputError, NoGraphError, ReplayError
 from dispatchkit.execute.capture.captured import CapturedKey, LaunchError
+from dispatchkit.execute.capture.eager_call import DifferentResultError
 from dispatchkit.execute.capture.lifecycle import Lifecycle
 from dispatchkit.execute.capture.report import ABOUT_GRADIENTS, is_about_gradients
 from dispatchkit.execute.capture.warmup import Warmups
@@ -212,6 +213,8 @@ class EagerRunner:
         Raises:
             ReplayError: Something of the step may have taken effect.
         """
+        if isinstance(error.cause, DifferentResultError):
+            return self._call_differs(step, error.cause, error.has_effect, tensors, num_tokens)
         self._counters.replay_failures += 1
         problem = f"replay: {type(error.cause).__name__}: {error.cause}"
         self._lifecycle.graphs.fail_step(step, problem)
@@ -222,6 +225,35 @@ class EagerRunner:
                 "more. Restore the state before the next step."
             ) from error.cause
         return self.run_for(Reason.REPLAY_FAILED, tensors, num_tokens, step.key)
+
+    def _call_differs(
+        self,
+        step: CapturedKey,
+        different: DifferentResultError,
+        has_effect: bool,
+        tensors: Sequence[Any] | None,
+        num_tokens: int,
+    ) -> Any:
+        """Run a step eager of which a call between segments was another than in the capture.
+
+        Raises:
+            ReplayError: Something of the step has taken effect.
+        """
+        self._counters.differing_calls[different.line] += 1
+        if has_effect:
+            raise ReplayError(
+                f"A replay of {step.key} stopped at {different.line}: {different.problem}. The "
+                "step changes state and has done so in part, so that it was not run again."
+            ) from different
+        if self._once.first(different.line):
+            warn_at_call(
+                f"What runs eager at {different.line} returned something else than in the capture "
+                f"({different.problem}), so that a step of {num_tokens} tokens ran eager. Return "
+                "the same shapes, types and strides every time, or have more of the step run eager "
+                "there. Warned once for each line; runner.stats().differing_calls counts them.",
+                EagerStepWarning,
+            )
+        return self.run_for(Reason.CALL_DIFFERS, tensors, num_tokens, step.key)
 
     def check_failed(self, step: CapturedKey, difference: str, result: Any, num_tokens: int) -> Any:
         """Put a graph that gave another result than eager out of use; return eager's result."""

@@ -356,7 +356,7 @@ class GraphPlan:
         try:
             if staging is not None and step.pieces is not None:
                 staging.queue_copy(step.key.num_tokens)  # before all pieces: it is in no graph
-            padded = step.launch()
+            padded = step.launch(self.num_tokens)
             if staging is not None and lane.last_stream is not None:
                 staging.note_launch(lane.last_stream)
         finally:  # what raised may have queued a part

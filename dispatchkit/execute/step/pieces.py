@@ -79,6 +79,11 @@ class Step:
         names: Static inputs by name.
         row_count: Name of the input that tells the true row count; not among ``names``.
         axes: Names of axes; the step need not take them.
+        in_segments: A step that is no list is captured in segments in PIECEWISE.
+
+    Attributes:
+        in_segments: It is captured so.
+        can_split: It can run in PIECEWISE.
 
     Raises:
         ConfigError: A piece is not marked, wants an input that is not declared, or an input
@@ -91,9 +96,13 @@ class Step:
         names: Sequence[str],
         row_count: str | None = None,
         axes: Sequence[str] = (),
+        *,
+        in_segments: bool = False,
     ) -> None:
-        self.can_split: bool = isinstance(step, (list, tuple))
-        given = list(step) if self.can_split else [graph_piece(step)]
+        is_list = isinstance(step, (list, tuple))
+        self.in_segments: bool = in_segments and not is_list
+        self.can_split: bool = is_list or in_segments
+        given = list(step) if is_list else [graph_piece(step)]
         known = [*names, *([row_count] if row_count else [])]
         if row_count in (*names, *axes):
             raise ConfigError(
@@ -109,7 +118,7 @@ class Step:
                 raise ConfigError(
                     f"step[{index}]", piece, "marked: graph_piece(fn) or eager_piece(fn)"
                 )
-        if self.can_split and not any(piece.is_graph for piece in given):
+        if is_list and not any(piece.is_graph for piece in given):
             raise ConfigError("step", step, "a list with at least one graph_piece")
         self.pieces: tuple[Piece, ...] = tuple(
             attrs.evolve(piece, names=_names_taken(piece, [*known, *axes], is_first=index == 0))

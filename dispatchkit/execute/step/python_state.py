@@ -131,13 +131,16 @@ class PythonState:
 
     Args:
         roots: Callables and objects to start from, by the name to report them under.
+        is_left_out: Tells whether a function is no part of the step; None: all are.
 
     Attributes:
         modules: The modules among what is reached.
         tensors: The tensors.
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
+    def __init__(
+        self, roots: Mapping[str, Any], *, is_left_out: Callable[[Any], bool] | None = None
+    ) -> None:
         self.modules: list[torch.nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         self._records: list[Record] = []
@@ -155,6 +158,8 @@ class PythonState:
         while queue and len(self._records) < MAX_CONTAINERS:
             found = queue.popleft()
             if is_plain(found.value):
+                continue
+            if is_left_out is not None and is_left_out(found.value):
                 continue
             if not found.is_entry:
                 self._roots.add(id(found.value))
@@ -204,11 +209,6 @@ class PythonState:
                 if record.kind is not _TUPLE or not is_plain(value)
             )
         return self._values_read
-
-    def containers(self) -> set[int]:
-        """Return the identities of the containers that the step's code reaches."""
-        reached = self._reached()
-        return {id(one.target) for one in self._records if id(one.holder) in reached}
 
     def is_current(self) -> bool:
         """Return whether everything is still as it was recorded."""

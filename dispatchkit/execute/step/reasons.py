@@ -10,7 +10,13 @@ from dispatchkit.dispatch import Reason
 REPLACED = "replaced"
 #: Reasons for which a capture is refused that say more than that it failed.
 REFUSED = frozenset(
-    {Reason.PYTHON_STATE, Reason.FIRST_CALL, Reason.CONTAINER_WRITTEN, Reason.GRADIENTS}
+    {
+        Reason.PYTHON_STATE,
+        Reason.FIRST_CALL,
+        Reason.CONTAINER_WRITTEN,
+        Reason.GRADIENTS,
+        Reason.CALL_DIFFERS,
+    }
 )
 #: Reasons that are a loss the user may want to know of; the others are what was asked for.
 DOWNGRADES = frozenset(
@@ -27,6 +33,7 @@ DOWNGRADES = frozenset(
         Reason.NOT_MINE,
         Reason.POLICY_ERROR,
         Reason.REPLAY_FAILED,
+        Reason.CALL_DIFFERS,
         Reason.PYTHON_STATE,
         Reason.FIRST_CALL,
         Reason.CONTAINER_WRITTEN,
@@ -63,6 +70,10 @@ NEXT_STEPS: Mapping[str, str] = {
     Reason.NOT_MINE: "The policy answered None for them; vllm behind it in a composite would not.",
     Reason.POLICY_ERROR: "The policy broke the contract; runner.explain() says how.",
     Reason.REPLAY_FAILED: "print(runner) says what the replay raised.",
+    Reason.CALL_DIFFERS: (
+        "A function under @eager_region returned other shapes, types, strides or values than in "
+        "the capture; runner.stats().differing_calls says where."
+    ),
     Reason.PYTHON_STATE: (
         "print(runner) names attribute, class, file and line; keep such state in a tensor that the "
         "step writes in place."

@@ -49,6 +49,12 @@ def declare_support(op: Any, level: AttentionSupport | str) -> None:
     _declared[_qualified_name(op)] = AttentionSupport.parse(level)
 
 
+def breaking_names() -> frozenset[str]:
+    """Return the qualified names of the operators that are not captured for every batch."""
+    always = AttentionSupport.ALWAYS
+    return frozenset(name for name, level in _declared.items() if level is not always)
+
+
 def limited_support(
     op: str | None, module_types: Iterable[type]
 ) -> tuple[AttentionSupport, str] | None:

@@ -21,6 +21,8 @@ from dispatchkit import (  # noqa: E402
     RuntimeMode,
     StaticInput,
     eager_piece,
+    eager_region,
+    graph_break,
     graph_piece,
 )
 from dispatchkit.errors import CaptureError, ConfigError, UnknownNameError  # noqa: E402
@@ -28,8 +30,8 @@ from dispatchkit.execute.capture.captured import GraphPart  # noqa: E402
 from dispatchkit.execute.step import support  # noqa: E402
 from dispatchkit.execute.step.pieces import Step  # noqa: E402
 
-from dispatchkit_compile import markers, tracing  # noqa: E402
 from dispatchkit_compile import split as splitting  # noqa: E402
+from dispatchkit_compile import tracing  # noqa: E402
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 AROUND_SIZES = [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64]
@@ -302,9 +304,9 @@ def test_function_is_found_by_object_or_name(traced, rule):
 
 def marked(x):
     y = x + 1
-    markers.graph_break()
+    graph_break()
     z = y * 2
-    with markers.eager_region():
+    with eager_region():
         z = z.cumsum(-1)
     return z - 1
 

@@ -11,7 +11,6 @@ from dispatchkit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dispatchkit_compile.facts import BatchFacts, batch_facts
-    from dispatchkit_compile.markers import eager_region, graph_break
     from dispatchkit_compile.rules import SplitRules
     from dispatchkit_compile.split import split_module
     from dispatchkit_compile.torch_compile import (
@@ -41,8 +40,6 @@ _HOME = {
     "batch_facts": "facts",
     "compile": "torch_compile",
     "compiled_graphs": "torch_compile",
-    "eager_region": "markers",
-    "graph_break": "markers",
     "split_module": "split",
 }
 
@@ -59,8 +56,6 @@ __all__ = [
     "batch_facts",
     "compile",
     "compiled_graphs",
-    "eager_region",
-    "graph_break",
     "split_module",
 ]
 

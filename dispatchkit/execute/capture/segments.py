@@ -1,0 +1,401 @@
+"""Capture of a step in segments: one graph up to each call that runs eager, and one behind it.
+
+The step runs once. Where it comes to such a call the capture ends, the segment is replayed, so
+that the call sees real values, and the capture goes on with what the call returned, in memory that
+stays. Segments without work are left out of replays. They are kept with the others: memory that
+was handed out in them is the pool's for as long as one of its graphs lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._pytree import tree_map_only
+
+from dispatchkit.backends.optional import SegmentedCapture, SegmentGraph, features_of
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode
+from dispatchkit.errors import CaptureError
+from dispatchkit.execute.capture.budget import Admission
+from dispatchkit.execute.capture.captured import GraphPart
+from dispatchkit.execute.capture.eager_call import EagerCall, Result
+from dispatchkit.execute.capture.effects import bits_equal
+from dispatchkit.execute.io.structure import flatten, leaves_of
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.step.state import StorageSet, plain_tensor
+from dispatchkit.once import line_of_call
+
+
+@attrs.frozen
+class CallShapes:
+    """Shapes of one eager call of a run, or the batch dimensions that two runs show.
+
+    Attributes:
+        line: Where it is called.
+        given: Of each tensor among its arguments.
+        returned: Of each value that it returned; None for other values than tensors.
+    """
+
+    line: str
+    given: tuple[Any, ...]
+    returned: tuple[Any, ...]
+
+
+class ShapeRecorder:
+    """Notes the shapes of the eager calls of a run that is not captured.
+
+    Attributes:
+        calls: Those, in order.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[CallShapes] = []
+        self._is_inside = False
+
+    def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
+        """Call a function, and note the shapes."""
+        if self._is_inside:
+            return fn(*args, **kwargs)
+        self._is_inside = True
+        try:
+            value = fn(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        self.calls.append(CallShapes(line, _shapes(_tensors(args, kwargs)), _shapes(value)))
+        return value
+
+    def split(self) -> None:
+        """Do nothing: no segment is begun."""
+
+    def enter_block(self, line: str) -> None:
+        """Do nothing: the capture refuses it."""
+
+
+class ArgumentHolder(ShapeRecorder):
+    """Holds what a capture in segments would hold, in a run that measures its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[Any] = []
+
+    def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
+        """Call a function, and hold its arguments and results."""
+        value = super().call(fn, args, kwargs, line)
+        self._held.append((args, kwargs, value))
+        return value
+
+
+class SegmentRecorder:
+    """Cuts a step into segments while it is captured.
+
+    Args:
+        lane: Where.
+        num_rows: Rows of the graph.
+        dims: Batch dimensions of each call; empty where they are not known.
+        stays: Tells whether a tensor is where it is for good: static inputs and state.
+        admission: Asked before memory is taken; None where there is no limit.
+
+    Attributes:
+        parts: What a replay does, in order.
+        graphs: All graphs, those without work too.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        num_rows: int,
+        dims: Sequence[CallShapes],
+        stays: Callable[[torch.Tensor], bool],
+        admission: Admission | None,
+    ) -> None:
+        self.parts: list[GraphPart | EagerCall] = []
+        self.graphs: list[SegmentGraph] = []
+        self._lane, self._num_rows, self._dims = lane, num_rows, dims
+        self._stays, self._admission = stays, admission
+        self._device = torch.device(lane.backend.torch_device)
+        self._capture: SegmentedCapture | None = None
+        self._num_calls = 0
+        self._is_inside = False
+        self._ambient = _Ambient.now(self._device.type)
+        self._num_modes = 0, 0
+
+    def begin(self, capture: SegmentedCapture) -> None:
+        """Cut what is called from here on."""
+        self._capture = capture
+        self._num_modes = _num_modes()
+
+    def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
+        """End the segment, call a function, and begin the next one.
+
+        Raises:
+            CaptureError: The call stands where no replay could make it, or returns what no graph
+                could read.
+        """
+        if self._is_inside:
+            return fn(*args, **kwargs)
+        if _num_modes() != self._num_modes:
+            raise CaptureError(
+                f"{line} runs eager inside of a mode of torch that the step has entered, such as "
+                "torch.device or a dispatch mode. A replay would call it outside: enter the mode "
+                "in what runs eager.",
+            )
+        return self._call(fn, args, kwargs, line)
+
+    def call_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """End the segment, call an operator, and begin the next one.
+
+        Raises:
+            CaptureError: It returns something else than tensors of fixed shape on the device.
+        """
+        line = line_of_call()
+        if self._is_inside:
+            return func(*args, **kwargs)
+        value = self._call(func, args, kwargs, line)
+        if any(
+            leaf is not None and not isinstance(leaf, torch.Tensor) for leaf in leaves_of(value)
+        ):
+            raise CaptureError(
+                f"{func} at {line} returns {value!r:.40}, which segments behind it would have "
+                "built in. Put it and what reads that value into one @eager_region.",
+                reason="host_sync",
+            )
+        return value
+
+    def split(self) -> None:
+        """End the segment and begin the next one."""
+        if not self._is_inside:
+            self._end().begin()
+
+    def enter_block(self, line: str) -> None:
+        """Refuse a ``with`` block.
+
+        Raises:
+            CaptureError: Always, but inside of a function that runs eager.
+        """
+        if not self._is_inside:
+            raise CaptureError(
+                f"`with eager_region():` at {line}: a replay cannot run a block again. Put it into "
+                "a function under @eager_region, or split the step by split_module.",
+            )
+
+    def finish(self) -> None:
+        """End the last segment."""
+        self._end()
+        self._capture = None
+
+    def _end(self) -> SegmentedCapture:
+        capture, lane = self._capture, self._lane
+        if capture is None:
+            raise CaptureError(
+                "The step comes to a break in another thread than it is captured in."
+            )
+        graph = capture.end()
+        self.graphs.append(graph)
+        if graph.num_operations:
+            uploads = features_of(lane.backend).uploads
+            if uploads is not None:
+                uploads.upload(graph, lane.stream)
+            start, end = (lane.backend.new_event(timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            us = start.elapsed_us(end)
+            self.parts.append(GraphPart(graph, None, None, graph.num_operations, us))
+        return capture
+
+    def _call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
+        capture = self._end()
+        dims = self._dims[self._num_calls] if self._num_calls < len(self._dims) else None
+        self._num_calls += 1
+        if dims is not None and dims.line != line:
+            dims = None
+        given = _tensors(args, kwargs)
+        before = [
+            (tensor, dim, tensor.clone())
+            for tensor, dim in zip(given, dims.given if dims is not None else (), strict=False)
+            if dim is not None and not self._stays(tensor)
+        ]
+        self._is_inside = True
+        try:
+            value = fn(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        written = tuple(
+            (plain_tensor(tensor), dim)
+            for tensor, dim, content in before
+            if not bits_equal(tensor, content)
+        )
+        known = StorageSet(given)
+        leaves, structure = flatten(value)
+        results = tuple(
+            self._land(number, leaf, known, dims, line) for number, leaf in enumerate(leaves)
+        )
+        ambient = _Ambient.now(self._device.type)
+        if torch.is_inference_mode_enabled():
+            args, kwargs = tree_map_only(torch.Tensor, plain_tensor, (args, kwargs))
+        self.parts.append(
+            EagerCall(
+                fn=fn,
+                args=args,
+                kwargs=kwargs,
+                line=line,
+                around=None if ambient == self._ambient else ambient.entered,
+                results=results,
+                structure=structure,
+                written=written,
+                num_rows=self._num_rows,
+            )
+        )
+        capture.begin()
+        return structure.build([one.value for one in results])
+
+    def _land(
+        self, number: int, leaf: Any, known: StorageSet, dims: CallShapes | None, line: str
+    ) -> Result:
+        """Return what the step goes on with in place of a result."""
+        if not isinstance(leaf, torch.Tensor):
+            return Result(leaf)
+        if leaf.device != self._device or leaf.layout is not torch.strided:
+            raise CaptureError(
+                f"{line} returns a tensor of layout {leaf.layout} on {leaf.device}: segments read "
+                f"dense tensors on {self._device}. Move it there in what runs eager.",
+            )
+        if leaf in known or self._stays(leaf):
+            return Result(plain_tensor(leaf), stride=leaf.stride())
+        place = (self._num_calls, number), leaf.shape, leaf.dtype
+        if self._admission is not None:
+            self._admission.ask(self._lane.between.growth(*place))
+        own = self._lane.between.take(*place)
+        own.copy_(leaf)
+        dim = None if dims is None else dims.returned[number]
+        return Result(own, is_copied=True, stride=leaf.stride(), batch_dim=dim)
+
+
+@attrs.frozen
+class Operators:
+    """Operators that a step breaks at.
+
+    Attributes:
+        names: Their qualified names.
+        tags: Tags of further ones.
+    """
+
+    names: frozenset[str] = frozenset()
+    tags: frozenset[torch.Tag] = frozenset()
+
+    def acting(self, recorder: SegmentRecorder) -> AbstractContextManager[Any]:
+        """Return a context in which a recorder breaks the step at them."""
+        return _OperatorBreaks(recorder, self) if self.names or self.tags else nullcontext()
+
+
+class _OperatorBreaks(DispatchMode):
+    """Shows a recorder the operators to break at."""
+
+    def __init__(self, recorder: SegmentRecorder, operators: Operators) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._recorder, self._operators = recorder, operators
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions run compiled: their operators are not broken at."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, wanted = kwargs or {}, self._operators
+        if isinstance(func, torch._ops.OpOverload) and (
+            func._schema.name in wanted.names or not wanted.tags.isdisjoint(func.tags)
+        ):
+            return self._recorder.call_operator(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def batch_dims(
+    calls: Sequence[CallShapes], others: Sequence[CallShapes], size: int, other: int
+) -> list[CallShapes]:
+    """Return which dimensions of each call's tensors are the batch, by two runs of a step.
+
+    Args:
+        calls: Of a run at a number of rows.
+        others: Of a run at another one.
+        size: The first number.
+        other: The second.
+
+    Returns:
+        A dimension in place of each shape, None where none is; nothing where the runs made
+        different calls.
+    """
+
+    def dims(shapes: Iterable[Any], second: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(_batch_dim(*pair, size, other) for pair in zip(shapes, second, strict=True))
+
+    found = []
+    if len(calls) != len(others):
+        return []
+    for one, two in zip(calls, others, strict=True):
+        numbers = len(one.given), len(one.returned)
+        if one.line != two.line or numbers != (len(two.given), len(two.returned)):
+            return []
+        given, returned = dims(one.given, two.given), dims(one.returned, two.returned)
+        found.append(CallShapes(one.line, given, returned))
+    return found
+
+
+def _batch_dim(one: Any, two: Any, size: int, other: int) -> int | None:
+    if one is None or two is None or len(one) != len(two):
+        return None
+    pairs = enumerate(zip(one, two, strict=True))
+    return next((dim for dim, pair in pairs if pair == (size, other)), None)
+
+
+def _tensors(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [one for one in leaves_of((args, dict(kwargs))) if isinstance(one, torch.Tensor)]
+
+
+def _shapes(value: Any) -> tuple[Any, ...]:
+    return tuple(
+        tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves_of(value)
+    )
+
+
+def _num_modes() -> tuple[int, int]:
+    """Return how many modes of torch this thread has on."""
+    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+
+
+@attrs.frozen
+class _Ambient:
+    """What a step may switch on around a call, and a replay must switch on, too."""
+
+    device_type: str
+    autocast: bool
+    dtype: torch.dtype
+    grad: bool
+    inference: bool
+
+    @classmethod
+    def now(cls, device_type: str) -> _Ambient:
+        return cls(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        modes: list[AbstractContextManager[Any]] = [
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+            torch.autocast(self.device_type, self.dtype, enabled=self.autocast),
+        ]
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            yield

@@ -1,0 +1,129 @@
+"""A step that breaks, on a device: as on the tape, beside compiled code, and in one pool."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "execute"))
+
+from break_cases import WIDTH, BreakCases  # noqa: E402
+
+from dispatchkit import GraphRunner, RunnerOptions, StaticInput, eager_region  # noqa: E402
+from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
+from dispatchkit.options import MemoryOptions  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+PROGRAMS = [
+    ["matmul", "eager", "matmul", "two", "matmul", "into", "first"],
+    ["break", "break", "matmul", "nested", "break", "first", "eager"],
+    ["into", "into", "eager", "eager"],
+    ["matmul", "first"],
+    ["eager", "matmul", "break", "matmul", "into", "first", "matmul", "nested", "two"],
+]
+
+
+@pytest.fixture
+def backend():
+    return CudaBackend()
+
+
+class TestBreaks(BreakCases):
+    @pytest.mark.parametrize("layers", PROGRAMS, ids="-".join)
+    def test_programs_with_breaks_anywhere_equal_eager(self, backend, layers):
+        BreakCases.test_programs_with_breaks_anywhere_equal_eager(self, backend, layers)
+
+
+def test_segments_survive_what_the_allocator_does_meanwhile(backend):
+    """Other keys are captured and evicted, and memory is given back, between replays."""
+    case = TestBreaks()
+    weights = case.weights(backend)
+
+    @eager_region
+    def attend(out, x):
+        out.copy_(x.softmax(-1))
+
+    def step(x):
+        for weight in weights:
+            x = x @ weight
+            out = torch.empty_like(x)
+            attend(out, x)
+            x = x + out
+        return x
+
+    runner = case.make(backend, step, sizes=(64, 512, 2048))
+    assert not runner.capture().failed
+    for turn in range(3):
+        torch.cuda.empty_cache()
+        churn = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(8)]
+        for number in (64, 2000, 3, 512):
+            x = case.rows(backend, number, turn)
+            torch.testing.assert_close(runner(x), step(x), rtol=1e-4, atol=1e-5)
+        del churn
+        key = sorted(runner.registry, key=lambda one: one.num_tokens)[turn]
+        runner.evict(key)
+        assert not runner.capture().failed
+    before = runner.num_bytes
+    for _ in range(3):
+        runner.invalidate()
+        assert not runner.capture().failed
+    assert runner.num_bytes <= before
+
+
+def test_compiled_parts_stay_compiled_around_a_break(backend):
+    """Beside a region that reads on the host."""
+    case = TestBreaks()
+    weight = case.weights(backend)[0]
+
+    @torch.compile(dynamic=True)
+    def fused(x):
+        return (x @ weight).relu() * 2 + x
+
+    @eager_region
+    def clip(out, x):
+        out.copy_(x.clamp(max=x.amax().item() + 1))
+
+    def step(x):
+        out = torch.empty_like(x)
+        clip(out, fused(x))
+        return fused(out)
+
+    runner = case.make(backend, step)
+    assert not runner.capture().failed
+    case.check(backend, runner, step)
+
+
+def test_a_budget_holds_with_segments(backend):
+    case = TestBreaks()
+    weight = case.weights(backend)[0]
+    scale = eager_region(lambda x: x * 2)
+    options = RunnerOptions(memory=MemoryOptions(max_bytes=64 << 20))
+    runner = case.make(backend, lambda x: scale(x @ weight) + x, sizes=(64, 512), options=options)
+    assert not runner.capture().failed
+    assert runner.num_bytes <= 64 << 20
+    x = case.rows(backend, 100)
+    torch.testing.assert_close(runner(x), (x @ weight) * 2 + x, rtol=1e-4, atol=1e-5)
+
+
+def test_draws_in_segments_and_between_them_are_eagers(backend):
+    between = eager_region(lambda x: x + torch.rand_like(x))
+
+    def step(x):
+        x = x + torch.rand_like(x)
+        return between(x) + torch.rand_like(x)
+
+    inputs = {"x": StaticInput((None, WIDTH), "float32")}
+    runner = GraphRunner(step, inputs, sizes=(4,), mode="PIECEWISE", backend=backend)
+    assert not runner.capture().failed
+    x = torch.zeros(4, WIDTH, device="cuda")
+    for seed in range(3):
+        torch.cuda.manual_seed(seed)
+        want = step(x)
+        torch.cuda.manual_seed(seed)
+        torch.testing.assert_close(runner(x), want)
+    assert runner.stats().steps_by_mode["PIECEWISE"] == 3
