@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from played_tape import PlayedTape  # noqa: E402
+
 from dispatchkit import (  # noqa: E402
     Axis,
     BufferOptions,
@@ -676,15 +678,18 @@ class TestOverlappingInputs:
             for one, other in zip(pair, expected, strict=True):
                 same(one, other)
 
-    def test_host_inputs(self, make_runner):
-        inputs = {name: StaticInput((None,), "int64", host=True) for name in ("x", "z")}
-        runner = make_runner(lambda x, z: x * 10 + z, inputs)
+    @pytest.mark.parametrize("way", [TapeBackend, PlayedTape])
+    def test_host_inputs(self, make_runner, way):
+        """By pinned memory and by a copy node, also beside an input on the device."""
+        kinds = {"x": True, "z": True, "y": False}
+        inputs = {name: StaticInput((None,), "int64", host=host) for name, host in kinds.items()}
+        runner = make_runner(lambda x, z, y: x * 10 + z + y * 100, inputs, backend=way())
         runner.capture()
+        x, z, y = (runner.buffers[name] for name in kinds)
         runner.buffers.wait()
-        runner.buffers["x"][:4] = torch.tensor([1, 2, 3, 4])
-        runner.buffers["z"][:4] = torch.tensor([5, 6, 7, 8])
-        result = runner(runner.buffers["z"][:3], runner.buffers["x"][1:4])
-        same(result, torch.tensor([52, 63, 74]))
+        x[:4] = y[:4] = torch.tensor([1, 2, 3, 4])
+        z[:4] = torch.tensor([5, 6, 7, 8])
+        same(runner(z[:3], x[1:4], y[1:4]), torch.tensor([252, 363, 474]))
 
 
 @pytest.mark.parametrize("name", ["x", "length"])

@@ -76,7 +76,7 @@ class InputBuffers:
                     for name, spec in inputs.specs.items()
                 ]
         self._fills: list[torch.Tensor | None] = [None] * len(self.tensors)
-        self._memory: tuple[list[int], list[int]] | None = None
+        self._edges: list[int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -146,29 +146,33 @@ class InputBuffers:
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in storages:
                 self.are_shared = True
 
-    def apart(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Return a batch with copies of what lies in these buffers, which it is to overwrite."""
-        if self._memory is None:
-            self._memory = self._find_memory()
-        starts, stops = self._memory
-        lying: list[bool] = []
-        for value in values:
-            address = _address_of(value)
-            at = bisect_right(starts, address)
-            lying.append(at > 0 and address < stops[at - 1])
-        if True not in lying:
-            return values
-        return [
-            (one.clone() if isinstance(one, torch.Tensor) else one.copy()) if lies_here else one
-            for one, lies_here in zip(values, lying, strict=True)
-        ]
+    def apart(self, values: Sequence[Any], indices: Iterable[int] | None = None) -> Sequence[Any]:
+        """Return a batch with copies of what lies in these buffers, which it is to overwrite.
 
-    def _find_memory(self) -> tuple[list[int], list[int]]:
-        """Return where the memory of the buffers begins and ends, in order."""
+        Args:
+            values: Device tensors, and arrays for host inputs, in declared order.
+            indices: The inputs to look at; all by default.
+        """
+        edges = self._edges
+        if edges is None:
+            edges = self._edges = self._find_edges()
+        made: list[Any] | None = None
+        for index in range(len(values)) if indices is None else indices:
+            value = values[index]
+            is_tensor = isinstance(value, torch.Tensor)
+            # Behind an odd number of edges: behind a beginning, and before its end.
+            if bisect_right(edges, value.data_ptr() if is_tensor else _address_of(value)) & 1:
+                if made is None:
+                    made = list(values)
+                made[index] = value.clone() if is_tensor else value.copy()
+        return values if made is None else made
+
+    def _find_edges(self) -> list[int]:
+        """Return where the memory of each buffer begins and ends, in order."""
         pinned = () if self.staging is None else tuple(self.staging.host.values())
         storages = [tensor.untyped_storage() for tensor in (*self.tensors, *pinned)]
         ranges = sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages})
-        return [start for start, _ in ranges], [stop for _, stop in ranges]
+        return [edge for both in ranges for edge in both]
 
     @contextmanager
     def kept(self, num_rows: int) -> Iterator[None]:
@@ -235,18 +239,16 @@ class InputBuffers:
         self.clean_from = self.clean_to = 0
 
 
-def _address_of(value: Any) -> int:
-    """Return an address in the memory of a tensor or array; 0 if it is an array's own."""
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    owner, array_type = value.base, numpy_module().ndarray
+def _address_of(array: Any) -> int:
+    """Return an address in the memory of an array; 0 if that is its own."""
+    owner, array_type = array.base, numpy_module().ndarray
     while isinstance(owner, array_type):  # a view of a view
         owner = owner.base
     if owner is None:
         return 0
     if isinstance(owner, torch.Tensor):
         return owner.data_ptr()
-    address: int = value.__array_interface__["data"][0]  # another library's memory; slow
+    address: int = array.__array_interface__["data"][0]  # another library's memory; slow
     return address
 
 

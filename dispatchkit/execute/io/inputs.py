@@ -73,6 +73,9 @@ class InputSet:
         self._lead, self._lead_dim = self.batched[0]
         self._expected: dict[int, tuple[Any, ...]] = {}
         self.host: tuple[int, ...] = tuple(index for index, spec in enumerate(self) if spec.host)
+        self.on_device: tuple[int, ...] = tuple(
+            index for index, spec in enumerate(self) if not spec.host
+        )
         # What a value must have, read and compared in two calls. With one GPU in sight a flag
         # says that a tensor is there; a device would have to be made.
         is_only = device.type == "cuda" and torch.cuda.device_count() == 1

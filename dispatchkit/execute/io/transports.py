@@ -34,9 +34,13 @@ class Transport(Protocol):
 
     Attributes:
         buffers: That memory.
+        overlapping: The inputs that may lie in memory which ``load`` writes before it has read
+            them all: whoever has the buffers may give parts of them as inputs. A host input is
+            none of these unless it is written to pinned memory.
     """
 
     buffers: InputBuffers
+    overlapping: Sequence[int]
 
     def load(self, values: Sequence[Any], readable: bool) -> None:
         """Bring in a batch.
@@ -103,6 +107,7 @@ class CopyTransport:
     ) -> None:
         self.buffers, self.num_rows, self.bucket = buffers, num_rows, bucket
         inputs, views = buffers.inputs, buffers.views(num_rows)
+        self.overlapping: Sequence[int] = inputs.on_device  # host inputs are moved first
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, spec in enumerate(inputs):
             if indices is None or index in indices:
@@ -213,6 +218,7 @@ class StagedTransport:
         self.buffers, self.num_rows, self.bucket = buffers, num_rows, bucket
         self._staging = staging
         self._rows = [(index, as_array(rows)) for index, rows in buffers.host_rows(num_rows)]
+        self.overlapping: Sequence[int] = range(len(buffers.tensors))
         host = buffers.inputs.host
         chosen = range(len(buffers.tensors)) if indices is None else indices
         on_device = [index for index in chosen if index not in host]
@@ -295,6 +301,10 @@ class NodeTransport:
     def __init__(self, path: InputPath, node: CopyNode, num_rows: int) -> None:
         buffers = self.buffers = path.buffers
         self.num_rows, self.bucket = num_rows, path.bucket
+        all_inputs = range(len(buffers.tensors))
+        self.overlapping: Sequence[int] = (
+            buffers.inputs.on_device if path.staging is None else all_inputs
+        )
         self._path = path
         views = buffers.views(num_rows)
         self._views = [views[index] for index in path.device_inputs]

@@ -268,7 +268,9 @@ class GraphPlan:
         transport = self.transport or self.prepare()
         if tensors is not None:
             buffers = transport.buffers
-            transport.load(buffers.apart(tensors) if buffers.are_shared else tensors, readable)
+            if buffers.are_shared and transport.overlapping:
+                tensors = buffers.apart(tensors, transport.overlapping)
+            transport.load(tensors, readable)
         else:
             transport.load_in_place()
         if lane.row_count is not None:
