@@ -601,14 +601,14 @@ class Capturer:
             lambda tensor: tensor in stable or self._stays(tensor),
             admission,
         )
-        draws = warmups.may_draw(key)
+        draws, compiled = warmups.may_draw(key), warmups.compiled_code(key)
         outputs = self._maker.capture_segments(
             lambda: self._step(views),
             recorder,
             slots,
             admission,
             Operators(breaking_names(), _UNSAFE if self._break_on_unsafe else frozenset()),
-            compiled=warmups.compiled_code(key) is not None,
+            compiled=compiled is not None,
             draws=draws,
         )
         try:
@@ -616,7 +616,10 @@ class Capturer:
             pieces = CapturedPieces(tuple(recorder.parts), ends_eager=False, keep=keep)
             path = copied_path(self._lane.buffers_of(key), key.num_tokens, "made of segments")
             graphs = tuple(recorder.graphs)
-            return self._captured(key, path, layout, outputs, graphs, pieces, draws=draws)
+            captured = self._captured(key, path, layout, outputs, graphs, pieces, draws=draws)
+            if compiled is not None:  # whose kernels nobody sees
+                captured.holds = (*captured.holds, *compiled.reads)
+            return captured
         except BaseException:
             for graph in recorder.graphs:
                 graph.release()

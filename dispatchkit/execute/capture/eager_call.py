@@ -120,7 +120,9 @@ class EagerCall:
         for (result, leaf), front in zip(copies, fronts, strict=True):
             dim = result.batch_dim
             front.copy_(leaf if dim is None else leaf.narrow(dim, 0, num_rows))
-        if tails:
+        if len(tails) == 1:
+            tails[0].zero_()
+        elif tails:
             torch._foreach_zero_(tails)
 
     def _compared(self, value: Any) -> Sequence[tuple[Result, torch.Tensor]]:

@@ -227,11 +227,8 @@ class GraphMaker:
         captured = SharedOutputs(run, _taken(lane.outputs, slots))
 
         def record(capture: SegmentedCapture) -> None:
-            with breaks.acting(recorder):
-                recorder.begin(capture)
-                with acting(recorder):
-                    captured()
-                recorder.finish()
+            with breaks.acting(recorder), recorder.cutting(capture):
+                captured()
 
         caller = self._backend.current_stream()
         lane.stream.wait_stream(caller)

@@ -25,6 +25,7 @@ from dispatchkit.execute.capture.eager_call import EagerCall, Result
 from dispatchkit.execute.capture.effects import bits_equal
 from dispatchkit.execute.io.structure import flatten, leaves_of
 from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.step.breaks import acting
 from dispatchkit.execute.step.state import StorageSet, plain_tensor
 from dispatchkit.once import line_of_call
 
@@ -122,10 +123,17 @@ class SegmentRecorder:
         self._ambient = _Ambient.now(self._device.type)
         self._num_modes = 0, 0
 
-    def begin(self, capture: SegmentedCapture) -> None:
-        """Cut what is called from here on."""
-        self._capture = capture
+    @contextmanager
+    def cutting(self, capture: SegmentedCapture) -> Iterator[None]:
+        """Cut what is called in a ``with`` block, and end the last segment behind it."""
         self._num_modes = _num_modes()
+        try:
+            with acting(self):
+                self._capture = capture
+                yield
+            self._end(capture)
+        finally:  # a signal may have kept the block from its end: nothing is cut any more
+            self._capture = None
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
         """End the segment, call a function, and begin the next one.
@@ -134,7 +142,8 @@ class SegmentRecorder:
             CaptureError: The call stands where no replay could make it, or returns what no graph
                 could read.
         """
-        if self._is_inside:
+        capture = self._capture
+        if self._is_inside or capture is None:
             return fn(*args, **kwargs)
         if _num_modes() != self._num_modes:
             raise CaptureError(
@@ -142,7 +151,7 @@ class SegmentRecorder:
                 "torch.device or a dispatch mode. A replay would call it outside: enter the mode "
                 "in what runs eager.",
             )
-        return self._call(fn, args, kwargs, line)
+        return self._call(capture, fn, args, kwargs, line)
 
     def call_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """End the segment, call an operator, and begin the next one.
@@ -150,10 +159,10 @@ class SegmentRecorder:
         Raises:
             CaptureError: It returns something else than tensors of fixed shape on the device.
         """
-        line = line_of_call()
-        if self._is_inside:
+        capture, line = self._capture, line_of_call()
+        if self._is_inside or capture is None:
             return func(*args, **kwargs)
-        value = self._call(func, args, kwargs, line)
+        value = self._call(capture, func, args, kwargs, line)
         if any(
             leaf is not None and not isinstance(leaf, torch.Tensor) for leaf in leaves_of(value)
         ):
@@ -166,8 +175,10 @@ class SegmentRecorder:
 
     def split(self) -> None:
         """End the segment and begin the next one."""
-        if not self._is_inside:
-            self._end().begin()
+        capture = self._capture
+        if capture is not None and not self._is_inside:
+            self._end(capture)
+            capture.begin()
 
     def enter_block(self, line: str) -> None:
         """Refuse a ``with`` block.
@@ -175,23 +186,15 @@ class SegmentRecorder:
         Raises:
             CaptureError: Always, but inside of a function that runs eager.
         """
-        if not self._is_inside:
+        if self._capture is not None and not self._is_inside:
             raise CaptureError(
                 f"`with eager_region():` at {line}: a replay cannot run a block again. Put it into "
                 "a function under @eager_region, or split the step by split_module.",
             )
 
-    def finish(self) -> None:
-        """End the last segment."""
-        self._end()
-        self._capture = None
-
-    def _end(self) -> SegmentedCapture:
-        capture, lane = self._capture, self._lane
-        if capture is None:
-            raise CaptureError(
-                "The step comes to a break in another thread than it is captured in."
-            )
+    def _end(self, capture: SegmentedCapture) -> None:
+        """End a segment, and replay it: what comes next sees what it computes."""
+        lane = self._lane
         graph = capture.end()
         self.graphs.append(graph)
         if graph.num_operations:
@@ -205,10 +208,16 @@ class SegmentRecorder:
             end.synchronize()
             us = start.elapsed_us(end)
             self.parts.append(GraphPart(graph, None, None, graph.num_operations, us))
-        return capture
 
-    def _call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
-        capture = self._end()
+    def _call(
+        self,
+        capture: SegmentedCapture,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        line: str,
+    ) -> Any:
+        self._end(capture)
         dims = self._dims[self._num_calls] if self._num_calls < len(self._dims) else None
         self._num_calls += 1
         if dims is not None and dims.line != line:

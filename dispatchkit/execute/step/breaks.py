@@ -113,11 +113,13 @@ def eager_region(fn: Any = None) -> Any:
 
     @functools.wraps(fn)
     def eager(*args: Any, **kwargs: Any) -> Any:
-        breaker = _breaker()
-        if breaker is not None:
-            return breaker.call(fn, args, kwargs, line_of_call())
-        with _EagerBlock():
+        if torch.compiler.is_compiling():  # a tracer notes where it begins and ends
+            with _EagerBlock():
+                return fn(*args, **kwargs)
+        breaker = _current.breaker
+        if breaker is None:
             return fn(*args, **kwargs)
+        return breaker.call(fn, args, kwargs, line_of_call())
 
     eager.is_eager_region = True  # type: ignore[attr-defined]  # for is_eager_region
     return eager
