@@ -367,7 +367,7 @@ class Controls:
     def _pads_draws(self, key: GraphKey | None, num_tokens: int) -> bool:
         """Return whether a step would be padded in a graph that draws random numbers."""
         captured = None if key is None else self._first.lifecycle.live().get(key)
-        return captured is not None and captured.draws and num_tokens < captured.key.num_tokens
+        return captured is not None and captured.pads_draws(num_tokens)
 
     # -- launches -----------------------------------------------------------------------
 

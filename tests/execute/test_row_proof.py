@@ -63,6 +63,18 @@ DEPENDENT = {
     "divided by rows": lambda x: x / x.shape[0],
     "positions": lambda x: x * torch.linspace(0, 1, x.shape[0])[:, None],
     "positions from the end": lambda x: (x, x.shape[0] - torch.arange(x.shape[0])),
+    "what is below 0": lambda x: x - torch.relu(-x).mean(0),
+    "what is above 1": lambda x: x - (x > 1).float().mean(0),
+    "what is far above 1": lambda x: x - torch.relu(x - 50).clamp(max=1e-3).mean(0),
+    "rows below 0": lambda x: torch.where(x < 0, x - 1e-3 * x.mean(0), x),
+    "rows above 1": lambda x: torch.where(x > 1, x - 1e-3 * x.mean(0), x),
+    "the largest": lambda x: x - 1e-3 * x.amax(0),
+    "the smallest": lambda x: x - 1e-3 * x.amin(0),
+    "the one nearest to 0": lambda x: x + x.abs().amin(0),
+    "where the largest is": lambda x: (x, x.argmax(0)),
+    "middle": lambda x: x - 1e-3 * x.median(0).values,
+    "logarithms": lambda x: x - 1e-3 * (x.abs() + 1).log().mean(0),
+    "square roots": lambda x: x - 1e-3 * x.clamp(min=0).sqrt().mean(0),
     "among rows of one output": lambda x: (x * 2, x.var(0, correction=0)),
 }
 #: Outputs with other rows than the batch.
@@ -88,6 +100,10 @@ INDEPENDENT = {
     "positions": lambda x: x + torch.arange(x.shape[0])[:, None],
     "logarithm": lambda x: x.abs().log(),
     "as an index": lambda x: TABLE[x.long().clamp(0, 9)],
+    "square root": lambda x: x.sqrt(),
+    "exponential": lambda x: x.exp(),
+    "normalised": lambda x: nn.functional.layer_norm(x, (WIDTH,)),
+    "largest of each": lambda x: x.amax(1),
     "two first rows": lambda x: x[:2] * 2,
 }
 
@@ -193,6 +209,15 @@ def test_every_type_of_numbers(dtype):
         assert runner.stats().eager_by_reason == reasons
 
 
+def test_both_parts_of_complex_numbers_are_noise():
+    given = {"x": StaticInput((None, WIDTH), torch.complex64)}
+    step = lambda x: x.real - 1e-3 * x.imag.mean(0)  # noqa: E731
+    runner = make(step, given, sizes=(8,))
+    runner.capture()
+    with pytest.warns(EagerStepWarning, match="rows_depend"):
+        run(runner, step, lambda n: (torch.randn(n, WIDTH, dtype=torch.complex64),), (3,))
+
+
 # -- integers and flags -----------------------------------------------------------------------
 
 
@@ -223,6 +248,54 @@ def test_a_mask_of_which_fill_is_false_makes_padding_harmless():
     runner.capture()
     given = lambda n: (*floats(n), torch.arange(n) % 3 != 1)  # noqa: E731
     assert run(runner, masked_mean, given) == (7, {})
+
+
+@pytest.mark.parametrize("part", [torch.exp, torch.sqrt, lambda x: 1 / x.relu()])
+def test_what_is_not_finite_behind_a_batch_is_no_dependence(part):
+    """Rows that a mask hides by a factor of 0 may not overflow, as rows of fill do not."""
+
+    def step(x, mask):
+        weight = mask[:, None].float()
+        return x - (part(x) * weight).sum(0) / weight.sum(0)
+
+    inputs = {"x": StaticInput((None, WIDTH), "float32", fill=1.0)}
+    inputs["mask"] = StaticInput((None,), "bool")
+    runner = make(step, inputs)
+    runner.capture()
+    given = lambda n: (torch.rand(n, WIDTH), torch.arange(n) % 3 != 1)  # noqa: E731
+    assert run(runner, step, given) == (7, {})
+
+
+@pytest.mark.parametrize("part", [torch.log, torch.sqrt, torch.asin, torch.exp])
+def test_dependence_is_found_where_numbers_are_limited(part):
+    """Of logarithms of numbers below 0 nothing would show."""
+    step = lambda x: x - 1e-3 * part(x).mean(0)  # noqa: E731
+    runner = make(step, {"x": StaticInput((None, WIDTH), "float32", fill=0.5)}, sizes=(8,))
+    runner.capture()
+    with pytest.warns(EagerStepWarning, match="rows_depend"):
+        assert run(runner, step, lambda n: (torch.rand(n, WIDTH),), (3, 8))[0] == 1
+
+
+@pytest.mark.filterwarnings("ignore::dispatchkit.execute.PaddedDrawsWarning")
+@pytest.mark.parametrize(
+    "part",
+    [
+        torch.bernoulli,
+        lambda x: nn.functional.binary_cross_entropy(x, x, reduction="none"),
+        lambda x: TABLE[(x * 9).long()].sum(-1),
+        lambda x: TABLE[(x * 9).to(torch.int32)].sum(-1),
+    ],
+    ids=["drawn", "entropy", "index", "short index"],
+)
+def test_noise_stays_within_what_a_step_may_be_given(part):
+    """On a device an index that is none ends the process; here it would prove nothing."""
+    runner = make(part)
+    runner.capture()
+    assert run(runner, part, lambda n: (torch.ones(n, WIDTH),)) == (7, {})
+    mixing = make(lambda x: x - 1e-3 * part(x).mean(0), sizes=(8,))
+    mixing.capture()
+    with pytest.warns(EagerStepWarning, match="rows_depend"):
+        mixing(torch.rand(3, WIDTH))
 
 
 def test_slots_of_a_cache_are_left_as_they_were():
@@ -275,6 +348,23 @@ def test_state_generators_and_python_are_as_before():
     assert total == 0
     assert torch.equal(module.running_mean, torch.zeros(WIDTH))
     assert set(seen) <= {4, 8}, "a cache is kept for what was captured"
+
+
+def test_draws_of_a_fixed_size_are_those_of_eager():
+    """Nothing is drawn for rows of padding: no warning, which would be an error here."""
+    step = lambda x: x + torch.rand(WIDTH)  # noqa: E731
+    runner = make(step)
+    runner.capture()
+    lazy = make(step, lazy=True)
+    for one in (runner, lazy):
+        for _ in range(2):
+            torch.rand(5)  # captures of a lazy runner begin elsewhere
+            torch.manual_seed(3)
+            got = [one(torch.ones(rows, WIDTH)) for rows in (3, 8, 5, 1)]
+            torch.manual_seed(3)
+            want = [step(torch.ones(rows, WIDTH)) for rows in (3, 8, 5, 1)]
+            torch.testing.assert_close(got, want)
+        assert not one.explain(3).note
 
 
 @pytest.mark.filterwarnings("ignore::dispatchkit.execute.PaddedDrawsWarning")

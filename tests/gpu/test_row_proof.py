@@ -26,6 +26,10 @@ DEPENDENT = {
     "sorted": lambda x: x.sort(0).values,
     "attention": lambda x: torch.softmax(x @ x.T, -1) @ x,
     "scaled": lambda x: x / x.abs().amax(),
+    "what is below 0": lambda x: x - torch.relu(-x).mean(0),
+    "what is far above 1": lambda x: x - torch.relu(x - 50).clamp(max=1e-2).mean(0),
+    "the largest": lambda x: x - 1e-3 * x.amax(0),
+    "the smallest": lambda x: x - 1e-3 * x.amin(0),
     "sum alone": lambda x: x.sum(0),
     "divided by rows": lambda x: x / x.shape[0],
     "positions": lambda x: x * torch.linspace(0, 1, x.shape[0], device=x.device)[:, None],
@@ -93,6 +97,31 @@ def test_an_encoder_is_proven(dtype):
         with torch.no_grad():
             same(runner(x), step(x), 1e-2 if dtype is torch.float32 else 1e-1)
     assert runner.stats().eager_by_reason == {}
+
+
+@pytest.mark.filterwarnings("ignore::dispatchkit.execute.PaddedDrawsWarning")
+def test_noise_stays_within_what_a_step_may_be_given():
+    """An index that is none, or a probability above 1, would end the process."""
+    table = torch.arange(10.0, device=DEVICE)
+    for part in (torch.bernoulli, lambda x: table[(x * 9).long()]):
+        runner = make(part)
+        for rows in ROWS:
+            runner(torch.rand(rows, WIDTH, device=DEVICE))
+        assert runner.stats().eager_by_reason == {}
+    torch.cuda.synchronize()
+
+
+def test_draws_of_a_fixed_size_are_those_of_eager():
+    """Nothing is drawn for rows of padding: no warning, which would be an error here."""
+
+    def step(x):
+        return x + torch.rand(WIDTH, device=DEVICE)
+
+    runner = make(step)
+    torch.cuda.manual_seed(3)
+    got = [runner(torch.ones(rows, WIDTH, device=DEVICE)) for rows in ROWS]
+    torch.cuda.manual_seed(3)
+    same(got, [step(torch.ones(rows, WIDTH, device=DEVICE)) for rows in ROWS])
 
 
 def test_sums_by_atomics_are_no_difference():

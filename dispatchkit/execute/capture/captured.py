@@ -35,6 +35,7 @@ class RowProof:
         min_rows: Fewest rows of a batch that may replay.
         open_calls: How many padded calls may still be looked at, since integer inputs held
             nothing but fill so far.
+        draws_alike: It draws as many random numbers for fewer rows.
         coupling: In words how rows depend on each other, or what else keeps the graph from serving
             a part of a batch; empty where nothing was seen.
         open_parts: How many parts of split batches may still be looked at, likewise.
@@ -44,6 +45,7 @@ class RowProof:
     finding: str = ""
     min_rows: int = 1
     open_calls: int = 0
+    draws_alike: bool = False
     coupling: str = ""
     open_parts: int = 0
 
@@ -324,6 +326,10 @@ class CapturedKey:
             for one, is_result in leaves
         )
         return self.refusal(num_tokens) or ("" if is_joined else Reason.OUTPUTS_NOT_JOINED)
+
+    def pads_draws(self, num_tokens: int) -> bool:
+        """Return whether random numbers are drawn for rows of padding behind a batch."""
+        return self.draws and num_tokens < self.key.num_tokens and not self.rows.draws_alike
 
     def launch(self, num_rows: int) -> Sequence[Any]:
         """Queue it on the current stream; return the padded outputs.

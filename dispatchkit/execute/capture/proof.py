@@ -12,10 +12,15 @@ replay shows, such as ``x / x.shape[0]``: that number is part of the graph. Of t
 others are behind, and they fill no block of two or four. What eager computes of them serves all
 sizes, so that a graph costs two replays.
 
-Noise lies in 0..1, so that what is a logarithm, a probability or an index of 0 stays one. Integers
-and flags are not made up, since a random slot would overwrite somebody's row: they are fill, and
-graphs are proven once more by the integers of a padded call, the one that a capture is for or the
-first that brings others than fill.
+Noise has both signs, and rows behind the first three are much larger or smaller than they are: a
+step may look at what is below 0, at what is above 1, or at the largest row alone. It lies in 0..1
+where other numbers could not be computed with: where an operation of the warmup makes integers of
+fractions (an index of 0 stays one), draws by probabilities, asserts or is no operation of torch,
+and where eager's results, or a replay's, are then not finite (a logarithm, an overflow).
+
+Integers and flags are not made up, since a random slot would overwrite somebody's row: they are
+fill, and graphs are proven once more by the integers of a padded call, the one that a capture is
+for or the first that brings others than fill.
 
 Where rows are declared to be independent, further replays of a full batch prove it: half of the
 rows, and then the other half, are replaced, and those that were not must stay as they were bit for
@@ -58,8 +63,12 @@ _ROUNDINGS: Final = 16
 _FLOOR: Final = 1e-5
 #: A replay that differs from itself (atomics) may differ this many times as much with other rows.
 _SPREAD: Final = 16
-#: Of the rows of noise, in turn; what is behind some of them is larger.
+#: Of the rows of noise in 0..1, in turn.
 _MAGNITUDES: Final = (0.05, 0.2, 0.5)
+#: Of the rows of other noise, in turn; below 0: of both signs. Every fourth is near the one before.
+_FREE_MAGNITUDES: Final = (0.05, -1.0, 3.0, 1.0, -100.0, 1e-3, -1.0, 1.0)
+#: Which of these is far from all others.
+_FAR: Final = 4
 #: Of the noise that takes the place of other noise: seeds, and how far below 1 it reaches.
 _OTHER_SEED: Final = 1000
 _NEAR_ONE: Final = 0.1
@@ -85,10 +94,13 @@ class RowProver:
         # What eager computes of noise, None where it raises: the first rows of it are the same for
         # all sizes.
         self._references: dict[tuple[Family, int], _Outputs | None] = {}
+        # Families of which noise must lie in 0..1.
+        self._bounded: set[Family] = set()
 
     def forget(self) -> None:
         """Run eager anew: the step reads something else from now on."""
         self._references.clear()
+        self._bounded.clear()
 
     def learn(self, key: GraphKey, snapshot: Snapshot, sizes: Iterable[int]) -> None:
         """Find out what eager computes of noise, as far as keys like this one have not shown it.
@@ -102,17 +114,33 @@ class RowProver:
         if len(self._known(key, counts)) == min(len(counts), len(_EAGER_ROWS)):
             return
         self._lane.buffers_of(key).reset()
-        rows = _Rows(self._lane, key)
+        rows = _Rows(self._lane, key, is_free=self._is_free(key))
         try:
-            found = 0
+            found: list[_Outputs] = []
             for count in counts:
-                found += self._reference(key, rows, snapshot, count) is not None
-                if found == len(_EAGER_ROWS):
+                outputs = self._reference(key, rows, snapshot, count)
+                found += [] if outputs is None else [outputs]
+                if len(found) == len(_EAGER_ROWS):
                     break
+            is_usable = bool(found) and all(one.is_finite() for one in found)
         finally:
             rows.end()
             self._lane.buffers_of(key).reset()
             self._lane.set_rows(key.num_tokens)
+        if rows.is_free and not is_usable:
+            self._bound(key)
+            self.learn(key, snapshot, sizes)
+
+    def _is_free(self, key: GraphKey) -> bool:
+        """Return whether noise may be below 0 and above 1."""
+        return self._warmups.takes_any_number(key) and family_of(key) not in self._bounded
+
+    def _bound(self, key: GraphKey) -> None:
+        """Have noise lie in 0..1 from now on, for keys like this one."""
+        family = family_of(key)
+        self._bounded.add(family)
+        for name in [name for name in self._references if name[0] == family]:
+            del self._references[name]
 
     def prove(self, captured: CapturedKey, snapshot: Snapshot, sizes: Iterable[int]) -> RowProof:
         """Return what padding does to a graph, on noise and fill.
@@ -135,11 +163,19 @@ class RowProver:
             return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].named(layout, last))
         # On rows of fill alone, all would write to the place that is nobody's, and read there.
         has_integers = not all(map(_has_fractions, self._lane.buffers_of(key).inputs))
+        draws_alike = False
         if not (has_integers and self._warmups.may_write_scratch()):
-            with self._trial(captured, snapshot) as trial:
-                if found := self._find(trial, key.descriptor.query_len or 1, fitting):
-                    return RowProof(Reason.ROWS_DEPEND, found)
+            with self._trial(captured, snapshot, is_free=self._is_free(key)) as trial:
+                found = self._find(trial, key.descriptor.query_len or 1, fitting)
+            if found and trial.has_overflown:
+                self._bound(key)
+                self.learn(key, snapshot, sizes)
+                return self.prove(captured, snapshot, sizes)
+            if found:
+                return RowProof(Reason.ROWS_DEPEND, found)
+            draws_alike = trial.draws_alike
         return RowProof(
+            draws_alike=draws_alike,
             min_rows=1 if len(fitting) == len(eager) else min(fitting),
             open_calls=_OPEN_CALLS if has_integers else 0,
         )
@@ -158,7 +194,8 @@ class RowProver:
         Raises:
             Exception: What a replay raised.
         """
-        with self._trial(captured, snapshot, sample) as trial:
+        is_free = self._is_free(captured.key)
+        with self._trial(captured, snapshot, sample, is_free=is_free) as trial:
             count = trial.rows.num_given
             if not trial.rows.is_varied or not known.min_rows <= count < captured.key.num_tokens:
                 return known
@@ -170,8 +207,13 @@ class RowProver:
             if not eager.fits(captured.layout, count):
                 found = eager.named(captured.layout, count)
                 return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
-            if found := self._find(trial, count, {count: eager}):
-                return RowProof(Reason.ROWS_DEPEND, found)
+            is_usable = not is_free or eager.is_finite()
+            found = self._find(trial, count, {count: eager}) if is_usable else ""
+        if not is_usable or (found and trial.has_overflown):
+            self._bound(captured.key)
+            return self.prove_by(captured, snapshot, known, sample)
+        if found:
+            return RowProof(Reason.ROWS_DEPEND, found)
         return attrs.evolve(known, open_calls=0)
 
     def prove_independent(
@@ -270,11 +312,16 @@ class RowProver:
 
     @contextmanager
     def _trial(
-        self, captured: CapturedKey, snapshot: Snapshot, sample: Sequence[Any] | None = None
+        self,
+        captured: CapturedKey,
+        snapshot: Snapshot,
+        sample: Sequence[Any] | None = None,
+        *,
+        is_free: bool = False,
     ) -> Iterator[_Trial]:
         # Where steps ran between the operators of the capture, rows of theirs may be left.
         self._lane.buffers_of(captured.key).reset()
-        rows = _Rows(self._lane, captured.key, sample)
+        rows = _Rows(self._lane, captured.key, sample, is_free=is_free)
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._keeps_outputs:
             leaves = (one for one in captured.leaves if isinstance(one, torch.Tensor))
@@ -291,17 +338,43 @@ class RowProver:
         noisy = trial.with_noise_behind(eager)
         most = next((count for count in eager if count > unit), unit)
         filled = trial.with_fill_behind(most)
+        trial.draws_alike = self._draws_alike(trial, eager)
         state = _state(self._warmups, trial.rows)
-        index = self._depends_on_tail(trial, most, noisy[most], filled)
+        behind = noisy[most]
+        index = self._depends_on_tail(trial, most, behind, filled)
+        if index is None and trial.put_far_behind(most):
+            behind = trial.with_noise_behind([most])[most]
+            index = self._depends_on_tail(trial, most, behind, filled)
         if index is not None:
+            trial.has_overflown = trial.rows.is_free and _has_overflown(behind, filled)
             return f"output {index} of {most} rows depends on what is behind those rows"
         if any(graph.has_random_state for graph in trial.captured.graphs):
             return ""  # it draws for rows of fill too, and so other numbers than eager
-        for count in eager:
+        for count, one in eager.items():
             found = self._differs(trial, count, noisy[count], state if count == most else {})
             if found:
+                wanted = trial.kept(one.leaves, count)
+                trial.has_overflown = trial.rows.is_free and _has_overflown(noisy[count], wanted)
                 return f"{found} is another for {count} rows by eager, whatever is behind them"
         return ""
+
+    def _draws_alike(self, trial: _Trial, eager: Mapping[int, _Outputs]) -> bool:
+        """Return whether a step draws as many random numbers for any number of rows.
+
+        Called after a replay: that moves generators as eager does for a full batch.
+        """
+        if not trial.captured.draws:
+            return True
+        key, rows, snapshot = trial.captured.key, trial.rows, trial.snapshot
+        after = snapshot.drawn()
+        for count, one in eager.items():
+            if one.drawn_from != snapshot.draws_from:  # it was drawn at another time
+                found = self._reference(key, rows, snapshot, count, anew=True)
+            else:
+                found = one
+            if found is None or found.drawn != after:
+                return False
+        return True
 
     def _depends_on_tail(
         self, trial: _Trial, count: int, noisy: list[Any], filled: list[Any]
@@ -339,7 +412,7 @@ class RowProver:
         found = None
         with suppress(Exception):  # as it would be raised for a caller
             outputs = self._warmups.run_at(key, count)
-            found = _Outputs.of(outputs, _state(self._warmups, rows))
+            found = _Outputs.of(outputs, _state(self._warmups, rows), snapshot)
         if not rows.is_varied:
             self._references[name] = found
         return found
@@ -385,19 +458,34 @@ class RowProver:
 
 @attrs.frozen(eq=False)
 class _Outputs:
-    """What eager computed, in copies."""
+    """What eager computed, in copies.
+
+    Attributes:
+        leaves: Its outputs, taken apart.
+        structure: How they make it up.
+        state: What was changed.
+        drawn_from: Where generators were before, and
+        drawn: where they were afterwards.
+    """
 
     leaves: list[Any]
     structure: Structure
     state: Mapping[str, torch.Tensor]
+    drawn_from: bytes
+    drawn: bytes
 
     @classmethod
-    def of(cls, outputs: Any, state: Mapping[str, torch.Tensor]) -> _Outputs:
+    def of(cls, outputs: Any, state: Mapping[str, torch.Tensor], snapshot: Snapshot) -> _Outputs:
         leaves, structure = flatten(outputs)
         copies = [
             leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
-        return cls(copies, structure, state)
+        return cls(copies, structure, state, snapshot.draws_from, snapshot.drawn())
+
+    def is_finite(self) -> bool:
+        """Return whether all numbers are."""
+        tensors = (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+        return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point())
 
     def fits(self, layout: OutputLayout, count: int) -> bool:
         """Return whether these are the outputs for a batch of so many rows."""
@@ -427,15 +515,27 @@ class _Rows:
         lane: Whose.
         key: What reads them.
         sample: Inputs of a call, of which integers and flags are taken.
+        is_free: Noise may be below 0 and above 1.
 
     Attributes:
+        is_free: As given.
+        far_from: The row that is far from all before it, where few rows hold noise.
         head: How many of the first rows are the same for all sizes.
         has_integers: There are inputs without fractions.
         is_varied: Those hold other values than fill, in the rows of the call.
         num_given: Rows of the call.
     """
 
-    def __init__(self, lane: Lane, key: GraphKey, sample: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        key: GraphKey,
+        sample: Sequence[Any] | None = None,
+        *,
+        is_free: bool,
+    ) -> None:
+        self.is_free = is_free
+        self.far_from: int | None = None
         buffers = self._buffers = lane.buffers_of(key)
         self._num_rows, self._held = key.num_tokens, 0
         self.head: int = max(_EAGER_ROWS) * (key.descriptor.query_len or 1)
@@ -475,7 +575,7 @@ class _Rows:
             buffers.staging.wait()
         for seed, (spec, place) in enumerate(self._places):
             if _has_fractions(spec):
-                _write_noise(place, spec.batch_dim, self.head, seed)
+                _write_noise(place, spec.batch_dim, seed, self)
             elif spec.batch_dim is None:
                 place.fill_(spec.fill_value)
         for spec, place, given in self._given:
@@ -526,7 +626,14 @@ class _Trial:
         lane: Where.
         rows: What its inputs hold.
         warmups: Knows what the step changes.
+
+    Attributes:
+        has_overflown: What was found is only that numbers are not finite where noise is behind.
+        draws_alike: It draws as many random numbers for any number of rows.
     """
+
+    has_overflown: bool
+    draws_alike: bool
 
     def __init__(
         self,
@@ -537,6 +644,7 @@ class _Trial:
         warmups: Warmups,
     ) -> None:
         self.captured, self.snapshot, self.rows = captured, snapshot, rows
+        self.has_overflown = self.draws_alike = False
         self._lane, self._warmups = lane, warmups
 
     def before(self, name: str) -> torch.Tensor | None:
@@ -551,6 +659,15 @@ class _Trial:
             leaves = self._replay(size, size)  # nothing tells the graph which rows are a batch
             return {count: self.kept(leaves, count) for count in counts}
         return {count: self.kept(self._replay(count, size), count) for count in counts}
+
+    def put_far_behind(self, count: int) -> bool:
+        """Put noise behind some rows that is far from theirs; return False if it was there."""
+        size, number = self.captured.key.num_tokens, len(_FREE_MAGNITUDES)
+        if not self.rows.is_free or any(row % number == _FAR for row in range(count, size)):
+            return False
+        self.rows.far_from = count
+        self.rows.forget()
+        return True
 
     def with_fill_behind(self, count: int) -> list[Any]:
         """Return the first rows of all outputs with fill behind them."""
@@ -676,30 +793,49 @@ def _has_fractions(spec: StaticInput) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
-def _write_noise(place: torch.Tensor, batch_dim: int | None, head: int, seed: int) -> None:
+def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Rows) -> None:
     """Fill an input with noise that draws from nobody's generator.
 
     Rows are of several magnitudes, so that no weight of an attention vanishes beside the largest.
     Every fourth is a little more than the one before, for what compares rows, or takes a maximum.
     """
+    is_free, head = how.is_free, how.head
     generator = torch.Generator(place.device).manual_seed(seed)
+    parts = (2,) if place.is_complex() else ()
 
     def noise(*shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=generator, device=place.device)
+        return torch.rand((*shape, *parts), generator=generator, device=place.device)
+
+    def write(target: torch.Tensor, made: torch.Tensor) -> None:
+        target.copy_(torch.view_as_complex(made) if parts else made)
 
     if batch_dim is None:
-        place.copy_(noise(*place.shape))
+        made = noise(*place.shape)
+        # One number alone may be a divisor, a temperature: it stays above 0.
+        write(place, 2 * made - 1 if is_free and place.numel() > 1 else made)
         return
     rows = place.movedim(batch_dim, 0)
     made = noise(head, *rows.shape[1:])[: len(rows)]
     if len(rows) > head:
         made = torch.cat((made, noise(len(rows) - head, *rows.shape[1:])))
-    magnitudes = torch.tensor(_MAGNITUDES, device=place.device)
-    scale = magnitudes[torch.arange(len(made), device=place.device) % len(_MAGNITUDES)]
-    made *= scale.view(-1, *[1] * (made.dim() - 1))
-    fourth = made[3::4]
-    fourth.mul_(0.1).add_(made[2::4][: len(fourth)])
-    rows.copy_(made)
+    magnitudes = torch.tensor(_FREE_MAGNITUDES if is_free else _MAGNITUDES, device=place.device)
+    kinds = torch.arange(len(made), device=place.device)
+    if how.far_from is not None:
+        kinds[how.far_from :] += _FAR - how.far_from
+    kinds %= len(magnitudes)
+    scale = magnitudes[kinds].view(-1, *[1] * (made.dim() - 1))
+    made = torch.where(scale < 0, (2 * made - 1) * scale, made * scale)
+    before = torch.roll(made, 1, 0)
+    write(rows, torch.where(kinds.view(scale.shape) % 4 == 3, 0.1 * made + before, made))
+
+
+def _has_overflown(noisy: list[Any], filled: list[Any]) -> bool:
+    """Return whether results differ by numbers that are not finite before noise alone."""
+    for _, one, other in _pairs(noisy, filled):
+        is_finite = _numbers(one).isfinite()
+        if bool((~is_finite & _numbers(other).isfinite()).any()):
+            return True
+    return False
 
 
 def _pairs(one: list[Any], other: list[Any]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

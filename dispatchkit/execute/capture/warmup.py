@@ -117,6 +117,7 @@ class Warmups:
         self._watched: set[tuple[Family, bool]] = set()
         self.needs_gradients: bool = False
         self._rounding: dict[Family, float] = {}
+        self._takes_any: dict[Family, bool] = {}
         self.effects: PythonEffects = PythonEffects(step.pieces, calls_eager=step.in_segments)
 
     @property
@@ -308,6 +309,7 @@ class Warmups:
             finally:
                 snapshot.draws = self._draws[family] = watch.draws
                 self._rounding[family] = watch.rounding()
+                self._takes_any[family] = watch.takes_any_number
             for tensor in watch.written:
                 self._written.add(tensor)
             self.effects.check_run()
@@ -365,6 +367,13 @@ class Warmups:
         0 where it computes no fractions; None where no warmup was watched.
         """
         return self._rounding.get(family_of(key))
+
+    def takes_any_number(self, key: GraphKey) -> bool:
+        """Return whether a key's step is known to bear any fractions as inputs.
+
+        On a device an index that is none, or a probability above 1, ends the process.
+        """
+        return self._takes_any.get(family_of(key), False)
 
     def run_plainly(self, key: GraphKey) -> Any:
         """Run the step once at the key's size, on what its static inputs hold."""

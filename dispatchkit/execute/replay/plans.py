@@ -310,7 +310,7 @@ class GraphPlan:
         """Find what is found once, and keep it; returns what brings the inputs in."""
         step = self.step
         self._choose_launch()
-        if step.draws and self.num_tokens < step.key.num_tokens:
+        if step.pads_draws(self.num_tokens):
             self.eager.warn_of_padded_draws(step.key, self.num_tokens)
         if step.leaves:
             self._leaves = cut(step.layout, step.leaves, self.num_tokens, self._row_values)

@@ -117,8 +117,8 @@ class PaddedDrawsWarning(RuntimeWarning):
 
 #: What padding means for a graph that draws random numbers.
 PADDED_DRAWS = (
-    "The step draws random numbers, for rows of padding too where it draws for rows: from the same "
-    "seed, later steps may draw other numbers than eager steps would."
+    "The step draws random numbers, for rows of padding too: from the same seed, later steps may "
+    "draw other numbers than eager steps would."
 )
 
 

@@ -186,6 +186,17 @@ class Snapshot:
         """The random generators whose states are saved."""
         return [one for one, _ in self._generators]
 
+    @property
+    def draws_from(self) -> bytes:
+        """Where the generators were; empty for a step that draws nothing."""
+        states = (state for _, state in self._generators if self.draws)
+        return b"".join(bytes(state.tolist()) for state in states)
+
+    def drawn(self) -> bytes:
+        """Return where the generators are now, in the form of ``draws_from``."""
+        states = (one.get_state() for one in self.generators if self.draws)
+        return b"".join(bytes(state.tolist()) for state in states)
+
     def save(self, storage: torch.UntypedStorage) -> None:
         """Copy a storage, unless it is saved already."""
         if storage._cdata not in self._saved:
@@ -245,6 +256,8 @@ class WriteWatch(DispatchMode):
         peak_bytes: Most bytes of tensors made in the run that were alive at one time.
         draws: An operation has drawn random numbers, by the state of the generators: attention
             may, and draws none without dropout.
+        takes_any_number: No operation was seen that might not bear other numbers than eager's:
+            that makes integers of fractions, draws by them, asserts, or is not torch's own.
     """
 
     def __init__(
@@ -261,6 +274,7 @@ class WriteWatch(DispatchMode):
         self.written: list[torch.Tensor] = []
         self.peak_bytes: int = 0
         self.draws: bool = False
+        self.takes_any_number: bool = True
         self._computed: set[torch.dtype] = set()
         self._calls = Calls(id(sys._getframe(1))) if dynamo_is_loaded() else None
         self._given = WeakStorages()
@@ -297,6 +311,8 @@ class WriteWatch(DispatchMode):
         if facts.returns_nothing:
             return None  # torch insists on it, also where the operation gives its list back
         self._computed.update(tensor.dtype for tensor in tensors_in((result,)))
+        if self.takes_any_number and (facts.is_choosy or _makes_integers(func, args, result)):
+            self.takes_any_number = False
         if facts.makes_new:
             given = () if facts.is_trusted else (*args, *kwargs.values())
             self._note_new(result, given)
@@ -387,6 +403,7 @@ class _Facts:
         makes_new: A result of it may be new memory.
         is_trusted: Results that are not marked as views are new memory for certain.
         may_draw: It may draw random numbers.
+        is_choosy: It may refuse numbers, or do harm with them that others do not.
     """
 
     writes: tuple[tuple[int, str], ...]
@@ -394,6 +411,31 @@ class _Facts:
     makes_new: bool
     is_trusted: bool
     may_draw: bool
+    is_choosy: bool
+
+
+# What asserts on a device that its numbers are in 0..1, or not below 0.
+_CHOOSY = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("bernoulli", "bernoulli_", "binomial", "multinomial", "poisson", "normal"),
+        *("_standard_gamma", "_sample_dirichlet", "_dirichlet_grad", "binary_cross_entropy"),
+        *("_assert_async", "_functional_assert_async", "_assert_scalar"),
+    )
+)
+
+
+def _makes_integers(func: Any, args: tuple[Any, ...], result: Any) -> bool:
+    """Return whether an operation makes integers of fractions, and not by comparing them."""
+    made = {one.dtype for one in tensors_in((result,))} - {torch.bool}
+    if not made or any(one.is_floating_point or one.is_complex for one in made):
+        return False
+    given = [one.dtype for one in tensors_in(args)]
+    is_conversion = func._schema.name in _CONVERSIONS
+    return is_conversion and any(one.is_floating_point or one.is_complex for one in given)
+
+
+_CONVERSIONS = frozenset(f"aten::{name}" for name in ("_to_copy", "to", "copy_", "copy", "type_as"))
 
 
 @PerOperation
@@ -412,6 +454,8 @@ def _facts_of(func: Any) -> _Facts:
         makes_new=any(one.alias_info is None for one in schema.returns),
         is_trusted=schema.name.startswith("aten::") and schema.name != "aten::_unsafe_view",
         may_draw=torch.Tag.nondeterministic_seeded in func.tags,
+        is_choosy=schema.name in _CHOOSY
+        or not schema.name.startswith(("aten::", "prims::", "prim::")),
     )
 
 
