@@ -15,11 +15,12 @@ from collections.abc import Sequence
 import attrs
 
 from dispatchkit import Batch, Decision, GraphKey, RuntimeMode
+from dispatchkit.dispatch import Part, named_graphs
 
 from dispatchkit_adaptive.arms import Arm, Line
 from dispatchkit_adaptive.ledger import DRIFT
 
-__all__ = ["ArmId", "Bucket", "Piece", "Stakes"]
+__all__ = ["ArmId", "Bucket", "Graphs", "Parts", "Piece", "Stakes"]
 
 
 @attrs.frozen(cache_hash=True)
@@ -60,17 +61,68 @@ class Piece:
         return f"eager up to {self.top} tokens{kind}{loras}"
 
 
-ArmId = GraphKey | Piece
+@attrs.frozen(cache_hash=True)
+class Parts:
+    """Several graphs that serve a batch together: all but the last are full.
+
+    Attributes:
+        keys: The graphs, in the order of their rows.
+    """
+
+    keys: tuple[GraphKey, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Parts | None:
+        """Return the graphs of a split batch; None where others than the last are padded."""
+        if not parts or any(part.num_tokens != part.key.num_tokens for part in parts[:-1]):
+            return None
+        return cls(tuple(part.key for part in parts))
+
+    @property
+    def mode(self) -> RuntimeMode:
+        """The mode of all of them."""
+        return self.keys[0].mode
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that they compute."""
+        return sum(key.num_tokens for key in self.keys)
+
+    def rows(self, num_tokens: int) -> list[Part]:
+        """Return the parts of a batch."""
+        *full, last = self.keys
+        rest = num_tokens - sum(key.num_tokens for key in full)
+        return [*(Part(key, key.num_tokens) for key in full), Part(last, rest)]
+
+    def __str__(self) -> str:
+        return named_graphs(self.keys)
+
+
+#: What takes the same time for every batch that it serves.
+Graphs = GraphKey | Parts
+ArmId = Graphs | Piece
+
+
+def graphs_of(decision: Decision) -> Graphs | None:
+    """Return the arm of a decision that replays; None for eager."""
+    return Parts.of(decision.parts) if decision.parts else decision.key
+
+
+def replay_of(ident: Graphs, num_tokens: int, reason: str) -> Decision:
+    """Return the decision for an arm that replays, to be measured."""
+    if isinstance(ident, Parts):
+        return Decision.split(ident.rows(num_tokens), reason, timed=True)
+    return Decision.replay(ident, reason, timed=True)
 
 
 def mode_of(ident: ArmId) -> RuntimeMode:
     """Return the mode that an arm runs in."""
-    return ident.mode if isinstance(ident, GraphKey) else RuntimeMode.NONE
+    return RuntimeMode.NONE if isinstance(ident, Piece) else ident.mode
 
 
 def size_of(ident: ArmId) -> int:
     """Return the most tokens of an arm."""
-    return ident.num_tokens if isinstance(ident, GraphKey) else ident.top
+    return ident.top if isinstance(ident, Piece) else ident.num_tokens
 
 
 def bands(low: int, top: int) -> list[tuple[int, int]]:
@@ -127,8 +179,8 @@ class Bucket:
     """Batches with the same arms, and what is chosen for them.
 
     Attributes:
-        base: What the base policy answers for them.
-        keys: Graphs that may serve them.
+        base: What the base policy answers for them; of a split one, for some of them.
+        keys: Graphs that may serve them, alone or in parts.
         piece: Their eager arm; None where eager is not allowed.
         top: Most tokens of any of them.
         key: The graph in use; None where there is none.
@@ -144,10 +196,10 @@ class Bucket:
     """
 
     base: Decision
-    keys: tuple[GraphKey, ...]
+    keys: tuple[Graphs, ...]
     piece: Piece | None
     top: int
-    key: GraphKey | None = attrs.field(init=False)
+    key: Graphs | None = attrs.field(init=False)
     limit: float = attrs.field(init=False)
     cells: dict[Batch, None] = attrs.field(factory=dict, repr=False)
     served: dict[Batch, None] = attrs.field(factory=dict, repr=False)
@@ -155,20 +207,26 @@ class Bucket:
     follow_ups: int = 0
     last_probe: int = 0
     unproven_us: float = 0.0
-    _answers: dict[ArmId | None, Decision] = attrs.field(factory=dict, repr=False)
+    # By arm, those of parts by the number of tokens too.
+    _answers: dict[tuple[ArmId | None, int], Decision] = attrs.field(factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
         self.to_base()
 
     def to_base(self) -> None:
         """Choose what the base policy chooses."""
-        self.key = self.base.key
-        self.limit = math.inf if self.base.key is None else -math.inf
+        self.key = self.base_key
+        self.limit = math.inf if self.base_key is None else -math.inf
+
+    @property
+    def base_key(self) -> Graphs | None:
+        """What the base policy replays; None where it runs eager."""
+        return graphs_of(self.base)
 
     @property
     def base_arm(self) -> ArmId | None:
         """The arm that the base policy chooses."""
-        return self.piece if self.base.key is None else self.base.key
+        return self.piece if self.base_key is None else self.base_key
 
     @property
     def arms(self) -> tuple[ArmId, ...]:
@@ -177,10 +235,10 @@ class Bucket:
 
     def is_detour(self, ident: ArmId) -> bool:
         """Tell whether an arm is a larger graph of the base's mode: hardly ever faster."""
-        key = self.base.key
+        key = self.base_key
         return (
             key is not None
-            and isinstance(ident, GraphKey)
+            and not isinstance(ident, Piece)
             and ident.mode is key.mode
             and ident.num_tokens > key.num_tokens
         )
@@ -199,9 +257,10 @@ class Bucket:
     def answer(self, num_tokens: int) -> Decision:
         """Return the decision for a number of tokens, to be measured."""
         arm = self.choice(num_tokens)
-        decision = self._answers.get(arm)
+        place = arm, num_tokens if isinstance(arm, Parts) else 0
+        decision = self._answers.get(place)
         if decision is None:
-            decision = self._answers[arm] = _answer(self, arm)
+            decision = self._answers[place] = _answer(self, arm, num_tokens)
         return decision
 
     def outdated(self, low: float, high: float) -> list[Batch]:
@@ -217,7 +276,7 @@ class Bucket:
         base = None if self.base_arm is None else known.get(self.base_arm)
         if base is None or stakes.account_us <= 0.0:
             self.to_base()
-        elif self.base.key is None:
+        elif self.base_key is None:
             self._leave_eager(known, stakes)
         else:
             self._leave_graph(known, stakes)
@@ -228,7 +287,7 @@ class Bucket:
     # -- the base replays a graph -------------------------------------------------------
 
     def _leave_graph(self, known: dict[ArmId, Arm], stakes: Stakes) -> None:
-        base_us = _level(known[self.base.key])  # type: ignore[index]
+        base_us = _level(known[self.base_key])  # type: ignore[index]
         self._choose_key(known, stakes, base_us)
         graph = None if self.key is None else known.get(self.key)
         eager = None if self.piece is None else known.get(self.piece)
@@ -254,13 +313,13 @@ class Bucket:
         if self.key not in known or _level(known[self.key]) > min(
             base_us, stakes.worst(base_us, slack=2.0)
         ):
-            self.key = self.base.key
+            self.key = self.base_key
         for key in self.keys:
             if key == self.key or key not in known or self.key is None:
                 continue
             now, other = known[self.key], known[key]
             us = _level(other)
-            covered = key == self.base.key or us <= stakes.worst(base_us)
+            covered = key == self.base_key or us <= stakes.worst(base_us)
             doubts = 2.5 if self.is_detour(key) else 1.0
             margin = doubts * _margin(stakes, now, other, key.num_tokens)
             if covered and us * (1.0 + margin) < _level(now):
@@ -316,19 +375,22 @@ def _comfort(stakes: Stakes, arm: Arm) -> float:
     return max(0.0, stakes.lead_us) / (stakes.horizon * max(_level(arm), 1e-9))
 
 
-def _answer(bucket: Bucket, arm: ArmId | None) -> Decision:
+def _answer(bucket: Bucket, arm: ArmId | None, num_tokens: int) -> Decision:
     """Return the decision for an arm of a bucket, to be measured."""
     base = bucket.base
     if arm is None or arm == bucket.base_arm:
-        return attrs.evolve(base, timed=True)
+        parts = tuple(arm.rows(num_tokens)) if isinstance(arm, Parts) else ()
+        return attrs.evolve(base, parts=parts, timed=True)
     # Where the base's graph has a bound on requests, beyond it the base answers otherwise.
     bound = base.max_num_reqs
-    if base.key is not None and base.key.descriptor.num_reqs is not None:
+    if base.key is not None and not base.parts and base.key.descriptor.num_reqs is not None:
         bound = min(bound, base.key.descriptor.num_reqs)
     if isinstance(arm, Piece):
         decision = Decision.eager("eager_is_faster", timed=True)
+    elif isinstance(arm, Parts):
+        decision = replay_of(arm, num_tokens, "parts_are_faster")
     else:
-        decision = Decision.replay(arm, "graph_is_faster", timed=True)
+        decision = replay_of(arm, num_tokens, "graph_is_faster")
     return attrs.evolve(decision, max_num_reqs=bound)
 
 

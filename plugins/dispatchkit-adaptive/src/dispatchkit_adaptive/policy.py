@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import attrs
+
 from dispatchkit import (
     Batch,
     CellUpdate,
@@ -24,7 +26,7 @@ from dispatchkit import (
     Policy,
     RuntimeMode,
 )
-from dispatchkit.dispatch import CalibrationRun
+from dispatchkit.dispatch import CalibrationRun, greedy_parts
 from dispatchkit.errors import ConfigError
 from dispatchkit.files import real_target
 from dispatchkit.keys import check_count
@@ -34,12 +36,16 @@ from dispatchkit_adaptive.arms import OUTLIER, Arm
 from dispatchkit_adaptive.buckets import (
     ArmId,
     Bucket,
+    Graphs,
+    Parts,
     Piece,
     Stakes,
     allows_eager,
     band_of,
     bands,
+    graphs_of,
     mode_of,
+    replay_of,
     size_of,
 )
 from dispatchkit_adaptive.ledger import DRIFT, Ledger
@@ -73,6 +79,8 @@ _WORTH_SAVING = 8.0
 _JUST_CHANGED = 5
 _CALIBRATION_RUNS, _CALIBRATION_ROUNDS = 8, 3
 _REGIME_WINDOW, _REGIME_MAJORITY = 16, 12
+# Parts are tried in place of one graph where they compute at most this share of its tokens.
+_WORTH_SPLITTING = 0.75
 # What an arm that was never measured is taken to cost, in times of the one in use.
 _UNKNOWN_COST = 3.0
 # The share of the promise that is planned with; the rest is for what is known wrongly.
@@ -197,25 +205,36 @@ class AdaptivePolicy:
 
     def _bucket(self, batch: Batch, graphs: GraphView, base: Decision) -> Bucket | None:
         """Return the bucket of a batch, None where there is nothing to choose."""
-        keys: dict[GraphKey, None] = {}
-        top = 0
+        keys: dict[Graphs, None] = {}
+        top = most = 0
         for mode in (RuntimeMode.FULL, RuntimeMode.PIECEWISE):
             if not batch.allows(mode):
                 continue
             smallest = next(graphs.covering(batch, mode), None)
             if smallest is not None:
                 top = min(top or smallest.num_tokens, smallest.num_tokens)
-            ready = filter(graphs.is_ready, graphs.covering(batch, mode))
-            keys.update(dict.fromkeys(islice(ready, self.max_sizes)))
-        if base.key is not None:
-            keys[base.key] = None
+            ready = [*islice(filter(graphs.is_ready, graphs.covering(batch, mode)), self.max_sizes)]
+            keys.update(dict.fromkeys(ready))
+            parts = Parts.of(greedy_parts(batch, graphs, mode))
+            if parts is not None and (
+                not ready or parts.num_tokens <= _WORTH_SPLITTING * ready[0].num_tokens
+            ):
+                keys[parts] = None
+                most = max(most, parts.num_tokens)
+        own = graphs_of(base)
+        if own is not None:
+            keys[own] = None
+        top = top or most  # where no graph alone is large enough, parts are
         where = Piece.of(batch, band_of(batch.num_tokens, top, graphs.config.sizes))
         piece = where if allows_eager(batch) else None
         old = self._of_cell.get(batch)
-        if len(keys) + (piece is not None) < 2 or (base.key is None and piece is None):
+        # What splits in a way of its own has no arm.
+        has_arm = piece is not None if base.key is None else own is not None
+        if len(keys) + (piece is not None) < 2 or not has_arm:
             bucket = None
         else:
-            ident = (batch.allowed, base, tuple(keys), where)
+            kind = attrs.evolve(base, parts=()) if base.parts else base
+            ident = (batch.allowed, kind, own, tuple(keys), where)
             bucket = self._buckets.get(ident)
             if bucket is None:
                 bucket = self._buckets[ident] = Bucket(base, tuple(keys), piece, where.top)
@@ -239,7 +258,9 @@ class AdaptivePolicy:
             bucket.waiting.pop(outcome.batch, None)
         if not outcome.completed or us is None or not math.isfinite(us) or us <= 0.0:
             return []
-        ran = outcome.decision.key or (None if bucket is None else bucket.piece)
+        ran: ArmId | None = graphs_of(outcome.decision)
+        if outcome.decision.key is None:
+            ran = None if bucket is None else bucket.piece
         if ran is None:
             return []
         if self._put_off(bucket, outcome, ran, us):
@@ -713,10 +734,10 @@ class AdaptivePolicy:
 
     def _send(self, bucket: Bucket, batch: Batch, ident: ArmId | None) -> list[CellUpdate]:
         bucket.waiting[batch] = self._outcomes
-        if isinstance(ident, GraphKey):
-            decision = Decision.replay(ident, PROBE, timed=True)
-        else:
+        if ident is None or isinstance(ident, Piece):
             decision = Decision.eager(PROBE, timed=True)
+        else:
+            decision = replay_of(ident, batch.num_tokens, PROBE)
         return [CellUpdate(batch, decision, one_shot=True)]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import attrs
 
-from dispatchkit import Batch, GraphKey
+from dispatchkit import Batch
 
 from dispatchkit_adaptive.arms import Arm
-from dispatchkit_adaptive.buckets import ArmId, Bucket
+from dispatchkit_adaptive.buckets import ArmId, Bucket, Piece
 
 __all__ = ["ArmReport", "BucketReport", "describe"]
 
@@ -94,7 +94,7 @@ def describe(bucket: Bucket, known: dict[ArmId, Arm], step: int) -> BucketReport
         us = None if arm is None else arm.expect(at)
         arms.append(
             ArmReport(
-                arm=str(ident) if isinstance(ident, GraphKey) else "eager",
+                arm="eager" if isinstance(ident, Piece) else str(ident),
                 samples=0 if arm is None else len(arm.samples),
                 median_us=us,
                 error=1.0 if arm is None else arm.error(at),

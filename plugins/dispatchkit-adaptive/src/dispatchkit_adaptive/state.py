@@ -13,7 +13,7 @@ from dispatchkit.errors import DispatchkitError, shortened
 from dispatchkit.files import write_whole
 
 from dispatchkit_adaptive.arms import Arm
-from dispatchkit_adaptive.buckets import ArmId, Piece
+from dispatchkit_adaptive.buckets import ArmId, Parts, Piece
 
 __all__ = ["StateError", "device_fingerprint", "read_state", "write_state"]
 
@@ -113,6 +113,8 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def _facts(ident: ArmId) -> dict[str, Any]:
+    if isinstance(ident, Parts):
+        return {"parts": [_facts(key) for key in ident.keys]}
     own = ident if isinstance(ident, Piece) else ident.descriptor
     facts = {
         "uniform": own.uniform,
@@ -134,6 +136,25 @@ def _facts(ident: ArmId) -> dict[str, Any]:
 def _read_arm(
     item: Mapping[str, Any], history_size: int
 ) -> tuple[tuple[tuple[str, bool], ArmId], Arm]:
+    parts = item.get("parts")
+    ident: ArmId = _read_ident(item) if parts is None else Parts(tuple(map(_read_key, parts)))
+    arm = Arm(history_size, over_tokens=isinstance(ident, Piece))
+    for num_tokens, us in item["samples"]:
+        # Of any type and size before this; lines are fitted with squares of both.
+        if not (_is_number(num_tokens, 1) and _is_number(us, 1e-6)):
+            raise ValueError(f"sample {num_tokens!r}, {us!r}")
+        arm.add(num_tokens, us, watch=False)
+    return ((str(item["clock"]), bool(item["queued"])), ident), arm
+
+
+def _read_key(item: Mapping[str, Any]) -> GraphKey:
+    ident = _read_ident(item)
+    if isinstance(ident, Piece):
+        raise TypeError("a part that runs eager")
+    return ident
+
+
+def _read_ident(item: Mapping[str, Any]) -> GraphKey | Piece:
     mode = RuntimeMode.parse(item["mode"])
     shared = {
         "uniform": item["uniform"],
@@ -142,15 +163,6 @@ def _read_arm(
         "num_active_loras": item["num_active_loras"],
         "axes": tuple(item["axes"]),
     }
-    ident: ArmId
     if mode is RuntimeMode.NONE:
-        ident = Piece(top=item["num_tokens"], **shared)
-    else:
-        ident = GraphKey(mode, BatchDescriptor(item["num_tokens"], item["num_reqs"], **shared))
-    arm = Arm(history_size, over_tokens=mode is RuntimeMode.NONE)
-    for num_tokens, us in item["samples"]:
-        # Of any type and size before this; lines are fitted with squares of both.
-        if not (_is_number(num_tokens, 1) and _is_number(us, 1e-6)):
-            raise ValueError(f"sample {num_tokens!r}, {us!r}")
-        arm.add(num_tokens, us, watch=False)
-    return ((str(item["clock"]), bool(item["queued"])), ident), arm
+        return Piece(top=item["num_tokens"], **shared)
+    return GraphKey(mode, BatchDescriptor(item["num_tokens"], item["num_reqs"], **shared))
