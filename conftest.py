@@ -26,7 +26,7 @@ if "torch" in sys.modules:
 # No deadlines: a test fails for a wrong answer, never for a busy machine.
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=20, **_common)
-settings.register_profile("ci", max_examples=40, derandomize=True, **_common)
+settings.register_profile("ci", max_examples=15, derandomize=True, **_common)
 settings.register_profile("nightly", max_examples=10_000, print_blob=True, **_common)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
@@ -61,6 +61,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if whole and f"not {whole[1]}" in asked:
         return True
     return True if any(f"mark.{mark}" not in text for mark in asked & {"slow", "gpu"}) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases slow of a test that is ``slow_except`` some; each of these must exist."""
+    named, found = set(), set()
+    for item in items:
+        mark = item.get_closest_marker("slow_except")
+        if mark is not None:
+            test, _, case = item.nodeid.removesuffix("]").partition("[")
+            named |= {(test, each) for each in mark.args}
+            found.add((test, case))
+            if case not in mark.args:
+                item.add_marker("slow")
+    if named - found and not any("::" in path for path in config.args):
+        raise pytest.UsageError(f"slow_except names cases that are not: {sorted(named - found)}")
 
 
 def pytest_collection_finish() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
@@ -88,7 +88,6 @@ def test_replays_of_random_programs_equal_eager(names, mode):
             other.replay()
 
 
-@settings(max_examples=30)
 @given(names=programs, fails_at=st.integers(0, 10))
 def test_random_programs_that_fail_change_nothing(names, fails_at):
     backend = TapeBackend()

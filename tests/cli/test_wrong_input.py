@@ -87,7 +87,7 @@ cases = st.tuples(before, st.sampled_from(COMMANDS), st.lists(words, max_size=4)
 checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@settings(max_examples=50, suppress_health_check=checks)
+@settings(max_examples=20, suppress_health_check=checks)
 @given(cases)
 def test_wrong_lines_and_configurations_give_messages(case: Any) -> None:
     """A quick look; the next one is thorough."""
@@ -95,7 +95,7 @@ def test_wrong_lines_and_configurations_give_messages(case: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=500, suppress_health_check=checks)
+@settings(max_examples=200, suppress_health_check=checks)
 @given(cases)
 def test_five_hundred_wrong_lines_and_configurations_give_messages(case: Any) -> None:
     """None of them ends in a traceback, and none leaves part of a file."""

@@ -151,6 +151,7 @@ def test_a_wrong_cache_is_found_though_every_step_is_right(
     assert "NOT" in report.meaning()[0]
 
 
+@pytest.mark.slow
 def test_a_result_that_is_not_a_number_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

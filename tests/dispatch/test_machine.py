@@ -14,5 +14,5 @@ class SmallestMachine(DispatcherMachine):
 
 TestDispatcher = SmallestMachine.TestCase
 TestDispatcher.settings = settings(
-    max_examples=max(10, settings.default.max_examples // 4), stateful_step_count=30, deadline=None
+    max_examples=max(5, settings.default.max_examples // 4), stateful_step_count=30, deadline=None
 )

@@ -50,6 +50,7 @@ def call_of(rows, length, seed=0):
     return {"x": x, "bias": torch.randn(rows, generator=generator)}
 
 
+@pytest.mark.slow_except("1-view")
 @pytest.mark.parametrize("outputs", ["owned", "view"])
 @pytest.mark.parametrize("check", [0, 1])
 def test_any_value_gives_what_eager_gives(make_runner, outputs, check):

@@ -177,6 +177,7 @@ def test_pieces_stay_apart_for_they_may_call_another_runner(make):
     assert runner.lanes[0].lane.group is not inner.lanes[0].lane.group
 
 
+@pytest.mark.slow_except("0")
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_on_different_streams_wait_for_each_other(seed):
     """The pool is one: a step that began before another's end would spoil it."""

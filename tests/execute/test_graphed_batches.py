@@ -23,6 +23,7 @@ def assert_close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow_except("False-True-GRU", "True-False-LSTM")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("with_state", [True, False])

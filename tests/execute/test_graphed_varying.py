@@ -49,6 +49,7 @@ def steps(run):
     return modes.get("FULL", 0), modes["NONE"]
 
 
+@pytest.mark.slow_except("additive_attention-dtype3-True", "hidden_mean-dtype2-False")
 @pytest.mark.parametrize(
     ("step", "dtype", "shown"),
     [
@@ -69,6 +70,7 @@ def test_masked_calls_are_padded_along_their_length(step, dtype, shown):
     assert any("float32[n, dim_1, 4]" in words for words in run.graphed.stats().runners)
 
 
+@pytest.mark.slow_except("mean", "flip")
 @pytest.mark.parametrize(
     "step",
     [

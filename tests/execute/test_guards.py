@@ -116,6 +116,9 @@ forms = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow_except(
+    "as_module", "as_method_of_an_engine", "as_decorated_method", "as_closure_over_an_engine"
+)
 @forms
 def test_switching_to_training_and_back(make_runner, quiet, form):
     """A graph made under the other flag is not replayed; back again, it is."""
@@ -129,6 +132,12 @@ def test_switching_to_training_and_back(make_runner, quiet, form):
     assert runner.stats().eager_by_reason == {"training_mode": 1}
 
 
+@pytest.mark.slow_except(
+    "double-as_module",
+    "double-as_method_of_an_engine",
+    "half-as_closure_over_an_engine",
+    "half-as_pieces",
+)
 @forms
 @pytest.mark.parametrize("move", [torch.nn.Module.double, torch.nn.Module.half])
 def test_module_of_another_type_is_not_replayed(make_runner, quiet, form, move):

@@ -94,6 +94,14 @@ def batch(rows, seed):
     return torch.randn(rows, 2, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow_except(
+    "owned-inside-outside-Scratch",
+    "owned-outside-inside-Cache",
+    "view-inside-outside-Model",
+    "view-outside-inside-Closure",
+    "owned-inside-inside-Model",
+    "view-outside-inside-Cache",
+)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("captured", MODES)
 @pytest.mark.parametrize("served", MODES)

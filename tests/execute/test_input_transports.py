@@ -15,13 +15,9 @@ from dispatchkit.testing.input_transport_tests import WAYS
 FAST = (
     "copied, of one type",
     "staged, with device inputs",
-    "staged, into pieces",
-    "by a node",
     "by a node, all, with others",
     "by a node, staged",
-    "by a node or staged, with device inputs",
     "moved by torch",
-    "moved from elsewhere",
 )
 
 

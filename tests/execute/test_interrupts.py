@@ -88,6 +88,7 @@ CAPTURES = {
 }
 
 
+@pytest.mark.slow_except("7-lazily", "7-with state")
 @pytest.mark.parametrize("way", CAPTURES)
 @pytest.mark.parametrize("number", [7, pytest.param(300, marks=pytest.mark.slow)])
 def test_no_interrupt_of_a_capture_stops_others_for_good(way, number):

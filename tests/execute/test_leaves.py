@@ -80,6 +80,18 @@ VALUES = {
 }
 
 
+@pytest.mark.slow_except(
+    "text",
+    "dtype",
+    "set",
+    "numpy array",
+    "named tuple",
+    "rows",
+    "size",
+    "half of the rows",
+    "text of the rows",
+    "record without tensors",
+)
 @pytest.mark.parametrize("name", VALUES)
 def test_values_beside_tensors_are_those_of_the_call(name):
     """Whatever they are, and though they follow the number of rows; every step replays."""

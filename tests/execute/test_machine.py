@@ -331,7 +331,7 @@ def test_runner_and_eager_model_agree(backend, policy, is_nightly):
     # minutes here; the nightly run has them.
     phases = tuple(Phase) if is_nightly else (Phase.explicit, Phase.reuse, Phase.generate)
     bounds = settings(
-        max_examples=600 if is_nightly else 10, stateful_step_count=20, deadline=None, phases=phases
+        max_examples=600 if is_nightly else 5, stateful_step_count=20, deadline=None, phases=phases
     )
     with warnings.catch_warnings():
         for kind in (EagerStepWarning, ChurnWarning):

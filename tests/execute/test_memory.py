@@ -84,6 +84,7 @@ def test_any_other_order_is_correct_too(make_runner, wide, order):
     assert runner.stats().captures == 4
 
 
+@pytest.mark.slow_except("1-lru", "3-benefit")
 @pytest.mark.filterwarnings("ignore::dispatchkit.execute.ChurnWarning")
 @pytest.mark.parametrize("eviction", ["lru", "benefit"])
 @pytest.mark.parametrize("limit", [1, 2, 3])
@@ -186,6 +187,7 @@ def drive(runner, step, calls, chooser, limit):
         assert runner.num_bytes <= limit
 
 
+@pytest.mark.slow_except("0.6-True")
 @pytest.mark.filterwarnings("ignore::dispatchkit.execute.ChurnWarning")
 @pytest.mark.parametrize("share_outputs", [True, False])
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])

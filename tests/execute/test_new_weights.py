@@ -74,6 +74,7 @@ def all_right(runner, results, want):
     return all(torch.allclose(got, one) for got, one in zip(results, want, strict=True))
 
 
+@pytest.mark.slow_except("1")
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_invalidation_while_replays_are_in_flight(make_runner, quiet, lanes):
     """Queued replays finish with what they read; the memory is anybody's only afterwards."""
@@ -102,6 +103,7 @@ def test_missing_wait_before_the_release_shows(make_runner, quiet, monkeypatch):
     assert wrong
 
 
+@pytest.mark.slow_except("3-True")
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_reload_that_failed_half_way_leaves_a_runner_that_works(make_runner, quiet, lanes, lazy):

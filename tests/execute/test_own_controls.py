@@ -45,6 +45,16 @@ def assert_unharmed(runner):
     assert gc.isenabled()
 
 
+@pytest.mark.slow_except(
+    "capture-True",
+    "freeze-False",
+    "clear-False",
+    "invalidate-True",
+    "evict-False",
+    "swap-True",
+    "call-True",
+    "submit-False",
+)
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("name", ACTS)
 def test_a_step_that_calls_its_own_runner_hangs_nothing(name, lazy):

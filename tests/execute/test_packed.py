@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatchkit import Axis, GraphRunner, StaticInput
@@ -100,7 +100,6 @@ def test_items_get_what_each_alone_would(settings_):
 
 @pytest.mark.filterwarnings("ignore::dispatchkit.execute.step.reasons.EagerStepWarning")
 @given(lengths=st.lists(st.integers(1, 18), min_size=1, max_size=10))
-@settings(max_examples=20)
 def test_any_lengths_come_back_whole_and_in_order(lengths):
     """Tokens are numbered; each item gets its own back."""
     packed = PackedRunner(NUMBERED, first_fit, items="items")

@@ -46,6 +46,7 @@ def moved(x, offsets):
     return x + 1, offsets[1:] - offsets[:-1], offsets * 2
 
 
+@pytest.mark.slow_except("requests + 1-sums", "requests + 1-attend", "requests + 1-moved")
 @pytest.mark.parametrize("step", [sums, attend, moved])
 @pytest.mark.parametrize("shape", ["requests + 1", "requests+1"])
 def test_packed_sequences_replay_as_eager(make_runner, step, shape):

@@ -56,6 +56,7 @@ def runner_of(step, memory, inputs=INPUT, **settings):
     return GraphRunner(step, inputs, lanes=lanes, **settings)
 
 
+@pytest.mark.slow_except("settings0", "settings2")
 @pytest.mark.parametrize("settings", [{}, {"outputs": "view"}, {"lanes": 2}])
 def test_steps_after_waking_are_those_of_before(settings):
     """Nothing is captured again, and nothing runs eager."""

@@ -204,6 +204,7 @@ def results_on_a_late_device(make_runner, seed, mode, step_in_place):
     return kept, wanted
 
 
+@pytest.mark.slow_except("FULL-call", "PIECEWISE-in place")
 @pytest.mark.parametrize("step_in_place", [False, True], ids=["call", "in place"])
 @pytest.mark.parametrize("mode", [2, 1], ids=["FULL", "PIECEWISE"])
 def test_memory_is_not_written_before_its_copy_has_run(make_runner, mode, step_in_place):

@@ -175,6 +175,9 @@ CASES = {
 }
 
 
+@pytest.mark.slow_except(
+    "a node, every type", "torch or pinned memory, mixed", "a node or pinned memory, mixed"
+)
 @pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
 @settings(max_examples=12)
 @given(st.lists(st.tuples(st.sampled_from(WAYS), st.integers(1, 16)), min_size=2))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatchkit.errors import ConfigError, DispatchkitError, TraceError
@@ -54,8 +54,8 @@ def write(path, text):
     return path
 
 
+@pytest.mark.slow_except("t.csv.gz", "t.jsonl")
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.jsonl", "t.jsonl.gz"])
-@settings(max_examples=30)
 @given(rows=st.lists(steps(), min_size=1, max_size=30))
 def test_what_was_written_is_read_back(rows, name, tmp_path_factory):
     """Floats too come back bit for bit, in every format."""

@@ -60,6 +60,7 @@ def test_an_exception_before_the_first_step_leaves_an_older_file(tmp_path: Path)
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow_except("exit", "fork", "folder gone")
 @pytest.mark.parametrize(
     "body",
     [

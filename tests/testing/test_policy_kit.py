@@ -33,6 +33,7 @@ class TestSmallest(PolicyTests):
         return SmallestPolicy()
 
 
+@pytest.mark.slow
 class TestOneBucket(PolicyTests):
     """In modes whose FULL graphs may serve any batch."""
 
@@ -58,6 +59,7 @@ def test_a_larger_bucket_stands_in_for_the_smallest_or_none_does():
     assert answers == [(8, "hit"), (3, "capture_failed")]
 
 
+@pytest.mark.slow
 class TestCounting(PolicyTests):
     max_examples = 20
 
@@ -72,7 +74,7 @@ class TestCounting(PolicyTests):
         pytest.param(
             policy,
             id=policy.name,
-            marks=() if policy in (CountingPolicy, PiecewiseOnlyPolicy) else pytest.mark.slow,
+            marks=() if policy is CountingPolicy else pytest.mark.slow,
         )
         for policy in CORRECT
     ],

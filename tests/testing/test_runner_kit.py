@@ -32,6 +32,7 @@ class TestVllmOnTheTape(RunnerTests):
     """Nothing overridden."""
 
 
+@pytest.mark.slow
 class TestOwnPolicy(RunnerTests):
     num_steps = 12
 

@@ -24,6 +24,7 @@ from dispatchkit.testing import BackendTests  # noqa: E402
 from dispatchkit_launchlog import Launch, LaunchLogBackend, plugin  # noqa: E402
 
 
+@pytest.mark.slow
 class TestKit(BackendTests):
     def make_backend(self) -> LaunchLogBackend:
         return LaunchLogBackend("tape")

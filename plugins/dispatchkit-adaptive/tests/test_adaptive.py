@@ -85,6 +85,7 @@ class TestKit(PolicyTests):
         return adaptive()
 
 
+@pytest.mark.slow
 class TestKitOverAnotherBase(PolicyTests):
     max_examples = 10
 
@@ -268,7 +269,7 @@ def test_probes_are_one_shot_and_the_steady_answer_is_back_after_them() -> None:
     device = Device(serve(adaptive()), 2.0, 900.0)
     device.calibrate()
     probes = 0
-    for _ in range(3000):
+    for _ in range(2000):
         decision = device.step(440)
         if decision.reason == "probe":
             probes += 1
@@ -276,7 +277,7 @@ def test_probes_are_one_shot_and_the_steady_answer_is_back_after_them() -> None:
             assert decision.timed
             steady = device.dispatcher.decide(device.dispatcher.batch(440))
             assert steady.reason in ("hit", "eager_is_faster")
-    assert 1 <= probes <= 3000 // 16
+    assert 1 <= probes <= 2000 // 16
 
 
 @pytest.mark.parametrize(
@@ -300,8 +301,8 @@ def test_what_was_never_measured_is_tried_if_the_arm_most_like_it_is_fast_enough
 def test_far_arms_are_seldom_tried() -> None:
     device = Device(serve(adaptive()), 8.0, 900.0)
     device.calibrate()
-    modes = [device.step(500).mode for _ in range(3000)]
-    assert modes.count(RuntimeMode.NONE) <= 3
+    modes = [device.step(500).mode for _ in range(1000)]
+    assert modes.count(RuntimeMode.NONE) <= 1
 
 
 def test_evicted_graphs_are_not_chosen_and_what_was_learnt_of_them_stays() -> None:
@@ -316,6 +317,7 @@ def test_evicted_graphs_are_not_chosen_and_what_was_learnt_of_them_stays() -> No
     assert table.dispatch(300).key is None
 
 
+@pytest.mark.slow
 def test_same_seed_same_run() -> None:
     def run() -> list[tuple[str, str]]:
         device = Device(serve(adaptive(seed=5)), 1.8, 900.0)

@@ -84,7 +84,7 @@ def traffic(kind: int, steps: int, seed: int) -> list[int]:
     return [chance.choice(few) for _ in range(steps)]
 
 
-@hypothesis.settings(max_examples=max(5, hypothesis.settings.default.max_examples // 10))
+@hypothesis.settings(max_examples=max(3, hypothesis.settings.default.max_examples // 10))
 @hypothesis.given(
     adversaries(), st.none() | st.floats(0.7, 1.1), st.integers(0, 2), st.integers(0, 10**6)
 )
@@ -104,6 +104,7 @@ def test_no_prefix_is_far_behind_the_base_under_adversaries(
     assert result.worst_prefix_pct <= 1.0
 
 
+@pytest.mark.slow_except("1-0")
 @pytest.mark.parametrize(("sample_every", "delay"), [(1, 0), (16, 32)])
 def test_most_of_what_the_pad_rule_loses_is_won(sample_every: int, delay: int) -> None:
     """The pad rule is 29% over the oracle here; also when few steps are measured, and late."""
@@ -133,6 +134,7 @@ def test_without_noise_calibration_alone_finds_every_winner() -> None:
     assert result.over_oracle_pct < 0.3
 
 
+@pytest.mark.slow
 def test_where_graphs_always_win_next_to_nothing_is_spent() -> None:
     """Eager takes twice as long: it is seldom tried, and never kept."""
     result = rehearse(
@@ -157,6 +159,7 @@ def test_eager_that_slows_midway_is_left() -> None:
     assert result.over_oracle_pct < 1.5
 
 
+@pytest.mark.slow
 def test_same_seed_same_rehearsal() -> None:
     def run() -> object:
         return rehearse(

@@ -179,6 +179,7 @@ def test_pieces_and_full_equal_eager_for_all_sizes_with_one_trace():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiles_before + 1
 
 
+@pytest.mark.slow
 def test_plain_run_of_pieces_equals_the_model():
     """Eager steps run the pieces at the exact size, sizes in the code included."""
     model = make_decoder()

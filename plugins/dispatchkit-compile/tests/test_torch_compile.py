@@ -170,6 +170,7 @@ def test_backend_is_found_by_name_with_options():
     assert all(graph.stats().plain_steps == {} for graph in graphs)
 
 
+@pytest.mark.slow
 def test_batch_marked_by_the_user_is_compiled_once():
     """Whoever marks the batch alone gets the same from plain torch.compile."""
     from torch._dynamo.decorators import mark_unbacked
@@ -346,6 +347,7 @@ def test_result_that_is_part_of_an_input_stays_part_of_it():
     assert ".clone()" in text
 
 
+@pytest.mark.slow
 def test_two_unknown_sizes_in_one_tensor_run_plainly():
     """One dimension is the batch; a graph for every pair of sizes is nobody's wish."""
     from torch._dynamo.decorators import mark_unbacked
@@ -425,6 +427,7 @@ def test_step_that_cannot_be_captured_runs_eager_and_says_where():
     assert split.stats()[0].runner.steps_by_mode["PIECEWISE"] == 1
 
 
+@pytest.mark.slow
 def test_writing_state_for_rows_without_a_token_is_not_guessed_at():
     """Padding might write slot 0; until the user says what it holds, nothing is padded."""
     model = make_decoder()
@@ -437,6 +440,7 @@ def test_writing_state_for_rows_without_a_token_is_not_guessed_at():
     assert "fill={'slots': sink}" in text
 
 
+@pytest.mark.slow_except("mean")
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
@@ -517,6 +521,7 @@ def test_tensors_that_keep_being_replaced_end_in_plain_steps():
     assert compiled.stats()[0].plain_steps == {PlainReason.HELD_MOVED: 2}
 
 
+@pytest.mark.slow
 def test_buffers_that_a_step_writes_count_each_step_once():
     """Warmups and captures leave no trace in them."""
 
@@ -617,6 +622,7 @@ def test_support_lowers_the_mode_visibly():
     assert compiled.stats()[0].runner.steps_by_mode["PIECEWISE"] == 1
 
 
+@pytest.mark.slow
 def test_support_can_be_told_for_the_whole():
     """What the operators do not say, the user may."""
     compiled = torch_compile.compile(
@@ -708,6 +714,7 @@ def test_nothing_compiled_yet_is_said():
     assert compiled.stats() == []
 
 
+@pytest.mark.slow
 def test_a_compiled_model_inside_a_runner_is_captured_and_its_weights_are_watched():
     """What the backend counts and binds is no state of the step; what it compiled is reached."""
     model = nn.Linear(WIDTH, WIDTH).requires_grad_(False)

@@ -69,6 +69,7 @@ class Scripted:
         return self.updates
 
 
+@pytest.mark.slow
 class TestOfOne(PolicyTests):
     max_examples = 20
 

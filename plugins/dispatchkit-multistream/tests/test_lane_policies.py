@@ -24,6 +24,7 @@ class TestLeastLoaded(LanePolicyTests):
         return LeastLoaded()
 
 
+@pytest.mark.slow
 class TestLeastLoadedBySteps(LanePolicyTests):
     def make_lane_policy(self) -> LeastLoaded:
         return LeastLoaded(by="steps")
@@ -34,6 +35,7 @@ class TestByKey(LanePolicyTests):
         return ByKey()
 
 
+@pytest.mark.slow
 class TestByKeyTwice(LanePolicyTests):
     def make_lane_policy(self) -> ByKey:
         return ByKey(copies=2)
@@ -44,6 +46,7 @@ class TestPriority(LanePolicyTests):
         return Priority()
 
 
+@pytest.mark.slow
 class TestPriorityOfMany(LanePolicyTests):
     def make_lane_policy(self) -> Priority:
         return Priority(reserved=9)

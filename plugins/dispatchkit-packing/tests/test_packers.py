@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatchkit.dispatch import PackingLimits, checked_bins
@@ -32,7 +32,6 @@ def test_bins_hold_each_item_once_within_the_limits(packer, lengths, limits):
 
 
 @given(lengths=st.lists(st.integers(1, 10), min_size=1, max_size=5))
-@settings(max_examples=30)
 def test_first_fit_decreasing_is_near_the_fewest_bins(lengths):
     """At most 11/9 of the fewest and 6/9 more, by trying every division."""
     top = 10

@@ -286,6 +286,7 @@ def test_progress_counts_every_sample(tape, step):
 # -- memory -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_except("False")
 @pytest.mark.parametrize("share_outputs", [True, False])
 def test_a_forecast_holds_what_all_graphs_take(share_outputs):
     """Also where each graph keeps its outputs to itself."""
@@ -395,6 +396,7 @@ def test_what_a_module_itself_lacks_is_its_own_error(tmp_path):
         load_runner("lacking:runner", folder=tmp_path)
 
 
+@pytest.mark.slow_except("mlp")
 @pytest.mark.parametrize("name", ["decoder", "mlp"])
 def test_the_models_of_the_demo_can_be_measured(name, monkeypatch):
     from dispatchkit.demo import models

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 np = pytest.importorskip("numpy")
@@ -81,7 +81,6 @@ def test_timed_plans_equal_brute_force(data, demand, num_sizes, dispatch, monoto
 
 
 @given(data=st.data(), monotone=st.booleans())
-@settings(max_examples=20)
 def test_skipping_by_monotonicity_changes_nothing(data, monotone):
     """With many candidates, in several blocks of rows."""
     counts = data.draw(st.lists(st.integers(0, 9), min_size=150, max_size=150))

@@ -45,6 +45,7 @@ def trace(name):
     return read_trace(TRACES / f"step_{name}.csv.gz")
 
 
+@pytest.mark.slow_except("azure_conv_low", "mooncake_high", "azure_conv_spec3")
 @pytest.mark.parametrize("name", NAMES)
 def test_hindsight_plans_have_the_known_waste(name):
     """The exact optimum, and how many sizes match vLLM's 51 and 76."""
@@ -98,6 +99,7 @@ def test_76_sizes_beat_the_list_of_76_but_on_one_trace(name):
     assert plan.waste_pct <= rival.waste_pct + slack
 
 
+@pytest.mark.slow_except("azure_conv_low", "azure_conv_lora", "azure_conv_spec3")
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_by_kind_of_step_have_the_known_split(name):
     """One budget over uniform decode and mixed steps."""
@@ -127,6 +129,7 @@ SECONDS = {
 }
 
 
+@pytest.mark.slow_except("azure_conv_low", "mooncake_high")
 @pytest.mark.parametrize("name", NAMES)
 def test_times_under_the_decoder_model_are_the_known_ones(name):
     """Replay above and below, and sizes planned for time instead of padding."""

@@ -127,7 +127,7 @@ def by_hand(policy, trace, sizes, max_graphs=None, capture_after=1):
 
 
 @given(trace=traces(), sizes=sizes)
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_counting_each_batch_once_equals_every_step_by_hand(trace, sizes):
     """Also where a decision holds for few requests only."""
     result = simulate(trace, Scenario(policy=Smallest(), sizes=sizes, cost_model=MODEL))
@@ -143,7 +143,7 @@ def test_counting_each_batch_once_equals_every_step_by_hand(trace, sizes):
 
 
 @given(trace=traces(), sizes=sizes, max_graphs=st.integers(1, 4))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_a_budget_of_graphs_equals_every_step_by_hand(trace, sizes, max_graphs):
     """The least recently used goes; never are there more than the budget."""
     scenario = Scenario(policy=Smallest(), sizes=sizes, cost_model=MODEL, max_graphs=max_graphs)
@@ -164,7 +164,7 @@ def test_a_budget_of_graphs_equals_every_step_by_hand(trace, sizes, max_graphs):
     max_graphs=st.none() | st.integers(1, 4),
     capture_after=st.integers(2, 4),
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_captures_that_wait_for_several_asks_equal_every_step_by_hand(
     trace, sizes, max_graphs, capture_after
 ):

@@ -84,6 +84,7 @@ def true_us(dispatcher, trace):
     return total
 
 
+@pytest.mark.slow_except("policy-azure_code_low", "sizes-azure_conv_high")
 @pytest.mark.parametrize("name", ["azure_conv_high", "azure_code_low"])
 @pytest.mark.parametrize("change", ["sizes", "policy"])
 def test_a_swap_then_gives_what_the_first_half_of_the_traffic_foretold(name, change):

@@ -40,7 +40,7 @@ from dispatchkit_ranks.shared_keys import SharedKeys
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 # An example makes several threads and dispatchers: a quarter of what small ones get.
-some = settings(max_examples=max(10, settings.default.max_examples // 4))
+some = settings(max_examples=max(5, settings.default.max_examples // 4))
 
 
 def shown(decision):
@@ -586,7 +586,7 @@ def with_axes(policy=None, axes=AXES):
     return made
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(st.integers(2, 3), st.integers(0, 1 << 32), st.sampled_from([0, 3]))
 def test_values_of_axes_are_agreed_on(size, seed, same_every):
     """The largest value of any rank picks the bucket; another exact value is outside for all."""

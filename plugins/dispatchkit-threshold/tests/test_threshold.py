@@ -19,6 +19,7 @@ class TestPlain(PolicyTests):
         return ThresholdPolicy()
 
 
+@pytest.mark.slow
 class TestLimited(PolicyTests):
     max_examples = 20
 
@@ -26,6 +27,7 @@ class TestLimited(PolicyTests):
         return ThresholdPolicy(3, 20, max_waste=0.4)
 
 
+@pytest.mark.slow
 class TestPiecewiseFirst(PolicyTests):
     max_examples = 20
 

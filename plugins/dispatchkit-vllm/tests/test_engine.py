@@ -307,6 +307,7 @@ def test_a_policy_whose_keys_do_not_fit_is_refused(policy, monkeypatch):
         first_of(modules[first.MODULE], mode="FULL")
 
 
+@pytest.mark.slow_except("0.12-composite", "0.13-adaptive", "0.33-threshold", "0.12-vllm@0.33")
 @pytest.mark.parametrize("policy", ["vllm@0.33", "threshold", "adaptive", "composite"])
 def test_policies_that_build_on_the_release_s_rule_fit_everywhere(
     runner_module, policy, monkeypatch
@@ -659,6 +660,7 @@ def test_a_policy_that_learns_later_is_told_of_eager_steps_too(manager_module, c
     assert not model._forward_hooks
 
 
+@pytest.mark.slow_except("0.33")
 def test_a_policy_that_learns_is_refused_on_several_ranks(runner_module, monkeypatch):
     ask(monkeypatch, "adaptive")
     with pytest.raises(ConfigError, match="does not learn, with 4 ranks"):

@@ -138,7 +138,7 @@ texts = st.one_of(st.text(max_size=20), st.just(EVIL))
 numbers = st.floats(0, 1e12).map(lambda value: 0.0 if value < 1e-9 else value)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(texts, st.lists(numbers, min_size=1, max_size=30), st.integers(1, 4))
 def test_any_data_gives_a_plot_that_is_well_formed_and_inside_its_frame(
     name: str, values: list[float], count: int

@@ -1,0 +1,9 @@
+"""What `dispatchkit new-policy` writes is tested where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+collect_ignore = (
+    [] if importlib.util.find_spec("dispatchkit_smallest") else ["dispatchkit-smallest"]
+)
