@@ -147,8 +147,8 @@ def test_runners_pad_to_the_largest_batch_and_compute_each_its_own(worlds, fails
         assert "no room" in why["1"]
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("num_steps", [12, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [12, 400])
 def test_collectives_inside_graphs_compute_what_one_rank_does(worlds, num_steps):
     """Two processes over gloo: half a decoder each, all-reduce inside the tape's FULL graphs.
 
@@ -156,13 +156,6 @@ def test_collectives_inside_graphs_compute_what_one_rank_does(worlds, num_steps)
     """
     arguments = {"num_steps": num_steps, "device": "cpu", "same_batches": True}
     for found in worlds.run_one("tensor_parallel", 2, limit=200, **arguments):
-=======
-@pytest.mark.slow
-def test_collectives_inside_graphs_compute_what_one_rank_does(worlds):
-    """Two processes over gloo: half a decoder each, all-reduce inside the tape's FULL graphs."""
-    arguments = {"num_steps": 12, "device": "cpu", "same_batches": True}
-    for found in worlds.run_one("tensor_parallel", 2, **arguments):
->>>>>>> be16f6c (The fast tests take fewer examples and one case of each kind; the other cases are slow)
         assert "error" not in found, found
         assert found["lost"] == 0
         assert found["steps"] == {"NONE": 0, "PIECEWISE": 0, "FULL": num_steps}
