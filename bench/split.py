@@ -81,6 +81,12 @@ def runner_of(step: Any, inputs: dict[str, StaticInput], **arguments: Any) -> Gr
     return runner
 
 
+def tell_of_eager(runner: GraphRunner) -> None:
+    """Print why steps ran eager that were to be replayed."""
+    if runner.stats().eager_by_reason:
+        print("\n".join(f"# {line}" for line in str(runner).splitlines()), flush=True)
+
+
 def in_turns(
     cases: dict[str, Callable[[], Any]], *, rounds: int, seconds: float
 ) -> dict[str, list[float]]:
@@ -144,7 +150,7 @@ def decode(rounds: int, seconds: float, *, small: bool) -> None:
         sizes=(128, 512),
         max_num_tokens=1024,
         policy="threshold",
-        options=RunnerOptions(strict=True, rows_independent=True, policy_options={"split": True}),
+        options=RunnerOptions(rows_independent=True, policy_options={"split": True}),
     )
     cases: dict[str, Callable[[torch.Tensor], Any]] = {
         "eager": torch.no_grad()(model),
@@ -171,6 +177,7 @@ def decode(rounds: int, seconds: float, *, small: bool) -> None:
     times = in_turns(measured, rounds=rounds, seconds=seconds)
     per_step = {name: [one / steps for one in samples] for name, samples in times.items()}
     decision = str(split.explain(600).decision)
+    tell_of_eager(split)
     show(per_step, "decode", "eager", decision=decision, hits=split.stats().hits)
 
 
@@ -333,9 +340,7 @@ def encoder(rounds: int, seconds: float, calls: int, *, small: bool) -> None:
         sizes=few,
         max_num_tokens=256,
         policy="threshold",
-        options=RunnerOptions(
-            strict=True, rows_independent=True, policy_options={"split": True, "max_waste": 1.0}
-        ),
+        options=RunnerOptions(rows_independent=True, policy_options={"split": True}),
     )
     varlen = varlen_attention()
     tokens = (128, 512) if small else tuple(range(256, 4096 + 1, 256))
@@ -411,6 +416,7 @@ def encoder(rounds: int, seconds: float, calls: int, *, small: bool) -> None:
         attention="mask" if varlen is None else "varlen",
     )
     for name, runner in (("bucket", bucket), ("split", split), ("packed", packing)):
+        tell_of_eager(runner)
         stats = runner.stats()
         print(
             f"# {name}: {stats.steps} steps, rows padded {stats.padding:.1%}, "
