@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from types import FrameType
 
 import torch
 
@@ -67,20 +69,63 @@ def _chain(error: BaseException, handled: BaseException | None) -> list[BaseExce
     return found
 
 
+def origin_of(error: BaseException) -> str:
+    """Return the file, line and function that an error comes from, as ``model.py:12 (forward)``.
+
+    It is the innermost that is of neither torch nor dispatchkit, and inside of what dispatchkit
+    called; where there is none, as in a module of torch's own, the innermost of torch. Empty for
+    an error without a traceback.
+    """
+    found = ""
+    for package, place in _places(error):
+        if package == "dispatchkit":
+            continue
+        if package != "torch":
+            return place
+        found = found or place
+    return found
+
+
+def _places(error: BaseException) -> Iterator[tuple[str, str]]:
+    """Yield the package and the place of each frame of an error, innermost first.
+
+    Those outside of the innermost call by dispatchkit's runners and captures are left out: they
+    are of who asked for a step, and not of the step.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    first = max((at for at, (frame, _) in enumerate(frames) if _calls_steps(frame)), default=-1)
+    for frame, line in reversed(frames[first + 1 :]):
+        code = frame.f_code
+        yield _module(frame).partition(".")[0], f"{code.co_filename}:{line} ({code.co_name})"
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _calls_steps(frame: FrameType) -> bool:
+    """Return whether a frame is of dispatchkit, and not of what watches operations."""
+    package, _, inside = _module(frame).partition(".")
+    return package == "dispatchkit" and not inside.startswith("backends.")
+
+
 def capture_error(error: BaseException) -> CaptureError:
     """Return the error of a capture for what the callable raised."""
     if isinstance(error, CaptureError):
         return CaptureError(str(error), key=error.key, reason=error.reason)
+    origin = origin_of(error)
+    at = f" at {origin}" if origin else ""
     if isinstance(error, HostSyncError):
         return CaptureError(
-            f"The function cannot be captured, since it calls {error}. Move that call out of "
+            f"The function cannot be captured, since it calls {error}{at}. Move that call out of "
             "the captured function, or mark that piece eager.",
             reason="host_sync",
         )
     text = str(error)
     if isinstance(error, RuntimeError) and any(words in text for words in _NOT_CAPTURABLE):
         return CaptureError(
-            f"The function did something that a stream cannot capture: {text.splitlines()[0]}. "
+            f"The function did something that a stream cannot capture{at}: "
+            f"{text.splitlines()[0]}. "
             "Typical are copies to or from ordinary host memory, waits for the device inside "
             "an extension, and work on the default stream. Move it out of the captured "
             "function, or mark that piece eager.",
@@ -95,7 +140,7 @@ def capture_error(error: BaseException) -> CaptureError:
             reason="out_of_memory",
         )
     return CaptureError(
-        f"The function failed while it was captured: {type(error).__name__}: {error}. Run it "
+        f"The function failed while it was captured{at}: {type(error).__name__}: {error}. Run it "
         "eagerly to see whether it fails there too.",
         reason="error",
     )

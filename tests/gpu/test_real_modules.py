@@ -19,6 +19,9 @@ from real_modules import (  # noqa: E402
     play_voice_detector,
 )
 
+from dispatchkit import graphed  # noqa: E402
+from dispatchkit.execute import EagerStepWarning  # noqa: E402
+
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda:0"
@@ -55,3 +58,37 @@ def test_adapters_are_switched_and_scaled_by_their_library(way):
     played = play_lora(way, DEVICE, BACKEND, pytest.importorskip("peft"))
     assert set(played.eager) == {"value_changed"}
     assert played.replayed >= 12
+
+
+def test_a_recurrent_state_of_a_call_is_contiguous_in_graphs_too():
+    """Its batch is dimension 1, and cuDNN takes no part of a larger buffer."""
+    torch.manual_seed(0)
+    rnn = torch.nn.LSTM(8, 16, 2, batch_first=True).eval().to(DEVICE)
+    for module in (rnn, torch.jit.script(rnn)):
+        fast = graphed(module, backend=BACKEND)
+        with torch.no_grad():
+            for rows in (4, 5, 3, 4, 5, 3):
+                x = torch.randn(rows, 6, 8, device=DEVICE)
+                state = (
+                    torch.randn(2, rows, 16, device=DEVICE),
+                    torch.randn(2, rows, 16, device=DEVICE),
+                )
+                y, (h, c) = fast(x, state)
+                want, (want_h, want_c) = module(x, state)
+                torch.testing.assert_close((y, h, c), (want, want_h, want_c), rtol=1e-3, atol=1e-3)
+        assert fast.graphed.stats().steps_by_mode["FULL"] == 6
+
+
+def test_a_constant_of_the_host_is_told_with_its_line():
+    """timm's dinov3 and edgenext make one in each call and copy it to the device."""
+
+    class Positions(torch.nn.Module):
+        def forward(self, x):
+            return x + torch.arange(8.0).to(x.device)
+
+    fast = graphed(Positions().eval(), backend=BACKEND)
+    with torch.no_grad(), pytest.warns(EagerStepWarning):
+        fast(torch.zeros(2, 8, device=DEVICE))
+    told = str(fast.graphed.runners[0])
+    assert "a copy between host and device" in told
+    assert f"{__file__}:" in told

@@ -377,8 +377,9 @@ class Lifecycle:
         try:
             return prove()
         except Exception as error:  # noqa: BLE001 - as in a capture: it stays in its key
+            problem = as_capture_error(error, step.key)  # names the line, which goes with it
             clear_traceback(error, handled)
-            self.graphs.fail_step(step, str(as_capture_error(error, step.key)))
+            self.graphs.fail_step(step, str(problem))
             return None
 
     def _tell_of(self, step: CapturedKey) -> bool:
@@ -600,8 +601,8 @@ class Lifecycle:
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
             # Frames hold tensors, and with them memory of the graphs: for as long as somebody
             # keeps the error, or until a garbage collection where it names its own frame.
+            problem = as_capture_error(error, key)  # names the line, which goes with it
             clear_traceback(error, handled)
-            problem = as_capture_error(error, key)
             problem.__cause__ = problem.__context__ = None
             if problem.reason == Reason.GRADIENTS:
                 self._capturer.note_gradients()

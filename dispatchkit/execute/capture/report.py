@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import attrs
 import torch
 
-from dispatchkit.backends.capture_errors import capture_error
+from dispatchkit.backends.capture_errors import capture_error, origin_of
 from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError
@@ -87,8 +87,10 @@ def as_capture_error(error: Exception, key: GraphKey) -> CaptureError:
         found.__cause__ = error
         return found
     is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    origin = origin_of(error)
+    at = f" at {origin}" if origin else ""
     wrapped = CaptureError(
-        f"Warmup or capture of {key} raised {type(error).__name__}: {error}",
+        f"Warmup or capture of {key} raised{at} {type(error).__name__}: {error}",
         key=str(key),
         reason="out_of_memory" if is_memory else "error",
     )

@@ -75,6 +75,10 @@ class Form:
         self.constants = [None if isinstance(one, torch.Tensor) else one for one in leaves]
         self._places = [at for at, one in enumerate(leaves) if isinstance(one, torch.Tensor)]
         self._names = names
+        # A graph reads a part of the buffer, which is contiguous only along the first dimension.
+        self._strided = [
+            name for name, shape in zip(names, shapes, strict=True) if None in shape[1:]
+        ]
         self.inputs: dict[str, Any] = {}
         for name, at, shape, fill in zip(names, self._places, shapes, fills, strict=True):
             self.inputs[name] = StaticInput(shape, leaves[at].dtype, fill=fill)
@@ -180,6 +184,8 @@ class Form:
         step = _step_of(
             self._target, self.constants, self._places, self._names, self._spec, self._call
         )
+        if self._strided:
+            step = _with_contiguous(step, self._strided)
         runner = GraphRunner(step, self.inputs, **settings)
         if isinstance(self._target, torch.nn.Module):
             runner.lanes[0].work.guard.add(self._target)
@@ -251,6 +257,36 @@ def _step_of(
         return result
 
     return step
+
+
+def _with_contiguous(step: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Return a step that gives inputs as calls have them: contiguous, as cuDNN asks of states.
+
+    Where one is not, the step runs on a copy. A write to that is refused as one to the input.
+
+    Args:
+        step: Takes inputs by name.
+        names: Which of them a graph would read with strides.
+    """
+
+    def contiguous_step(**inputs: torch.Tensor) -> Any:
+        copies = {}
+        with torch.inference_mode(False):  # only then has a tensor a version
+            for name in names:
+                if not inputs[name].is_contiguous():
+                    copies[name] = inputs[name].contiguous()
+        versions = {name: one._version for name, one in copies.items()}
+        result = step(**{**inputs, **copies})
+        for name, one in copies.items():
+            if one._version != versions[name]:
+                raise CaptureError(
+                    f"The step writes into its input {name!r}. Eager changes the caller's tensor "
+                    "then, and a graph only its own copy. Clone it in the step first.",
+                    reason="input_written",
+                )
+        return result
+
+    return contiguous_step
 
 
 def _check_unchanged(leaves: Sequence[Any], spec: TreeSpec, call: Any) -> None:
