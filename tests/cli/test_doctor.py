@@ -127,6 +127,7 @@ def test_a_vllm_that_leaves_dispatchkit_out_is_named(
     assert "vLLM" not in found(load_plugins(), environ)
 
 
+@pytest.mark.slow_except("PYTORCH_NO_CUDA_MEMORY_CACHING-problem")
 @pytest.mark.parametrize(
     ("variable", "level"),
     [

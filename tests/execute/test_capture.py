@@ -454,6 +454,7 @@ def test_frozen_runner_captures_nothing(make_runner, keys):
     assert caught.value.nearest == ("FULL tokens=8",)
 
 
+@pytest.mark.slow_except("True-2")
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("lazy", [False, True])
 def test_frozen_runner_sleeps_and_wakes_up(make_runner, quiet, lazy, lanes):

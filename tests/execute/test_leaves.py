@@ -211,6 +211,7 @@ OBJECTS = {
 }
 
 
+@pytest.mark.slow_except("dataclass", "attrs", "cache")
 @pytest.mark.parametrize("name", OBJECTS)
 def test_objects_with_tensors_are_new_in_each_result(name):
     """As in the plain call, and their tensors are the caller's own."""

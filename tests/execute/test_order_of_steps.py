@@ -120,6 +120,7 @@ class TestOrder:
                     one.runner(called)
             assert one.counted() == 3 * (8 + 9), f"seed {seed}"
 
+    @pytest.mark.slow_except("True")
     @pytest.mark.parametrize("disjoint_state", [False, True])
     def test_lazy_capture_of_a_lane_keeps_what_eager_calls_change(
         self, make_runner, disjoint_state

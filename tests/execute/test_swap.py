@@ -440,7 +440,7 @@ def model():
 
 
 def test_schedules_of_swaps_under_threads_equal_eager(backend, policy):
-    @settings(max_examples=5, deadline=None)
+    @settings(max_examples=3, deadline=None)
     @given(schedule=SWAPS, lazy=strategies.booleans(), seed=strategies.integers(0, 99))
     def check(schedule, lazy, seed):
         follow(schedule, lazy, seed, type(backend)(), type(policy))

@@ -92,6 +92,7 @@ def run_padded(step):
     return runner
 
 
+@pytest.mark.slow_except("subclass weight", "vmap", "gradient of a function")
 @pytest.mark.parametrize("name", CAPTURED)
 def test_what_ends_in_plain_operations_is_captured(name):
     assert run_padded(CAPTURED[name]).stats().steps_by_mode["FULL"] == 4

@@ -65,6 +65,7 @@ def test_padding_plans_equal_brute_force(demand, num_sizes):
     assert total(objective, chosen, demand) == best == curve.costs[num_sizes - 1]
 
 
+@pytest.mark.slow_except("True-best", "False-always")
 @pytest.mark.parametrize("dispatch", ["always", "best"])
 @pytest.mark.parametrize("monotone", [True, False])
 @given(data=st.data(), demand=demands, num_sizes=st.integers(1, TOP))

@@ -82,7 +82,7 @@ def test_the_second_half_is_never_looked_at():
 def test_a_validated_hedge_saves_what_the_optimum_loses():
     """Traffic that wanders: the optimum of the first half pads the second to the top."""
     rng = np.random.default_rng(0)
-    walk = np.clip(np.cumsum(rng.integers(-2, 3, 6000)) + 60, 1, 256)
+    walk = np.clip(np.cumsum(rng.integers(-2, 3, 3000)) + 60, 1, 256)
     trace = trace_of([int(n) for n in walk])
     hedged = plan_sizes(trace, graphs=12, max_size=256, fit_on="first-half")
     exact = plan_sizes(trace, graphs=12, max_size=256, fit_on="first-half", hedge="none")

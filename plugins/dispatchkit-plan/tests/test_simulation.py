@@ -289,6 +289,7 @@ def test_a_learning_policy_is_told_noisy_times_and_probes_are_counted():
     )
 
 
+@pytest.mark.slow_except("adaptive")
 @pytest.mark.parametrize("policy", ["adaptive", "vllm"])
 def test_the_same_seed_gives_the_same_result(policy):
     trace = read_trace(TRACES / "step_azure_conv_high.csv.gz")[:400]

@@ -43,6 +43,7 @@ def needs(path: Path) -> None:
         pytest.importorskip("torch")
 
 
+@pytest.mark.slow_except("vllm-newest", "seed-003-lora", "vllm-newest-manager")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.split(".jsonl")[0])
 def test_a_sample_agrees(path: Path):
     needs(path)
