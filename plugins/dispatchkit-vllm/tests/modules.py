@@ -219,11 +219,20 @@ def worker_module() -> dict[str, ModuleType]:
     """Return the module of vLLM's worker, by name."""
     module = ModuleType("vllm.v1.worker.worker_base")
 
+    class Worker:
+        """Warms up by a step that looks like one of a request, as with the second runner."""
+
+        def __init__(self, runner: Any) -> None:
+            self.model_runner = runner
+
+        def compile_or_warm_up_model(self) -> Any:
+            return self.model_runner.execute_model(8, 8, None)
+
     class WorkerWrapperBase:
         """Holds a worker, and hands it its memory for keys and values."""
 
         def __init__(self, runner: Any) -> None:
-            self.worker = SimpleNamespace(model_runner=runner)
+            self.worker = Worker(runner)
             self.vllm_config = runner.vllm_config
 
         def initialize_from_config(self, mode: str) -> None:

@@ -223,8 +223,11 @@ def test_the_entry_point_names_the_function():
 # -- what cannot act says so ------------------------------------------------------------
 
 
-def started(runner, mode: str = "FULL_AND_PIECEWISE") -> None:
-    sys.modules["vllm.v1.worker.worker_base"].WorkerWrapperBase(runner).initialize_from_config(mode)
+def started(runner, mode: str = "FULL_AND_PIECEWISE"):
+    base = sys.modules["vllm.v1.worker.worker_base"]
+    wrapper = base.WorkerWrapperBase(runner)
+    wrapper.initialize_from_config(mode)
+    return wrapper.worker
 
 
 def test_the_start_says_what_decides(runner_module, monkeypatch, caplog):
@@ -394,6 +397,17 @@ def test_dummy_runs_of_the_second_runner_are_answered_by_vllm(manager_module, mo
     runner = second_of(manager_module)
     assert tried(runner._dummy_run(8)) == ("PIECEWISE", 8)
     assert tried(runner.execute_model(8, 8, None)) == ("NONE", 8)
+
+
+def test_steps_that_a_worker_warms_up_with_are_none(manager_module, monkeypatch, tmp_path):
+    monkeypatch.setenv("DISPATCHKIT_TRACE", str(tmp_path / "steps.csv"))
+    ask(monkeypatch, "threshold", max_tokens=4)
+    worker = started(manager_module.GPUModelRunner(config()))
+    assert tried(worker.compile_or_warm_up_model()) == ("PIECEWISE", 8)
+    assert tried(worker.model_runner.execute_model(8, 8, None)) == ("NONE", 8)
+    found = worker.model_runner.cudagraph_manager.station.log
+    found.flush()
+    assert len(read_trace(found.path)) == 1
 
 
 @pytest.mark.parametrize("policy", ["threshold", "vllm"])

@@ -1,22 +1,27 @@
-"""After a worker has its graphs: say what the policy does there, or why it cannot act."""
+"""After a worker has its graphs: say what the policy does there, or why it cannot act.
+
+Its warm-up comes then. The second model runner warms up by steps that look like those of
+requests; they are none.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 from dispatchkit.errors import BackendUnavailableError
 
 from dispatchkit_vllm.engine import first, second
 from dispatchkit_vllm.engine.log import log
-from dispatchkit_vllm.engine.station import settings_of
+from dispatchkit_vllm.engine.station import as_dummy, settings_of
 
 __all__ = ["MODULE", "attach", "detach", "why_not"]
 
 MODULE = "vllm.v1.worker.worker_base"
 _WRAPPER, _METHOD = "WorkerWrapperBase", "initialize_from_config"
+_WARM_UP = "compile_or_warm_up_model"
 
 
 def attach(module: ModuleType) -> None:
@@ -30,6 +35,8 @@ def attach(module: ModuleType) -> None:
     def initialize_from_config(self: Any, *args: Any, **options: Any) -> Any:
         found = own(self, *args, **options)
         report(getattr(self.worker, "model_runner", None), self.vllm_config)
+        if not settings_of(self.vllm_config).is_empty:
+            _leave_out_warm_up(self.worker)
         return found
 
     initialize_from_config.replaces = own  # type: ignore[attr-defined]
@@ -41,6 +48,14 @@ def detach(module: ModuleType) -> None:
     wrapper = getattr(module, _WRAPPER)
     own = getattr(wrapper, _METHOD)
     setattr(wrapper, _METHOD, getattr(own, "replaces", own))
+
+
+def _leave_out_warm_up(worker: Any) -> None:
+    """Have nothing decided, recorded or measured while a worker warms up."""
+    own = getattr(type(worker), _WARM_UP, None)
+    if own is not None:
+        warm_up = as_dummy(own, lambda one: _station(getattr(one, "model_runner", None)))
+        setattr(worker, _WARM_UP, MethodType(warm_up, worker))
 
 
 def report(runner: Any, vllm_config: Any) -> None:
