@@ -14,7 +14,8 @@ the card, the driver and the versions.
   1,000 steps beside plain's, and what recording adds to a step.
 - ``adaptive``: the policy that learns, in turns with ``plain`` alone.
 - ``sizes``: start-up, time and memory of the captures, and the time of a batch; with ``--plan``,
-  under as many sizes as pay for themselves in a recorded trace.
+  under the 24 sizes that pad a recorded trace least, and then in turns with an engine of the
+  default sizes beside it.
 - ``gap``: a large model whose capture sizes leave a wide gap, so that a graph computes many more
   rows than the batch has: a traffic on which graphs lose.
 """
@@ -121,6 +122,7 @@ class Engine:
             "async_scheduling": True,
         }
         self.llm = LLM(**{**settings, **options})
+        self._stop_watching()
         self.start_s = time.perf_counter() - imported
         self.import_s = imported - begun
         core: Any = self.llm.llm_engine.engine_core
@@ -152,6 +154,7 @@ class Engine:
             return found
 
         owner.capture_model = capture_model
+        self._stop_watching: Callable[[], None] = lambda: setattr(owner, "capture_model", own)
 
     def generate(self, requests: list[tuple[list[int], int]]) -> tuple[float, str, int]:
         """Run a batch of requests; return its seconds, a hash of its tokens, and their number."""
@@ -434,9 +437,7 @@ def measure_sizes(given: argparse.Namespace) -> None:
     engine = Engine(given.runner, **options)
     used = engine.runner.compilation_config.cudagraph_capture_sizes
     engine.generate(chat(random.Random(99), 40))
-    times = [
-        engine.generate(chat(random.Random(index), 150)) for index in range(given.few_rounds * 2)
-    ]
+    times = [engine.generate(chat(random.Random(index), 150)) for index in range(given.few_rounds)]
     emit(
         what="sizes",
         runner=given.runner,
@@ -448,6 +449,28 @@ def measure_sizes(given: argparse.Namespace) -> None:
         batch_s=round(statistics.median(took for took, _, _ in times), 4),
         tokens=times[0][1],
         **engine.facts(),
+    )
+    if given.plan:
+        compare_sizes(engine, Engine(given.runner), given.rounds)
+
+
+def compare_sizes(planned: Engine, default: Engine, rounds: int) -> None:
+    """Time batches of two engines in one process, in turns: processes differ by more than sizes."""
+    default.generate(chat(random.Random(99), 40))
+    engines = {"planned": planned, "default": default}
+    found: dict[str, list[tuple[float, str, int]]] = {name: [] for name in engines}
+    for index in range(rounds):
+        for name in sorted(engines, reverse=bool(index % 2)):
+            found[name].append(engines[name].generate(chat(random.Random(index), 150)))
+    times = {name: [took for took, _, _ in batches] for name, batches in found.items()}
+    ratios = [mine / other for mine, other in zip(times["planned"], times["default"], strict=True)]
+    emit(
+        what="sizes in turns",
+        rounds=rounds,
+        planned_s=round(statistics.median(times["planned"]), 4),
+        default_s=round(statistics.median(times["default"]), 4),
+        of_default=round(statistics.median(ratios), 4),
+        tokens_equal=[one[1] for one in found["planned"]] == [one[1] for one in found["default"]],
     )
 
 
