@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pluggy
+from pluggy._callers import _multicall
 
 from dispatchkit import hookspecs
 from dispatchkit.errors import did_you_mean
@@ -34,6 +35,10 @@ class Hooks(types.SimpleNamespace):
 
 class HookManager(pluggy.PluginManager):
     """Knows the hooks; at first no plugin."""
+
+    # pluggy's own is bound to the manager, and each hook keeps it: only the collector would free
+    # the plugins that a runner loaded.
+    _hookexec = staticmethod(_multicall)  # type: ignore[assignment]
 
     def __init__(self) -> None:
         super().__init__(_PROJECT)

@@ -6,6 +6,7 @@ shown by a stand-in for one: it runs a callable, compiled as it is, where a devi
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 
@@ -304,6 +305,29 @@ def test_what_handles_an_operation_is_not_compiled(compiler):
         fast(x)
     assert dict(torch._dynamo.utils.counters["frames"]) == frames
     assert watch.num_plain_operations == 0
+
+
+def test_a_runner_leaves_nothing_for_the_collector_where_dynamo_is_loaded(net):
+    """Dynamo's settings and a device's watch are no exception."""
+
+    def once():
+        runner = GraphRunner(net, INPUTS, sizes=[2, 8], mode="FULL", backend="tape")
+        assert not runner.capture().failed
+        with CaptureWatch().watching():
+            runner(torch.ones(2, 7))
+
+    once()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        once()
+        gc.collect()
+        assert [type(one).__qualname__ for one in gc.garbage] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 class Looking(DispatchMode):

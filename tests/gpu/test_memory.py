@@ -11,6 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from device_memory import is_alone  # noqa: E402
+
 from dispatchkit import GraphMemory, GraphRunner, Lanes, StaticInput  # noqa: E402
 from dispatchkit.backends import resolve_backend  # noqa: E402
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
@@ -19,6 +21,13 @@ from dispatchkit.testing import OneBucketPolicy  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
+
+
+@pytest.fixture
+def device_alone():
+    """Skip where other processes take memory of the device: what it gives away tells nothing."""
+    if not is_alone():
+        pytest.skip("other processes take memory of the device at the same time")
 
 
 def network(seed, width=1024, layers=6):
@@ -60,24 +69,6 @@ def used():
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-def outside():
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
-
-
-@pytest.fixture
-def device_alone():
-    """Skip where other processes take memory of the device: what it gives away tells nothing."""
-    torch.zeros(1, device="cuda")
-    seen = set()
-    for _ in range(20):
-        torch.cuda.synchronize()
-        seen.add(outside())
-        time.sleep(0.02)
-    if len(seen) > 1:
-        pytest.skip("other processes take memory of the device at the same time")
 
 
 def test_shared_runners_take_little_more_than_one_and_compute_the_same():
@@ -217,6 +208,7 @@ def test_steps_beside_captures_in_the_background(between_operators):
 
 @pytest.mark.usefixtures("device_alone")
 def test_runners_made_and_dropped_leave_nothing_with_the_collector_off():
+    """Neither the host's memory grows nor the device's."""
     memory = GraphMemory()
 
     def once(seed):
@@ -233,6 +225,7 @@ def test_runners_made_and_dropped_leave_nothing_with_the_collector_off():
         for seed in range(40):
             once(seed)
         torch.cuda.synchronize()
+        assert gc.collect() == 0  # host memory is flat, too
         assert torch.cuda.memory_allocated() <= before
         assert used() <= tensors + 4 * MIB
     finally:

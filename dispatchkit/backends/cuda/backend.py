@@ -287,8 +287,13 @@ class CudaBackend:
     def device_memory(self) -> DeviceMemory:
         """Return what the device has handed out now, and what torch's allocator has of it."""
         free, total = torch.cuda.mem_get_info(self._index)
-        reserved = torch.cuda.memory_reserved(self._index)
-        return DeviceMemory(total - free, reserved, torch.cuda.memory_allocated(self._index))
+        # Not by torch.cuda.memory_reserved(): memory_stats() behind it (2.11 to 2.13) leaves a
+        # function that refers to itself, with 120 numbers, to the collector at each call.
+        stats = torch.cuda.memory_stats_as_nested_dict(self._index)
+        reserved, allocated = (
+            int(stats[name]["all"]["current"]) for name in ("reserved_bytes", "allocated_bytes")
+        )
+        return DeviceMemory(total - free, reserved, allocated)
 
     def workspace_bytes(self, stream: CudaStream) -> int:
         """Return what the workspaces of cuBLAS for a stream take, kept in a pool of their own."""

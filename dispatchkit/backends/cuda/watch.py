@@ -109,6 +109,7 @@ class CaptureWatch(DispatchMode):
         first_error: The first refused call, also where the callable swallowed it.
         draws: An operation was seen that may draw.
         host_tensors: Host memory that captured copies read or write.
+        is_paused: Operations are not looked at.
     """
 
     supports_higher_order_operators = True
@@ -116,9 +117,8 @@ class CaptureWatch(DispatchMode):
     def __init__(self, *, compiled: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = Calls() if compiled else None
-        self._guard = HostSyncGuard(self.note_error, "cuda")
         self.first_error: HostSyncError | None = None
-        self._is_paused = False
+        self.is_paused: bool = False
         self._begin()
 
     def _begin(self) -> None:
@@ -128,11 +128,11 @@ class CaptureWatch(DispatchMode):
 
     def pause(self) -> None:
         """Look at nothing for now: a segment has ended."""
-        self._is_paused = self._guard.is_paused = True
+        self.is_paused = True
 
     def resume(self) -> None:
         """Look at what comes, which is another segment."""
-        self._is_paused = self._guard.is_paused = False
+        self.is_paused = False
         self._begin()
 
     @property
@@ -166,13 +166,13 @@ class CaptureWatch(DispatchMode):
         """Return a context in which everything this thread calls is watched."""
         stack = ExitStack()
         if self._calls is None:
-            stack.enter_context(self._guard)
+            stack.enter_context(HostSyncGuard(self, "cuda"))
         stack.enter_context(self)
         return stack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused:
+        if self.is_paused:
             return func(*args, **kwargs)
         if self._calls is not None:
             self._calls.note(sys._getframe(1))

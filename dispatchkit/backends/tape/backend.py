@@ -374,7 +374,7 @@ class TapeBackend:
         recorder = Recorder()
         try:
             recorder.add_generators([torch.default_generator, *generators])
-            with answering_capture(), HostSyncGuard(recorder.note_error, "cpu"), recorder:
+            with answering_capture(), HostSyncGuard(recorder, "cpu"), recorder:
                 outputs = run()
             recorder.raise_swallowed_error()
         except Exception as error:

@@ -34,7 +34,6 @@ class TapeSegments:
     ) -> None:
         self._make_graph, self._generators = make_graph, tuple(generators)
         self._recorder = Recorder()
-        self._guard = HostSyncGuard(self._recorder.note_error, "cpu")
         self._graphs: list[TapeGraph] = []
         self._is_open = False
 
@@ -51,7 +50,7 @@ class TapeSegments:
         recorder = self._recorder
         try:
             self.begin()
-            with answering_capture(), self._guard, recorder:
+            with answering_capture(), HostSyncGuard(recorder, "cpu"), recorder:
                 result = run(self)
             recorder.raise_swallowed_error()
             if self._is_open:
@@ -91,4 +90,4 @@ class TapeSegments:
 
     def _set_open(self, is_open: bool) -> None:
         self._is_open = is_open
-        self._recorder.is_paused = self._guard.is_paused = not is_open
+        self._recorder.is_paused = not is_open

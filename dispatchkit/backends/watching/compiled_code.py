@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -179,6 +179,10 @@ def every_size_compiled() -> Iterator[None]:
         return
     from torch._dynamo import config
 
-    most = max(config.recompile_limit, config.accumulated_recompile_limit)
-    with config.patch(recompile_limit=most) if most > config.recompile_limit else nullcontext():
+    before = config.recompile_limit
+    # Not by config.patch(): it makes a class at each call, which only the collector frees.
+    config.recompile_limit = max(before, config.accumulated_recompile_limit)
+    try:
         yield
+    finally:
+        config.recompile_limit = before

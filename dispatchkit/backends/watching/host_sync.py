@@ -8,8 +8,7 @@ dispatcher, and on a device it is too late there, since the driver then ends the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -120,27 +119,38 @@ def sync_of(func: Any, args: tuple[Any, ...]) -> HostSyncError | None:
     return HostSyncError(_PUBLIC_NAMES.get(name, name), why)
 
 
-class HostSyncGuard(TorchFunctionMode):
-    """Refuses calls that copy a device's data to the host.
-
-    Args:
-        note: Called with each refused call's error, which the callable may swallow.
-        device_type: Whose tensors may not be read; others are the host's own.
+class Watch(Protocol):
+    """What watches a capture.
 
     Attributes:
         is_paused: The capture is paused, and the host may read.
     """
 
-    def __init__(self, note: Callable[[HostSyncError], None], device_type: str) -> None:
+    is_paused: bool
+
+    def note_error(self, error: HostSyncError) -> None:
+        """Remember a refused call, which the callable may swallow."""
+        ...
+
+
+class HostSyncGuard(TorchFunctionMode):
+    """Refuses calls that copy a device's data to the host.
+
+    Args:
+        watch: What is told of each refused call. It must not keep the guard: only the collector
+            would free the two.
+        device_type: Whose tensors may not be read; others are the host's own.
+    """
+
+    def __init__(self, watch: Watch, device_type: str) -> None:
         super().__init__()
-        self._note = note
+        self._watch = watch
         self._device_type = device_type
-        self.is_paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = None if self.is_paused else SYNC_FUNCTIONS.get(func)
+        name = None if self._watch.is_paused else SYNC_FUNCTIONS.get(func)
         if name is not None and args and args[0].device.type == self._device_type:
             error = HostSyncError(name)
-            self._note(error)
+            self._watch.note_error(error)
             raise error
         return func(*args, **(kwargs or {}))
