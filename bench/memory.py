@@ -526,7 +526,9 @@ class BesideCase:
         taken = free - torch.cuda.mem_get_info()[0] if HAS_GPU else 0
         del filler
         times = serving.times
-        cuts = statistics.quantiles(times, n=100) if len(times) > 1 else [0.0] * 99
+        cuts = [0.0] * 99
+        if len(times) > 1:
+            cuts = statistics.quantiles(times, n=100, method="inclusive")
         named: dict[str, list[float]] = {}
         for pause in pauses:
             named.setdefault(pause.what, []).append(pause.us)
