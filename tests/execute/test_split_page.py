@@ -29,6 +29,18 @@ def test_a_batch_of_600_is_split_as_printed(capsys):
     assert names["runner"].stats().eager_by_reason == {}
 
 
+def test_parts_submitted_to_lanes_are_ordinary_steps():
+    pytest.importorskip("dispatchkit_threshold")
+    names: dict = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureSizeWarning)
+        exec(EXAMPLES[0], names)  # noqa: S102
+        exec(EXAMPLES[2], names)  # noqa: S102
+    lanes = names["lanes"]
+    assert [one.num_tokens for one in lanes.lanes.stats()] == [512, 88]
+    assert lanes.stats().steps_by_mode["FULL"] == 2
+
+
 def test_a_policy_of_ones_own_splits_by_the_rule_of_the_page():
     names: dict = {}
     exec(EXAMPLES[1], names)  # noqa: S102
