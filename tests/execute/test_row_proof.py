@@ -23,6 +23,7 @@ from dispatchkit import (  # noqa: E402
     graphed,
 )
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
+from dispatchkit.execute.step.python_state import declare_bookkeeping  # noqa: E402
 
 WIDTH = 4
 INPUT = {"x": StaticInput((None, WIDTH), "float32")}
@@ -510,4 +511,42 @@ def test_requests_of_a_uniform_batch_stay_whole():
     runner.capture()
     x = torch.randn(6, WIDTH)
     torch.testing.assert_close(runner(x, num_reqs=3, uniform=True), step(x))
+    assert runner.stats().steps_by_mode["FULL"] == 1
+
+
+# -- what a capture runs ----------------------------------------------------------------------
+
+
+@declare_bookkeeping
+class Counted:
+    """A step that notes the rows of each run; with ``few``, fewer rows are computed otherwise."""
+
+    def __init__(self, few=0):
+        self.few, self.runs = few, []
+
+    def __call__(self, x):
+        self.runs.append(len(x))
+        return (x * 2, x.sum(1)) if len(x) < self.few else x * 2
+
+
+def test_a_first_capture_runs_the_step_four_times():
+    """Warmup, one row, three rows, capture: those of three rows also tell what the batch is."""
+    step = Counted()
+    runner = make(step)
+    runner.capture()
+    assert step.runs == [8, 1, 3, 8, 4, 4, 2, 2, 1, 1]
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(runner(x), x * 2)
+    assert runner.stats().steps_by_mode["FULL"] == 1
+
+
+def test_few_rows_that_are_computed_otherwise_do_not_tell_the_outputs():
+    """The largest other size does then, as where nothing is proven."""
+    step = Counted(few=4)
+    runner = make(step, sizes=(4, 8))
+    report = runner.capture()
+    assert not report.failed
+    assert step.runs == [8, 1, 3, 4, 8, 4, 4]
+    x = torch.randn(8, WIDTH)
+    torch.testing.assert_close(runner(x), x * 2)
     assert runner.stats().steps_by_mode["FULL"] == 1

@@ -224,10 +224,12 @@ class Capturer:
             self._warmups.contents_watched_once(key, snapshot),
         ):
             outputs, notes = self._warmups.run(key, snapshot)
-            layout = self._warmups.layout(key, outputs, other_sizes)
+            seen = None
             if self._prover is not None:
                 self._run_in_one_piece("the warmup")
-                self._prover.learn(key, snapshot, other_sizes())
+                seen = self._prover.learn(key, snapshot, other_sizes())
+            layout = self._warmups.layout(key, outputs, other_sizes, seen)
+            del seen
         slots = self._slots(outputs, layout) if layout is not None else []
         values = {} if layout is None else layout.values(outputs, key.num_tokens)
         del outputs  # what is alive of the warmup from here on is kept by the step

@@ -102,23 +102,33 @@ class RowProver:
         self._references.clear()
         self._bounded.clear()
 
-    def learn(self, key: GraphKey, snapshot: Snapshot, sizes: Iterable[int]) -> None:
+    def learn(
+        self, key: GraphKey, snapshot: Snapshot, sizes: Iterable[int]
+    ) -> tuple[int, Any] | None:
         """Find out what eager computes of noise, as far as keys like this one have not shown it.
 
         Args:
             key: What is to be captured.
             snapshot: Of what the step changes; whoever took it puts that back at the end.
             sizes: Rows that the step is known to run at.
+
+        Returns:
+            The last number of rows that eager ran at, and what it returned; None if it did not
+            run.
         """
         counts = _counts_below(key, sizes)
         if len(self._known(key, counts)) == min(len(counts), len(_EAGER_ROWS)):
-            return
+            return None
         self._lane.buffers_of(key).reset()
         rows = _Rows(self._lane, key, is_free=self._is_free(key))
+        last = None
         try:
             found: list[_Outputs] = []
             for count in counts:
-                outputs = self._reference(key, rows, snapshot, count)
+                outputs = self._references.get((family_of(key), count))
+                if (family_of(key), count) not in self._references:
+                    outputs, returned = self._run_eager(key, rows, snapshot, count)
+                    last = last if outputs is None else (count, returned)
                 found += [] if outputs is None else [outputs]
                 if len(found) == len(_EAGER_ROWS):
                     break
@@ -129,7 +139,8 @@ class RowProver:
             self._lane.set_rows(key.num_tokens)
         if rows.is_free and not is_usable:
             self._bound(key)
-            self.learn(key, snapshot, sizes)
+            return self.learn(key, snapshot, sizes)
+        return last
 
     def _is_free(self, key: GraphKey) -> bool:
         """Return whether noise may be below 0 and above 1."""
@@ -406,16 +417,22 @@ class RowProver:
         name = family_of(key), count
         if not (anew or rows.is_varied) and name in self._references:
             return self._references[name]
+        return self._run_eager(key, rows, snapshot, count)[0]
+
+    def _run_eager(
+        self, key: GraphKey, rows: _Rows, snapshot: Snapshot, count: int
+    ) -> tuple[_Outputs | None, Any]:
+        """Run the step on the first rows; return copies of its outputs, and themselves."""
         rows.write(count)
         snapshot.restore()
         self._lane.set_rows(count)
-        found = None
+        found, outputs = None, None
         with suppress(Exception):  # as it would be raised for a caller
             outputs = self._warmups.run_at(key, count)
             found = _Outputs.of(outputs, _state(self._warmups, rows), snapshot)
         if not rows.is_varied:
-            self._references[name] = found
-        return found
+            self._references[family_of(key), count] = found
+        return found, outputs
 
     def _differs(
         self, trial: _Trial, count: int, got: list[Any], state: Mapping[str, torch.Tensor]

@@ -340,8 +340,16 @@ class Warmups:
         key: GraphKey,
         outputs: Any,
         other_sizes: Callable[[], Sequence[int]],
+        seen: tuple[int, Any] | None = None,
     ) -> OutputLayout | None:
-        """Return the layout of a key's outputs, measuring it once for each family."""
+        """Return the layout of a key's outputs, measuring it once for each family.
+
+        Args:
+            key: The key.
+            outputs: What the step returned at its size.
+            other_sizes: Returns further sizes that it can be run at.
+            seen: Another number of rows that it was run at, and what it returned then.
+        """
         if not self._warmups:
             return None
         size = key.num_tokens
@@ -350,8 +358,11 @@ class Warmups:
             if layout.fits(outputs, size):
                 return layout
         if self._batch_dims == DERIVED:
-            other, second = self._at_another_size(key, other_sizes())
-            layout = measure_layout(outputs, size, second, other)
+            found = None if seen is None else _layout_by(outputs, size, seen)
+            if found is None:
+                other, second = self._at_another_size(key, other_sizes())
+                found = measure_layout(outputs, size, second, other)
+            layout = found
         else:
             layout = declared_layout(outputs, size, self._batch_dims)
         known.append(layout)
@@ -509,3 +520,15 @@ class Warmups:
         finally:
             lane.set_rows(size)
         return other, outputs
+
+
+def _layout_by(outputs: Any, size: int, seen: tuple[int, Any]) -> OutputLayout | None:
+    """Return the layout that outputs have by those at a few rows; None if these do not tell."""
+    other, second = seen
+    if other == 1:  # broadcasting can produce size-1 dimensions that are not the batch
+        return None
+    try:
+        layout = measure_layout(outputs, size, second, other)
+    except CaptureError:
+        return None  # a few rows may be computed in another way
+    return layout if layout.open_output is None else None

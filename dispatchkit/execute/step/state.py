@@ -310,8 +310,11 @@ class WriteWatch(DispatchMode):
             result = func(*args, **kwargs)
         if facts.returns_nothing:
             return None  # torch insists on it, also where the operation gives its list back
-        self._computed.update(tensor.dtype for tensor in tensors_in((result,)))
-        if self.takes_any_number and (facts.is_choosy or _makes_integers(func, args, result)):
+        if type(result) is torch.Tensor:  # nearly always
+            self._computed.add(result.dtype)
+        else:
+            self._computed.update(tensor.dtype for tensor in tensors_in((result,)))
+        if facts.is_choosy or (facts.is_conversion and _makes_integers(args, result)):
             self.takes_any_number = False
         if facts.makes_new:
             given = () if facts.is_trusted else (*args, *kwargs.values())
@@ -404,6 +407,7 @@ class _Facts:
         is_trusted: Results that are not marked as views are new memory for certain.
         may_draw: It may draw random numbers.
         is_choosy: It may refuse numbers, or do harm with them that others do not.
+        is_conversion: It may make numbers of one type of those of another.
     """
 
     writes: tuple[tuple[int, str], ...]
@@ -412,6 +416,7 @@ class _Facts:
     is_trusted: bool
     may_draw: bool
     is_choosy: bool
+    is_conversion: bool
 
 
 # What asserts on a device that its numbers are in 0..1, or not below 0.
@@ -425,14 +430,13 @@ _CHOOSY = frozenset(
 )
 
 
-def _makes_integers(func: Any, args: tuple[Any, ...], result: Any) -> bool:
-    """Return whether an operation makes integers of fractions, and not by comparing them."""
+def _makes_integers(args: tuple[Any, ...], result: Any) -> bool:
+    """Return whether a conversion makes integers of fractions, and no flags."""
     made = {one.dtype for one in tensors_in((result,))} - {torch.bool}
     if not made or any(one.is_floating_point or one.is_complex for one in made):
         return False
     given = [one.dtype for one in tensors_in(args)]
-    is_conversion = func._schema.name in _CONVERSIONS
-    return is_conversion and any(one.is_floating_point or one.is_complex for one in given)
+    return any(one.is_floating_point or one.is_complex for one in given)
 
 
 _CONVERSIONS = frozenset(f"aten::{name}" for name in ("_to_copy", "to", "copy_", "copy", "type_as"))
@@ -456,6 +460,7 @@ def _facts_of(func: Any) -> _Facts:
         may_draw=torch.Tag.nondeterministic_seeded in func.tags,
         is_choosy=schema.name in _CHOOSY
         or not schema.name.startswith(("aten::", "prims::", "prim::")),
+        is_conversion=schema.name in _CONVERSIONS,
     )
 
 
