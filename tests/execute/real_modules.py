@@ -74,14 +74,14 @@ def same(got, want):
 class VoiceDetector(nn.Module):
     """A convolution, an LSTM whose state is kept between chunks, and a probability."""
 
-    def __init__(self, in_place: bool) -> None:
+    def __init__(self, in_place: bool, device: str) -> None:
         super().__init__()
         self.in_place = in_place
         self.encoder = nn.Conv1d(1, 16, 8, stride=4)
         self.lstm = nn.LSTM(16, 16, batch_first=True)
         self.head = nn.Linear(16, 1)
-        self.h = torch.zeros(1, 1, 16)
-        self.c = torch.zeros(1, 1, 16)
+        self.h = torch.zeros(1, 1, 16, device=device)  # attributes of a script move nowhere
+        self.c = torch.zeros(1, 1, 16, device=device)
 
     @torch.jit.export
     def reset_states(self, like: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ def play_voice_detector(way, device, backend, *, in_place):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        twin = torch.jit.script(VoiceDetector(in_place).eval().to(device))
+        twin = torch.jit.script(VoiceDetector(in_place, device).eval().to(device))
         model = copy.deepcopy(twin)
     inputs = {"x": StaticInput((None, 64), "float32")}
     # Its state is for one row, so that nothing can be measured at two.

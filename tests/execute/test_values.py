@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -102,6 +102,43 @@ def test_anything_else_is_found_within_one_turn(case: str) -> None:
         turn = -(-watch.num_values // VALUES_AT_ONCE)
         assert not _compare(watch, turn)
         assert watch.changes()
+
+
+def test_what_modules_hold_does_not_wait_for_tables_of_their_classes() -> None:
+    """Both have turns of their own: a library's code names thousands of values."""
+
+    def make() -> tuple[torch.nn.Module, dict[str, Any]]:
+        by_name, table = {"one": [1.0], "two": [2.0]}, {n: [0.0] for n in range(500)}
+
+        class Layer(torch.nn.Module):
+            families: ClassVar[dict[int, list[float]]] = {n: [1.0] for n in range(500)}
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.active, self.gains = "one", by_name
+
+            def forward(self, x: Any) -> Any:
+                return x * self.gains[self.active][0] * self.families[7][0] + table[7][0]
+
+        model = torch.nn.Sequential(*(Layer() for _ in range(4)))
+        return model, {"model": model, "gains": by_name, "class": Layer.families, "table": table}
+
+    changes: dict[str, Callable[[Any], Any]] = {
+        "a switch": lambda one: setattr(one["model"][3], "active", "two"),
+        "a table that an object holds": lambda one: one["gains"]["two"].clear(),
+        "of a class": lambda one: one["class"].update({7: [0.0]}),
+        "of a class, an item": lambda one: one["class"][8].clear(),
+        "of a class, in its code": lambda one: one["table"][9].clear(),
+    }
+    for name, change in changes.items():
+        model, parts = make()
+        watch = _watch(model)
+        assert watch.num_values < 200 < 1000 < watch.num_class_values
+        num = watch.num_class_values if name.startswith("of a class") else watch.num_values
+        assert _compare(watch, 5), name
+        change(parts)
+        assert not _compare(watch, -(-num // VALUES_AT_ONCE)), name
+        assert len(watch.changes()) == 1, name
 
 
 def test_only_watches_that_hold_the_module_are_marked() -> None:

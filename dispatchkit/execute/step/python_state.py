@@ -33,7 +33,8 @@ import torch
 
 from dispatchkit.execute.step.modules import codes_of, functions_of
 
-#: Most containers that are recorded. The walk goes breadth first: those near the step come first.
+#: Most containers that are recorded. The walk goes breadth first, objects before classes: those
+#: near the step come first.
 MAX_CONTAINERS: Final = 50_000
 
 _Class = TypeVar("_Class")
@@ -155,8 +156,11 @@ class PythonState:
         # Objects that need no attribute to be reached: roots, cells, globals, classes.
         self._roots: set[int] = set()
         queue: deque[_Found] = deque(_Found(one, name, "", None) for name, one in roots.items())
-        while queue and len(self._records) < MAX_CONTAINERS:
-            found = queue.popleft()
+        # Classes come last, and what is reached by their code alone: a library names all of itself.
+        classes: deque[_Found] = deque()
+        while (queue or classes) and len(self._records) < MAX_CONTAINERS:
+            is_of_class = not queue
+            found = classes.popleft() if is_of_class else queue.popleft()
             if is_plain(found.value):
                 continue
             if is_left_out is not None and is_left_out(found.value):
@@ -178,13 +182,14 @@ class PythonState:
             elif isinstance(found.value, _FUNCTIONS) and not found.is_method:
                 self._callables.append(found.value)
             for part in _parts(found):
+                inside: Iterable[_Found] = (part,) if isinstance(part, _Found) else part.inside()
                 if isinstance(part, Record):
-                    part.holder = found.value
+                    part.holder, part.is_of_class = found.value, is_of_class
                     records.append(part)
                     self._records.append(part)
-                    queue.extend(part.inside())
-                else:
-                    queue.append(part)
+                for one in inside:
+                    of_class = is_of_class or isinstance(one.value, type)
+                    (classes if of_class else queue).append(one)
         self._seen = [*itertools.chain.from_iterable(one.seen for one in self._records)]
         self._views = [view for one in self._records for view in one.views]
 
@@ -365,12 +370,14 @@ class Record:
         views: What tells by identity that they are the same still.
         seen: What those gave.
         holder: The object it is, or is part of.
+        is_of_class: Only classes and what their code names lead to it.
     """
 
     def __init__(self, kind: Kind, found: _Found) -> None:
         self.kind, self.target = kind, found.value
         self.path, self.owner, self.site = found.path, found.owner, found.site
         self.holder: Any = found.value
+        self.is_of_class: bool = False
         self._is_installed = found.is_installed
         self.views = kind.views(found.value)
         self.seen = [*itertools.chain.from_iterable(self.views)]

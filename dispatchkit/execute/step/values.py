@@ -5,12 +5,16 @@ weight, switching an adapter or changing a field of a configuration has no effec
 sixteenth step of a lane compares sixteen such values, in turn; and where torch reports that a
 parameter, buffer or submodule was assigned, the next replay compares all of them.
 
+What classes hold, and the globals that their code names, have turns of their own beside those of
+what objects, modules and functions hold: tables of a library are many, and hardly ever change.
+
 How soon a change is seen:
 
 - a parameter, buffer or submodule that is assigned (also by ``load_state_dict(assign=True)``), and
   a value that the step itself was seen to change: before the next result;
 - anything else (``.data = ...``, ``swap_tensors``, ``_parameters[...] = ...``, a number, a flag):
-  within ``num_values + VALUES_AT_ONCE`` replays, of whatever graphs of the lane.
+  within ``num_values + VALUES_AT_ONCE`` replays, of whatever graphs of the lane;
+- what is reached through a class alone: within ``num_class_values + VALUES_AT_ONCE`` replays.
 """
 
 from __future__ import annotations
@@ -42,18 +46,19 @@ class ValueWatch:
 
     Attributes:
         due: The lane's tick from which on the next replay must call ``is_unchanged``.
-        num_values: How many values there are.
+        num_values: How many values objects, modules, closures and functions hold.
+        num_class_values: How many more classes hold, and globals that their code names.
     """
 
     due: int
 
     def __init__(self, state: PythonState | None = None, always: Iterable[Entry] = ()) -> None:
         read = () if state is None else state.values_read()
-        self.num_values: int = len(read)
-        self._groups = [
-            _Group(read[start : start + VALUES_AT_ONCE])
-            for start in range(0, len(read), VALUES_AT_ONCE)
-        ]
+        of_classes = [one for one in read if one.record.is_of_class]
+        held = [one for one in read if not one.record.is_of_class]
+        self.num_values: int = len(held)
+        self.num_class_values: int = len(of_classes)
+        self._groups = [groups for groups in map(_groups_of, (held, of_classes)) if groups]
         always = tuple(always)
         self._always = _Group(always) if always else None
         self._interval = 1 if always else VALUES_AT_ONCE
@@ -78,20 +83,21 @@ class ValueWatch:
             if tick < self._next:
                 return True
             self._next = tick + VALUES_AT_ONCE
-        return next(self._turn).is_unchanged()
+        return all(next(turn).is_unchanged() for turn in self._turns)
 
     def changes(self) -> tuple[Entry, ...]:
         """Compare everything, and return what is different; the turn begins anew."""
         self._rewind()
-        always = () if self._always is None else (self._always,)
-        return tuple(entry for group in (*always, *self._groups) for entry in group.changes())
+        always = [] if self._always is None else [self._always]
+        groups = itertools.chain(always, *self._groups)
+        return tuple(entry for group in groups for entry in group.changes())
 
     def mark(self) -> None:
         """Compare everything before the next replay."""
         self._is_marked, self.due = True, 0
 
     def _rewind(self) -> None:
-        self._turn = itertools.cycle(self._groups)
+        self._turns = [itertools.cycle(groups) for groups in self._groups]
         self._next, self._is_marked = 0, False
         self.due = 0 if self._groups else sys.maxsize
 
@@ -148,6 +154,12 @@ class _Group:
             if address is not None:
                 self._tensors.append(value)
                 self._places.append(address)
+
+
+def _groups_of(entries: Sequence[Entry]) -> list[_Group]:
+    """Return entries in groups that one comparison takes."""
+    starts = range(0, len(entries), VALUES_AT_ONCE)
+    return [_Group(entries[start : start + VALUES_AT_ONCE]) for start in starts]
 
 
 def _address_of(value: Any) -> int | None:
