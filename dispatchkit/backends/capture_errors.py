@@ -73,21 +73,23 @@ def origin_of(error: BaseException) -> str:
     """Return the file, line and function that an error comes from, as ``model.py:12 (forward)``.
 
     It is the innermost that is of neither torch nor dispatchkit, and inside of what dispatchkit
-    called; where there is none, as in a module of torch's own, the innermost of torch. Empty for
-    an error without a traceback.
+    called; where there is none, as in a module of torch's own, the innermost of torch's public
+    modules: those behind them only pass calls on. Empty for an error without a traceback.
     """
     found = ""
-    for package, place in _places(error):
+    for module, place in _places(error):
+        package, *inside = module.split(".")
         if package == "dispatchkit":
             continue
         if package != "torch":
             return place
-        found = found or place
+        if not any(part.startswith("_") for part in inside):
+            found = found or place
     return found
 
 
 def _places(error: BaseException) -> Iterator[tuple[str, str]]:
-    """Yield the package and the place of each frame of an error, innermost first.
+    """Yield the module and the place of each frame of an error, innermost first.
 
     Those outside of the innermost call by dispatchkit's runners and captures are left out: they
     are of who asked for a step, and not of the step.
@@ -96,7 +98,7 @@ def _places(error: BaseException) -> Iterator[tuple[str, str]]:
     first = max((at for at, (frame, _) in enumerate(frames) if _calls_steps(frame)), default=-1)
     for frame, line in reversed(frames[first + 1 :]):
         code = frame.f_code
-        yield _module(frame).partition(".")[0], f"{code.co_filename}:{line} ({code.co_name})"
+        yield _module(frame), f"{code.co_filename}:{line} ({code.co_name})"
 
 
 def _module(frame: FrameType) -> str:

@@ -100,7 +100,8 @@ def test_a_scrape_tells_what_the_runner_counted(
     facts = {"policy": "vllm", "backend": "tape", "mode": "FULL"}
     assert at(samples, "dispatchkit_runner_info", runner="decoder", **facts) == 1
     runner(torch.arange(8))
-    runner.clear()
+    for key in list(runner.registry):
+        runner.evict(key)
     samples = scrape(address, accept)
     assert at(samples, "dispatchkit_steps_total", runner="decoder", mode="FULL") == 4
     assert at(samples, "dispatchkit_evictions_total", runner="decoder") == 3
