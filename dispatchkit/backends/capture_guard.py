@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dispatchkit.errors import CaptureError
-from dispatchkit.once import line_of_call
 
 _T = TypeVar("_T")
 
@@ -25,8 +24,7 @@ class HostSyncError(RuntimeError):
 
     def __init__(self, call: str, why: str = "it waits for the device") -> None:
         self.call = call
-        line = line_of_call()
-        super().__init__(f"{call}{f' at {line}' if line else ''} ({why})")
+        super().__init__(f"{call} ({why})")
 
 
 class _ThreadState(threading.local):
