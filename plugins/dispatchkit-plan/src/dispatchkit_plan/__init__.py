@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dispatchkit_plan.hints import Hint, free_tokens, hint
     from dispatchkit_plan.memory import MemoryForecast, MemorySample, forecast_memory
     from dispatchkit_plan.planner import plan_sizes
+    from dispatchkit_plan.ranks import Exchange, RankSimulation, simulate_ranks
     from dispatchkit_plan.report.write import write_report
     from dispatchkit_plan.results import Plan, PlannedFamily, RivalResult
     from dispatchkit_plan.rivals import (
@@ -51,6 +52,7 @@ _HOME = {
     "Curve": "costs",
     "EMITTERS": "emitters",
     "Emitted": "emitters",
+    "Exchange": "ranks",
     "GridPlan": "grid",
     "GridPolicy": "grid_policy",
     "GridProduct": "grid",
@@ -63,6 +65,7 @@ _HOME = {
     "Noise": "scenario",
     "Plan": "results",
     "PlannedFamily": "results",
+    "RankSimulation": "ranks",
     "RivalResult": "results",
     "Scenario": "scenario",
     "Simulation": "simulation",
@@ -87,6 +90,7 @@ _HOME = {
     "save_cost_model": "costs",
     "simulate": "simulation",
     "simulate_all": "simulation",
+    "simulate_ranks": "ranks",
     "vllm_default_sizes": "rivals",
     "vllm_interactivity_sizes": "rivals",
     "write_report": "report.write",
@@ -98,6 +102,7 @@ __all__ = [
     "CostModel",
     "Curve",
     "Emitted",
+    "Exchange",
     "GridPlan",
     "GridPolicy",
     "GridProduct",
@@ -110,6 +115,7 @@ __all__ = [
     "Noise",
     "Plan",
     "PlannedFamily",
+    "RankSimulation",
     "RivalResult",
     "Scenario",
     "Simulation",
@@ -134,6 +140,7 @@ __all__ = [
     "save_cost_model",
     "simulate",
     "simulate_all",
+    "simulate_ranks",
     "vllm_default_sizes",
     "vllm_interactivity_sizes",
     "write_report",

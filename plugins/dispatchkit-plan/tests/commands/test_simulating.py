@@ -37,6 +37,17 @@ def test_several_policies_stand_side_by_side(run: Any) -> None:
     assert max(map(len, done.out.splitlines())) <= 80
 
 
+def test_ranks_say_what_they_lose_to_each_other(run: Any) -> None:
+    """The same as the library's, and a table that fits a terminal."""
+    args = ["simulate", TRACE, "--policy", "vllm", "--ranks", "4"]
+    found = json.loads(run(*args, "--json").out)
+    assert found["ranks"] == 4
+    assert found["slowest_s"] > 0 < found["rank_padding"]
+    done = run(*args)
+    assert "lost to the slowest" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
 def test_a_budget_makes_captures_and_evictions(run: Any) -> None:
     """Options of the runner mean the same here."""
     done = run("simulate", TRACE, "--max-graphs", "2", "--eviction", "benefit", "--json")
@@ -54,6 +65,7 @@ def test_a_budget_makes_captures_and_evictions(run: Any) -> None:
         (["--max-bytes", "1000"], "graph_bytes"),
         (["--eviction", "fifo"], "benefit, lru"),
         (["--lanes", "0"], "lanes"),
+        (["--ranks", "0"], "ranks"),
         (["--sizes", "4,x"], "sizes"),
         (["--mode", "FUL"], "'FULL'"),
     ],

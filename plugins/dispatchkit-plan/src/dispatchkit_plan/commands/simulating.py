@@ -30,7 +30,7 @@ from dispatchkit.errors import ConfigError
 from dispatchkit_plan.commands.accounting import config_for, note_unused_axes
 
 if TYPE_CHECKING:
-    from dispatchkit_plan import Simulation
+    from dispatchkit_plan import RankSimulation, Simulation
 
 
 def simulate(
@@ -64,6 +64,10 @@ def simulate(
     lanes: Annotated[
         int, typer.Option("--lanes", metavar="N", help="Lanes that take the steps in turn.")
     ] = 1,
+    ranks: Annotated[
+        int,
+        typer.Option("--ranks", metavar="N", help="Ranks that run so many steps as one."),
+    ] = 1,
     seed: Annotated[
         int, typer.Option("--seed", metavar="N", help="Of the noise of measured times.")
     ] = 0,
@@ -88,7 +92,7 @@ def simulate(
         "cost_model": cost_model,
     }
     settings = settings_of(given)
-    from dispatchkit_plan import Scenario
+    from dispatchkit_plan import Scenario, simulate_ranks
     from dispatchkit_plan import simulate as run_scenario
     from dispatchkit_plan.traffic import read_steps
 
@@ -120,16 +124,21 @@ def simulate(
         )
         for name in names
     ]
-    found = []
+    found: list[Any] = []
     with progress() as tell:
         for index, scenario in enumerate(scenarios):
             tell("simulating", index, len(scenarios))
-            found.append(run_scenario(rows, scenario, plugins=plugins))
+            if ranks == 1:
+                found.append(run_scenario(rows, scenario, plugins=plugins))
+            else:
+                found.append(simulate_ranks(rows, ranks, scenario, plugins=plugins))
     if as_json:
         values = [one.to_json() for one in found]
         print_json(values[0] if len(values) == 1 else values)
-    else:
+    elif ranks == 1:
         show(found, trace, console())
+    else:
+        show_ranks(found, trace, console())
 
 
 def show(found: list[Simulation], trace: Path, out: Console) -> None:
@@ -162,6 +171,35 @@ def show(found: list[Simulation], trace: Path, out: Console) -> None:
         for reason in reasons
     ]
     columns = ["", *(one.label for one in found)]
+    out.print(table(columns, rows, right=range(1, len(columns))))
+    for note in dict.fromkeys(note for one in found for note in one.notes):
+        out.print(Text(f"Note: {note}"))
+
+
+def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
+    """Print simulations of ranks side by side, readable at 80 columns."""
+    first = found[0]
+    title = f"{trace}: {first.num_steps:,} steps on {first.ranks} ranks; costs by"
+    out.print(Text(f"{title} {first.cost_model}", style="bold"))
+
+    def share(seconds: float, one: RankSimulation) -> str:
+        return f"{seconds:.4g} s {seconds / one.time_s:.1%}"
+
+    lines: list[tuple[str, Any]] = [
+        ("FULL", lambda one: f"{one.modes['FULL']:,}"),
+        ("PIECEWISE", lambda one: f"{one.modes['PIECEWISE']:,}"),
+        ("eager", lambda one: f"{one.modes['NONE']:,}"),
+        ("mode changed by others", lambda one: f"{one.changed_modes:,}"),
+        ("padding to the largest", lambda one: f"{one.rank_padding / one.real_tokens:.1%}"),
+        ("padding to graphs", lambda one: f"{one.graph_padding / one.real_tokens:.1%}"),
+        ("time of each rank", lambda one: f"{one.time_s:.4g} s"),
+        ("own steps", lambda one: share(one.own_s, one)),
+        ("lost to the slowest", lambda one: share(one.slowest_s, one)),
+        ("lost to what is agreed", lambda one: share(one.padding_s, one)),
+        ("lost to agreeing", lambda one: share(one.exchange_s, one)),
+    ]
+    columns = ["", *(one.label for one in found)]
+    rows = [[name, *(value(one) for one in found)] for name, value in lines]
     out.print(table(columns, rows, right=range(1, len(columns))))
     for note in dict.fromkeys(note for one in found for note in one.notes):
         out.print(Text(f"Note: {note}"))

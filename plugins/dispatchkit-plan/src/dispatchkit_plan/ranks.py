@@ -1,0 +1,248 @@
+"""Ranks that run each step together: what is lost to the slowest, to padding and to agreeing.
+
+A model of dispatchkit-ranks with a policy that does not learn: each rank decides for its own batch,
+and all run the most tokens, requests and adapters in the most careful mode of any. The real
+dispatcher decides; what is assumed is when batches meet, and what an exchange takes:
+
+* The steps of one trace are dealt in turn: as many as there are ranks, one after the other in it,
+  are one step of all. So a trace of one rank meets itself a little later.
+* An exchange is a chain of messages, each of which waits for the last: ``2 * ceil(log2(ranks))`` by
+  a tree, ``2 * (ranks - 1)`` round a ring, and each takes ``hop_us``. Its 256 bytes take no time of
+  their own.
+* All ranks come to it together, but for what their last step took: that wait is the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+
+from dispatchkit.dispatch import Dispatcher, decided_us
+from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.keys import DispatchConfig, RuntimeMode, check_count
+from dispatchkit.observe import StepTrace, trace_config
+from dispatchkit.plugins import PluginSet, load_plugins
+
+from dispatchkit_plan.lane_run import LaneRun, Steps
+from dispatchkit_plan.optimal import IntArray
+from dispatchkit_plan.scenario import Scenario
+
+__all__ = ["Exchange", "RankSimulation", "simulate_ranks"]
+
+
+@attrs.frozen(kw_only=True)
+class Exchange:
+    """What one agreement takes.
+
+    Attributes:
+        shape: ``tree`` (NCCL between hosts) or ``ring`` (gloo).
+        hop_us: Microseconds of one message to another rank, its process woken included.
+        own_us: Microseconds of this rank's own work around it.
+    """
+
+    shape: Literal["tree", "ring"] = "tree"
+    hop_us: float = 50.0
+    own_us: float = 10.0
+
+    def __attrs_post_init__(self) -> None:
+        if self.shape not in ("tree", "ring"):
+            raise ConfigError("shape", self.shape, "'tree' or 'ring'")
+        for name in ("hop_us", "own_us"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+                raise ConfigError(name, value, "microseconds, 0 or more")
+
+    def num_hops(self, ranks: int) -> int:
+        """Return the messages that wait for each other."""
+        if self.shape == "ring":
+            return 2 * (ranks - 1)
+        return 2 * math.ceil(math.log2(ranks))
+
+    def time_us(self, ranks: int) -> float:
+        """Return the microseconds of one agreement; one rank agrees with nobody."""
+        return 0.0 if ranks == 1 else self.own_us + self.num_hops(ranks) * self.hop_us
+
+
+@attrs.frozen(kw_only=True)
+class RankSimulation:
+    """What came of a trace on several ranks.
+
+    Times are those of one rank; what all lose together is so many times as much.
+
+    Attributes:
+        label: The scenario's name.
+        policy: Name of the policy.
+        ranks: How many ranks.
+        num_steps: Steps of all ranks together.
+        modes: Those steps by the runtime mode they ran in.
+        changed_modes: Rank's steps that another rank made run in another mode.
+        real_tokens: Tokens of all ranks, before padding.
+        rank_padding: Tokens added to make every batch as large as the largest.
+        graph_padding: Tokens added to those to fit graphs.
+        own_s: What a rank's steps would take by themselves, on the average of the ranks.
+        slowest_s: Waiting for the rank whose own step takes longest.
+        padding_s: Running the agreed size and mode, where that takes longer than any rank's own.
+        exchange_s: Agreeing.
+        cost_model: Name of the cost model.
+        notes: What to know about the numbers.
+    """
+
+    label: str
+    policy: str
+    ranks: int
+    num_steps: int
+    modes: dict[str, int]
+    changed_modes: int
+    real_tokens: int
+    rank_padding: int
+    graph_padding: int
+    own_s: float
+    slowest_s: float
+    padding_s: float
+    exchange_s: float
+    cost_model: str
+    notes: tuple[str, ...]
+
+    @property
+    def time_s(self) -> float:
+        """Time of all steps, which is the same on every rank."""
+        return self.own_s + self.slowest_s + self.padding_s + self.exchange_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON holds it."""
+        return {**attrs.asdict(self), "notes": list(self.notes), "time_s": self.time_s}
+
+
+def simulate_ranks(
+    trace: StepTrace,
+    ranks: int,
+    scenario: Scenario | None = None,
+    *,
+    exchange: Exchange | None = None,
+    plugins: PluginSet | None = None,
+) -> RankSimulation:
+    """Return what would come of a trace whose steps meet on several ranks.
+
+    Args:
+        trace: Steps, which are dealt to the ranks in turn; those without tokens are left out,
+            and so are the last ones that do not make a step of all ranks.
+        ranks: How many.
+        scenario: Policy, sizes and costs; without budgets, lanes, axes and split batches.
+        exchange: What agreeing takes.
+        plugins: Where policies are found by name; loaded when needed.
+
+    Raises:
+        TraceError: There are fewer steps with tokens than ranks.
+        ConfigError: A setting cannot be used with ranks.
+        UnknownNameError: The policy is not installed, or there is no such cost model.
+        PolicyError: The policy refuses the configuration.
+    """
+    scenario, exchange = scenario or Scenario(), exchange or Exchange()
+    ranks = check_count(ranks, "ranks")
+    config = scenario.config or trace_config(trace, sizes=scenario.sizes, mode=scenario.mode)
+    _check(scenario, config)
+    policy = scenario.policy
+    if isinstance(policy, str):
+        policy = (plugins or load_plugins()).create_policy(policy, **scenario.policy_options)
+    model = scenario.model
+    dispatcher = Dispatcher(policy, config)
+    if dispatcher.policy_parts.learns:
+        raise ConfigError(
+            "policy",
+            dispatcher.policy_name,
+            "one that does not learn, with ranks",
+            "Give the policy that its leader starts from.",
+        )
+    steps = Steps.of(trace, config)
+    num_rounds = len(steps) // ranks
+    if not num_rounds:
+        raise TraceError(trace.source, None, f"has fewer steps with tokens than {ranks} ranks.")
+    steps = _first(steps, num_rounds * ranks)
+    run = LaneRun(dispatcher, model, scenario, random.Random(0))
+    tallies, number = run.decide_all(steps)
+    own_us = np.array([tally.time_us for tally in tallies])[number].reshape(num_rounds, ranks)
+    own_mode = np.array([int(tally.decision.mode) for tally in tallies])[number]
+    care = own_mode.reshape(num_rounds, ranks).min(axis=1)
+    modes: Counter[str] = Counter({mode.name: 0 for mode in RuntimeMode})
+    graph_padding = 0
+    slowest = own_us.max(axis=1)
+    agreed, which, counts = np.unique(
+        _agreed(steps, care, ranks, config), axis=1, return_inverse=True, return_counts=True
+    )
+    times = np.zeros(agreed.shape[1])
+    agreed_mode = np.zeros(agreed.shape[1], dtype=np.int64)
+    for index, (batch, count) in enumerate(zip(agreed.T.tolist(), counts.tolist(), strict=True)):
+        decision = dispatcher.dispatch(*batch)
+        times[index] = decided_us(model, decision, batch[0])
+        agreed_mode[index] = int(decision.mode)
+        modes[decision.mode.name] += count * ranks
+        graph_padding += count * ranks * decision.padding
+    which = which.reshape(-1)
+    changed = int((own_mode != np.repeat(agreed_mode[which], ranks)).sum())
+    dispatcher.close()
+    real = int(steps.num_tokens.sum())
+    return RankSimulation(
+        label=scenario.label or dispatcher.policy_name,
+        policy=dispatcher.policy_name,
+        ranks=ranks,
+        num_steps=num_rounds * ranks,
+        modes=dict(modes),
+        changed_modes=changed,
+        real_tokens=real,
+        rank_padding=int((agreed[0] * counts).sum()) * ranks - real,
+        graph_padding=graph_padding,
+        own_s=float(own_us.mean(axis=1).sum()) / 1e6,
+        slowest_s=float((slowest - own_us.mean(axis=1)).sum()) / 1e6,
+        padding_s=float((times[which] - slowest).sum()) / 1e6,
+        exchange_s=num_rounds * exchange.time_us(ranks) / 1e6,
+        cost_model=model.name,
+        notes=(
+            f"Steps of the trace meet in turn, {ranks} at a time.",
+            f"Agreeing takes {exchange.num_hops(ranks)} messages of {exchange.hop_us:g} us each.",
+        ),
+    )
+
+
+def _check(scenario: Scenario, config: DispatchConfig) -> None:
+    refused = {
+        "max_graphs": scenario.max_graphs,
+        "max_bytes": scenario.max_bytes,
+        "capture_after": scenario.capture_after if scenario.is_lazy else None,
+        "lanes": scenario.lanes if scenario.lanes > 1 else None,
+        "rows_independent": scenario.rows_independent or None,
+        "axes": [axis.name for axis in config.axes] or None,
+    }
+    for name, value in refused.items():
+        if value is not None:
+            raise ConfigError(name, value, "left out where ranks are simulated")
+
+
+def _first(steps: Steps, count: int) -> Steps:
+    columns = {
+        one.name: getattr(steps, one.name)[:count]
+        for one in attrs.fields(Steps)
+        if one.name != "has_order"
+    }
+    return attrs.evolve(steps, **columns)
+
+
+def _agreed(steps: Steps, care: IntArray, ranks: int, config: DispatchConfig) -> IntArray:
+    """Return the arguments of the agreed ``dispatch`` of each step of all: (5, steps)."""
+
+    def most(values: IntArray) -> IntArray:
+        found: IntArray = values.reshape(-1, ranks).max(axis=1)
+        return found
+
+    classes = steps.uniform.reshape(-1, ranks)
+    common = np.where((classes == classes[:, :1]).all(axis=1), classes[:, 0], 0)
+    if config.varlen_decode:
+        short = [i for i, length in enumerate(config.query_lens, 1) if length <= config.query_len]
+        varlen = config.num_query_classes - 1
+        fits = np.isin(classes, [*short, varlen]).all(axis=1)
+        common = np.where((common == 0) & fits, varlen, common)
+    return np.stack([most(steps.num_tokens), most(steps.num_reqs), common, most(steps.loras), care])
