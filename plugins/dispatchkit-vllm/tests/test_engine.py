@@ -768,13 +768,25 @@ def test_steps_are_counted_by_mode_and_reason(runner_module, monkeypatch, tmp_pa
     for batch in BATCHES:
         runner.execute_model(*batch)
     runner._dummy_run(4)
+    counts = runner.cudagraph_dispatcher.station.counts
     rows = {
         (row.mode, row.reason): (row.steps, row.real_tokens, row.padded_tokens)
-        for row in runner.cudagraph_dispatcher.station.counts.read()
+        for row in counts.read()
     }
+    assert counts.policy == "threshold"
     assert rows == {
         ("FULL", "hit"): (2, 4, 5),
         ("PIECEWISE", "hit"): (1, 3, 4),
         ("NONE", "above_max_tokens"): (3, 20, 20),
         ("NONE", "vllm"): (1, 9, 9),
     }
+
+
+def test_counts_name_no_policy_that_does_not_act(runner_module, monkeypatch, tmp_path):
+    path = tmp_path / "engine.prom"
+    monkeypatch.setenv("DISPATCHKIT_METRICS", str(path))
+    ask(monkeypatch, "threshold")
+    runner = runner_module.GPUModelRunner(config(mode="NONE"))
+    runner.initialize("NONE")
+    runner.execute_model(1, 1, 1)
+    assert runner.cudagraph_dispatcher.station.counts.policy == ""

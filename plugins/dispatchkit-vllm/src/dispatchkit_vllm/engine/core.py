@@ -28,7 +28,6 @@ from dispatchkit import (
 from dispatchkit.dispatch import policy_name
 from dispatchkit.errors import ConfigError, NoGraphError
 
-from dispatchkit_vllm.engine.counts import StepCounts
 from dispatchkit_vllm.engine.log import log
 from dispatchkit_vllm.engine.settings import EngineSettings
 from dispatchkit_vllm.runner_rule import RunnerRule, use_rule
@@ -76,7 +75,6 @@ class PolicyCore:
         eager: Returns what the runner's ``dispatch`` returns for an eager batch of so many
             requests.
         runner: What to call the runner in messages.
-        counts: Where steps are counted; None: nowhere.
 
     Attributes:
         fallbacks: How often the runner's own dispatcher answered instead, by reason.
@@ -95,12 +93,10 @@ class PolicyCore:
         *,
         eager: Callable[[Batch, int], Any],
         runner: str,
-        counts: StepCounts | None = None,
     ) -> None:
         self.policy = policy
         self.config = config
         self.runner = runner
-        self.counts = counts
         self.learns = callable(getattr(policy, "observe", None))
         self.fallbacks: Counter[str] = Counter()
         self._graphs = graphs

@@ -102,7 +102,7 @@ class Station:
         self.log: StepLog | None = self._open_log() if settings.trace else None
         self.counts: StepCounts | None = None
         if settings.metrics:
-            self.counts = StepCounts(settings.policy, runner)
+            self.counts = StepCounts(runner=runner)
             _export(self.counts, settings.metrics, self.ranks)
 
     def _open_log(self) -> StepLog:
@@ -181,6 +181,8 @@ class Station:
         A policy keeps what it learnt, and may be put back later. Call it between steps.
         """
         self.core, self.timer, self.summary = core, None, ""
+        if self.counts is not None:
+            self.counts.policy = "" if core is None else policy_name(core.policy)
         self.rows = {}
         if core is not None and core.learns:
             if core not in self._timers:
