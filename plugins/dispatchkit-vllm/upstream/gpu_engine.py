@@ -319,9 +319,9 @@ def turns(
     engine: Engine, names: list[str], rounds: int, make: Callable[[random.Random], Any]
 ) -> Any:
     """Let policies take turns; yield name, seconds, whether its tokens are plain's, and tokens."""
-    cores: dict[str, Any] = {"plain": None}
+    cores: dict[str, Any] = {"plain": None, "plain again": None}
     for name in names:
-        if name != "plain":
+        if name not in cores:
             policy, options = POLICIES[name]
             cores[name] = engine.station.make(policy, **options)
             engine.station.put(cores[name])

@@ -130,6 +130,10 @@ def run(python: str, release: str, source: Path, test: str, swap: str) -> bool:
             "swap",
             "-p",
             "no:cacheprovider",
+            "-c",
+            os.devnull,  # not this repository's settings, which know none of vLLM's markers
+            "--rootdir",
+            str(source),
             test,
         ],
         cwd=source,
