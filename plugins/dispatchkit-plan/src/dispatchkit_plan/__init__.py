@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dispatchkit_plan.hedge import Hedge, HedgeChoice
     from dispatchkit_plan.hints import Hint, free_tokens, hint
     from dispatchkit_plan.memory import MemoryForecast, MemorySample, forecast_memory
+    from dispatchkit_plan.own_sizes import OwnSize, OwnSizesPlan, plan_own_sizes
     from dispatchkit_plan.planner import plan_sizes
     from dispatchkit_plan.ranks import Exchange, RankSimulation, simulate_ranks
     from dispatchkit_plan.report.write import write_report
@@ -63,6 +64,8 @@ _HOME = {
     "MemoryMeter": "calibration.graph_memory",
     "MemorySample": "memory",
     "Noise": "scenario",
+    "OwnSize": "own_sizes",
+    "OwnSizesPlan": "own_sizes",
     "Plan": "results",
     "PlannedFamily": "results",
     "RankSimulation": "ranks",
@@ -83,6 +86,7 @@ _HOME = {
     "load_cost_model": "costs",
     "load_runner": "calibration.calibrate",
     "plan_grid": "grid",
+    "plan_own_sizes": "own_sizes",
     "plan_sizes": "planner",
     "read_steps": "traffic",
     "read_workload": "traffic",
@@ -113,6 +117,8 @@ __all__ = [
     "MemoryMeter",
     "MemorySample",
     "Noise",
+    "OwnSize",
+    "OwnSizesPlan",
     "Plan",
     "PlannedFamily",
     "RankSimulation",
@@ -133,6 +139,7 @@ __all__ = [
     "load_cost_model",
     "load_runner",
     "plan_grid",
+    "plan_own_sizes",
     "plan_sizes",
     "read_steps",
     "read_workload",

@@ -133,3 +133,48 @@ def test_what_does_not_go_with_an_axis_is_refused(
     done = run("plan", lengths, *extra)
     assert done.code != 0
     assert says in done.err
+
+
+OWN = ("plan", TRACE, "--beside", "128,512", "--cost-model", "lm-decode-h100")
+
+
+def test_sizes_that_deserve_a_graph_are_listed_with_what_they_save(run: Any) -> None:
+    """Within their own budget, and settings hold the sizes that are there anyway too."""
+    asked = (*OWN, "--memory-bytes", "40e6", "--bytes-per-graph", "8e6")
+    done = run(*asked, "--engine", "dispatchkit")
+    assert (done.code, done.err) == (0, "")
+    assert "deserve a graph of their own beside 128, 512" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+    plan = json.loads(run(*asked, "--engine", "dispatchkit", "--json").out)
+    assert len(plan["own"]) == 5
+    assert f"DispatchConfig(sizes=({', '.join(map(str, plan['sizes']))}))" in done.out
+    assert sorted([128, 512, *(one["size"] for one in plan["own"])]) == plan["sizes"]
+    assert all(f"{one['saved_us'] / 1e3:,.1f} ms" in done.out for one in plan["own"])
+    assert plan["settings"]["sizes"] == plan["sizes"]
+
+
+def test_exact_sizes_alone_name_the_policy_that_serves_them(run: Any) -> None:
+    done = run(*OWN[:2], "--max-waste", "0", *OWN[4:], "--graphs", "3")
+    assert done.code == 0
+    assert "threshold with max_waste=0" in done.out
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (("--graphs", "3", "--keyed"), "--keyed"),
+        (("--graphs", "3", "--axis", "length"), "--axis"),
+        (("--graphs", "3", "--max-waste", "2"), "max_waste"),
+        (("--graphs", "3", "--max-waste", "0", "--engine", "vllm"), "--engine"),
+        (("--graphs", "3", "--beside", "8,x"), "--beside"),
+        ((), "exactly one"),
+    ],
+)
+def test_what_does_not_go_with_own_sizes_is_refused(
+    run: Any, extra: tuple[str, ...], says: str
+) -> None:
+    done = run(*OWN, *extra)
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+    without = run(*OWN[:4], "--graphs", "3")
+    assert "dispatchkit calibrate" in without.err

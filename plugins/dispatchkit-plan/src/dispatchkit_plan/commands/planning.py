@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -20,9 +20,10 @@ from dispatchkit.cli import (
     table,
 )
 from dispatchkit.errors import ConfigError
+from dispatchkit.keys import check_count
 
 if TYPE_CHECKING:
-    from dispatchkit_plan import Emitted, GridPlan, Plan
+    from dispatchkit_plan import Emitted, GridPlan, OwnSizesPlan, Plan
 
 
 class FitOn(enum.StrEnum):
@@ -73,7 +74,7 @@ def plan(
             "--max-size",
             metavar="N",
             help="Largest size; always captured, counted among the graphs. 512 by default, with "
-            "--axis the largest step.",
+            "--axis the largest step, with --beside the largest that the cost model measured.",
             show_default=False,
         ),
     ] = None,
@@ -106,6 +107,22 @@ def plan(
             metavar="N",
             help="Largest bucket of --axis; the largest value of the trace by default.",
             show_default=False,
+        ),
+    ] = None,
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            "--beside",
+            metavar="A,B,...",
+            help="Sizes captured anyway: find those that deserve a graph of their own beside them.",
+        ),
+    ] = None,
+    max_waste: Annotated[
+        float | None,
+        typer.Option(
+            "--max-waste",
+            metavar="SHARE",
+            help="The same, where a larger share of padding runs eager; 0: exact sizes alone.",
         ),
     ] = None,
     cost_model: Annotated[
@@ -147,23 +164,61 @@ def plan(
             raise ConfigError(flag, given, f"left out without {needs}")
     from dispatchkit.observe import StepTrace
 
-    from dispatchkit_plan import emit, load_cost_model, plan_grid, plan_sizes
+    from dispatchkit_plan import emit, load_cost_model, plan_grid, plan_own_sizes, plan_sizes
     from dispatchkit_plan.traffic import read_workload
 
     with progress() as tell:
         tell("reading the trace", 0, 1)
         workload = read_workload(trace)
         tell("reading the trace", 1, 1)
+    model = None if cost_model is None else load_cost_model(cost_model)
+    halves: Literal["all", "first-half"] = "all" if fit_on is FitOn.ALL else "first-half"
+    if beside is not None or max_waste is not None:
+        _refuse(
+            "with --beside" if beside is not None else "with --max-waste",
+            ("--axis", axis is not None),
+            ("--keyed", keyed),
+            ("--align", align != 1),
+            ("--capture-time-s", capture_time_s is not None),
+        )
+        if max_waste is not None and engine not in (None, "dispatchkit"):
+            raise ConfigError(
+                "--engine", engine, "dispatchkit with --max-waste", "Other engines have no limit."
+            )
+        if model is None:
+            raise ConfigError(
+                "--cost-model",
+                None,
+                "given with --beside or --max-waste",
+                "Whether a graph pays is a question of time: run `dispatchkit calibrate`.",
+            )
+        own = plan_own_sizes(
+            workload,
+            cost_model=model,
+            beside=[check_count(size, "--beside") for size in (beside or "").split(",") if size],
+            max_waste=1.0 if max_waste is None else max_waste,
+            graphs=graphs,
+            memory_bytes=memory_bytes,
+            bytes_per_graph=bytes_per_graph,
+            max_size=max_size,
+            fit_on=halves,
+        )
+        settings = (
+            None
+            if engine is None
+            else emit(own.sizes, engine, query_len=1 if query_len is None else query_len)
+        )
+        _print_own_sizes(own, settings, as_json=as_json)
+        return
     if axis is not None:
-        for flag, given in (
+        _refuse(
+            "with --axis",
             ("--keyed", keyed),
             ("--align", align != 1),
             ("--memory-bytes", memory_bytes is not None),
             ("--capture-time-s", capture_time_s is not None),
             ("--engine", engine not in (None, "dispatchkit")),
-        ):
-            if given:
-                raise ConfigError(flag, "given", "left out with --axis")
+        )
         if not isinstance(workload, StepTrace):
             raise ConfigError("--axis", axis, "given with a trace of single steps")
         if graphs is None:
@@ -174,8 +229,8 @@ def plan(
             graphs=graphs,
             max_size=max_size,
             max_value=max_value,
-            fit_on="all" if fit_on is FitOn.ALL else "first-half",
-            cost_model=None if cost_model is None else load_cost_model(cost_model),
+            fit_on=halves,
+            cost_model=model,
         )
         _print_grid(grid, with_settings=engine is not None, as_json=as_json)
         return
@@ -187,10 +242,10 @@ def plan(
         bytes_per_graph=bytes_per_graph,
         capture_s_per_graph=capture_s_per_graph,
         max_size=512 if max_size is None else max_size,
-        fit_on="all" if fit_on is FitOn.ALL else "first-half",
+        fit_on=halves,
         keyed=keyed,
         align=align,
-        cost_model=None if cost_model is None else load_cost_model(cost_model),
+        cost_model=model,
     )
     settings = (
         None
@@ -208,6 +263,13 @@ def plan(
         show_settings(settings, console())
     for warning in made.warnings:
         complain(f"Warning: {warning}")
+
+
+def _refuse(why: str, *flags: tuple[str, bool]) -> None:
+    """Refuse flags that are given where they mean nothing."""
+    for flag, is_given in flags:
+        if is_given:
+            raise ConfigError(flag, "given", f"left out {why}")
 
 
 def show(made: Plan, out: Console) -> None:
@@ -249,6 +311,44 @@ def show(made: Plan, out: Console) -> None:
     out.print()
     columns = ["Known list", "Graphs", "Padding", "Planned graphs that match it"]
     out.print(table(columns, rows, right=[1, 2, 3]))
+
+
+def _print_own_sizes(made: OwnSizesPlan, settings: Emitted | None, *, as_json: bool) -> None:
+    if as_json:
+        value = made.to_json()
+        if settings is not None:
+            value["settings"] = settings.to_json()
+        print_json(value)
+        return
+    out = console()
+    beside = f" beside {', '.join(map(str, made.beside))}" if made.beside else ""
+    out.print(Text(f"Sizes that deserve a graph of their own{beside}", style="bold"))
+    rows = [
+        [
+            one.size,
+            f"{one.num_steps:,}",
+            f"{one.saved_us / 1e3:,.1f} ms",
+            "" if one.num_bytes is None else f"{one.num_bytes / 2**20:,.1f} MiB",
+        ]
+        for one in made.own
+    ]
+    if rows:
+        out.print(table(["Size", "Steps", "Saves", "Memory"], rows, right=[0, 1, 2, 3]))
+    else:
+        out.print("None: no graph would save time.")
+    over = made.num_steps_over / made.num_steps
+    out.print()
+    out.print(
+        f"{made.before_us / 1e3:,.1f} ms without them, {made.after_us / 1e3:,.1f} ms with them "
+        f"({made.saved_pct:.1f}% less), {made.objective}; judged on {made.judged_on} "
+        f"({made.num_steps:,} steps), {over:.1%} of them not considered: too large."
+    )
+    if made.max_waste < 1:
+        out.print(f"Under the policy threshold with max_waste={made.max_waste:g}.")
+    if settings is not None:
+        show_settings(settings, out)
+    for warning in made.warnings:
+        complain(f"Warning: {warning}")
 
 
 def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:

@@ -1,0 +1,337 @@
+"""Sizes that deserve a graph of their own, beside graphs that are captured anyway.
+
+A batch without a graph of its size is padded to a larger one, or runs eager. How much a graph of
+exactly its size saves depends on the traffic (how often it comes), the device (what padding or
+eager costs) and the other graphs chosen, since a graph also serves smaller batches. So sizes are
+chosen together: by the dynamic program of ``optimal``, in which the graphs that are captured
+anyway are required and free, and in which eager serves whatever no graph may.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from dispatchkit.errors import ConfigError, TraceError
+from dispatchkit.keys import check_count
+from dispatchkit.observe import StepTrace
+
+from dispatchkit_plan.budgets import make_budget
+from dispatchkit_plan.costs import CostModel
+from dispatchkit_plan.optimal import (
+    FloatArray,
+    IntArray,
+    best_sizes_within,
+    require_sizes,
+    served_costs,
+    size_curve,
+)
+from dispatchkit_plan.traffic import SizeHistogram
+from dispatchkit_plan.workload import FitOn, Workload, as_workload
+
+__all__ = ["OwnSize", "OwnSizesPlan", "plan_own_sizes"]
+
+_MAX_CANDIDATES = 512
+_ROUNDING = 1e-9
+"""Graphs that save no larger share than this of the time are chosen by rounding, and left out."""
+
+
+@attrs.frozen
+class OwnSize:
+    """A size that deserves a graph of its own.
+
+    Attributes:
+        size: Tokens.
+        num_steps: Judged steps of exactly this size.
+        saved_us: What the judged steps would take longer without this graph, the others kept.
+        num_bytes: Memory of the graph; None where the budget is a number of graphs.
+    """
+
+    size: int
+    num_steps: int
+    saved_us: float
+    num_bytes: float | None
+
+
+@attrs.frozen(kw_only=True)
+class OwnSizesPlan:
+    """Sizes that deserve a graph of their own, and what they save.
+
+    Attributes:
+        own: The sizes chosen, ascending.
+        beside: Sizes that are captured anyway, ascending.
+        max_waste: Largest share of a graph that may be padding.
+        before_us: What the judged steps take with the graphs of ``beside`` alone.
+        after_us: What they take with the chosen ones, too.
+        num_steps: Steps judged, of any size.
+        num_steps_over: Those of them that were not considered: too large.
+        judged_on: What was judged on, in words.
+        objective: What was minimised, in words.
+        warnings: What to know before relying on the plan.
+
+    Units: tokens, microseconds, bytes.
+    """
+
+    own: tuple[OwnSize, ...]
+    beside: tuple[int, ...]
+    max_waste: float
+    before_us: float
+    after_us: float
+    num_steps: int
+    num_steps_over: int
+    judged_on: str
+    objective: str
+    warnings: tuple[str, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All sizes to capture, ascending."""
+        return tuple(sorted({*self.beside, *(one.size for one in self.own)}))
+
+    @property
+    def saved_pct(self) -> float:
+        """Share of the time before that the chosen graphs save, in per cent."""
+        return 100 * (1 - self.after_us / self.before_us) if self.before_us else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON holds it."""
+        return {
+            **attrs.asdict(self),
+            "own": [attrs.asdict(one) for one in self.own],
+            "sizes": list(self.sizes),
+            "saved_pct": round(self.saved_pct, 4),
+        }
+
+
+def plan_own_sizes(
+    data: StepTrace | SizeHistogram | Workload,
+    *,
+    cost_model: CostModel,
+    beside: Sequence[int] = (),
+    max_waste: float = 1.0,
+    graphs: int | None = None,
+    memory_bytes: float | None = None,
+    bytes_per_graph: float | None = None,
+    max_size: int | None = None,
+    fit_on: FitOn = "all",
+) -> OwnSizesPlan:
+    """Return the sizes of a trace that deserve a graph of their own, under one budget.
+
+    The result is exact where the budget is a number of graphs or all graphs take the same memory.
+    Else memory is rounded up to 1/128 of the budget while sizes are chosen, and what is left is
+    filled with the graphs that save most for their memory.
+
+    Args:
+        data: A step trace or a histogram.
+        cost_model: What a step takes, eager and replayed.
+        beside: Sizes that are captured anyway; they do not count for the budget.
+        max_waste: Largest share of a graph that may be padding, as of the policy ``threshold``:
+            0 replays exact sizes alone, and all other batches run eager.
+        graphs: Number of graphs to add; this or ``memory_bytes``.
+        memory_bytes: Memory that the added graphs may take. Needs ``bytes_per_graph``, or a cost
+            model that has ``graph_bytes``.
+        bytes_per_graph: Memory per graph, for ``memory_bytes``.
+        max_size: Larger steps are not considered. By default the largest size whose replay the
+            cost model measured, or of ``beside``.
+        fit_on: ``all``, or ``first-half`` (judged on the second half).
+
+    Raises:
+        ConfigError: A setting is out of range, or the budget holds no graph at all.
+        TraceError: No step has at most max_size tokens.
+
+    Units: tokens, bytes.
+    """
+    kept = tuple(sorted({check_count(size, "beside") for size in beside}))
+    if isinstance(max_waste, bool) or not 0 <= max_waste <= 1:
+        raise ConfigError("max_waste", max_waste, "a share from 0 to 1")
+    if max_size is None:
+        max_size = max(cost_model.graph_us.last, *kept, 1)
+    max_size = check_count(max_size, "max_size", minimum=kept[-1] if kept else 1)
+    work = as_workload(data)
+    fit, judged, judged_on = work.split(fit_on)
+    if not (fit.num_tokens <= max_size).any():
+        raise TraceError(
+            work.source,
+            None,
+            f"no step planned on has at most {max_size} tokens; the smallest has "
+            f"{int(fit.num_tokens.min())}. Raise max_size.",
+        )
+    warnings = []
+    if fit.axes:
+        warnings.append(
+            f"The steps have values of {', '.join(fit.axes)}: each size is a graph for each "
+            "combination of buckets, and the budget counts sizes."
+        )
+    steps = _Steps.of(fit, max_size, kept, cost_model, max_waste)
+    candidates = _candidates(steps, kept, warnings)
+    if graphs is not None:
+        graphs = min(check_count(graphs, "graphs"), max(1, len(candidates)))
+    budget = make_budget(
+        graphs,
+        memory_bytes,
+        None,
+        bytes_per_graph,
+        None,
+        cost_model,
+        candidates if len(candidates) else steps.batches[:1],
+    )
+    prices = np.ones(len(candidates)) if budget.price is None else budget.price
+    price = dict(zip(candidates.tolist(), prices.tolist(), strict=False))
+    limit = float(budget.graphs or budget.limit)
+    if price and min(price.values()) > limit:
+        least = min(price.values())
+        raise ConfigError(budget.setting, limit, f"at least {least:g}, the price of one graph")
+    chosen = _choose(steps, kept, price, limit)
+    later = _Steps.of(judged, max_size, kept, cost_model, max_waste)
+    after = later.time_us({*kept, *chosen})
+    return OwnSizesPlan(
+        own=tuple(
+            OwnSize(
+                size,
+                num_steps=later.count(size),
+                saved_us=later.time_us({*kept, *chosen} - {size}) - after,
+                num_bytes=None if budget.price is None else price[size],
+            )
+            for size in sorted(chosen)
+        ),
+        beside=kept,
+        max_waste=float(max_waste),
+        before_us=later.time_us(set(kept)),
+        after_us=after,
+        num_steps=judged.num_steps,
+        num_steps_over=int(judged.counts[judged.num_tokens > max_size].sum()),
+        judged_on=judged_on,
+        objective=f"time under {cost_model.name}",
+        warnings=tuple(warnings),
+    )
+
+
+@attrs.frozen(eq=False)
+class _Steps:
+    """Steps by size, and what they take under captured sizes.
+
+    Attributes:
+        batches: Sizes that occur or are captured anyway, ascending.
+        counts: Steps of each.
+        eager_us: Time of one eager step of each.
+        graph_us: Time of a replay at a captured size.
+        max_waste: Largest share of a graph that may be padding.
+
+    Shapes: all arrays (P,).
+    """
+
+    batches: IntArray
+    counts: FloatArray
+    eager_us: FloatArray
+    graph_us: Callable[[int], float]
+    max_waste: float
+
+    @classmethod
+    def of(
+        cls,
+        work: Workload,
+        max_size: int,
+        kept: Sequence[int],
+        model: CostModel,
+        max_waste: float,
+    ) -> _Steps:
+        """Return the steps up to a largest size."""
+        small = work.num_tokens <= max_size
+        batches = np.union1d(work.num_tokens[small], np.asarray(kept, dtype=np.int64))
+        counts = np.bincount(
+            np.searchsorted(batches, work.num_tokens[small]),
+            weights=work.counts[small].astype(np.float64),
+            minlength=len(batches),
+        ).astype(np.float64)
+        eager = np.array([model.eager_us(int(size)) for size in batches], dtype=np.float64)
+        return cls(batches, counts, eager, functools.cache(model.graph_us), max_waste)
+
+    def count(self, size: int) -> int:
+        """Return the number of steps of exactly one size."""
+        return int(self.counts[self.batches == size].sum())
+
+    def served_us(self, size: int) -> FloatArray:
+        """Return the time of a step of each size if this is the smallest graph that covers it."""
+        wastes = size - self.batches > self.max_waste * size
+        return np.where(wastes, self.eager_us, self.graph_us(size))
+
+    def time_us(self, graphs: set[int]) -> float:
+        """Return the time of all steps: the smallest graph that covers one, or eager."""
+        ladder = sorted(graphs)
+        place = np.searchsorted(np.array(ladder, dtype=np.int64), self.batches)
+        size = np.array([*ladder, 0], dtype=np.int64)[place]
+        replay = np.array([*map(self.graph_us, ladder), 0.0])[place]
+        wastes = size - self.batches > self.max_waste * size
+        is_eager = wastes | (place == len(ladder))
+        return float(np.where(is_eager, self.eager_us, replay) @ self.counts)
+
+
+def _candidates(steps: _Steps, kept: Sequence[int], warnings: list[str]) -> IntArray:
+    """Return the sizes that occur and have no graph yet, ascending."""
+    is_open = (steps.counts > 0) & ~np.isin(steps.batches, np.asarray(kept, dtype=np.int64))
+    candidates = steps.batches[is_open]
+    if len(candidates) <= _MAX_CANDIDATES:
+        return candidates
+    warnings.append(
+        f"Of {len(candidates)} different sizes the {_MAX_CANDIDATES} most frequent are considered."
+    )
+    order = np.argsort(-steps.counts[is_open], kind="stable")
+    return np.sort(candidates[order[:_MAX_CANDIDATES]])
+
+
+def _choose(
+    steps: _Steps, kept: Sequence[int], price: Mapping[int, float], limit: float
+) -> set[int]:
+    """Return the best of the priced sizes whose prices add up to at most the limit."""
+    if not price:
+        return set()
+    sizes = sorted({*price, *kept})
+    # By rank: 0 is no size, and the last one, which covers everything, is eager.
+    last = len(steps.batches) + 1
+    ranks = np.append(1 + np.searchsorted(steps.batches, sizes), last)
+    demand = np.concatenate([[0.0], steps.counts, [0.0]])
+    served = np.zeros((len(ranks), last + 1))
+    served[:, 1:-1] = [*map(steps.served_us, sizes), steps.eager_us]
+    required = [*np.flatnonzero(np.isin(sizes, kept)).tolist(), len(sizes)]
+    cost = require_sizes(served_costs(ranks, demand, served), ranks, ranks[required].tolist())
+    if len(set(price.values())) == 1:
+        # A hair below the next whole number is that number: 3 x 0.1 is 0.30000000000000004.
+        affordable = int(min(limit / next(iter(price.values())) + 1e-9, len(price)))
+        curve = size_curve(ranks, cost, len(required) + affordable, monotone=False)
+        found = curve.sizes(int(curve.costs.argmin()) + 1)
+    else:
+        prices = np.array([price.get(size, 0.0) for size in sizes] + [0.0])
+        found, _ = best_sizes_within(ranks, cost, prices, limit)
+    chosen = {int(steps.batches[rank - 1]) for rank in found[:-1]} - set(kept)
+    _fill(chosen, steps, kept, price, limit)
+    least = steps.time_us({*kept, *chosen}) * (1 + _ROUNDING)
+    for size in sorted(chosen):
+        if steps.time_us({*kept, *chosen} - {size}) <= least:
+            chosen.discard(size)
+    return chosen
+
+
+def _fill(
+    chosen: set[int],
+    steps: _Steps,
+    kept: Sequence[int],
+    price: Mapping[int, float],
+    limit: float,
+) -> None:
+    """Add what still fits, the one that saves most for its price first."""
+    while True:
+        left = limit - sum(price[size] for size in chosen)
+        now = steps.time_us({*kept, *chosen})
+        gains = {
+            size: (now - steps.time_us({*kept, *chosen, size})) / price[size]
+            for size in price
+            if size not in chosen and price[size] <= left
+        }
+        best = max(gains, key=gains.__getitem__, default=0)
+        if not best or gains[best] <= 0:
+            return
+        chosen.add(best)
