@@ -310,9 +310,9 @@ class Lifecycle:
         self._budget.warn_of_churn()  # outside: a warning that raises is no failed capture
         return ""
 
-    def note_missed(self, key: GraphKey) -> None:
-        """Count that a step would have used a key; what is wanted most is captured when idle."""
-        self._seen[key] += 1
+    def note_missed(self, key: GraphKey, num_steps: int = 1) -> None:
+        """Count that steps would have used a key; what is wanted most is captured when idle."""
+        self._seen[key] += num_steps
 
     def retry_key(self, reason: str, missed: Iterable[GraphKey]) -> GraphKey | None:
         """Return the key whose capture eager steps of a cell may try again, None if none."""
@@ -341,6 +341,15 @@ class Lifecycle:
             return False
         self._try(key, evict=True, sample=sample, is_awaited=True)
         return True
+
+    def steps_until_retry(self, key: GraphKey) -> int:
+        """Return how many steps a failed or stale key waits for, before it is tried again."""
+        entry = self._registry.get(key)
+        return 0 if entry is None else self._retries.steps_left(entry)
+
+    def note_retry(self, key: GraphKey, num_steps: int) -> None:
+        """Count steps that would have used a failed key, and did not ask whether it is due."""
+        self._retries.note_steps(key, num_steps)
 
     def prove_rows(self, step: CapturedKey, sample: Sequence[Any]) -> bool:
         """Find out by the inputs of a padded step whether padding changes its rows.

@@ -44,7 +44,21 @@ class Retries:
         if not self.may_try(entry):
             return False
         self._since_failure[entry.key] += 1
+        return self._since_failure[entry.key] > self._wait(entry)
+
+    def steps_left(self, entry: GraphEntry) -> int:
+        """Return how many steps a failed key waits for yet; 0 for a key in another state."""
+        if not self.may_try(entry):
+            return 0
+        return max(0, self._wait(entry) - self._since_failure[entry.key])
+
+    def note_steps(self, key: GraphKey, num_steps: int) -> None:
+        """Count steps that would have used a failed key."""
+        self._since_failure[key] += num_steps
+
+    @classmethod
+    def _wait(cls, entry: GraphEntry) -> int:
+        if cls.waits_for_first_call(entry):
+            return 1
         wait: int = RETRY_AFTER * 4 ** (entry.attempts - 1)
-        if self.waits_for_first_call(entry):
-            wait = 1
-        return self._since_failure[entry.key] > wait
+        return wait

@@ -16,6 +16,7 @@ from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.graphed.batch import guess_batch_dims
 from dispatchkit.execute.graphed.forms import Form
 from dispatchkit.execute.graphed.gradients import HeldWeights
+from dispatchkit.execute.graphed.plain import PlainSteps, look_of
 from dispatchkit.execute.graphed.varying import Family, Shapes
 from dispatchkit.execute.io.input_errors import odd_kind
 from dispatchkit.execute.io.inputs import RESERVED_NAMES
@@ -154,6 +155,8 @@ class GraphedCalls:
         # The form of calls of the same shapes, but for the batch, and the sizes of its axes.
         self._routes: dict[Any, tuple[Form, Mapping[str, int]]] = {}
         self._dims: dict[Any, list[int | None]] = {}
+        # Looks of calls that run plainly, and why, or which steps of a runner they are.
+        self._looks: dict[Any, str | _ByResult | PlainSteps] = {}
         self._lock = threading.RLock()
         self._plain: Counter[str] = Counter()
         self._calls = 0
@@ -170,13 +173,35 @@ class GraphedCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call through its form's runner, or plainly with a counted reason."""
         self._calls += 1
+        if self._looks:
+            module = self.module
+            look = look_of(args, kwargs, module is not None and module.training)
+            known = self._looks.get(look)
+            if known is not None:
+                if isinstance(known, str):
+                    self._plain[known] += 1
+                    return self.target(*args, **kwargs)
+                if isinstance(known, _ByResult):
+                    return self._run_for_gradients(known, args, kwargs)
+                if known.may_go_on():
+                    return known.run(self.target, args, kwargs)
+                del self._looks[look]
         found = self._find(args, kwargs)
         if isinstance(found, str):
+            self._remember(found, args, kwargs)
             return self._run_plainly(found, args, kwargs)
         if isinstance(found, _ByResult):
+            self._remember(found, args, kwargs)
             return self._run_for_gradients(found, args, kwargs)
         form, runner, tensors, sizes = found
-        return form.run(runner, tensors, sizes, args, kwargs)
+        eager = runner.lanes[0].eager
+        num_eager = eager.num_runs
+        result = form.run(runner, tensors, sizes, args, kwargs)
+        if eager.num_runs != num_eager and not sizes:
+            names = tuple(sorted(kwargs))
+            plain = PlainSteps(form, runner, form.rows_of(tensors), names)
+            self._remember(plain, args, kwargs)
+        return result
 
     def submit(self, *args: Any, **kwargs: Any) -> StepHandle:
         """Queue a call on one of the lanes, beside others, and return at once.
@@ -236,6 +261,17 @@ class GraphedCalls:
 
     # -- inside -------------------------------------------------------------------------
 
+    def _remember(
+        self, what: str | _ByResult | PlainSteps, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Know calls that look like this one, which run plainly."""
+        module = self.module
+        look = look_of(args, kwargs, module is not None and module.training)
+        if look is not None:
+            if len(self._looks) >= MAX_ROUTES:
+                self._looks.clear()
+            self._looks[look] = what
+
     def _find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_result: bool = True
     ) -> str | _ByResult | _Found:
@@ -294,6 +330,7 @@ class GraphedCalls:
                 return derived
             with self._lock:
                 dims = self._dims[kind] = derived
+                self._looks.clear()  # calls of before may be of another form now
         rows = next(
             one.shape[dim] for one, dim in zip(tensors, dims, strict=True) if dim is not None
         )
@@ -368,6 +405,7 @@ class GraphedCalls:
                 self._names(args, kwargs, len(tensors)),
             )
             family.note_first(shapes)
+            self._looks.clear()
         if len(self._routes) >= MAX_ROUTES:
             self._routes.clear()
         route = self._routes[key] = form, sizes or {}
@@ -487,6 +525,7 @@ class GraphedCalls:
         result = self.target(*args, **kwargs)
         if not self._weights.note(found.kind, result):
             self._plain[Reason.FIRST_CALL] += 1
+            self._looks.clear()  # such calls have graphs from now on
             return result
         self._plain[Reason.GRADIENTS] += 1
         if self._once.first("held weights"):

@@ -116,6 +116,13 @@ class Form:
         finally:
             own.now = before
 
+    def rows_of(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return the rows of a call."""
+        for one, spec in zip(tensors, self.inputs.values(), strict=True):
+            if spec.batch_dim is not None:
+                return int(one.shape[spec.batch_dim])
+        return 0
+
     def runner_for(self, rows: int, sizes: Mapping[str, int]) -> GraphRunner:
         """Return a runner with room for a number of rows, and for a size of each axis.
 

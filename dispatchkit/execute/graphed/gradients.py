@@ -51,7 +51,7 @@ class HeldWeights:
 
     def note(self, form: Hashable, result: Any) -> bool:
         """Return whether the result of a plain call requires gradients, for the next call."""
-        leaves = leaves_of(result)
+        leaves = [result] if type(result) is torch.Tensor else leaves_of(result)
         needed = any(isinstance(one, torch.Tensor) and one.requires_grad for one in leaves)
         self._needed[form] = needed
         return needed

@@ -57,6 +57,7 @@ class EagerRunner:
     Attributes:
         strict: The same; it may change while serving.
         exact: The decision that the step of now may only run by; None: it runs anyhow.
+        num_runs: Steps that ran eager so far.
     """
 
     def __init__(
@@ -79,10 +80,29 @@ class EagerRunner:
         self._once = Once()
         self.strict = strict
         self.exact: Decision | None = None
+        self.num_runs: int = 0
+
+    def is_plain(self) -> bool:
+        """Return whether an eager step is no more than a call of the step without gradients.
+
+        No input is brought to the device, no state is ordered with other streams, and nothing
+        compares results or refuses eager steps.
+        """
+        return (
+            self._axes is None
+            and self._row_count is None
+            and not self._inputs.host
+            and self._checker is None
+            and not self.strict
+            and self._lane.chain is None
+            and not self._warmups.writes()
+            and not self._warmups.needs_gradients
+        )
 
     def run(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
         """Run a checked call, uncounted; None runs what the static inputs hold."""
         self._lane.tick += 1
+        self.num_runs += 1
         if self._axes is not None:
             given = self._axes.plain(tensors)  # type: ignore[arg-type]  # a call made by it
         else:

@@ -6,6 +6,7 @@ is for an exact number of tokens, so that views of static inputs and outputs can
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -56,6 +57,10 @@ class EagerPlan:
         missed: The smallest graph that could have served it, if any.
         retry: A key that failed or is stale and may be captured again, if any.
         timer: Measures it, where the decision asks for that.
+
+    Attributes:
+        eager: The same.
+        count: The same.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class EagerPlan:
     ) -> None:
         self.eager: EagerRunner = eager
         self._lifecycle, self._lane = lifecycle, lane
-        self._num_tokens, self._reason, self._count = num_tokens, reason, count
+        self._num_tokens, self._reason, self.count = num_tokens, reason, count
         self._missed, self._retry, self._timer = missed, retry, timer
         self._is_downgrade = reason in DOWNGRADES
 
@@ -96,9 +101,24 @@ class EagerPlan:
             result = eager.run(tensors, num_tokens)
         else:
             result = timer.measure(lambda: eager.run(tensors, num_tokens))
-        self._count.steps += 1
-        self._count.tokens += num_tokens
+        self.count.steps += 1
+        self.count.tokens += num_tokens
         return result
+
+    def num_plain(self) -> int:
+        """Return how many of the next steps need nothing but the step itself, and to be counted."""
+        if self._timer is not None or not self.eager.is_plain():
+            return 0
+        if not self._is_downgrade or self._retry is None:
+            return sys.maxsize
+        return self._lifecycle.steps_until_retry(self._retry)
+
+    def note_plain(self, num_steps: int) -> None:
+        """Note that so many steps ran without it."""
+        if self._is_downgrade and self._missed is not None:
+            self._lifecycle.note_missed(self._missed, num_steps)
+            if self._retry is not None:
+                self._lifecycle.note_retry(self._retry, num_steps)
 
 
 @contextmanager
