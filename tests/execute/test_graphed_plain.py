@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -170,3 +171,26 @@ def test_a_form_that_grows_has_a_new_runner_for_plain_calls_too() -> None:
             assert fast(torch.ones(rows, 2)).shape == (rows, 2)
     counts = [one.steps_by_mode["NONE"] for one in fast.graphed.stats().runners.values()]
     assert counts == [3, 4]
+
+
+def test_threads_lose_no_plain_call() -> None:
+    """More of them than run in a row, and with captures that are tried again in between."""
+    fast = graphed(Reads().eval(), backend="tape")
+    errors = []
+
+    def call() -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(200):
+                    fast(torch.ones(3, 2))
+        except BaseException as error:  # noqa: BLE001 - told by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    (stats,) = fast.graphed.stats().runners.values()
+    assert stats.eager_by_reason == {"capture_failed": 600}

@@ -174,8 +174,7 @@ class GraphedCalls:
         """Run a call through its form's runner, or plainly with a counted reason."""
         self._calls += 1
         if self._looks:
-            module = self.module
-            look = look_of(args, kwargs, module is not None and module.training)
+            look = look_of(args, kwargs, getattr(self.module, "training", False))
             known = self._looks.get(look)
             if known is not None:
                 if isinstance(known, str):
@@ -185,7 +184,7 @@ class GraphedCalls:
                     return self._run_for_gradients(known, args, kwargs)
                 if known.may_go_on():
                     return known.run(self.target, args, kwargs)
-                del self._looks[look]
+                self._looks.pop(look, None)  # another thread may have found out, too
         found = self._find(args, kwargs)
         if isinstance(found, str):
             self._remember(found, args, kwargs)
@@ -265,8 +264,7 @@ class GraphedCalls:
         self, what: str | _ByResult | PlainSteps, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Know calls that look like this one, which run plainly."""
-        module = self.module
-        look = look_of(args, kwargs, module is not None and module.training)
+        look = look_of(args, kwargs, getattr(self.module, "training", False))
         if look is not None:
             if len(self._looks) >= MAX_ROUTES:
                 self._looks.clear()

@@ -129,9 +129,11 @@ class PlainSteps:
 
     def _give_back(self) -> None:
         """Tell the runner of the steps that it has not seen."""
-        if self._plan is not None:
-            self._plan.note_plain(self._given - self._left)
+        with self._executor.lock:
+            plan, num_steps = self._plan, self._given - self._left
             self._plan, self._left = None, 0
+            if plan is not None:
+                plan.note_plain(num_steps)
 
     def _run_plan(self, plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step as something else was decided of it; the next call needs the runner."""
