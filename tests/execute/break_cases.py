@@ -245,7 +245,10 @@ class BreakCases:
         assert cache[0].item() == 1
 
     def test_rows_behind_a_batch_are_cleared_after_each_call(self, backend):
-        """What a kernel leaves there reaches no other row: not nan, nor an earlier batch."""
+        """What a kernel leaves there reaches no other row: not nan, nor an earlier batch.
+
+        Also where it writes what was there in the capture: zeros over zeros.
+        """
 
         @eager_region
         def only_first(x, number):
@@ -260,24 +263,22 @@ class BreakCases:
 
         def step(x, number):
             x = only_first(x * 2, number)
-            out = torch.empty_like(x)
+            out = torch.zeros_like(x)
             only_first_into(out, x, number)
             # A kernel that looks across rows, as a router or a quantizer does.
             return out, (out.amax() - out.amax() == 0) & (x.amax() - x.amax() == 0)
 
-        runner = self.make(
-            backend,
-            step,
-            sizes=(8,),
-            options=RunnerOptions(buffers=BufferOptions(row_count="number")),
-        )
-        assert not runner.capture().failed
-        for number in (8, 3, 5, 8, 1):
-            x = self.rows(backend, number)
-            out, is_finite = runner(x)
-            torch.testing.assert_close(out, x * 2)
-            assert is_finite.item(), f"{number} rows"
-        assert runner.stats().steps_by_mode["PIECEWISE"] == 5
+        options = RunnerOptions(buffers=BufferOptions(row_count="number"))
+        for inference in (False, True):
+            runner = self.make(backend, step, sizes=(8,), options=options)
+            with torch.inference_mode(inference):
+                assert not runner.capture().failed
+                for number in (8, 3, 5, 8, 1):
+                    x = self.rows(backend, number)
+                    out, is_finite = runner(x)
+                    torch.testing.assert_close(out, x * 2)
+                    assert is_finite.item(), f"{number} rows"
+            assert runner.stats().steps_by_mode["PIECEWISE"] == 5
 
     def test_what_runs_eager_reads_what_is_there_at_each_replay(self, backend):
         """A context that is replaced for each step is no part of a graph."""

@@ -17,7 +17,12 @@ from dispatchkit import GraphRunner, RunnerOptions, StaticInput, eager_region  #
 from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
 from dispatchkit.options import MemoryOptions  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's own, as it loads inductor and as inductor advises
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
+]
 
 PROGRAMS = [
     ["matmul", "eager", "matmul", "two", "matmul", "into", "first"],

@@ -17,7 +17,6 @@ from faulty_policies import NeverAsksWhetherReadyPolicy  # noqa: E402
 from sample_policies import LargestPolicy  # noqa: E402
 
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
-from dispatchkit.keys import DispatchConfig  # noqa: E402
 from dispatchkit.testing import (  # noqa: E402
     BackendTests,
     PolicyTests,
@@ -90,13 +89,10 @@ class ReplayTwiceBackend(TapeBackend):
 
 
 class NothingReplays(RunnerTests):
-    """A mode in which a step that is no list of pieces has no graphs."""
-
-    def make_config(self):
-        return DispatchConfig(sizes=(1, 2, 4, 8), max_num_tokens=8, mode="PIECEWISE")
+    """A step that the host reads in, which no graph can hold."""
 
     def make_step(self):
-        return lambda tokens, values: values * 2
+        return lambda tokens, values: values * (1 + 0 * values.sum().item())
 
 
 class RunsTwice(RunnerTests):

@@ -26,7 +26,7 @@ from dispatchkit.execute.capture.effects import bits_equal
 from dispatchkit.execute.io.structure import flatten, leaves_of
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.breaks import acting
-from dispatchkit.execute.step.state import StorageSet, plain_tensor
+from dispatchkit.execute.step.state import OperatorWrites, StorageSet, plain_tensor
 from dispatchkit.once import line_of_call
 
 
@@ -38,15 +38,17 @@ class CallShapes:
         line: Where it is called.
         given: Of each tensor among its arguments.
         returned: Of each value that it returned; None for other values than tensors.
+        written: Of each tensor among its arguments, whether an operator has written it.
     """
 
     line: str
     given: tuple[Any, ...]
     returned: tuple[Any, ...]
+    written: tuple[bool, ...]
 
 
 class ShapeRecorder:
-    """Notes the shapes of the eager calls of a run that is not captured.
+    """Notes the shapes of the eager calls of a run that is not captured, and what they write.
 
     Attributes:
         calls: Those, in order.
@@ -60,12 +62,15 @@ class ShapeRecorder:
         """Call a function, and note the shapes."""
         if self._is_inside:
             return fn(*args, **kwargs)
+        given, writes = _tensors(args, kwargs), OperatorWrites()
         self._is_inside = True
         try:
-            value = fn(*args, **kwargs)
+            with writes:
+                value = fn(*args, **kwargs)
         finally:
             self._is_inside = False
-        self.calls.append(CallShapes(line, _shapes(_tensors(args, kwargs)), _shapes(value)))
+        written = tuple(tensor in writes.written for tensor in given)
+        self.calls.append(CallShapes(line, _shapes(given), _shapes(value), written))
         return value
 
     def split(self) -> None:
@@ -75,18 +80,30 @@ class ShapeRecorder:
         """Do nothing: the capture refuses it."""
 
 
-class ArgumentHolder(ShapeRecorder):
+class ArgumentHolder:
     """Holds what a capture in segments would hold, in a run that measures its memory."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._held: list[Any] = []
+        self._is_inside = False
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, line: str) -> Any:
         """Call a function, and hold its arguments and results."""
-        value = super().call(fn, args, kwargs, line)
+        if self._is_inside:
+            return fn(*args, **kwargs)
+        self._is_inside = True
+        try:
+            value = fn(*args, **kwargs)
+        finally:
+            self._is_inside = False
         self._held.append((args, kwargs, value))
         return value
+
+    def split(self) -> None:
+        """Do nothing: no segment is begun."""
+
+    def enter_block(self, line: str) -> None:
+        """Do nothing: the capture refuses it."""
 
 
 class SegmentRecorder:
@@ -223,9 +240,11 @@ class SegmentRecorder:
         if dims is not None and dims.line != line:
             dims = None
         given = _tensors(args, kwargs)
+        known = () if dims is None else zip(given, dims.given, dims.written, strict=False)
         before = [
-            (tensor, dim, tensor.clone())
-            for tensor, dim in zip(given, dims.given if dims is not None else (), strict=False)
+            # An operator may write what was there, such as zeros over fresh memory.
+            (tensor, dim, None if is_written else tensor.clone())
+            for tensor, dim, is_written in known
             if dim is not None and not self._stays(tensor)
         ]
         self._is_inside = True
@@ -236,12 +255,12 @@ class SegmentRecorder:
         written = tuple(
             (plain_tensor(tensor), dim)
             for tensor, dim, content in before
-            if not bits_equal(tensor, content)
+            if content is None or not bits_equal(tensor, content)
         )
-        known = StorageSet(given)
+        arguments = StorageSet(given)
         leaves, structure = flatten(value)
         results = tuple(
-            self._land(number, leaf, known, dims, line) for number, leaf in enumerate(leaves)
+            self._land(number, leaf, arguments, dims, line) for number, leaf in enumerate(leaves)
         )
         ambient = _Ambient.now(self._device.type)
         if torch.is_inference_mode_enabled():
@@ -263,7 +282,7 @@ class SegmentRecorder:
         return structure.build([one.value for one in results])
 
     def _land(
-        self, number: int, leaf: Any, known: StorageSet, dims: CallShapes | None, line: str
+        self, number: int, leaf: Any, arguments: StorageSet, dims: CallShapes | None, line: str
     ) -> Result:
         """Return what the step goes on with in place of a result."""
         if not isinstance(leaf, torch.Tensor):
@@ -273,7 +292,7 @@ class SegmentRecorder:
                 f"{line} returns a tensor of layout {leaf.layout} on {leaf.device}: segments read "
                 f"dense tensors on {self._device}. Move it there in what runs eager.",
             )
-        if leaf in known or self._stays(leaf):
+        if leaf in arguments or self._stays(leaf):
             return Result(plain_tensor(leaf), stride=leaf.stride())
         place = (self._num_calls, number), leaf.shape, leaf.dtype
         if self._admission is not None:
@@ -329,6 +348,8 @@ def batch_dims(
 ) -> list[CallShapes]:
     """Return which dimensions of each call's tensors are the batch, by two runs of a step.
 
+    What it writes in one of them it writes.
+
     Args:
         calls: Of a run at a number of rows.
         others: Of a run at another one.
@@ -351,7 +372,8 @@ def batch_dims(
         if one.line != two.line or numbers != (len(two.given), len(two.returned)):
             return []
         given, returned = dims(one.given, two.given), dims(one.returned, two.returned)
-        found.append(CallShapes(one.line, given, returned))
+        written = tuple(map(any, zip(one.written, two.written, strict=True)))
+        found.append(CallShapes(one.line, given, returned, written))
     return found
 
 

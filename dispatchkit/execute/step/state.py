@@ -301,9 +301,8 @@ class WriteWatch(DispatchMode):
             result = run_composite(self, func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        for index, name in facts.writes:
-            for tensor in tensors_in((args[index] if index < len(args) else kwargs.get(name),)):
-                self._before_write(tensor, func._schema.name)
+        for tensor in _written_by(func, args, kwargs):
+            self._before_write(tensor, func._schema.name)
         if facts.may_draw and not self.draws:
             result = self._run_drawing(func, args, kwargs)
         else:
@@ -394,6 +393,40 @@ class WriteWatch(DispatchMode):
             self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
             alive = sum(num_bytes for _, num_bytes in self._alive.values())
             self.peak_bytes = max(self.peak_bytes, alive)
+
+
+class OperatorWrites(DispatchMode):
+    """Notes what is written by operators whose schemas say so.
+
+    Attributes:
+        written: The storages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.written: StorageSet = StorageSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if types and has_subclass(types):
+            return NotImplemented  # a subclass: what it does by itself comes here
+        if is_higher_order(func):
+            return run_higher_order(self, func, args, kwargs)
+        if torch.is_inference_mode_enabled():
+            result = run_composite(self, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        for tensor in _written_by(func, args, kwargs):
+            self.written.add(tensor)
+        return func(*args, **kwargs)
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the arguments that an operation writes, as far as its schema says so."""
+    for index, name in _facts_of(func).writes:
+        yield from tensors_in((args[index] if index < len(args) else kwargs.get(name),))
 
 
 @attrs.frozen
