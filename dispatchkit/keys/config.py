@@ -68,8 +68,9 @@ class DispatchConfig:
             given nothing is: batches above the largest capture size run eager, and this is that
             size.
         max_num_seqs: Most requests of a batch. Defaults to ``max_num_tokens``.
-        query_lens: Tokens per request of uniform decode batches; one number, or several
-            where a drafter runs with other lengths. ``uniform`` indexes it from 1.
+        query_lens: Tokens per request of uniform decode batches, all of whose requests are past
+            their prompts and bring exactly so many; one number, or several where a drafter
+            runs with other lengths. ``uniform`` indexes it from 1.
         varlen_decode: Decode graphs accept requests of varying length up to the first
             query length; adds one more class of batches after the uniform ones.
         uniform_sizes: Sizes for uniform batches of more than one token per

@@ -323,6 +323,19 @@ def _play(name: str, parts: tuple[str, ...], calls: list[tuple[int, Any]]) -> tu
     return _check_reasons(way, "\n".join(str(one.message) for one in said))
 
 
+def test_a_flag_of_a_step_that_changed_more_in_its_first_calls_is_seen_at_once() -> None:
+    """A window that is full of one number stops to change, so that the step is captured."""
+    calls = [*[(2, _nothing)] * 4, (2, _new_weight), *[(2, _nothing)] * 4, (2, _reset)]
+    replayed, _ = _play("captured ahead", ("window", "first_call"), calls)
+    assert replayed
+
+
+def test_one_first_call_serves_the_graphs_of_all_sizes() -> None:
+    """What it makes is there for the others, too."""
+    calls = [(rows, _nothing) for rows in (2, 4, 2, 3)]
+    assert _play("captured ahead", ("lazy_state",), calls) == (3, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_any_stateful_module_computes_what_eager_computes(name: str) -> None:

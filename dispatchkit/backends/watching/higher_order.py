@@ -10,8 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatchkit.backends.capture_guard import HostSyncError
 
-# The host reads a tensor to know which function to run, or whether to run it again.
-_READ_BY_HOST = frozenset({"cond", "while_loop", "while_loop_stack_output"})
+# The host reads a tensor to know which function to run, or whether to run it again. torch can
+# make nodes of a graph of them from 2.13 on, by private means of torch.compile alone.
+_READ_BY_HOST = {
+    "cond": "the host reads which function is to run; torch.where of both results is captured",
+    "while_loop": "the host reads whether to go on; a loop of a fixed length is captured",
+}
+_READ_BY_HOST["while_loop_stack_output"] = _READ_BY_HOST["while_loop"]
 _PLAIN = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
@@ -27,7 +32,7 @@ def run_higher_order(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any)
         HostSyncError: The host chooses by data what it runs.
     """
     if func._name in _READ_BY_HOST:
-        raise HostSyncError(f"torch.{func._name}", "the host reads which function is to run")
+        raise HostSyncError(f"torch.{func._name}", _READ_BY_HOST[func._name])
     kernel = func.py_kernels.get(_PLAIN)
     if kernel is None:
         raise NotImplementedError(f"{func._name} has no eager form that can be watched.")

@@ -81,8 +81,8 @@ class PythonEffects:
         # Within ``contained``: whether graphs alone count.
         self._graphs_alone: bool | None = None
         self._replaced: Counter[str] = Counter()
-        # Entries that the step changed in a first call, by container and key.
-        self._first: dict[tuple[int, Any], Entry] = {}
+        # Entries that the step was seen to change, by container and key.
+        self._changed: dict[tuple[int, Any], Entry] = {}
 
     def forget(self) -> None:
         """Look anew at what the step reaches: it may be something else from now on."""
@@ -114,7 +114,7 @@ class PythonEffects:
         """
         if graphs_alone not in self._watches:
             read = self.state(graphs_alone=graphs_alone)
-            self._watches[graphs_alone] = ValueWatch(read, self._changed_once())
+            self._watches[graphs_alone] = ValueWatch(read, self._changed_before())
         return self._watches[graphs_alone]
 
     def note_replaced(self, entries: Iterable[Entry]) -> None:
@@ -133,9 +133,9 @@ class PythonEffects:
         self.forget()
         return True
 
-    def _changed_once(self) -> tuple[Entry, ...]:
-        """Return the entries that a first call changes, as they are now."""
-        wanted = self._first
+    def _changed_before(self) -> tuple[Entry, ...]:
+        """Return the entries that the step changed and now leaves alone, as they are now."""
+        wanted = self._changed
         if not wanted:
             return ()
         return tuple(
@@ -242,8 +242,8 @@ class PythonEffects:
         snapshot.restore()
         self.forget()
         changed = error.entries
+        self._changed |= {(id(one.record.target), one.key): one for one in changed}
         if found == Reason.FIRST_CALL:
-            self._first |= {(id(one.record.target), one.key): one for one in changed}
             raise CaptureError(
                 f"The first call of the step changes {named(changed)}, and computes something else "
                 "than later ones. The next call runs eager; the key is captured after it.",

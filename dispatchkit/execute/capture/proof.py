@@ -502,7 +502,8 @@ class _Outputs:
     def is_finite(self) -> bool:
         """Return whether all numbers are."""
         tensors = (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
-        return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point())
+        with_fractions = (one for one in tensors if one.is_floating_point())
+        return all(bool(_numbers(one).isfinite().all()) for one in with_fractions)
 
     def fits(self, layout: OutputLayout, count: int) -> bool:
         """Return whether these are the outputs for a batch of so many rows."""

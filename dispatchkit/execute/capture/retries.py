@@ -19,10 +19,14 @@ class Retries:
 
     def __init__(self) -> None:
         self._since_failure: Counter[GraphKey] = Counter()
+        # Steps that ran eager for some failed key, now and when each key failed last.
+        self._num_eager = 0
+        self._eager_before: Counter[GraphKey] = Counter()
 
     def note_failure(self, key: GraphKey) -> None:
         """Start to count anew for a key."""
         self._since_failure[key] = 0
+        self._eager_before[key] = self._num_eager
 
     @staticmethod
     def is_over(entry: GraphEntry) -> bool:
@@ -43,22 +47,21 @@ class Retries:
         """Count a step that would have used a failed key; return whether to try it now."""
         if not self.may_try(entry):
             return False
-        self._since_failure[entry.key] += 1
-        return self._since_failure[entry.key] > self._wait(entry)
+        is_due = not self.steps_left(entry)
+        if not is_due:
+            self.note_steps(entry.key, 1)
+        return is_due
 
     def steps_left(self, entry: GraphEntry) -> int:
         """Return how many steps a failed key waits for yet; 0 for a key in another state."""
         if not self.may_try(entry):
             return 0
-        return max(0, self._wait(entry) - self._since_failure[entry.key])
+        if self.waits_for_first_call(entry):  # which any key's step makes
+            return int(self._num_eager == self._eager_before[entry.key])
+        wait: int = RETRY_AFTER * 4 ** (entry.attempts - 1)
+        return max(0, wait - self._since_failure[entry.key])
 
     def note_steps(self, key: GraphKey, num_steps: int) -> None:
         """Count steps that would have used a failed key."""
         self._since_failure[key] += num_steps
-
-    @classmethod
-    def _wait(cls, entry: GraphEntry) -> int:
-        if cls.waits_for_first_call(entry):
-            return 1
-        wait: int = RETRY_AFTER * 4 ** (entry.attempts - 1)
-        return wait
+        self._num_eager += num_steps

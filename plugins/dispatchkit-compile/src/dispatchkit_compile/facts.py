@@ -23,8 +23,9 @@ class BatchFacts:
 
     Attributes:
         num_reqs: Requests in the batch; 0 where they are not known.
-        uniform: False for a mixed batch, True for a uniform decode batch; or the place of its
-            query length among those configured, counted from 1.
+        uniform: False for a mixed batch, True for a uniform decode batch: every request is past
+            its prompt and brings exactly as many tokens; or the place of that query length among
+            those configured, counted from 1.
         loras: Active adapters.
         ceiling: Highest runtime mode that the batch may run in.
 

@@ -72,7 +72,8 @@ class CudagraphDispatcher(PaddingDispatcher):
 
         Args:
             num_tokens: Unpadded tokens.
-            uniform_decode: Every request has as many tokens as a decode step takes.
+            uniform_decode: Every request has as many tokens as a decode step takes; vLLM's runner
+                tells that by shape, so that the last chunk of a prompt may be one of them.
             has_lora: Adapters are active.
             disable_full: FULL graphs cannot serve this batch.
 
