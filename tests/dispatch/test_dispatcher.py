@@ -1020,6 +1020,7 @@ def test_swap_of_the_configuration_takes_its_limits():
 
 @pytest.mark.parametrize("number", [int, "int64"])
 def test_where_no_limit_is_stated_a_larger_batch_runs_eager(number):
+    """In numbers of any type; facts that cannot be are refused as ever."""
     number = number if number is int else getattr(pytest.importorskip("numpy"), number)
     bound = []
     dispatcher = make(
