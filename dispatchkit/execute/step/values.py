@@ -15,6 +15,8 @@ How soon a change is seen:
 - anything else (``.data = ...``, ``swap_tensors``, ``_parameters[...] = ...``, a number, a flag):
   within ``num_values + VALUES_AT_ONCE`` replays, of whatever graphs of the lane;
 - what is reached through a class alone: within ``num_class_values + VALUES_AT_ONCE`` replays.
+
+Not seen: items, keys and attributes that were not there.
 """
 
 from __future__ import annotations
