@@ -289,6 +289,9 @@ def made_again(way, times: int) -> list[str]:
 BY_NO_NAME = [way for way in WAYS if way is not learning]
 
 
+@pytest.mark.slow_except(
+    "stepped", "lazy", "pieces", "host_inputs", "lanes", "swapped", "failed_replay", "step_raises"
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", BY_NO_NAME, ids=lambda way: way.__name__)
 def test_a_dropped_runner_leaves_nothing_for_the_collector(way):

@@ -291,7 +291,9 @@ def count_in_inner_dictionary(d):
         (count_in_inner_dictionary, r"args\[0\]\['counts'\]\['calls'\]"),
     ],
 )
-@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+@pytest.mark.parametrize(
+    "kind", [dict, pytest.param(collections.OrderedDict, marks=pytest.mark.slow)]
+)
 def test_what_a_step_writes_to_a_container_is_written_to_the_callers_own(step, named, kind):
     """Keys written, added and removed, items appended, also further inside."""
 

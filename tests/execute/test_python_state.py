@@ -384,6 +384,7 @@ def test_the_package_that_makes_the_runners_is_not_entered() -> None:
     assert len(state._records) < 10
 
 
+@pytest.mark.slow
 def test_libraries_are_not_entered() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(

@@ -118,6 +118,7 @@ def test_the_limit_of_tokens_leaves_each_kind_of_batch_the_graph_it_is_padded_to
     assert dispatcher.dispatch(12).padded_num_tokens == 16
 
 
+@pytest.mark.slow
 class TestSplit(PolicyTests):
     max_examples = 20
 

@@ -10,10 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "transformers.md"
 
 
-@pytest.mark.slow
 def test_the_examples_of_the_page_give_the_tokens_of_generate():
     names = {"__name__": "example"}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
