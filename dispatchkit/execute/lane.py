@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from dispatchkit.backends.base import CapturedGraph, GraphBackend, Stream
+from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.outputs import SharedMemory
@@ -110,7 +111,7 @@ class Lane:
         self.between: SharedMemory = SharedMemory(inputs.device, group.allocate)
         self.row_count: torch.Tensor | None = None
         if row_count:
-            with torch.inference_mode(False):
+            with inference_mode(False):
                 self.row_count = group.allocate(
                     lambda: torch.zeros((), dtype=torch.int64, device=inputs.device)
                 )

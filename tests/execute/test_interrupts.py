@@ -13,6 +13,7 @@ from interrupts import KEPT, call_elsewhere, interrupted  # noqa: E402
 
 from dispatchkit import GraphRunner, StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.backends.capture_guard import capturing_device, is_any_capturing  # noqa: E402
+from dispatchkit.execute.io.outputs import SharedMemory  # noqa: E402
 
 # An interrupt in a __del__ is lost: Python prints it and goes on.
 pytestmark = [
@@ -110,7 +111,22 @@ def test_no_interrupt_of_a_capture_stops_others_for_good(way, number):
         runner.capture(again=True)
         assert torch.equal(runner(x=X), X @ WEIGHT)
         assert runner.stats().steps_by_mode["FULL"], f"not captured after an interrupt at {at}"
-    KEPT.clear()
+        KEPT.clear()  # what its frames hold is freed, and changes no mode either
+        assert torch.is_grad_enabled(), f"gradients off for what was left at {at}"
+
+
+def test_what_an_interrupt_has_left_changes_no_mode_when_it_is_freed():
+    """Memory of graphs is taken outside of inference mode, while gradients are off."""
+
+    def take():
+        SharedMemory(torch.device("cpu")).take("x", (2,), torch.float32)
+
+    for at in range(interrupted(take)):
+        with torch.no_grad():
+            interrupted(take, at)
+        assert torch.is_grad_enabled()
+        KEPT.clear()
+        assert torch.is_grad_enabled(), f"off for what was left at {at}"
 
 
 @pytest.mark.parametrize("change", ["captured", "evicted"])

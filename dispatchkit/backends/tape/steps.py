@@ -8,6 +8,8 @@ from typing import Any
 import attrs
 import torch
 
+from dispatchkit.backends.watching.dispatch_mode import inference_mode
+
 _K = torch._C.DispatchKey
 
 
@@ -88,7 +90,7 @@ def _refs_in(value: Any) -> Iterable[TensorRef]:
 def view_of_storage(storage: Any, ref: TensorRef, start_bytes: int = 0) -> torch.Tensor:
     """Return a tensor of our own on a storage; it holds no autograd graph and no other object."""
     offset = ref.offset + start_bytes // ref.dtype.itemsize
-    with torch.inference_mode(False):
+    with inference_mode(False):
         made = torch.empty(0, dtype=ref.dtype)
         made = made.set_(storage, offset, ref.size, ref.stride)
     if ref.conj:

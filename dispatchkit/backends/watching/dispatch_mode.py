@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -181,6 +182,16 @@ class DispatchMode(TorchDispatchMode):
             quiet = torch._disable_dynamo(raw, recursive=True)  # type: ignore[attr-defined]
             setattr(cls, "__torch_dispatch__", quiet)  # noqa: B010
             cls._is_hidden_from_dynamo = True
+
+
+def inference_mode(is_on: bool) -> AbstractContextManager[None]:
+    """Return a context with inference mode on or off, for one ``with`` statement.
+
+    torch's own class begins and ends it in Python. An exception of a signal may come before that
+    end: the mode then ends where the object is freed, whenever that is, and gradients are from
+    there on as they were at its beginning. This one's end is a call of C, which always comes.
+    """
+    return torch._C._InferenceMode(is_on)
 
 
 class ThreadModes:

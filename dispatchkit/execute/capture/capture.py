@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from dispatchkit.backends.base import CapturedGraph
 from dispatchkit.backends.optional import WarmupNotes
 from dispatchkit.backends.watching.compiled_code import dynamo_is_loaded
-from dispatchkit.backends.watching.dispatch_mode import ThreadModes
+from dispatchkit.backends.watching.dispatch_mode import ThreadModes, inference_mode
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
@@ -401,7 +401,7 @@ class Capturer:
             )
         with (
             lane.alone(),
-            torch.inference_mode(self._warmups.needs_inference_mode()),
+            inference_mode(self._warmups.needs_inference_mode()),
             torch.no_grad(),
             restored(self._warmups.snapshot()) as snapshot,
         ):

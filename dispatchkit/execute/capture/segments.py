@@ -9,7 +9,7 @@ was handed out in them is the pool's for as long as one of its graphs lives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dispatchkit.backends.optional import SegmentedCapture, SegmentGraph, features_of
-from dispatchkit.backends.watching.dispatch_mode import DispatchMode
+from dispatchkit.backends.watching.dispatch_mode import DispatchMode, inference_mode
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
 from dispatchkit.execute.capture.captured import GraphPart
@@ -421,12 +421,9 @@ class _Ambient:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        modes: list[AbstractContextManager[Any]] = [
-            torch.inference_mode(self.inference),
+        with (
+            inference_mode(self.inference),
             torch.set_grad_enabled(self.grad),
             torch.autocast(self.device_type, self.dtype, enabled=self.autocast),
-        ]
-        with ExitStack() as stack:
-            for mode in modes:
-                stack.enter_context(mode)
+        ):
             yield

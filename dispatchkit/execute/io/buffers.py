@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dispatchkit.backends.base import GraphBackend
+from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.errors import ConfigError, InputError, UnknownNameError
 from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.inputs import InputSet
@@ -68,7 +69,7 @@ class InputBuffers:
                 self.staging = Staging(host, num_rows, backend, allocate)
             staged = {} if self.staging is None else self.staging.device
             # Not under the caller's inference mode: such memory could not be written outside.
-            with torch.inference_mode(False):
+            with inference_mode(False):
                 self.tensors = [
                     staged[name]
                     if name in staged
@@ -117,7 +118,7 @@ class InputBuffers:
         source = self._fills[index]
         spec = self.inputs.specs[self.inputs.names[index]]
         if source is None:
-            with torch.inference_mode(False):
+            with inference_mode(False):
                 source = spec.full(self.num_rows, self.inputs.device)
             self._fills[index] = source
         return source.narrow(spec.batch_dim or 0, 0, num_rows)

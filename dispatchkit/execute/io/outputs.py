@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute.io.static_input import Allocate, plainly
 from dispatchkit.execute.io.structure import (
@@ -274,11 +275,11 @@ class SharedMemory:
         if growth := self.growth(place, shape, dtype):
             if (old := self._blocks.get(place)) is not None:
                 self._replaced.append((StorageWeakRef(old.untyped_storage()), old.numel()))
-            with torch.inference_mode(False):
+            with inference_mode(False):
                 self._blocks[place] = self._allocate(
                     lambda: torch.zeros(growth, dtype=torch.uint8, device=self._device)
                 )
-        with torch.inference_mode(False):
+        with inference_mode(False):
             return self._blocks[place][:num_bytes].view(dtype).view(tuple(shape))
 
     def growth(self, place: Any, shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from dispatchkit.backends.base import GraphBackend, Stream
+from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.execute.io.host_arrays import as_array
 from dispatchkit.execute.io.static_input import Allocate, StaticInput, plainly
 
@@ -65,7 +66,7 @@ class Staging:
             starts[name] = (end, num_bytes)
             end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         self._is_whole = end <= WHOLE_BLOCK_BYTES
-        with torch.inference_mode(False):
+        with inference_mode(False):
             self._host_block = torch.zeros(
                 max(end, 1), dtype=torch.uint8, pin_memory=device.type == "cuda"
             )

@@ -31,6 +31,7 @@ from dispatchkit.backends.watching.dispatch_mode import (
     PerOperation,
     WeakStorages,
     has_subclass,
+    inference_mode,
     tensors_in,
 )
 from dispatchkit.backends.watching.higher_order import is_higher_order, run_higher_order
@@ -120,7 +121,7 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that can be used outside inference mode, on the same memory."""
     if not tensor.is_inference() or tensor.layout is not torch.strided:
         return tensor
-    with torch.inference_mode(False):
+    with inference_mode(False):
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return made.set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
