@@ -247,3 +247,18 @@ def test_results_are_of_the_type_that_this_call_gives():
     finally:
         torch.set_default_dtype(before)
     assert found == [torch.int64, torch.float32, torch.int64, torch.float32, torch.float64]
+
+
+def test_what_a_replay_overwrites_is_overwritten_in_its_turn():
+    """Outputs of later captures, also where the queue is run in a block of another stream."""
+    tape = TapeBackend(scheduler=1)
+    stream, other, pool, x = tape.new_stream(), tape.new_stream(), tape.new_pool(), torch.ones(4)
+    first = tape.capture(lambda: (x + 1) * 2, stream=stream, pool=pool)
+    second = tape.capture(lambda: (x + 2) * 3, stream=stream, pool=pool)
+    with tape.use_stream(stream):
+        first.replay()
+        second.replay()
+    with tape.use_stream(other):
+        stream.synchronize()
+    tape.synchronize()
+    assert second.outputs.tolist() == [9.0] * 4

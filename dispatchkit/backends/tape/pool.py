@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dispatchkit.backends.tape.placement import Placement, place
 from dispatchkit.backends.tape.recorder import Recorder
 from dispatchkit.backends.tape.replay import Materialiser
+from dispatchkit.backends.tape.steps import LAUNCH_KEYS
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode, tensors_in
 
 
@@ -187,4 +188,6 @@ def _alive(references: Iterable[StorageWeakRef]) -> list[torch.UntypedStorage]:
 
 
 def _overwrite(storage: torch.UntypedStorage) -> None:
-    torch.tensor((), dtype=torch.uint8).set_(storage).fill_(255)
+    # It runs in its turn already: a deferring mode of this thread would queue it once more.
+    with torch._C._ExcludeDispatchKeyGuard(LAUNCH_KEYS):
+        torch.tensor((), dtype=torch.uint8).set_(storage).fill_(255)
