@@ -54,3 +54,10 @@ def test_a_log_with_both_is_read_by_its_steps(tmp_path):
     path = tmp_path / "server.log"
     path.write_text(log(OLD) + table)
     assert isinstance(read_workload(path), StepTrace)
+
+
+@pytest.mark.parametrize("first", [OLD.format(0, *STEPS[1], "5.00"), '{"level": "info"}'])
+def test_whatever_a_log_begins_with(first, tmp_path):
+    path = tmp_path / "server.log"
+    path.write_text(f"{first}\n{log(OLD)}")
+    assert list(read_workload(path).column("num_tokens"))[-4:] == [100, 5, 35, 12]

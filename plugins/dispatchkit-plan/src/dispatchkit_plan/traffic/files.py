@@ -10,7 +10,7 @@ import itertools
 import os
 from typing import IO
 
-from dispatchkit.errors import TraceError, nearest_names
+from dispatchkit.errors import TraceError
 from dispatchkit.observe import (
     DEFAULT_MAX_BYTES,
     Blocks,
@@ -60,19 +60,13 @@ def read_workload(
         raise TraceError(name, None, "is empty.")
     whole = itertools.chain(head, blocks)
     cells = [cell.strip() for cell in text.split(",")]
-    if text.lstrip().startswith("{") or {"step", "t_s"} & set(cells):
-        is_trace = True
-    elif "count" in cells:
-        is_trace = False
-    elif "num_tokens" in cells:
-        is_trace = True
-    elif "|" not in text and any(
-        len(cell) < 20 and nearest_names(cell, ("num_tokens",)) for cell in cells
-    ):
-        is_trace = True  # a misspelt column, which the reader of traces names
-    else:
-        return parse_log(name, whole, head)
-    return parse_trace(name, whole) if is_trace else parse_histogram(name, whole)
+    if {"step", "t_s"} & set(cells) or (text.lstrip().startswith("{") and "num_tokens" in text):
+        return parse_trace(name, whole)
+    if "count" in cells:
+        return parse_histogram(name, whole)
+    if "num_tokens" in cells:
+        return parse_trace(name, whole)
+    return parse_log(name, whole, head)
 
 
 def read_steps(
