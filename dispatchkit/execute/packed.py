@@ -39,7 +39,8 @@ class PackedRunner:
             tensors, or one for each, in their order.
 
     Raises:
-        ConfigError: The runner has no such axis, or its outputs are views.
+        ConfigError: The runner is no GraphRunner (but one of ranks, say), has no such axis, or its
+            outputs are views.
 
     Thread safety: as the runner's.
     """
@@ -52,6 +53,15 @@ class PackedRunner:
         items: str = "items",
         results: Results | Sequence[Results] = "token",
     ) -> None:
+        if not isinstance(runner, GraphRunner):
+            raise ConfigError(
+                "runner",
+                type(runner).__name__,
+                "a GraphRunner",
+                "One that agrees on steps with other ranks cannot be packed: ranks divide their "
+                "items into different numbers of steps. Pack before, and call it once for each "
+                "bin, with idle() where a rank has fewer.",
+            )
         axes = {axis.name: axis for axis in runner.config.axes}
         if set(axes) != {items}:
             allowed = f"one axis {items!r} of the runner, which counts items"

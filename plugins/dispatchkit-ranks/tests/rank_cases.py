@@ -232,6 +232,34 @@ def _faulty(rank, size, index, device, *, seed, num_steps, kind, bad_rank, bad_s
     return {"decisions": found, "error": error, "open": ranks.is_open, "withheld": withheld}
 
 
+def given_up(rank, size, *, comes, timeout):
+    """The last rank is late, and its collective completes all the same, as one of NCCL may."""
+    store = dist.PrefixStore("given_up", dist.group.WORLD.get_group_store())
+    others = [f"stopped/{each}" for each in range(size - 1)]
+    error = None
+    try:
+        with RankAgreement(timeout=timeout, setup_timeout=START) as ranks:
+            ranks.exchange((rank,), step=1)
+            if rank == size - 1:
+                if comes == "after the others stopped":
+                    store.wait(others, timedelta(seconds=START))
+                else:
+                    # Less than the others wait for, more than nobody could have stopped in.
+                    time.sleep(0.3 * timeout)
+
+                def merge(row, seconds):
+                    notes = [f"stop/{each}" for each in range(size - 1)]
+                    ranks._notes._store.wait(notes, timedelta(seconds=START))
+                    return list(row)
+
+                ranks._wire.merge = merge
+            ranks.exchange((rank,), step=2)
+    except RankError as caught:
+        error = told(caught)
+        store.set(f"stopped/{rank}", "1")
+    return {"error": error}
+
+
 def _capture_again(ranked, fails):
     """Capture a key on all ranks that one has lost, and cannot capture."""
     registry = ranked.dispatcher.registry

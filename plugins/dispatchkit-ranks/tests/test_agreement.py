@@ -86,6 +86,16 @@ def test_a_late_rank_is_named_and_finds_out_itself(worlds):
     assert late["decisions"] == good["decisions"]
 
 
+@pytest.mark.parametrize("comes", ["after the others stopped", "while they stop"])
+def test_a_collective_that_others_gave_up_is_not_taken_for_one_that_all_came_to(worlds, comes):
+    """Over NCCL it completes on the late rank, with numbers that nobody agreed on."""
+    good, late = worlds.run_one("given_up", comes=comes, timeout=SHORT)
+    for each in (good, late):
+        assert each["error"], each
+        assert (each["error"]["ranks"], each["error"]["reason"]) == ([1], "late")
+        assert each["error"]["step"] == 1
+
+
 @pytest.mark.slow_except("agent-1-die", "rank 0-0-die")
 @pytest.mark.parametrize(
     ("host", "bad_rank", "kind"),

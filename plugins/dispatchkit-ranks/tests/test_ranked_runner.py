@@ -19,7 +19,14 @@ from dispatchkit import (  # noqa: E402
     StaticInput,
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
-from dispatchkit.errors import DescriptorError, InputError, RankError, ReplayError  # noqa: E402
+from dispatchkit.errors import (  # noqa: E402
+    ConfigError,
+    DescriptorError,
+    InputError,
+    RankError,
+    ReplayError,
+)
+from dispatchkit.execute import PackedRunner  # noqa: E402
 from dispatchkit.keys import allowed_modes_code  # noqa: E402
 from dispatchkit.observe import Timeline  # noqa: E402
 
@@ -414,5 +421,16 @@ def test_an_input_that_is_no_tensor_is_refused_before_anybody_waits():
                 with pytest.raises(InputError, match="'scale' must be a tensor"):
                     ranked(scale=scale, **given)
         assert ranked(scale=torch.ones(2), **given)["long"].shape == (2, 3)
+
+    all_good(run_ranks(2, run))
+
+
+def test_a_runner_of_ranks_cannot_be_packed():
+    """Ranks would divide their items into different numbers of steps, and wait for each other."""
+
+    def run(ranks):
+        runner, _, _ = make_runner(ranks)
+        with pytest.raises(ConfigError, match=r"RankedRunner.*Pack before.*idle\(\)"):
+            PackedRunner(runner, lambda lengths, _: [[each] for each in range(len(lengths))])
 
     all_good(run_ranks(2, run))

@@ -12,9 +12,9 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -40,6 +40,12 @@ _SHARE_OF_COLLECTIVE, _SHARE_OF_NOTES = 0.4, 0.08
 # On a busy machine a rank that woke with the others may need so long to leave its note; before it
 # is there, that rank looks like one that never came.
 _LEAST_FOR_NOTES = 1.0
+# Others wait for so much of a collective's limit in any case, counted from the last one.
+_SHARE_OF_PATIENCE = 0.5
+# Nobody is kept waiting for longer by a store that does not take a note.
+_SECONDS_FOR_OWN_NOTE = 0.5
+_Given = TypeVar("_Given")
+_Merged = TypeVar("_Merged")
 _instances: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
 
 
@@ -121,6 +127,9 @@ class RankAgreement:
         self._stopped: RankError | None = None
         self._is_first_step = True
         self._num_exchanges, self._total, self._longest = 0, 0.0, 0.0
+        # When all were together last, and for how long after it surely nobody has stopped.
+        self._met_at = time.perf_counter()
+        self._patience = self.timeout * _SHARE_OF_COLLECTIVE * _SHARE_OF_PATIENCE
         self._wire: Wire | None = None
         # What a rank says of its phase, and what comes of it where all say the same.
         self._heads = [[int(at == each) * (self.rank + 1) for at in Phase] for each in Phase]
@@ -181,14 +190,9 @@ class RankAgreement:
         message = [*head, *row, *self._padding[len(row)]]
         is_counted = phase is Phase.STEP and not self._is_first_step
         start = time.perf_counter()
-        limit = self._limit(phase)
-        try:
-            merged = wire.merge(message, limit * _SHARE_OF_COLLECTIVE)
-        except RuntimeError as error:
-            seconds = time.perf_counter() - start
-            raise self._broken(error, seconds, limit, self._where(phase, label, step)) from error
+        merged = self._meet(wire.merge, message, phase, label, step)
         if is_counted:
-            elapsed = time.perf_counter() - start
+            elapsed = self._met_at - start
             self._num_exchanges += 1
             self._total += elapsed
             if elapsed > self._longest:
@@ -313,13 +317,37 @@ class RankAgreement:
         if num_rows > 1 or self.rank == row:
             table[row, :8] = np.frombuffer(len(data).to_bytes(8, "little"), dtype=np.uint8)
             table[row, 8 : 8 + len(data)] = np.frombuffer(data, dtype=np.uint8)
-        limit, start = self._limit(Phase.SHARE), time.perf_counter()
+        found = self._meet(wire.merge_bytes, table, Phase.SHARE)
+        return [bytes(line[8 : 8 + int.from_bytes(bytes(line[:8]), "little")]) for line in found]
+
+    def _meet(
+        self,
+        merge: Callable[[_Given, float], _Merged],
+        given: _Given,
+        phase: Phase,
+        label: str = "",
+        step: int = 0,
+    ) -> _Merged:
+        """Return what a collective of the wire gives, or end and raise."""
+        limit, start = self._limit(phase), time.perf_counter()
+        # Others may have stopped by now, and a collective need not tell: over NCCL one that others
+        # have given up may complete here, with whatever was under way.
+        is_overdue = start - self._met_at > self._patience
         try:
-            found = wire.merge_bytes(table, limit * _SHARE_OF_COLLECTIVE)
+            if is_overdue:
+                self._check_nobody_stopped()
+            found = merge(given, limit * _SHARE_OF_COLLECTIVE)
+            if is_overdue:
+                self._check_nobody_stopped()
         except RuntimeError as error:
             seconds = time.perf_counter() - start
-            raise self._broken(error, seconds, limit, self._where(Phase.SHARE)) from error
-        return [bytes(line[8 : 8 + int.from_bytes(bytes(line[:8]), "little")]) for line in found]
+            raise self._broken(error, seconds, limit, self._where(phase, label, step)) from error
+        self._met_at = time.perf_counter()
+        return found
+
+    def _check_nobody_stopped(self) -> None:
+        if self._notes.is_anyone_stopped():
+            raise RuntimeError("the others had stopped when this rank came")
 
     def _where(self, phase: Phase, label: str = "", step: int = 0) -> str:
         if label:
@@ -328,10 +356,13 @@ class RankAgreement:
 
     def _broken(self, error: Exception, seconds: float, limit: float, where: str) -> RankError:
         """End, find out whom a failed collective is put down to, and return the error."""
-        self._drop_wire()
         # Gloo's text alone tells a limit from a lost connection; both are RuntimeErrors.
         timed_out = "imed out" in str(error) or seconds >= limit * _SHARE_OF_COLLECTIVE
         own = Note(WAITED, self.step, str(error)[:500], seconds, timed_out)
+        # The note first: of an NCCL collective that is given up, whoever comes late may still
+        # receive something, and must see by the note that it is nothing.
+        self._notes.leave(own, _SECONDS_FOR_OWN_NOTE)
+        self._drop_wire()
         found = self._notes.judge(own, _time_for_notes(limit), where)
         me = self.members[self.rank]
         stop = RankError(

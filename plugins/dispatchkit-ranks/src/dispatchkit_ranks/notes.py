@@ -26,6 +26,8 @@ from dispatchkit.errors import RankError
 from dispatchkit_ranks.verdict import Note, Verdict, listing, ranks_named, store_gone, verdict
 
 _T = TypeVar("_T")
+# One key for the notes of all ranks, so that it is one question whether there are any.
+_STOPPED = "stopped"
 
 
 class Notes:
@@ -72,10 +74,26 @@ class Notes:
                 ranks=missing,
             )
 
-    def leave(self, note: Note) -> None:
-        """Leave a note, for whoever looks."""
+    def leave(self, note: Note, seconds: float | None = None) -> None:
+        """Leave a note, for whoever looks.
+
+        Args:
+            note: What this rank says of its end.
+            seconds: How long the store may take; by default as long as for any call.
+        """
         text = json.dumps(attrs.asdict(note))
-        self._within(_at_most(0), lambda: self._store.set(self._key("stop", self._me), text))
+
+        def write() -> None:
+            self._store.set(self._key("stop", self._me), text)
+            self._store.set(_STOPPED, "1")
+
+        self._within(_at_most(0) if seconds is None else seconds, write)
+
+    def is_anyone_stopped(self) -> bool:
+        """Whether a rank has left a note, or the one that serves the store does not answer."""
+        found = self._within(_at_most(0), lambda: self._store.check([_STOPPED]))
+        # A store outside the ranks may end before them.
+        return self._host is not None if found is None else found
 
     def see_out(self, seconds: float) -> None:
         """Wait for the others to read the notes, where the store would end with this rank."""

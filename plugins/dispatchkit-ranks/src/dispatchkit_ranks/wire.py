@@ -86,13 +86,17 @@ class Wire:
         if seconds != self._seconds:
             self._options.timeout, self._seconds = timedelta(seconds=seconds), seconds
         work = self._group.allreduce([tensor], self._options)
-        if not self._is_on_cpu:
-            # NCCL's own wait orders streams, and has no limit on the host.
-            deadline = time.monotonic() + seconds
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"Timed out waiting {seconds:.3g} s for NCCL")
-        work.wait()
+        if self._is_on_cpu:
+            work.wait()
+            return
+        # NCCL's own wait orders streams, and has no limit on the host.
+        deadline = time.monotonic() + seconds
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Timed out waiting {seconds:.3g} s for NCCL")
+        # One that failed is completed too, and a wait without a limit says nothing of it. There is
+        # nothing left to wait for.
+        work.wait(self._options.timeout)
 
 
 def _gloo(store: Any, rank: int, size: int, seconds: float) -> Any:
