@@ -114,6 +114,25 @@ def test_eager_is_timed_at_its_size_and_a_replay_at_the_captured_one(tape, step)
     assert [size for size, _ in model.capture_us.points] == [1, 4, 8]
 
 
+@pytest.mark.parametrize(
+    ("growth", "says"),
+    [
+        (0.0, "lies within 0.0% of the median"),
+        (0.002, "Unsteady: the middle half of them spreads over "),
+        (0.02, "The machine was busy"),
+    ],
+)
+def test_times_of_a_busy_machine_are_not_called_exact(tape, growth, says):
+    """Eager takes ever longer, by a share of the time so far."""
+
+    def step(rows):
+        tape.now_us += 100.0 + growth * tape.now_us
+        return rows * 2
+
+    model = calibrate(step, inputs=INPUTS, sizes=[1], mode="FULL", backend=tape, samples=8)
+    assert says in model.source
+
+
 def test_whole_graphs_and_pieces_are_told_apart(tape):
     def attention(rows):
         tape.now_us += 1000.0

@@ -49,6 +49,7 @@ __all__ = ["DEFAULT_MODEL", "Pace", "calibrate", "load_runner"]
 #: What is measured where no model is named: the demo's decoder.
 DEFAULT_MODEL = "dispatchkit.demo.models:decoder"
 _STEADY = 0.25  # largest spread of samples, as a share of the median, that is called steady
+_BUSY = 0.5  # the same, from which on times mean nothing
 
 Pace = Literal["queued", "waited"]
 #: A sample takes at least so long, so that its first and last step count for little.
@@ -347,9 +348,14 @@ def _steadiness(times: Mapping[Arm, _Times]) -> str:
     worst = max(time.spread for time in times.values())
     if worst <= _STEADY:
         return f"The middle half of them lies within {worst:.1%} of the median at worst."
+    if worst <= _BUSY:
+        return (
+            f"Unsteady: the middle half of them spreads over {worst:.0%} of the median at worst. "
+            "Measure again while nothing else runs."
+        )
     return (
-        f"Unsteady: the middle half of them spreads over {worst:.2g} times the median at worst. "
-        "Measure again while nothing else runs."
+        "The machine was busy: samples of one step differ by more than half of their median, so "
+        "these times are not to be trusted. Measure again while nothing else runs."
     )
 
 
