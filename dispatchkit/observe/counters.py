@@ -108,7 +108,8 @@ class StepCounters:
                 hit_tokens[name] = count.tokens
             real += count.tokens
             padded += count.steps * sum(key.num_tokens for key in keys)
-        for (reason, _), count in self._eager.copy().items():
+        for (given, _), count in self._eager.copy().items():
+            reason = str(given)  # plain, so that a dict of it reads well
             by_mode[RuntimeMode.NONE.name] += count.steps
             if count.steps:
                 by_reason[reason] = by_reason.get(reason, 0) + count.steps

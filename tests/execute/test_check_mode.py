@@ -166,9 +166,10 @@ def test_planted_corruption_is_found_and_its_key_put_out_of_use(make_runner, key
         same(result, step(x, rate))
         entry = runner.registry.get(keys.full(4))
         assert entry.state is KeyState.FAILED
-        assert entry.reason.startswith("check: ")
+        assert entry.reason.startswith("check_failed: ")
         assert runner.stats().eager_by_reason == {"check_failed": 1}
         same(runner(x, rate), step(x, rate))  # eager from now on
+        assert str(runner.stats().eager_by_reason) == "{'check_failed': 2}"
 
 
 @pytest.mark.usefixtures("unwatched")

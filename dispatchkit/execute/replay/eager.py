@@ -236,7 +236,7 @@ class EagerRunner:
         if isinstance(error.cause, DifferentResultError):
             return self._call_differs(step, error.cause, error.has_effect, tensors, num_tokens)
         self._counters.replay_failures += 1
-        problem = f"replay: {type(error.cause).__name__}: {error.cause}"
+        problem = f"{Reason.REPLAY_FAILED}: {type(error.cause).__name__}: {error.cause}"
         self._lifecycle.graphs.fail_step(step, problem)
         if error.has_effect:
             raise ReplayError(
@@ -277,7 +277,7 @@ class EagerRunner:
 
     def check_failed(self, step: CapturedKey, difference: str, result: Any, num_tokens: int) -> Any:
         """Put a graph that gave another result than eager out of use; return eager's result."""
-        self._lifecycle.graphs.fail_step(step, f"check: {difference}")
+        self._lifecycle.graphs.fail_step(step, f"{Reason.CHECK_FAILED}: {difference}")
         count = self._counters.of_eager(Reason.CHECK_FAILED, step.key)
         count.steps += 1
         count.tokens += num_tokens

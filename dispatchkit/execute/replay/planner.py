@@ -30,7 +30,7 @@ from dispatchkit.execute.replay.plans import (
 from dispatchkit.execute.replay.split import LazySplitPlan, PartPlan, RowsOfBatch, SplitPlan
 from dispatchkit.execute.replay.timing import Timer, Timings
 from dispatchkit.execute.step.guard import Guard
-from dispatchkit.execute.step.reasons import REFUSED
+from dispatchkit.execute.step.reasons import OF_FAILED_KEYS
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import CUDAGraphMode, RuntimeMode
 from dispatchkit.observe.counters import StepCount, StepCounters
@@ -218,8 +218,8 @@ class Planner:
             return str(Reason.PIECEWISE_UNSUPPORTED)
         entry = None if missed is None else self._registry.get(missed)
         if reason == Reason.CAPTURE_FAILED and entry is not None:
-            refused = entry.reason.partition(":")[0]
-            return refused if refused in REFUSED else str(reason)
+            own = entry.reason.partition(":")[0]
+            return own if own in OF_FAILED_KEYS else str(reason)
         return str(reason)
 
     def _run_eager(

@@ -18,6 +18,9 @@ REFUSED = frozenset(
         Reason.CALL_DIFFERS,
     }
 )
+#: The same, and reasons for which a graph went out of use later. A failed key's own reason
+#: begins with one of them, before a colon, where its capture did not just fail.
+OF_FAILED_KEYS = REFUSED | {Reason.REPLAY_FAILED, Reason.CHECK_FAILED}
 #: Reasons that are a loss the user may want to know of; the others are what was asked for.
 DOWNGRADES = frozenset(
     {
@@ -33,6 +36,7 @@ DOWNGRADES = frozenset(
         Reason.NOT_MINE,
         Reason.POLICY_ERROR,
         Reason.REPLAY_FAILED,
+        Reason.CHECK_FAILED,
         Reason.CALL_DIFFERS,
         Reason.PYTHON_STATE,
         Reason.FIRST_CALL,
@@ -70,6 +74,7 @@ NEXT_STEPS: Mapping[str, str] = {
     Reason.NOT_MINE: "The policy answered None for them; vllm behind it in a composite would not.",
     Reason.POLICY_ERROR: "The policy broke the contract; runner.explain() says how.",
     Reason.REPLAY_FAILED: "print(runner) says what the replay raised.",
+    Reason.CHECK_FAILED: "print(runner) says what the replay gave other than eager.",
     Reason.CALL_DIFFERS: (
         "A function under @eager_region returned other shapes, types, strides or values than in "
         "the capture; runner.stats().differing_calls says where."
