@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -16,7 +18,11 @@ from torch.nn.utils import parametrize  # noqa: E402
 from dispatchkit import GraphRunner, StaticInput  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
 from dispatchkit.execute.step.python_state import PythonState  # noqa: E402
-from dispatchkit.execute.step.values import VALUES_AT_ONCE, ValueWatch  # noqa: E402
+from dispatchkit.execute.step.values import (  # noqa: E402
+    CONTAINERS_AT_ONCE,
+    VALUES_AT_ONCE,
+    ValueWatch,
+)
 
 
 class Adapter(torch.nn.Module):
@@ -102,6 +108,58 @@ def test_anything_else_is_found_within_one_turn(case: str) -> None:
         turn = -(-watch.num_values // VALUES_AT_ONCE)
         assert not _compare(watch, turn)
         assert watch.changes()
+
+
+class Growing(torch.nn.Module):
+    """Reads what may be added to later."""
+
+    is_loud = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains, self.names = {"one": 2.0}, ["one"]
+        self.recent: deque[float] = deque()
+        self.config = types.SimpleNamespace(scale=1.0)
+        self.log: list[float] = []
+
+    def forward(self, x: Any) -> Any:
+        for name in self.names:
+            x = x * self.gains.get(name, 1.0)
+        x = x * getattr(self.config, "further", 1.0) + sum(self.recent)
+        return x * 10 if self.is_loud else x
+
+    def serve(self, x: Any) -> Any:
+        self.log.append(1.0)
+        return self(x)
+
+
+ADDED: dict[str, Callable[[Growing], Any]] = {
+    "an item of a list": lambda one: one.names.append("one"),
+    "a key": lambda one: one.gains.update(two=3.0),
+    "an item of a deque": lambda one: one.recent.append(1.0),
+    "an attribute of an object": lambda one: setattr(one.config, "further", 2.0),
+    "an attribute over a default of the class": lambda one: setattr(one, "is_loud", True),
+}
+
+
+@pytest.mark.parametrize("case", ADDED)
+def test_what_is_added_after_a_capture_is_found_within_one_turn(case: str) -> None:
+    """A list, a dictionary or an object may get what was not there."""
+    model = Growing()
+    watch = _watch(model)
+    assert _compare(watch, 2 * watch.num_values)
+    ADDED[case](model)
+    assert not _compare(watch, -(-watch.num_containers // CONTAINERS_AT_ONCE))
+    assert _compare(watch, 2 * watch.num_values)  # told once, as what is captured anew has it
+
+
+def test_what_is_added_and_not_read_changes_nothing() -> None:
+    """Neither what no code names, nor what only code beside the step does."""
+    model = Growing()
+    watch = _watch(model)
+    model.serve(torch.ones(2))
+    model.unheard_of = 1
+    assert _compare(watch, 2 * watch.num_values)
 
 
 def test_what_modules_hold_does_not_wait_for_tables_of_their_classes() -> None:

@@ -25,7 +25,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -127,6 +127,28 @@ class Entry:
         return f"{self.path} ({self.record.owner}{', ' + where if where else ''})"
 
 
+@attrs.frozen
+class Container:
+    """A container as it was, which may have further entries now.
+
+    Attributes:
+        record: What it held.
+        names: The names of further entries that would be read; None: all are.
+    """
+
+    record: Record
+    names: Set[str] | None
+
+    def added(self) -> tuple[Entry, ...]:
+        """Return the entries that would be read, and were not there."""
+        record, names = self.record, self.names
+        return tuple(
+            Entry(record, key)
+            for key in record.kind.read(record.target)
+            if key not in record.saved and (names is None or key in names)
+        )
+
+
 class PythonState:
     """The Python values that a step reaches, as they are when this is made.
 
@@ -214,6 +236,19 @@ class PythonState:
                 if record.kind is not _TUPLE or not is_plain(value)
             )
         return self._values_read
+
+    def containers_read(self) -> tuple[Container, ...]:
+        """Return the containers that the step's code may read, and that may get further entries."""
+        names = self._names_read()
+        is_any = bool(names & _DYNAMIC)
+        reached = self._reached()
+        return tuple(
+            Container(record, None if is_any or record.kind not in _NAMED else names)
+            for record in self._records
+            if record.kind in _GROWING
+            and type(record.target).__len__ in _LENGTHS
+            and (is_any or id(record.holder) in reached)
+        )
 
     def is_current(self) -> bool:
         """Return whether everything is still as it was recorded."""
@@ -688,6 +723,10 @@ _ALWAYS_READ = frozenset({"training"}) | {
 _DYNAMIC = frozenset({"setattr", "__setattr__", "__dict__", "vars"})
 #: Kinds whose entries are reached by an attribute's name.
 _NAMED = (_ATTRIBUTES, _MODULE, _SLOTS, _CLASS)
+#: Kinds whose containers may get further entries, which their length tells.
+_GROWING = (_MAPPING, _SEQUENCE, _ATTRIBUTES, _MEMBER, _MODULE)
+#: What asks for a length without running code of a subclass.
+_LENGTHS = (dict.__len__, OrderedDict.__len__, list.__len__, deque.__len__)
 
 
 class _Contents:

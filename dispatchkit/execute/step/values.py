@@ -14,9 +14,9 @@ How soon a change is seen:
   a value that the step itself was seen to change: before the next result;
 - anything else (``.data = ...``, ``swap_tensors``, ``_parameters[...] = ...``, a number, a flag):
   within ``num_values + VALUES_AT_ONCE`` replays, of whatever graphs of the lane;
-- what is reached through a class alone: within ``num_class_values + VALUES_AT_ONCE`` replays.
-
-Not seen: items, keys and attributes that were not there.
+- what is reached through a class alone: within ``num_class_values + VALUES_AT_ONCE`` replays;
+- an item, key or attribute that was not there: within ``num_containers / 4 + VALUES_AT_ONCE``
+  replays, since lengths are compared, of 64 containers at once.
 """
 
 from __future__ import annotations
@@ -31,10 +31,19 @@ from typing import Any, Final
 import torch
 from torch.nn.modules import module as torch_module
 
-from dispatchkit.execute.step.python_state import MISSING, Entry, PythonState, is_same
+from dispatchkit.execute.step.python_state import (
+    MISSING,
+    Container,
+    Entry,
+    PythonState,
+    is_same,
+)
 
 #: How many values one comparison takes; a lane's steps make one in each so many.
 VALUES_AT_ONCE: Final = 16
+
+#: How many containers: only their lengths are compared.
+CONTAINERS_AT_ONCE: Final = 64
 
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
@@ -50,6 +59,7 @@ class ValueWatch:
         due: The lane's tick from which on the next replay must call ``is_unchanged``.
         num_values: How many values objects, modules, closures and functions hold.
         num_class_values: How many more classes hold, and globals that their code names.
+        num_containers: How many dictionaries, lists and objects may get further entries.
     """
 
     due: int
@@ -60,7 +70,10 @@ class ValueWatch:
         held = [one for one in read if not one.record.is_of_class]
         self.num_values: int = len(held)
         self.num_class_values: int = len(of_classes)
-        self._groups = [groups for groups in map(_groups_of, (held, of_classes)) if groups]
+        containers = () if state is None else state.containers_read()
+        self.num_containers: int = len(containers)
+        turns = (_groups_of(held), _groups_of(of_classes), _lengths_of(containers))
+        self._groups: list[Sequence[_Group | _Lengths]] = [groups for groups in turns if groups]
         always = tuple(always)
         self._always = _Group(always) if always else None
         self._interval = 1 if always else VALUES_AT_ONCE
@@ -91,7 +104,7 @@ class ValueWatch:
         """Compare everything, and return what is different; the turn begins anew."""
         self._rewind()
         always = [] if self._always is None else [self._always]
-        groups = itertools.chain(always, *self._groups)
+        groups: Iterable[_Group | _Lengths] = itertools.chain(always, *self._groups)
         return tuple(entry for group in groups for entry in group.changes())
 
     def mark(self) -> None:
@@ -156,6 +169,31 @@ class _Group:
             if address is not None:
                 self._tensors.append(value)
                 self._places.append(address)
+
+
+class _Lengths:
+    """Compares the lengths of some containers; longer ones may have entries that are read."""
+
+    def __init__(self, containers: Sequence[Container]) -> None:
+        self._containers = containers
+        self._targets = [one.record.target for one in containers]
+        self._lengths: list[int] = []  # the first comparison reads all, since some are filtered
+
+    def is_unchanged(self) -> bool:
+        """Return whether nothing that Python would read was added."""
+        return [*map(len, self._targets)] == self._lengths or not self.changes()
+
+    def changes(self) -> list[Entry]:
+        """Return the entries that were not there."""
+        found = [entry for container in self._containers for entry in container.added()]
+        self._lengths = [*map(len, self._targets)]
+        return found
+
+
+def _lengths_of(containers: Sequence[Container]) -> list[_Lengths]:
+    """Return containers in groups that one comparison takes."""
+    starts = range(0, len(containers), CONTAINERS_AT_ONCE)
+    return [_Lengths(containers[start : start + CONTAINERS_AT_ONCE]) for start in starts]
 
 
 def _groups_of(entries: Sequence[Entry]) -> list[_Group]:
