@@ -317,10 +317,10 @@ class GraphedCalls:
             return _ByResult(kind)
         dims = self._dims.get(kind)
         try:
-            is_known = dims is not None and _agree(tensors, dims)
+            rows = None if dims is None else _rows(tensors, dims)
         except RuntimeError:  # a nested tensor has no shape
-            is_known = False
-        if dims is None or not is_known:
+            rows = None
+        if dims is None or rows is None:
             if any(map(odd_kind, tensors)):
                 return Reason.TENSOR_KIND
             derived = self._derive(args, kwargs, tensors, dims)
@@ -329,9 +329,9 @@ class GraphedCalls:
             with self._lock:
                 dims = self._dims[kind] = derived
                 self._looks.clear()  # calls of before may be of another form now
-        rows = next(
-            one.shape[dim] for one, dim in zip(tensors, dims, strict=True) if dim is not None
-        )
+            rows = next(
+                one.shape[dim] for one, dim in zip(tensors, dims, strict=True) if dim is not None
+            )
         if rows == 0:
             return Reason.EMPTY_BATCH
         key = (
@@ -558,9 +558,17 @@ def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, "lanes": lanes, "options": options}
 
 
-def _agree(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> bool:
-    sizes = {one.shape[dim] for one, dim in zip(tensors, dims, strict=True) if dim is not None}
-    return len(sizes) == 1
+def _rows(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> int | None:
+    """Return the batch that all tensors agree on, None where they do not."""
+    rows = None
+    for one, dim in zip(tensors, dims, strict=True):
+        if dim is not None:
+            size = one.shape[dim]
+            if rows is None:
+                rows = size
+            elif size != rows:
+                return None
+    return rows
 
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
