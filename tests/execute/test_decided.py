@@ -56,7 +56,7 @@ def test_a_failed_launch_does_not_run_eager_instead(make_runner, backend, keys):
     assert runner.stats().failed_steps == 1
     # A plain call still gets its result.
     backend.replay_fault = ""
-    with pytest.warns(RuntimeWarning, match="capture_failed"):
+    with pytest.warns(RuntimeWarning, match="replay_failed"):
         assert runner(torch.arange(3)).tolist() == [1, 2, 3]
 
 

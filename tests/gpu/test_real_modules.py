@@ -60,6 +60,7 @@ def test_adapters_are_switched_and_scaled_by_their_library(way):
     assert played.replayed >= 12
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_a_recurrent_state_of_a_call_is_contiguous_in_graphs_too():
     """Its batch is dimension 1, and cuDNN takes no part of a larger buffer."""
     torch.manual_seed(0)

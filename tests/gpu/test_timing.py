@@ -108,7 +108,7 @@ def test_the_whole_step_is_measured():
     graph_only = runner.controls.get(learning.heard[-1].decision.key)
     torch.cuda.synchronize()
     start.record()
-    graph_only.launch()
+    graph_only.launch(len(rows))
     end.record()
     torch.cuda.synchronize()
     # In, through and out: three times the memory of the graph alone, about.
