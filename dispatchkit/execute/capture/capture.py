@@ -168,15 +168,8 @@ class Capturer:
             CaptureError: The step changes Python state for these inputs.
             Exception: What a replay raised.
         """
-        prover = self._prover
-        if prover is None or not self._warmups.may_restore():
-            return attrs.evolve(captured.rows, open_calls=0)
-
-        def prove(snapshot: Snapshot) -> RowProof:
-            self._warmups.save_scratch(snapshot)
-            return prover.prove_by(captured, snapshot, captured.rows, sample)
-
-        return self._contained(captured.key, prove)
+        nothing_shown = attrs.evolve(captured.rows, open_calls=0)
+        return self._proven(captured, RowProver.prove_by, nothing_shown, sample)
 
     def prove_independent(self, captured: CapturedKey, sample: Sequence[Any]) -> RowProof:
         """Return whether rows of a graph depend on each other, by the inputs of a part.
@@ -185,15 +178,26 @@ class Capturer:
             CaptureError: The step changes Python state for these inputs.
             Exception: What a replay raised.
         """
+        nothing_shown = attrs.evolve(captured.rows, open_parts=0)
+        return self._proven(captured, RowProver.prove_independent, nothing_shown, sample)
+
+    def _proven(
+        self,
+        captured: CapturedKey,
+        prove: Callable[[RowProver, CapturedKey, Snapshot, RowProof, Sequence[Any]], RowProof],
+        nothing_shown: RowProof,
+        sample: Sequence[Any],
+    ) -> RowProof:
+        """Return what a proof shows by a call's inputs; what it changes is put back."""
         prover = self._prover
         if prover is None or not self._warmups.may_restore():
-            return attrs.evolve(captured.rows, open_parts=0)
+            return nothing_shown
 
-        def prove(snapshot: Snapshot) -> RowProof:
+        def run(snapshot: Snapshot) -> RowProof:
             self._warmups.save_scratch(snapshot)
-            return prover.prove_independent(captured, snapshot, captured.rows, sample)
+            return prove(prover, captured, snapshot, captured.rows, sample)
 
-        return self._contained(captured.key, prove)
+        return self._contained(captured.key, run)
 
     def warm(self, key: GraphKey) -> None:
         """Warm a key up without capturing it; what it changes is put back.

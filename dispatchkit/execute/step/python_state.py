@@ -142,11 +142,8 @@ class Container:
     def added(self) -> tuple[Entry, ...]:
         """Return the entries that would be read, and were not there."""
         record, names = self.record, self.names
-        return tuple(
-            Entry(record, key)
-            for key in record.kind.read(record.target)
-            if key not in record.saved and (names is None or key in names)
-        )
+        added = record.added(record.kind.read(record.target))
+        return tuple(entry for entry in added if names is None or entry.key in names)
 
 
 class PythonState:
@@ -434,6 +431,10 @@ class Record:
             one = now.get(key, MISSING)
             if one is not value and not is_same(value, one):
                 yield Entry(self, key)
+        yield from self.added(now)
+
+    def added(self, now: Mapping[Any, Any]) -> Iterator[Entry]:
+        """Yield the entries that there are now, and were not there."""
         if now.keys() != self.saved.keys():
             for key in now:
                 if key not in self.saved:

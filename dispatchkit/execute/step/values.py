@@ -26,7 +26,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -38,6 +38,8 @@ from dispatchkit.execute.step.python_state import (
     PythonState,
     is_same,
 )
+
+_T = TypeVar("_T")
 
 #: How many values one comparison takes; a lane's steps make one in each so many.
 VALUES_AT_ONCE: Final = 16
@@ -72,7 +74,11 @@ class ValueWatch:
         self.num_class_values: int = len(of_classes)
         containers = () if state is None else state.containers_read()
         self.num_containers: int = len(containers)
-        turns = (_groups_of(held), _groups_of(of_classes), _lengths_of(containers))
+        turns = (
+            [_Group(chunk) for chunk in _chunks(held, VALUES_AT_ONCE)],
+            [_Group(chunk) for chunk in _chunks(of_classes, VALUES_AT_ONCE)],
+            [_Lengths(chunk) for chunk in _chunks(containers, CONTAINERS_AT_ONCE)],
+        )
         self._groups: list[Sequence[_Group | _Lengths]] = [groups for groups in turns if groups]
         always = tuple(always)
         self._always = _Group(always) if always else None
@@ -190,16 +196,9 @@ class _Lengths:
         return found
 
 
-def _lengths_of(containers: Sequence[Container]) -> list[_Lengths]:
-    """Return containers in groups that one comparison takes."""
-    starts = range(0, len(containers), CONTAINERS_AT_ONCE)
-    return [_Lengths(containers[start : start + CONTAINERS_AT_ONCE]) for start in starts]
-
-
-def _groups_of(entries: Sequence[Entry]) -> list[_Group]:
-    """Return entries in groups that one comparison takes."""
-    starts = range(0, len(entries), VALUES_AT_ONCE)
-    return [_Group(entries[start : start + VALUES_AT_ONCE]) for start in starts]
+def _chunks(items: Sequence[_T], at_once: int) -> list[Sequence[_T]]:
+    """Return what one comparison takes, and the next, and so on."""
+    return [items[at : at + at_once] for at in range(0, len(items), at_once)]
 
 
 def _address_of(value: Any) -> int | None:
