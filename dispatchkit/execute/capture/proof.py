@@ -30,7 +30,7 @@ bit. Two tails do not show a mean over the real rows alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
@@ -63,6 +63,8 @@ _ROUNDINGS: Final = 16
 _FLOOR: Final = 1e-5
 #: A replay that differs from itself (atomics) may differ this many times as much with other rows.
 _SPREAD: Final = 16
+#: Replays until one does, at most.
+_REPEATS: Final = 16
 #: Of the rows of noise in 0..1, in turn.
 _MAGNITUDES: Final = (0.05, 0.2, 0.5)
 #: Of the rows of other noise, in turn; below 0: of both signs. Every fourth is near the one before.
@@ -305,19 +307,16 @@ class RowProver:
             after: after others were changed.
         """
         layout = trial.captured.layout
-        again: list[Any] = []
+        repeats = _Repeats(lambda: (trial.whole(kept),))
+        rounding = self._rounding(trial)
         for index, one, other in _pairs(before, after):
             dim = layout.leaves[index].batch_dim
             if dim is None:
                 continue
             places = is_same.nonzero()[:, 0].to(one.device)
             one, other = one.index_select(dim, places), other.index_select(dim, places)
-            if bits_equal(one, other):
-                continue
-            # What differs from itself does so by chance, as in ``_depends_on_tail``.
-            again = again or trial.whole(kept)
-            spread = _difference(one, again[index].index_select(dim, places))
-            if _difference(one, other) > _SPREAD * spread:
+            again = ((whole[index].index_select(dim, places),) for (whole,) in repeats)
+            if not _is_chance(one, other, again, rounding):
                 return index
         return None
 
@@ -393,13 +392,19 @@ class RowProver:
         """Return the first output whose rows change with those behind them, if there is one."""
         if all(bits_equal(one, other) for _, one, other in _pairs(noisy, filled)):
             return None
-        # What differs from itself does so by chance: either may have come out alike once more.
-        again = trial.with_fill_behind(count), trial.with_noise_behind([count])[count]
+        repeats = _Repeats(
+            lambda: (trial.with_noise_behind([count])[count], trial.with_fill_behind(count))
+        )
+        rounding = self._rounding(trial)
         for index, one, other in _pairs(noisy, filled):
-            spread = max(_difference(other, again[0][index]), _difference(one, again[1][index]))
-            if _difference(one, other) > _SPREAD * spread:
+            again = ((noise[index], fill[index]) for noise, fill in repeats)
+            if not _is_chance(one, other, again, rounding):
                 return index
         return None
+
+    def _rounding(self, trial: _Trial) -> float:
+        rounding = self._warmups.rounding(trial.captured.key)
+        return _COARSE if rounding is None else rounding
 
     # -- eager --------------------------------------------------------------------------
 
@@ -457,8 +462,7 @@ class RowProver:
     ) -> str:
         if eager is None:
             return ""
-        rounding = self._warmups.rounding(trial.captured.key)
-        rounding = _COARSE if rounding is None else rounding
+        rounding = self._rounding(trial)
         for index, one, other in _pairs(got, trial.kept(eager.leaves, count)):
             if not _is_near(one, other, rounding):
                 return f"output {index}"
@@ -887,6 +891,48 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     if numbers is None:
         return float("inf")
     return float((numbers[0] - numbers[1]).abs().max()) if numbers[0].numel() else 0.0
+
+
+class _Repeats:
+    """Replays of what was replayed before, made as they are asked for and kept."""
+
+    def __init__(self, replay: Callable[[], tuple[list[Any], ...]]) -> None:
+        self._replay = replay
+        self._made: list[tuple[list[Any], ...]] = []
+
+    def __iter__(self) -> Iterator[tuple[list[Any], ...]]:
+        for number in range(_REPEATS):
+            if number == len(self._made):
+                self._made.append(self._replay())
+            yield self._made[number]
+
+
+def _is_chance(
+    one: torch.Tensor,
+    other: torch.Tensor,
+    again: Iterable[tuple[torch.Tensor, ...]],
+    rounding: float,
+) -> bool:
+    """Return whether two results differ no more than one differs from itself.
+
+    Args:
+        one: A result.
+        other: Another one.
+        again: More of either, of the same rows. Some may well come out alike.
+        rounding: Spacing of the coarsest numbers that the step computes. Beyond it no order of
+            additions makes a difference, and one replay more says enough.
+    """
+    difference, spread = _difference(one, other), 0.0
+    if not difference:
+        return True
+    is_near = _is_near(one, other, rounding)
+    for replayed in again:
+        spread = max(spread, *map(_difference, (one, other), replayed))
+        if difference <= _SPREAD * spread:
+            return True
+        if not is_near:
+            return False
+    return False
 
 
 def _is_near(got: torch.Tensor, want: torch.Tensor, rounding: float) -> bool:

@@ -225,7 +225,9 @@ def _faulty(rank, size, index, device, *, seed, num_steps, kind, bad_rank, bad_s
                 found.append(shown(ranked.dispatch(*batch)))
     except RankError as caught:
         error = {**told(caught), "seconds": time.monotonic() - start}
-        store.set(f"stopped/{rank}", "1")
+        # Only whoever is late waits for this, and the store may have ended with the bad rank.
+        if kind == "late":
+            store.set(f"stopped/{rank}", "1")
     except (ZeroDivisionError, PolicyError):
         error = {"raised": True}
     withheld = [] if ranked is None else sorted(map(str, ranked.withheld))

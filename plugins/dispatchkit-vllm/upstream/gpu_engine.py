@@ -14,8 +14,8 @@ the card, the driver and the versions.
   1,000 steps beside plain's, and what recording adds to a step.
 - ``adaptive``: the policy that learns, in turns with ``plain`` alone.
 - ``sizes``: start-up, time and memory of the captures, and the time of a batch; with ``--plan``,
-  under the 24 sizes that pad a recorded trace least, and then in turns with an engine of the
-  default sizes beside it.
+  under the 24 sizes that pad a recorded trace least, and then in turns with engines of the
+  default sizes, of as many planned multiples of 8, and of the default sizes once more.
 - ``gap``: a large model whose capture sizes leave a wide gap, so that a graph computes many more
   rows than the batch has: a traffic on which graphs lose.
 """
@@ -116,7 +116,7 @@ class Engine:
             "max_model_len": 2048,
             "max_num_seqs": 256,
             "max_num_batched_tokens": 2048,
-            "gpu_memory_utilization": 0.25,
+            "gpu_memory_utilization": 0.2,
             "seed": 0,
             "enable_prefix_caching": False,
             "async_scheduling": True,
@@ -423,17 +423,15 @@ def emit_adaptive(
     )
 
 
-def planned_sizes(trace: str) -> list[int]:
-    """Return the 24 sizes that pad a recorded trace least."""
-    return list(plan_sizes(read_trace(trace), graphs=24, max_size=512).sizes)
+def planned_sizes(trace: str, align: int = 1) -> dict[str, Any]:
+    """Return an engine's options for the 24 sizes that pad a recorded trace least."""
+    sizes = list(plan_sizes(read_trace(trace), graphs=24, max_size=512, align=align).sizes)
+    return {"compilation_config": {"cudagraph_capture_sizes": sizes}}
 
 
 def measure_sizes(given: argparse.Namespace) -> None:
     """Start-up, captures and throughput under default or planned sizes."""
-    options: dict[str, Any] = {}
-    if given.plan:
-        sizes = planned_sizes(given.plan)
-        options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    options = planned_sizes(given.plan) if given.plan else {}
     engine = Engine(given.runner, **options)
     used = engine.runner.compilation_config.cudagraph_capture_sizes
     engine.generate(chat(random.Random(99), 40))
@@ -451,27 +449,36 @@ def measure_sizes(given: argparse.Namespace) -> None:
         **engine.facts(),
     )
     if given.plan:
-        compare_sizes(engine, Engine(given.runner), given.rounds)
+        others = {
+            "default": Engine(given.runner),
+            "aligned": Engine(given.runner, **planned_sizes(given.plan, align=8)),
+            # Differs from the other by its place in the process alone.
+            "default again": Engine(given.runner),
+        }
+        compare_sizes({"planned": engine, **others}, given.rounds)
 
 
-def compare_sizes(planned: Engine, default: Engine, rounds: int) -> None:
-    """Time batches of two engines in one process, in turns: processes differ by more than sizes."""
-    default.generate(chat(random.Random(99), 40))
-    engines = {"planned": planned, "default": default}
+def compare_sizes(engines: dict[str, Engine], rounds: int) -> None:
+    """Time batches of engines in one process, in turns: processes differ by more than sizes."""
+    for engine in engines.values():
+        engine.generate(chat(random.Random(99), 40))
     found: dict[str, list[tuple[float, str, int]]] = {name: [] for name in engines}
     for index in range(rounds):
         for name in sorted(engines, reverse=bool(index % 2)):
             found[name].append(engines[name].generate(chat(random.Random(index), 150)))
     times = {name: [took for took, _, _ in batches] for name, batches in found.items()}
-    ratios = [mine / other for mine, other in zip(times["planned"], times["default"], strict=True)]
-    emit(
-        what="sizes in turns",
-        rounds=rounds,
-        planned_s=round(statistics.median(times["planned"]), 4),
-        default_s=round(statistics.median(times["default"]), 4),
-        of_default=round(statistics.median(ratios), 4),
-        tokens_equal=[one[1] for one in found["planned"]] == [one[1] for one in found["default"]],
-    )
+    tokens = {name: [each for _, each, _ in batches] for name, batches in found.items()}
+    for name, engine in engines.items():
+        ratios = [mine / other for mine, other in zip(times[name], times["default"], strict=True)]
+        emit(
+            what="sizes in turns",
+            name=name,
+            sizes=list(engine.runner.compilation_config.cudagraph_capture_sizes),
+            rounds=rounds,
+            batch_s=round(statistics.median(times[name]), 4),
+            of_default=round(statistics.median(ratios), 4),
+            tokens_equal=tokens[name] == tokens["default"],
+        )
 
 
 def measure_gap(given: argparse.Namespace) -> None:
