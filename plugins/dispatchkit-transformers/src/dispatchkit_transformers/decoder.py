@@ -6,20 +6,21 @@
 ``generate`` takes what the library's own takes and gives the same tokens; it is that method,
 with the decoder as its ``custom_generate``. A server's loop uses ``admit``, ``step`` and ``drop``.
 
-Needs transformers 4.57.1 or newer, up to 5.x. Prompts run eager; each further token of a batch
-is one step of a ``GraphRunner``, whose graphs differ in the batch and in how much of the cache they
-read.
+Needs transformers 4.57.1 or newer, up to 5.x. Each token of a batch is one step of a
+``GraphRunner``, whose graphs differ in the batch and in how much of the cache they read. Prompts
+run eager, or with ``prompt_sizes`` through graphs, too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
 import torch
 
-from dispatchkit.dispatch import Policy
+from dispatchkit.dispatch import Policy, Reason
 from dispatchkit.errors import BackendUnavailableError, ConfigError, DescriptorError, InputError
 from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput, StepState
 from dispatchkit.keys import Axis, check_count
@@ -34,6 +35,7 @@ try:
         too_short,
     )
     from dispatchkit_transformers.generation import generate, left_paddings
+    from dispatchkit_transformers.prompts import PromptRunner, check_prompt_sizes
     from dispatchkit_transformers.slot_cache import SlotCache, plan_moves
     from dispatchkit_transformers.static_models import Probe, probe
 except ImportError as _error:
@@ -55,7 +57,9 @@ class DecoderStats:
         dropped: Sequences that gave theirs up.
         moved: Sequences that were moved to another slot, to keep the batch in one piece.
         moved_bytes: Bytes copied for that, on the device.
-        graphs: The runner's counts, by what its graphs give: ``tokens`` or ``logits``.
+        graphs: The runner's counts, by what its graphs give: ``tokens`` or ``logits``; those of
+            chunks of prompts are ``prompts``.
+        prompts: Prompts by how they ran: through ``graphs``, or the reason why eager.
     """
 
     steps: int
@@ -64,6 +68,7 @@ class DecoderStats:
     moved: int
     moved_bytes: int
     graphs: dict[str, RunnerStats]
+    prompts: dict[str, int]
 
 
 class GraphDecoder:
@@ -78,6 +83,9 @@ class GraphDecoder:
         sizes: Batch sizes to capture; derived from ``max_batch_size`` by default.
         lengths: Lengths of the cache to capture for: a step reads the smallest that covers all
             of its sequences. By default powers of two from 128 on, and ``max_length``.
+        prompt_sizes: Tokens of a chunk of prompts to capture for. Prompts run through graphs where
+            all that are admitted together have no more tokens than the largest; others, and all by
+            default, run eager.
         compile: Capture compiled kernels: True compiles the whole step, the model with the
             writing of the cache and the choice of tokens, by ``torch.compile``; a function is
             given the step and returns what runs in its place.
@@ -112,6 +120,7 @@ class GraphDecoder:
         max_length: int,
         sizes: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
+        prompt_sizes: Sequence[int] = (),
         compile: bool | Callable[[Callable[..., Any]], Callable[..., Any]] = False,  # noqa: A002
         forward: Callable[..., Any] | None = None,
         policy: str | Policy | None = None,
@@ -125,6 +134,7 @@ class GraphDecoder:
         max_length = check_count(max_length, "max_length")
         self.model = model
         self._probe: Probe = probe(model, max_length)
+        self._prompt_sizes = check_prompt_sizes(prompt_sizes, max_length)
         self._forward = model if forward is None else forward
         self.max_batch_size, self.max_length = max_batch_size, max_length
         self.lengths: tuple[int, ...] = check_lengths(lengths, max_length)
@@ -157,6 +167,8 @@ class GraphDecoder:
         }
         # Tokens and logits are other graphs: whoever chooses tokens does not pay for logits.
         self._runners: dict[bool, GraphRunner] = {}
+        self._prompts: PromptRunner | None = None
+        self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
         self._tokens = self._no_rows()
         self._positions = self._no_rows()
@@ -207,7 +219,7 @@ class GraphDecoder:
     def admit(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run prompts, eager, and give each a row behind those there are.
+        """Run prompts, and give each a row behind those there are.
 
         Their first new tokens are the likeliest ones, until ``tokens`` is set.
 
@@ -226,17 +238,22 @@ class GraphDecoder:
         rows, width = input_ids.shape
         self.check_fits(rows, max((width - padding for padding in paddings), default=1))
         self._check_model()
+        lengths = [width - padding for padding in paddings]
+        why = self._why_eager(rows, max(lengths, default=0))
         with torch.no_grad():
-            states, logits = self._probe.prompt(
-                input_ids, attention_mask if any(paddings) else None
-            )
-            self.cache.fill(self.num_rows, states, paddings)
-            lengths = [width - padding for padding in paddings]
+            if why:
+                states, logits = self._probe.prompt(
+                    input_ids, attention_mask if any(paddings) else None
+                )
+                self.cache.fill(self.num_rows, states, paddings)
+            else:
+                logits = self._chunks().run(self.num_rows, input_ids, lengths)
             at = torch.tensor(lengths, dtype=torch.int64, device=self.device)
             self._tokens = torch.cat((self._tokens, logits.argmax(-1)))
             self._positions = torch.cat((self._positions, at))
         self._lengths += lengths
         self._admitted += rows
+        self._prompt_counts[why or "graphs"] += rows
         return logits
 
     def step(self) -> torch.Tensor:
@@ -300,11 +317,16 @@ class GraphDecoder:
     def capture(self, *, logits: bool = False, progress: bool = False) -> int:
         """Capture the graphs of every length and size; returns how many there are.
 
+        Those of prompts too, where ``prompt_sizes`` were given.
+
         Args:
             logits: Those of ``logits()``, which sampling uses, rather than of ``step()``.
             progress: Show a progress bar on stderr.
         """
-        return self.runner(logits=logits).capture(progress=progress).num_graphs
+        num_graphs = self.runner(logits=logits).capture(progress=progress).num_graphs
+        if self._prompt_sizes:
+            num_graphs += self._chunks().capture(progress=progress)
+        return num_graphs
 
     def runner(self, *, logits: bool = False) -> GraphRunner:
         """Return the runner of the steps that give tokens, or logits; made at its first use."""
@@ -330,10 +352,22 @@ class GraphDecoder:
             )
         return found
 
+    def prompt_runner(self) -> GraphRunner:
+        """Return the runner of chunks of prompts; made at its first use.
+
+        Raises:
+            ConfigError: There are no ``prompt_sizes``.
+        """
+        if not self._prompt_sizes:
+            raise ConfigError("prompt_sizes", (), "given, for prompts to run through graphs")
+        return self._chunks().runner
+
     def invalidate(self) -> None:
         """Give up all graphs, after weights were replaced; copied in place, they need not go."""
         for runner in self._runners.values():
             runner.invalidate()
+        if self._prompts is not None:
+            self._prompts.runner.invalidate()
 
     def bucket(self, num_rows: int) -> int:
         """Return the smallest captured batch size for so many rows, or that number itself."""
@@ -347,11 +381,34 @@ class GraphDecoder:
             "logits" if logits else "tokens": runner.stats()
             for logits, runner in self._runners.items()
         }
+        if self._prompts is not None:
+            graphs["prompts"] = self._prompts.runner.stats()
         return DecoderStats(
-            self._steps, self._admitted, self._dropped, self._moved, self._moved_bytes, graphs
+            self._steps,
+            self._admitted,
+            self._dropped,
+            self._moved,
+            self._moved_bytes,
+            graphs,
+            dict(self._prompt_counts),
         )
 
     # -- inside -------------------------------------------------------------------------
+
+    def _chunks(self) -> PromptRunner:
+        if self._prompts is None:
+            self._prompts = PromptRunner(
+                self._probe, self.cache, self.lengths, self._prompt_sizes, self._settings
+            )
+        return self._prompts
+
+    def _why_eager(self, rows: int, width: int) -> str:
+        """Return why prompts (B, T) run eager, as a reason; empty if they run through graphs."""
+        if not self._prompt_sizes:
+            return "no_prompt_sizes"
+        if not rows or not self._chunks().chunks(rows, width):
+            return str(Reason.ABOVE_LARGEST)
+        return ""
 
     def _run(self, *, wants_logits: bool) -> Any:
         longest = max(self._lengths, default=self.max_length) + 1

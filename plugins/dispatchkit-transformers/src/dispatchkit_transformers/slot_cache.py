@@ -159,6 +159,14 @@ class SlotCache:
         layers = [SlotLayer(keys, values, place, length) for keys, values in self.layers]
         return Cache(layers=layers), place
 
+    def clear(self, start: int, rows: int) -> None:
+        """Clear slots from ``start`` on.
+
+        A masked position has weight 0, but 0 * NaN is NaN, so stale positions must be zeroed.
+        """
+        for block in self.memory:
+            block[:, start : start + rows].zero_()
+
     def fill(
         self,
         start: int,

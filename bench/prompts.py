@@ -1,0 +1,104 @@
+"""Time to the first token of prompts: eager, and in chunks through graphs.
+
+    python bench/prompts.py [--models NAME ...] [--tokens N ...] [--rows N ...] [--sizes N ...]
+        [--rounds N]
+
+A sample is one ``admit`` of ``GraphDecoder``, from the call to the end of the device's work:
+prompts of random tokens into a cache beside one sequence that is live. ``eager`` has no
+``prompt_sizes``, ``graphs`` has ``--sizes``, captured before. Prompts that have more tokens
+together than the largest size run eager in both. Lines behind ``#`` say how they ran, how near the
+logits are and how long the first call took, which captures; at the end the memory of all graphs.
+
+Random weights; the cases take turns. Without a CUDA device a tiny model runs on the tape, which
+shows that it works and no speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+from _common import at_least_one, emit_all, interleaved
+from _decoding_cases import DEVICE, IS_GPU, MODELS, make_model, synchronize, tidy
+
+from dispatchkit_transformers import GraphDecoder
+
+BENCH = "prompts"
+
+
+def admits(decoder: GraphDecoder, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return what admits prompts, waits, and gives them up again."""
+    rows = range(1, 1 + len(ids))
+
+    def run() -> torch.Tensor:
+        logits = decoder.admit(ids)
+        synchronize()
+        decoder.drop(rows)
+        return logits
+
+    return run
+
+
+def measure(name: str, args: argparse.Namespace) -> None:
+    """Measure one model."""
+    model = make_model(name)
+    length = max(*args.tokens, *args.sizes) + 8
+    common: dict[str, Any] = {"max_batch_size": max(args.rows) + 1, "max_length": length}
+    decoders = {
+        "eager": GraphDecoder(model, **common),
+        "graphs": GraphDecoder(model, prompt_sizes=args.sizes, **common),
+    }
+    maker = torch.Generator().manual_seed(1)
+    for decoder in decoders.values():
+        decoder.admit(torch.full((1, 4), 7, device=DEVICE))
+    for tokens in args.tokens:
+        for rows in args.rows:
+            ids = torch.randint(3, 90, (rows, tokens), generator=maker).to(DEVICE)
+            runs = {case: admits(decoder, ids) for case, decoder in decoders.items()}
+            start = perf_counter()
+            want, got = runs["eager"](), runs["graphs"]()
+            first = perf_counter() - start
+            error = float((got - want).norm() / want.norm())
+            before = decoders["graphs"].stats()
+            times = interleaved(runs, rounds=args.rounds, warmup=2)
+            after = decoders["graphs"].stats()
+            ran = sorted(
+                how for how, number in after.prompts.items() if number > before.prompts.get(how, 0)
+            )
+            what = f"{name}, {rows} of {tokens}"
+            emit_all(
+                BENCH,
+                {f"{what}: {case}": found for case, found in times.items()},
+                per=1,
+                ratio_to=f"{what}: eager",
+            )
+            print(f"# {what}: ran {ran}, logits differ by {error:.1e}, first {first:.2f} s")
+    runner = decoders["graphs"].prompt_runner()
+    stats = runner.stats()
+    print(
+        f"# {name}: {stats.captures} graphs of {runner.num_bytes} bytes, {stats.hits}", flush=True
+    )
+
+
+def main() -> None:
+    """Measure every model that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = ["llama-1b"] if IS_GPU else ["llama-tiny"]
+    parser.add_argument("--models", nargs="+", default=names, choices=sorted(MODELS))
+    tokens = [16, 100, 300, 512, 1000] if IS_GPU else [5, 30]
+    parser.add_argument("--tokens", nargs="+", type=at_least_one, default=tokens)
+    parser.add_argument("--rows", nargs="+", type=at_least_one, default=[1, 4] if IS_GPU else [1])
+    sizes = [16, 64, 256, 1024] if IS_GPU else [4, 16]
+    parser.add_argument("--sizes", nargs="+", type=at_least_one, default=sizes)
+    parser.add_argument("--rounds", type=at_least_one, default=10 if IS_GPU else 2)
+    args = parser.parse_args()
+    for name in args.models:
+        measure(name, args)
+        tidy()
+
+
+if __name__ == "__main__":
+    main()

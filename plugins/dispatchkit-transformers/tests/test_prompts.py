@@ -1,0 +1,189 @@
+"""Prompts through graphs give the tokens that the library's own ``generate`` gives."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from dispatchkit.errors import ConfigError  # noqa: E402
+
+from dispatchkit_transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
+from dispatchkit_transformers.prompts import plan_chunks  # noqa: E402
+
+# Loading the library takes longer than all other quick tests of a worker together.
+pytestmark = pytest.mark.slow
+
+PAD = 0
+LENGTHS = (16, 64)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=97, n_positions=128, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return llama().eval()
+
+
+def decoder_of(model, **settings):
+    settings = {"max_batch_size": 8, "max_length": 64, "lengths": LENGTHS, **settings}
+    return GraphDecoder(model, **settings)
+
+
+def tokens_of(*shape, seed=1):
+    return torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def said_by(model, prompts, count):
+    return model.generate(
+        prompts, max_new_tokens=count, do_sample=False, pad_token_id=PAD, eos_token_id=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "attention"),
+    [(llama, "sdpa"), (llama, "eager"), (llama, DECODE_ATTENTION), (gpt2, "sdpa")],
+)
+def test_padded_prompts_of_a_batch_run_together(make, attention):
+    """In chunks and rows that are padded too, in slots with what is no number in them."""
+    torch.manual_seed(0)
+    model = make().eval()
+    model.set_attn_implementation(attention)
+    ids = tokens_of(5, 9)
+    mask = torch.ones_like(ids)
+    mask[2, :3] = mask[4, :8] = 0
+    asked = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+    prompts = {"input_ids": ids * mask, "attention_mask": mask}
+    decoder = decoder_of(model, prompt_sizes=(4, 16, 64))
+    for block in decoder.cache.memory:
+        block.fill_(float("nan"))
+    assert torch.equal(model.generate(**prompts, **asked), decoder.generate(**prompts, **asked))
+    stats = decoder.stats()
+    assert stats.prompts == {"graphs": 5}
+    # Three chunks of 4 tokens for 8 rows: 16 for each would be more than 64 together.
+    assert stats.graphs["prompts"].hits == {"FULL tokens=8 reqs=8 axes=4,16": 3}
+    assert not stats.graphs["prompts"].eager_by_reason
+
+
+def test_sampled_tokens_and_logits_are_those_of_generate(model):
+    prompts, asked = tokens_of(3, 20), {"max_new_tokens": 8, "pad_token_id": PAD}
+    wants = {"return_dict_in_generate": True, "output_logits": True, "do_sample": True}
+    results = []
+    for run in (model.generate, decoder_of(model, prompt_sizes=(8, 16, 64)).generate):
+        torch.manual_seed(5)
+        results.append(run(prompts, **asked, **wants))
+    want, got = results
+    assert torch.equal(want.sequences, got.sequences)
+    torch.testing.assert_close(want.logits, got.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_prompts_that_join_others_get_what_they_would_get_alone(model):
+    """Short, long, in groups, and some that fit no graph, beside sequences that go on."""
+    decoder = decoder_of(model, max_batch_size=10, prompt_sizes=(4, 16), sizes=[4, 10])
+    shapes = [(1, 3), (2, 5), (1, 16), (1, 17), (3, 4), (1, 30), (1, 1)]
+    waiting = [tokens_of(*shape, seed=number) for number, shape in enumerate(shapes)]
+    wanted = {
+        (number, row): tokens
+        for number, one in enumerate(waiting)
+        for row, tokens in enumerate(said_by(model, one, 6)[:, one.shape[1] :].tolist())
+    }
+    said = {name: [] for name in wanted}
+    rows = []
+    for number in range(len(waiting) + 6):
+        if number < len(waiting):
+            group = waiting[number]
+            decoder.admit(group)
+            names = [(number, row) for row in range(len(group))]
+            rows += names
+            for name, token in zip(names, decoder.tokens[-len(group) :].tolist(), strict=True):
+                said[name].append(token)
+        for name, token in zip(rows, decoder.step().tolist(), strict=True):
+            said[name].append(token)
+        done = [row for row, name in enumerate(rows) if len(said[name]) == 6]
+        rows = [rows[row] for row in decoder.drop(done)]
+        if not rows:
+            break
+    assert said == wanted
+    stats = decoder.stats()
+    assert stats.prompts == {"graphs": 8, "above_largest_size": 2}
+    assert stats.moved > 0
+
+
+def test_prompts_run_eager_unless_sizes_are_given(model):
+    decoder = decoder_of(model)
+    decoder.admit(tokens_of(2, 3))
+    stats = decoder.stats()
+    assert stats.prompts == {"no_prompt_sizes": 2}
+    assert stats.graphs == {}
+
+
+def test_other_slots_stay_as_they_are(model):
+    """A chunk of four rows with three prompts, the first of which is live already."""
+    decoder = decoder_of(model, max_batch_size=4, prompt_sizes=(16, 64))
+    decoder.admit(tokens_of(1, 5))
+    before = [block[:, :1, :, : decoder.max_length].clone() for block in decoder.cache.memory]
+    decoder.admit(tokens_of(3, 6))
+    assert decoder.stats().graphs["prompts"].hits["FULL tokens=4 reqs=4 axes=16,16"] == 1
+    for block, then in zip(decoder.cache.memory, before, strict=True):
+        assert torch.equal(block[:, :1, :, : decoder.max_length], then)
+
+
+def test_capture_ahead_leaves_nothing_to_capture_later(model):
+    decoder = decoder_of(model, max_batch_size=3, sizes=[3], prompt_sizes=(4, 16), lazy=False)
+    # Of prompts 1 row of 4 and of 16 tokens, 2 rows and 3 rows of 4.
+    assert decoder.capture() == len(LENGTHS) * (1 + 4)
+    for rows, width in ((1, 16), (2, 3), (3, 5), (1, 7)):
+        decoder.generate(tokens_of(rows, width), max_new_tokens=3, do_sample=False)
+    stats = decoder.stats()
+    assert stats.graphs["prompts"].captures == len(LENGTHS) * 4
+    assert not stats.graphs["prompts"].eager_by_reason
+    assert stats.prompts == {"graphs": 7}
+
+
+def test_chunks_take_the_least_time_and_are_few():
+    """A device takes as long for a few tokens as for a few more."""
+    sizes = (16, 64, 256, 1024)
+    plan = plan_chunks(sizes, 1, 1024)
+    chosen = {width: plan[width] for width in (1, 16, 17, 257, 300, 512, 513, 700, 1000)}
+    assert chosen == {
+        1: (16,),
+        16: (16,),
+        17: (64,),
+        257: (16, 256),
+        300: (64, 256),
+        512: (256, 256),
+        513: (16, 256, 256),
+        700: (256, 256, 256),
+        1000: (1024,),
+    }
+    for width in range(1, 1025):
+        first, *others = plan[width]
+        assert 0 < width - sum(others) <= first, f"{width}: padding in more than the first"
+    assert plan_chunks((16,), 64, 40)[40] == (16, 16, 16)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (128,), ("long",)])
+def test_sizes_that_no_prompt_has_are_refused(sizes):
+    with pytest.raises(ConfigError, match="prompt_sizes"):
+        decoder_of(llama().eval(), prompt_sizes=sizes)
