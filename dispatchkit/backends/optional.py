@@ -220,6 +220,16 @@ class SegmentedCapture(Protocol):
         """
         ...
 
+    def keeps(self, tensor: Any) -> bool:
+        """Return whether a tensor's memory was handed out in this capture, and stays the pool's.
+
+        Asked between segments. Such memory is there for as long as a graph of the capture, with or
+        without the tensor: later captures of the pool may be given it then, and in its turn each
+        replay writes it again. Memory that was there before, and memory of what runs between
+        segments, is not kept.
+        """
+        ...
+
 
 class SegmentingBackend(Protocol):
     """A backend whose captures can end in the middle of a callable, and go on behind.

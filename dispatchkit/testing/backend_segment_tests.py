@@ -97,6 +97,34 @@ class SegmentTests:
             graph.replay()
         assert rig.read(result[:2]) == [7.0] * 2, "A segment was overwritten by a later one."
 
+    def test_memory_from_elsewhere_is_not_kept(self, rig: Rig) -> None:
+        """Of the caller, of an earlier capture, or of what runs between segments."""
+        x = rig.zeros(1 << 12).add_(1)
+
+        def earlier(capture: Any) -> Any:
+            result = x + 1
+            return capture.end(), result
+
+        graph, alive = in_segments(rig, earlier)
+        graph.replay()
+
+        def run(capture: Any) -> Any:
+            hidden = x * 3
+            first = capture.end()
+            first.replay()
+            between = hidden * 2
+            found = [capture.keeps(one) for one in (x, alive, between)]
+            kept = capture.keeps(hidden)
+            capture.begin()
+            result = hidden + between
+            return found, kept, (first, capture.end()), (hidden if not kept else None, result)
+
+        found, kept, graphs, _ = in_segments(rig, run)
+        assert found == [False] * 3, f"Kept is what is not the capture's own: {found}"
+        assert isinstance(kept, bool)
+        assert rig.read(alive[:2]) == [2.0] * 2
+        del graphs
+
     def test_a_segment_without_work_says_so(self, rig: Rig) -> None:
         """It is left out of replays."""
         x = rig.zeros(4)

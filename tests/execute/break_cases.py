@@ -305,6 +305,33 @@ class BreakCases:
             torch.testing.assert_close(runner(x), model(x))
         assert runner.stats().steps_by_mode["PIECEWISE"] == 24
 
+    def test_a_dictionary_that_a_region_is_given_is_the_callers(self, backend):
+        """What an engine writes into it for a step is there at the replay; tensors too."""
+        facts = {"scale": 1.0, "lengths": [1], "shift": torch.ones(1, device=backend.torch_device)}
+        current = queue.SimpleQueue()  # no Python state, as far as anybody sees
+        current.put(facts)
+
+        @eager_region
+        def attend(out, x, facts, more):
+            out.copy_(x * facts["scale"] * len(facts["lengths"]) + facts["shift"] * more[1])
+
+        def step(x):
+            out, facts = torch.empty_like(x), current.get()
+            current.put(facts)
+            attend(out, x, facts, more=(facts, x))
+            return out + 1
+
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                runner = self.make(backend, step)
+                assert not runner.capture().failed
+                for scale in (2.0, 3.0):
+                    facts["scale"] = scale
+                    facts["lengths"].append(1)
+                    x = self.rows(backend, 3)
+                    torch.testing.assert_close(runner(x), step(x))
+                assert runner.stats().steps_by_mode["PIECEWISE"] == 2
+
     def test_what_crosses_a_break_is_held(self, backend):
         """Memory that no graph writes, which one call fills and another reads."""
         seen = queue.SimpleQueue()  # no Python state, as far as anybody sees

@@ -133,3 +133,36 @@ def test_draws_in_segments_and_between_them_are_eagers(backend):
         torch.cuda.manual_seed(seed)
         torch.testing.assert_close(runner(x), want)
     assert runner.stats().steps_by_mode["PIECEWISE"] == 3
+
+
+def test_what_segments_give_to_calls_serves_all_sizes(backend):
+    """In memory that is no more than the largest size needs alone, whichever replays next."""
+    case, layers = TestBreaks(), 6
+    weights = case.weights(backend)
+
+    @eager_region
+    def mix(out, left, right):
+        out.copy_(torch.sin(left) + right)
+
+    def step(x):
+        x, first = x * 1, x + 1
+        for number in range(layers):
+            left, right = x @ weights[number % 3], x * 2
+            out = torch.empty_like(x)
+            mix(out, left, right)
+            x = out + first + left  # which crosses a break
+        return x
+
+    num_bytes = {}
+    for sizes in ((1 << 16,), tuple((1 << 16) - 1024 * number for number in range(8))):
+        runner = case.make(backend, step, sizes=sorted(sizes))
+        assert not runner.capture().failed
+        num_bytes[len(sizes)] = runner.num_bytes
+        numbers = [size - over for size in sizes for over in (0, 7)] * 2
+        for seed, number in enumerate(reversed(numbers)):
+            noise = torch.full((1 << 16, WIDTH), float("nan"), device="cuda")
+            x = case.rows(backend, number, seed)
+            torch.testing.assert_close(runner(x), step(x), rtol=1e-4, atol=1e-5)
+            del noise
+        assert runner.stats().steps_by_mode["PIECEWISE"] == len(numbers)
+    assert num_bytes[8] <= 1.5 * num_bytes[1], num_bytes

@@ -553,6 +553,7 @@ class CudaBackend:
             partial(self._new_attempt, stream.raw, pool, own_generators, draws),
             make_graph,
             watch if is_watched else None,
+            partial(pool.segments, self._index),
         )
         capture = partial(segments.run, run, handled)
         try:

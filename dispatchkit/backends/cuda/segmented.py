@@ -6,7 +6,7 @@ may be inside modes of its own at a break; in between it lets operations pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from dispatchkit.backends.capture_errors import capture_error, clear_frames
 from dispatchkit.backends.capture_guard import pause_capture, resume_capture
 from dispatchkit.backends.cuda.capture import CaptureAttempt
 from dispatchkit.backends.cuda.graph import CudaGraph
+from dispatchkit.backends.cuda.segments import Segment
 from dispatchkit.backends.cuda.streams import make_current
 from dispatchkit.backends.cuda.watch import CaptureWatch
 from dispatchkit.backends.optional import SegmentedCapture
@@ -31,6 +32,7 @@ class CudaSegments:
         new_attempt: Makes the capture of one segment.
         make_graph: Makes the graph of one that has ended well.
         watch: Looks at each operation; None where that is switched off.
+        memory: Returns the segments of memory of the pool.
     """
 
     def __init__(
@@ -39,9 +41,12 @@ class CudaSegments:
         new_attempt: Callable[[], CaptureAttempt],
         make_graph: Callable[[CaptureAttempt], CudaGraph],
         watch: CaptureWatch | None,
+        memory: Callable[[], Iterable[Segment]],
     ) -> None:
         self._stream, self._new_attempt, self._make_graph = stream, new_attempt, make_graph
-        self._watch = watch
+        self._watch, self._memory = watch, memory
+        self._before: set[int] = set()
+        self._spans: list[tuple[int, int]] | None = None
         self._attempt: CaptureAttempt | None = None
         self._graphs: list[CudaGraph] = []
 
@@ -58,6 +63,12 @@ class CudaSegments:
         failure: BaseException | None = None
         try:
             try:
+                self._before = {
+                    block["address"]
+                    for segment in self._memory()
+                    for block in segment["blocks"]
+                    if block["state"] != "inactive"
+                }
                 self.begin()
                 if self._watch is None:
                     result = run(self)
@@ -104,6 +115,7 @@ class CudaSegments:
             self._watch.pause()
         failure = self._attempt.end(None, may_be_empty=True)
         attempt, self._attempt = self._attempt, None
+        self._spans = None  # it may have grown
         pause_capture()
         if failure is not None:
             raise failure
@@ -124,6 +136,16 @@ class CudaSegments:
         self._attempt = attempt
         if self._watch is not None:
             self._watch.resume()
+
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Return whether memory was handed out in this capture: of the pool, and not before it."""
+        address = tensor.untyped_storage().data_ptr()
+        if self._spans is None:
+            self._spans = [
+                (one["address"], one["address"] + one["total_size"]) for one in self._memory()
+            ]
+        is_of_pool = any(start <= address < end for start, end in self._spans)
+        return is_of_pool and address not in self._before
 
     def _release(self) -> None:
         for graph in self._graphs:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch
+
 from dispatchkit.backends.capture_errors import capture_error, clear_frames
 from dispatchkit.backends.capture_guard import pause_capture, resume_capture
 from dispatchkit.backends.optional import SegmentedCapture
@@ -87,6 +89,10 @@ class TapeSegments:
         resume_capture()
         self._recorder.add_generators(self._generators)
         self._set_open(True)
+
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Return False: memory of a tensor is the tensor's own."""
+        return False
 
     def _set_open(self, is_open: bool) -> None:
         self._is_open = is_open

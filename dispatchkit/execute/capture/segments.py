@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from dispatchkit.backends.optional import SegmentedCapture, SegmentGraph, features_of
 from dispatchkit.backends.watching.dispatch_mode import DispatchMode, inference_mode
@@ -24,6 +25,8 @@ from dispatchkit.execute.capture.captured import GraphPart
 from dispatchkit.execute.capture.eager_call import EagerCall, Result
 from dispatchkit.execute.capture.effects import bits_equal
 from dispatchkit.execute.io.structure import flatten, leaves_of
+from dispatchkit.execute.io.tree import tree_flatten
+from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.breaks import acting
 from dispatchkit.execute.step.state import OperatorWrites, StorageSet, plain_tensor
@@ -81,7 +84,10 @@ class ShapeRecorder:
 
 
 class ArgumentHolder:
-    """Holds what a capture in segments would hold, in a run that measures its memory."""
+    """Holds what a capture in segments would hold, in a run that measures its memory.
+
+    That is nothing on a device, whose pool keeps what segments make.
+    """
 
     def __init__(self) -> None:
         self._held: list[Any] = []
@@ -96,7 +102,8 @@ class ArgumentHolder:
             value = fn(*args, **kwargs)
         finally:
             self._is_inside = False
-        self._held.append((args, kwargs, value))
+        held = tree_map_only(torch.Tensor, weak_tensor, (args, kwargs, value))
+        self._held.append(held)
         return value
 
     def split(self) -> None:
@@ -252,24 +259,27 @@ class SegmentRecorder:
             value = fn(*args, **kwargs)
         finally:
             self._is_inside = False
+        hold = partial(self._hold, capture)
         written = tuple(
-            (plain_tensor(tensor), dim)
+            (hold(tensor), dim)
             for tensor, dim, content in before
             if content is None or not bits_equal(tensor, content)
         )
         arguments = StorageSet(given)
         leaves, structure = flatten(value)
-        results = tuple(
+        landed = [
             self._land(number, leaf, arguments, dims, line) for number, leaf in enumerate(leaves)
+        ]
+        results = tuple(
+            attrs.evolve(one, value=hold(one.value)) if isinstance(one.value, torch.Tensor) else one
+            for one in landed
         )
         ambient = _Ambient.now(self._device.type)
-        if torch.is_inference_mode_enabled():
-            args, kwargs = tree_map_only(torch.Tensor, plain_tensor, (args, kwargs))
         self.parts.append(
             EagerCall(
                 fn=fn,
-                args=args,
-                kwargs=kwargs,
+                args=tuple(_with_tensors(one, hold) for one in args),
+                kwargs={name: _with_tensors(one, hold) for name, one in kwargs.items()},
                 line=line,
                 around=None if ambient == self._ambient else ambient.entered,
                 results=results,
@@ -279,7 +289,27 @@ class SegmentRecorder:
             )
         )
         capture.begin()
-        return structure.build([one.value for one in results])
+        return structure.build([one.value for one in landed])
+
+    def _hold(self, capture: SegmentedCapture, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the same memory for replays, outside inference mode too.
+
+        What a segment has made it does not own, so that the memory serves all sizes, as that of
+        the segments themselves does: a replay writes it before a call reads it, and nothing else
+        runs in between. All other memory it holds.
+        """
+        lane = self._lane
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or self._stays(tensor)
+            or tensor in lane.between
+            or tensor in lane.outputs
+            or not capture.keeps(tensor)
+        ):
+            return plain_tensor(tensor)
+        with inference_mode(False):
+            return weak_tensor(tensor)
 
     def _land(
         self, number: int, leaf: Any, arguments: StorageSet, dims: CallShapes | None, line: str
@@ -382,6 +412,18 @@ def _batch_dim(one: Any, two: Any, size: int, other: int) -> int | None:
         return None
     pairs = enumerate(zip(one, two, strict=True))
     return next((dim for dim, pair in pairs if pair == (size, other)), None)
+
+
+def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a value with other tensors in it; itself where none changes.
+
+    A dictionary or a list may be what a caller changes from step to step.
+    """
+    leaves, spec = tree_flatten(value)
+    made = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    if all(one is leaf for one, leaf in zip(made, leaves, strict=True)):
+        return value
+    return tree_unflatten(made, spec)
 
 
 def _tensors(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
