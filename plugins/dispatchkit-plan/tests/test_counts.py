@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ def test_vllms_table_is_read_out_of_a_log(tmp_path):
         StepKind(415): 1,
     }
     assert stats.waste_pct == pytest.approx(100 * (40 * 2 + 4 * 3) / (40 * 6 + 4 * 5))
+
+
+def test_a_step_of_unknown_kind_takes_the_kind_of_no_other(tmp_path):
+    """Nearly every log has a step without a graph, of which vLLM's table does not tell the kind."""
+    steps = read_steps(write(tmp_path / "a.log", LOG))
+    rows = Counter(zip(steps.column("num_tokens"), steps.column("uniform_decode"), strict=True))
+    assert rows == {(6, 1): 40, (5, 0): 4, (415, 0): 1}
 
 
 def test_uniform_is_not_guessed_without_the_mode(tmp_path):

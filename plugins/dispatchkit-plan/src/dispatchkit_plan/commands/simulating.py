@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +32,15 @@ from dispatchkit_plan.commands.accounting import config_for, note_unused_axes
 
 if TYPE_CHECKING:
     from dispatchkit_plan import RankSimulation, Simulation
+
+#: A line of a table: its name, and its text for one simulation.
+_Line = tuple[str, Callable[[Any], str]]
+
+_STEPS_BY_MODE: list[_Line] = [
+    ("FULL", lambda one: f"{one.modes['FULL']:,}"),
+    ("PIECEWISE", lambda one: f"{one.modes['PIECEWISE']:,}"),
+    ("eager", lambda one: f"{one.modes['NONE']:,}"),
+]
 
 
 def simulate(
@@ -147,11 +157,9 @@ def show(found: list[Simulation], trace: Path, out: Console) -> None:
     out.print(
         Text(f"{trace}: {first.num_steps:,} steps; costs by {first.cost_model}", style="bold")
     )
-    lines: list[tuple[str, Any]] = [
+    lines: list[_Line] = [
         ("graphs", lambda one: f"{one.num_graphs:,}"),
-        ("FULL", lambda one: f"{one.modes['FULL']:,}"),
-        ("PIECEWISE", lambda one: f"{one.modes['PIECEWISE']:,}"),
-        ("eager", lambda one: f"{one.modes['NONE']:,}"),
+        *_STEPS_BY_MODE,
         ("hit rate", lambda one: f"{one.hit_rate:.1%}"),
         ("padding", lambda one: f"{one.waste_pct:.2f}%"),
         ("captures", lambda one: f"{one.captures:,}"),
@@ -164,16 +172,8 @@ def show(found: list[Simulation], trace: Path, out: Console) -> None:
         ("capture time", lambda one: _known(one.capture_time_s, "{:.4g} s")),
         ("graph memory", lambda one: _known(one.memory_bytes, "{:,} bytes")),
     ]
-    rows = [[name, *(value(one) for one in found)] for name, value in lines]
-    reasons = dict.fromkeys(reason for one in found for reason in one.misses)
-    rows += [
-        [f"eager: {reason}", *(f"{one.misses.get(reason, 0):,}" for one in found)]
-        for reason in reasons
-    ]
-    columns = ["", *(one.label for one in found)]
-    out.print(table(columns, rows, right=range(1, len(columns))))
-    for note in dict.fromkeys(note for one in found for note in one.notes):
-        out.print(Text(f"Note: {note}"))
+    lines += map(_eager_for, dict.fromkeys(reason for one in found for reason in one.misses))
+    _show_side_by_side(found, lines, out)
 
 
 def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
@@ -185,10 +185,8 @@ def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
     def share(seconds: float, one: RankSimulation) -> str:
         return f"{seconds:.4g} s {seconds / one.time_s:.1%}"
 
-    lines: list[tuple[str, Any]] = [
-        ("FULL", lambda one: f"{one.modes['FULL']:,}"),
-        ("PIECEWISE", lambda one: f"{one.modes['PIECEWISE']:,}"),
-        ("eager", lambda one: f"{one.modes['NONE']:,}"),
+    lines: list[_Line] = [
+        *_STEPS_BY_MODE,
         ("mode changed by others", lambda one: f"{one.changed_modes:,}"),
         ("padding to the largest", lambda one: f"{one.rank_padding / one.real_tokens:.1%}"),
         ("padding to graphs", lambda one: f"{one.graph_padding / one.real_tokens:.1%}"),
@@ -198,11 +196,22 @@ def show_ranks(found: list[RankSimulation], trace: Path, out: Console) -> None:
         ("lost to what is agreed", lambda one: share(one.padding_s, one)),
         ("lost to agreeing", lambda one: share(one.exchange_s, one)),
     ]
+    _show_side_by_side(found, lines, out)
+
+
+def _show_side_by_side(
+    found: Sequence[Simulation | RankSimulation], lines: list[_Line], out: Console
+) -> None:
+    """Print a column for each simulation, then the notes of all."""
     columns = ["", *(one.label for one in found)]
     rows = [[name, *(value(one) for one in found)] for name, value in lines]
     out.print(table(columns, rows, right=range(1, len(columns))))
     for note in dict.fromkeys(note for one in found for note in one.notes):
         out.print(Text(f"Note: {note}"))
+
+
+def _eager_for(reason: str) -> _Line:
+    return f"eager: {reason}", lambda one: f"{one.misses.get(reason, 0):,}"
 
 
 def _known(value: float | None, form: str) -> str:

@@ -97,7 +97,8 @@ class SizeHistogram:
     def steps(self) -> StepTrace:
         """Return as many steps as were counted, each kind spread evenly over the whole.
 
-        Which order they ran in is not known; ``has_order`` of the trace says so.
+        Which order they ran in is not known; ``has_order`` of the trace says so. A kind not
+        known to be uniform decode is mixed, as it is for a runner that is not told.
 
         Raises:
             TraceError: There are none, or more than 5 million.
@@ -119,7 +120,7 @@ class SizeHistogram:
         if not order:
             raise TraceError(self.source, None, "counts no steps.")
         columns: dict[str, list[int]] = {"num_tokens": [kind.num_tokens for kind in kinds]}
-        if self.knows_uniform:
+        if any(kind.uniform is not None for kind in kinds):
             columns["uniform_decode"] = [int(bool(kind.uniform)) for kind in kinds]
         columns["num_active_loras"] = [kind.num_active_loras for kind in kinds]
         return StepTrace(
