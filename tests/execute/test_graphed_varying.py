@@ -70,6 +70,58 @@ def test_masked_calls_are_padded_along_their_length(step, dtype, shown):
     assert any("float32[n, dim_1, 4]" in words for words in run.graphed.stats().runners)
 
 
+def attention(x, mask):
+    """Two layers, so that a padded query that is nan would reach the keys of the second."""
+    for _ in range(2):
+        x = (x @ x.transpose(1, 2) + mask).softmax(-1) @ x
+    return x
+
+
+def of_keys(rows, length, hidden):
+    mask = torch.zeros(rows, 1, length)
+    mask[0, 0, length // 2 :] = hidden
+    return mask
+
+
+def of_keys_and_queries(rows, length, hidden):
+    """Causal, as libraries hand a mask of two lengths to their layers."""
+    return of_keys(rows, length, hidden) + torch.full((length, length), hidden / 2).triu(1)
+
+
+def at_first_nothing(rows, length, hidden):
+    return of_keys(rows, length, hidden if length > 20 else 0.0)
+
+
+LEAST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(
+    ("make", "hidden"),
+    [
+        (of_keys, -torch.inf),
+        (of_keys_and_queries, -torch.inf),
+        (of_keys_and_queries, LEAST),
+        (at_first_nothing, -1e4),
+    ],
+)
+def test_masks_that_are_added_to_scores_are_padded_with_what_hides(make, hidden):
+    run = graphed(attention, backend="tape")
+    for rows, length in LENGTHS:
+        x, mask = torch.randn(rows, length, 4), make(rows, length, hidden)
+        torch.testing.assert_close(run(x, mask), attention(x, mask), rtol=1e-4, atol=1e-5)
+    assert steps(run) == (len(LENGTHS), 0)
+    assert len(run.graphed.runners) == 2
+
+
+def test_numbers_far_below_zero_are_padded_as_any_others():
+    run = graphed(lambda x: (x * 2).cumsum(1).clamp(min=-1e30), backend="tape")
+    for rows, length in LENGTHS:
+        x = torch.randn(rows, length, 4) - 1e5
+        torch.testing.assert_close(run(x), (x * 2).cumsum(1))
+    assert steps(run) == (len(LENGTHS), 0)
+    assert len(run.graphed.runners) == 2
+
+
 @pytest.mark.slow_except("mean", "flip")
 @pytest.mark.parametrize(
     "step",

@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -16,27 +17,29 @@ from dispatchkit.errors import ConfigError, InputError
 from dispatchkit.execute.graphed.batch import guess_batch_dims
 from dispatchkit.execute.graphed.forms import Form
 from dispatchkit.execute.graphed.gradients import HeldWeights
-from dispatchkit.execute.graphed.plain import PlainSteps, look_of
+from dispatchkit.execute.graphed.looks import MAX_LOOKS, Looks
+from dispatchkit.execute.graphed.plain import PlainSteps
 from dispatchkit.execute.graphed.varying import Family, Shapes
 from dispatchkit.execute.io.input_errors import odd_kind
 from dispatchkit.execute.io.inputs import RESERVED_NAMES
 from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.lanes.lane_set import StepHandle
 from dispatchkit.execute.memory import GraphMemory, MemoryGroup
+from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.runner import GraphRunner
+from dispatchkit.execute.step.guard import place_of
 from dispatchkit.execute.step.reasons import EagerStepWarning
 from dispatchkit.keys.records import given_in
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.once import Once, warn_at_call
+
+_is_grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled
 
 #: What ``batch_dims`` is where nothing is declared (None means that nothing is batched).
 DERIVED = "derived"
 
 #: Forms that get graphs of their own; calls of further ones run plainly.
 MAX_FORMS = 16
-
-#: Shapes whose form is looked up, and not found out anew.
-MAX_ROUTES = 4096
 
 #: Calls without graphs that nobody is warned of: there is nothing to replay.
 _SILENT = frozenset({Reason.EMPTY_BATCH})
@@ -64,8 +67,7 @@ _PADDING_CHANGES = (
     "graphs; so would GraphRunner(..., axes=[Axis(...)]) with inputs whose fill does no harm."
 )
 
-#: A form of calls, its runner, the call's tensors, and its size along each axis.
-_Found = tuple[Form, GraphRunner, Sequence[torch.Tensor], Mapping[str, int]]
+_layout_of: Callable[[Any], Any] = attrgetter("layout")
 
 
 @attrs.frozen
@@ -113,6 +115,39 @@ class _ByResult:
     kind: Hashable
 
 
+@attrs.frozen
+class _Route:
+    """Where calls of one look go.
+
+    Attributes:
+        form: Whose runner.
+        sizes: Of each axis.
+        num_rows: Of the batch.
+        kind: Of the calls.
+        names: Their keywords, in the order of the form's inputs.
+        types: Of their tensors, which a look leaves out.
+        layouts: Of the same.
+    """
+
+    form: Form
+    sizes: Mapping[str, int]
+    num_rows: int
+    kind: Hashable
+    names: tuple[str, ...]
+    types: tuple[type, ...]
+    layouts: tuple[torch.layout, ...]
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether the tensors of a call of the look are of the same kinds."""
+        return (*map(type, tensors),) == self.types and (*map(_layout_of, tensors),) == self.layouts
+
+
+#: What is known of calls of one look.
+_Known = str | _ByResult | PlainSteps | _Route
+#: Where a call goes, the runner of now, and the call's tensors.
+_Found = tuple[_Route, GraphRunner, Sequence[torch.Tensor]]
+
+
 class GraphedCalls:
     """The calls of one module or function, each form of them through a runner.
 
@@ -155,14 +190,14 @@ class GraphedCalls:
         # The form of calls of the same shapes, but for the batch, and the sizes of its axes.
         self._routes: dict[Any, tuple[Form, Mapping[str, int]]] = {}
         self._dims: dict[Any, list[int | None]] = {}
-        # Looks of calls that run plainly, and why, or which steps of a runner they are.
-        self._looks: dict[Any, str | _ByResult | PlainSteps] = {}
+        # Why calls run plainly, or which steps of a runner they are.
+        self._looks: Looks[_Known] = Looks()
         self._lock = threading.RLock()
         self._plain: Counter[str] = Counter()
         self._calls = 0
         self._once = Once()
         self._weights = HeldWeights(target)
-        self._mark = self._weights_mark()
+        self._find_place()
         try:
             self._signature: inspect.Signature | None = inspect.signature(
                 target.forward if isinstance(target, torch.nn.Module) else target
@@ -173,33 +208,42 @@ class GraphedCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call through its form's runner, or plainly with a counted reason."""
         self._calls += 1
-        if self._looks:
-            look = look_of(args, kwargs, getattr(self.module, "training", False))
-            known = self._looks.get(look)
-            if known is not None:
-                if isinstance(known, str):
-                    self._plain[known] += 1
-                    return self.target(*args, **kwargs)
-                if isinstance(known, _ByResult):
-                    return self._run_for_gradients(known, args, kwargs)
-                if known.may_go_on():
-                    return known.run(self.target, args, kwargs)
-                self._looks.pop(look, None)  # another thread may have found out, too
-        found = self._find(args, kwargs)
-        if isinstance(found, str):
-            self._remember(found, args, kwargs)
-            return self._run_plainly(found, args, kwargs)
-        if isinstance(found, _ByResult):
-            self._remember(found, args, kwargs)
-            return self._run_for_gradients(found, args, kwargs)
-        form, runner, tensors, sizes = found
+        has_grad, is_training = _is_grad_enabled(), getattr(self.module, "training", False)
+        looks = self._looks
+        known = looks.at_once(args, kwargs, has_grad, is_training)
+        is_sure = known is not None
+        if known is None:
+            known = looks.get(args, kwargs, has_grad, is_training)
+        found: _Found | None = None
+        if isinstance(known, PlainSteps):
+            result = known.run(self.target, args, kwargs)
+            if result is not AGAIN:
+                return result
+        elif isinstance(known, str):
+            self._plain[known] += 1
+            return self.target(*args, **kwargs)
+        elif isinstance(known, _ByResult):
+            return self._run_for_gradients(known, args, kwargs)
+        elif known is not None:
+            found = self._follow(known, args, kwargs, has_grad, is_sure)
+        if found is None:
+            anew = self._find(args, kwargs)
+            if isinstance(anew, str):
+                looks.remember(args, kwargs, has_grad, is_training, anew)
+                return self._run_plainly(anew, args, kwargs)
+            if isinstance(anew, _ByResult):
+                looks.remember(args, kwargs, has_grad, is_training, anew)
+                return self._run_for_gradients(anew, args, kwargs)
+            found, known = anew, None
+        route, runner, tensors = found
         eager = runner.lanes[0].eager
         num_eager = eager.num_runs
-        result = form.run(runner, tensors, sizes, args, kwargs)
-        if eager.num_runs != num_eager and not sizes:
-            names = tuple(sorted(kwargs))
-            plain = PlainSteps(form, runner, form.rows_of(tensors), names)
-            self._remember(plain, args, kwargs)
+        result = route.form.run(runner, tensors, route.sizes, args, kwargs)
+        if eager.num_runs != num_eager and not route.sizes:
+            plain = PlainSteps(route.form, runner, route.num_rows, route.names, has_grad)
+            looks.remember(args, kwargs, has_grad, is_training, plain)
+        elif known is None and len(tensors) == len(args) + len(kwargs):
+            looks.remember(args, kwargs, has_grad, is_training, route)
         return result
 
     def submit(self, *args: Any, **kwargs: Any) -> StepHandle:
@@ -208,9 +252,9 @@ class GraphedCalls:
         Raises:
             InputError: Such a call has no graphs; with the reason.
         """
-        _, runner, tensors, sizes = self._find_or_raise(args, kwargs)
+        route, runner, tensors = self._find_or_raise(args, kwargs)
         self._calls += 1
-        return runner.submit(*tensors, **sizes)
+        return runner.submit(*tensors, **route.sizes)
 
     def capture(self, *args: Any, **kwargs: Any) -> int:
         """Capture all sizes for calls such as this one, ahead of them; returns how many.
@@ -218,8 +262,10 @@ class GraphedCalls:
         Raises:
             InputError: Such a call has no graphs; with the reason.
         """
-        form, runner, _, _ = self._find_or_raise(args, kwargs, for_result=False)
+        route, runner, _ = self._find_or_raise(args, kwargs, for_result=False)
+        form = route.form
         num_graphs = runner.capture().num_graphs
+        form.fix_buckets()
         if not num_graphs and not form.has_graphs():
             warn_at_call(
                 f"Nothing was captured for {form}, and its calls run eager. "
@@ -260,15 +306,22 @@ class GraphedCalls:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _remember(
-        self, what: str | _ByResult | PlainSteps, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Know calls that look like this one, which run plainly."""
-        look = look_of(args, kwargs, getattr(self.module, "training", False))
-        if look is not None:
-            if len(self._looks) >= MAX_ROUTES:
-                self._looks.clear()
-            self._looks[look] = what
+    def _follow(
+        self,
+        route: _Route,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        has_grad: bool,
+        is_sure: bool,
+    ) -> _Found | None:
+        """Return where a call of a known look goes; None where that has to be found."""
+        tensors = (*args, *[kwargs[name] for name in route.names]) if kwargs else args
+        if not (is_sure or route.fits(tensors)) or self._place_now() != self._place:
+            return None
+        if self.module is None and has_grad and self._weights.need_gradients(route.kind):
+            return None
+        with self._lock:
+            return route, route.form.runner_for(route.num_rows, route.sizes), tensors
 
     def _find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_result: bool = True
@@ -300,8 +353,8 @@ class GraphedCalls:
             getattr(self.module, "training", False) or any(one.requires_grad for one in tensors)
         ):
             return Reason.GRADIENTS
-        if self.module is not None and (mark := self._weights_mark()) != self._mark:
-            self._mark = mark
+        if self._place_now() != self._place:
+            self._find_place()
             self.invalidate()
         kind = (nesting, constants, tuple(one.dim() for one in tensors))
         try:
@@ -356,7 +409,10 @@ class GraphedCalls:
                     return found
                 route = found
             form, sizes = route
-            return form, form.runner_for(rows, sizes), tensors, sizes
+            runner = form.runner_for(rows, sizes)
+        types, layouts = tuple(map(type, tensors)), tuple(map(_layout_of, tensors))
+        found_route = _Route(form, sizes, rows, kind, tuple(kwargs), types, layouts)
+        return found_route, runner, tensors
 
     def _route(
         self,
@@ -404,7 +460,7 @@ class GraphedCalls:
             )
             family.note_first(shapes)
             self._looks.clear()
-        if len(self._routes) >= MAX_ROUTES:
+        if len(self._routes) >= MAX_LOOKS:
             self._routes.clear()
         route = self._routes[key] = form, sizes or {}
         return route
@@ -534,12 +590,10 @@ class GraphedCalls:
             )
         return result
 
-    def _weights_mark(self) -> tuple[int, Any]:
-        """Return what changes when a module is moved or its weights are replaced."""
-        if self.module is None:
-            return 0, None
-        first = next(self.module.parameters(), None)
-        return (0, None) if first is None else (first.data_ptr(), first.device)
+    def _find_place(self) -> None:
+        """Find what tells that a module was moved, by the method of one of its tensors."""
+        self._place_now = int if self.module is None else place_of(self.module)
+        self._place = self._place_now()
 
 
 def _sharing_memory(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ their batch, and in those along axes.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils._pytree import (
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.executor import Executor
-from dispatchkit.execute.graphed.varying import buckets_for
+from dispatchkit.execute.graphed.buckets import Buckets
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.runner import GraphRunner
@@ -33,6 +34,8 @@ from dispatchkit.keys.batch import GraphKey
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.options import FIRST, RunnerOptions
 from dispatchkit.registry import KeyState
+
+_logger = logging.getLogger(__name__)
 
 
 def geometric_sizes(largest: int) -> tuple[int, ...]:
@@ -67,7 +70,7 @@ class Form:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         shapes: Sequence[tuple[int | str | None, ...]],
-        fills: Sequence[int],
+        fills: Sequence[float],
         names: Sequence[str],
     ) -> None:
         self._target, self._settings, self._grows = target, settings, grows
@@ -85,9 +88,11 @@ class Form:
         self._call: _CurrentCall | None = _CurrentCall() if _has_mutable(self._spec) else None
         self.device: Any = leaves[self._places[0]].device
         self.top: int = 0
-        # The largest size along each axis so far.
-        self.largest: dict[str, int] = {}
+        self.buckets: dict[str, Buckets] = {}
+        for shape in shapes:
+            self.buckets.update({size: Buckets() for size in shape if isinstance(size, str)})
         self.runner: GraphRunner | None = None
+        self._words = ""  # of the runner: those of now may be of other buckets already
         self.outgrown: dict[str, RunnerStats] = {}
 
     def run(
@@ -116,31 +121,29 @@ class Form:
         finally:
             own.now = before
 
-    def rows_of(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Return the rows of a call."""
-        for one, spec in zip(tensors, self.inputs.values(), strict=True):
-            if spec.batch_dim is not None:
-                return int(one.shape[spec.batch_dim])
-        return 0
-
     def runner_for(self, rows: int, sizes: Mapping[str, int]) -> GraphRunner:
         """Return a runner with room for a number of rows, and for a size of each axis.
 
-        Of rows where their sizes are not declared.
+        Of rows where their sizes are not declared. It is another one where there is no room yet,
+        and where buckets were planned.
         """
         runner = self.runner
-        has_outgrown = rows > self.top and self._grows
-        if sizes and any(size > self.largest.get(name, 0) for name, size in sizes.items()):
-            largest = {name: max(size, self.largest.get(name, 0)) for name, size in sizes.items()}
-            room = {} if runner is None else {a.name: a.buckets[-1] for a in runner.config.axes}
-            has_outgrown |= any(size > room.get(name, 0) for name, size in largest.items())
-            self.largest = largest
-        if runner is None or has_outgrown:
+        is_new = runner is None or (rows > self.top and self._grows)
+        for name, size in sizes.items():
+            is_new |= self.buckets[name].note(size)
+        if runner is None or is_new:
             if runner is not None:
-                self.outgrown[str(self)] = runner.stats()
+                self.outgrown[self._words] = runner.stats()
                 runner.clear()
+                _logger.info("Graphs are captured anew for %s", self)
             runner = self.runner = self._make(rows)
+            self._words = str(self)
         return runner
+
+    def fix_buckets(self) -> None:
+        """Keep the buckets from now on: graphs were captured for all of them."""
+        for one in self.buckets.values():
+            one.is_fixed = True
 
     def _captured(self) -> Iterator[tuple[Executor, GraphKey]]:
         """Yield the keys that have graphs, each with what runs them."""
@@ -169,7 +172,7 @@ class Form:
 
     def stats(self) -> dict[str, RunnerStats]:
         """Return the counts of all runners it had, by form and room."""
-        now = {} if self.runner is None else {str(self): self.runner.stats()}
+        now = {} if self.runner is None else {self._words: self.runner.stats()}
         return {**self.outgrown, **now}
 
     def _make(self, rows: int) -> GraphRunner:
@@ -177,10 +180,8 @@ class Form:
         top = max(8, self.top, 1 << (rows - 1).bit_length()) if self._grows else 0
         if top:
             settings["sizes"] = geometric_sizes(top)
-        if self.largest:
-            settings["axes"] = [
-                Axis(name, buckets_for(largest)) for name, largest in self.largest.items()
-            ]
+        if self.buckets:
+            settings["axes"] = [Axis(name, one.sizes) for name, one in self.buckets.items()]
             options = settings["options"]
             if options.check is None and settings["lanes"].count == 1:
                 settings["options"] = attrs.evolve(options, check=FIRST)
@@ -210,9 +211,7 @@ class Form:
         others = [one for one in self.constants if one is not None]
         text = f"({shapes})" + (f" with {', '.join(map(repr, others)):.80}" if others else "")
         text += f", n <= {self.top}" if self.top else ""
-        if self.runner is not None:
-            text += "".join(f", {a.name} <= {a.buckets[-1]}" for a in self.runner.config.axes)
-        return text
+        return text + "".join(f", {name} {one}" for name, one in self.buckets.items() if one.sizes)
 
 
 class _CurrentCall(threading.local):

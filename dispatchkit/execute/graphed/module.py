@@ -29,7 +29,8 @@ class _Graphed:
         return self._dispatchkit_calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._dispatchkit_calls(*args, **kwargs)
+        # The method, since a call of the object costs as much again as finding it.
+        return self._dispatchkit_calls.__call__(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or convert the module; graphs that read it where it was are given up."""

@@ -1,4 +1,4 @@
-"""Calls that run plainly, recognised by their look, so that they cost little more than the model.
+"""Calls that run plainly, of one look, so that they cost little more than the model.
 
 What a runner does around an eager step costs more than many a small model. Where nothing of it is
 wanted (no state to order, no retry due, nobody who measures or compares), the step is decided and
@@ -7,8 +7,7 @@ counted, and that is all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -22,37 +21,7 @@ from dispatchkit.execute.runner import GraphRunner
 _MAX_IN_A_ROW: Final = 256
 
 
-#: Values that say what they are; of others a call is looked at in full.
-_SIMPLE: Final = frozenset({bool, int, float, str, type(None)})
-
-_is_grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled
-_facts_of: Callable[[Any], Any] = attrgetter("shape", "dtype", "device", "requires_grad")
-
-
-def look_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], is_training: bool) -> Any:
-    """Return what a call looks like; None where that says too little.
-
-    It is cheap and no proof: calls of one look may differ, such as in strides. It is good for
-    calls that run plainly, which is right for any call.
-    """
-    try:
-        if not kwargs:
-            return (_is_grad_enabled(), is_training, *map(_facts_of, args))
-        facts = map(_facts_of, (*args, *kwargs.values()))
-        return (_is_grad_enabled(), is_training, *kwargs, *facts)
-    except AttributeError:
-        pass  # not all of them are tensors
-    except RuntimeError:  # a nested tensor has no shape
-        return None
-    look: list[Any] = [_is_grad_enabled(), is_training, *kwargs]
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, torch.Tensor):
-            look.append(_facts_of(one))
-        elif type(one) in _SIMPLE:
-            look.append(one)
-        else:
-            return None
-    return tuple(look)
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 class PlainSteps:
@@ -63,55 +32,51 @@ class PlainSteps:
         runner: Its runner of now.
         num_tokens: Rows of the calls.
         names: Keywords of the calls, in the order of the form's inputs.
+        has_grad: Gradients are enabled in the calls.
     """
 
     def __init__(
-        self, form: Form, runner: GraphRunner, num_tokens: int, names: tuple[str, ...]
+        self,
+        form: Form,
+        runner: GraphRunner,
+        num_tokens: int,
+        names: tuple[str, ...],
+        has_grad: bool,
     ) -> None:
-        self._form, self._runner, self._names = form, runner, names
+        self._form, self._runner, self._names, self._has_grad = form, runner, names, has_grad
         self._executor = executor = runner.lanes[0]
+        self._lock, self._counters = executor.lock, executor.counters
         self._batch = (num_tokens, 0, 0, 0, 2)
-        self._registry = executor.registry
-        self._num_changes = executor.registry.num_changes
         self._plan: EagerPlan | None = None
         self._given = self._left = _MAX_IN_A_ROW
 
-    def may_go_on(self) -> bool:
-        """Return whether the next call may run so; otherwise it needs the runner."""
-        if (
-            self._left > 0
-            and self._registry.num_changes == self._num_changes
-            and self._form.runner is self._runner
-        ):
-            return True
-        self._give_back()
-        return False
-
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call as its step is decided.
+        """Run a call as its step is decided; AGAIN where it needs the runner.
 
         Args:
             call: What is graphed.
             args: Of the call.
             kwargs: Of the call.
         """
-        executor, had_grad = self._executor, _is_grad_enabled()
-        with executor.lock:
+        with self._lock:
+            if self._left <= 0 or self._form.runner is not self._runner:
+                self._give_back()
+                return AGAIN
             try:
-                plan = executor.decide(*self._batch).plan
+                plan = self._executor.decide(*self._batch).plan
                 if plan is not self._plan and not self._adopt(plan):
                     return self._run_plan(plan, args, kwargs)
                 self._left -= 1
-                if not had_grad:
-                    result = call(*args, **kwargs)
-                else:
+                if self._has_grad:
+                    _set_grad_enabled(False)
                     try:
-                        torch._C._set_grad_enabled(False)
                         result = call(*args, **kwargs)
                     finally:
-                        torch._C._set_grad_enabled(True)
+                        _set_grad_enabled(True)
+                else:
+                    result = call(*args, **kwargs)
             except Exception:
-                executor.counters.failed_steps += 1
+                self._counters.failed_steps += 1
                 raise
             count = plan.count
             count.steps += 1
@@ -129,11 +94,10 @@ class PlainSteps:
 
     def _give_back(self) -> None:
         """Tell the runner of the steps that it has not seen."""
-        with self._executor.lock:
-            plan, num_steps = self._plan, self._given - self._left
-            self._plan, self._left = None, 0
-            if plan is not None:
-                plan.note_plain(num_steps)
+        plan, num_steps = self._plan, self._given - self._left
+        self._plan, self._left = None, 0
+        if plan is not None:
+            plan.note_plain(num_steps)
 
     def _run_plan(self, plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step as something else was decided of it; the next call needs the runner."""

@@ -7,11 +7,14 @@ changes no result.
 The proof asks for no size beyond those of the call: its first half, padded to the whole, must give
 what the half alone gives. It is padded twice, with fill and with the call's own second half, since
 a comparison of different sizes allows for rounding and would not see a small dependency. Masks are
-padded with what hides a position, both times.
+padded with what hides a position, both times. What hides it is found by trying: False or True in
+flags, 0 in masks of 0 and 1, minus infinity or the least number in what is added to scores.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -24,20 +27,12 @@ from dispatchkit.execute.io.structure import flatten, is_same_value
 #: Sizes of each dimension of each tensor of a call; None where it is the batch.
 Shapes = tuple[tuple[int | None, ...], ...]
 
-#: The least bucket of an axis.
-MIN_BUCKET: Final = 16
-#: Buckets reach beyond the largest size so far by this factor: growing costs all graphs.
-_ROOM: Final = 4
 #: Error of another kernel, relative to the norm of an output, and beside numbers that cancel out.
 _RELATIVE, _ABSOLUTE = 2e-2, 1e-5
-
-
-def buckets_for(largest: int) -> tuple[int, ...]:
-    """Return powers of two that hold sizes up to ``largest``, and larger ones to come."""
-    top = MIN_BUCKET
-    while top < largest * _ROOM:
-        top *= 2
-    return tuple(1 << power for power in range(MIN_BUCKET.bit_length() - 1, top.bit_length()))
+#: What is added to scores and is this small hides a position: -1e4 is common in half precision.
+_HIDES: Final = -1e4
+#: Combinations of fills that are tried.
+_MAX_PROOFS: Final = 9
 
 
 @attrs.frozen
@@ -102,7 +97,7 @@ class PaddingProof:
         problem: How results change, in words.
     """
 
-    fills: tuple[int, ...] | None
+    fills: tuple[float, ...] | None
     problem: str = ""
 
 
@@ -126,36 +121,52 @@ def prove_padding(
         return None
     short = [axes.narrowed(one, index, half).contiguous() for index, one in enumerate(tensors)]
     is_varied = [any(isinstance(size, str) for size in shape) for shape in axes.shapes]
-    is_mask = [varies and _is_mask(one) for varies, one in zip(is_varied, tensors, strict=True)]
+    fills = [
+        _possible_fills(one) if varies else [_Fill(0)]
+        for varies, one in zip(is_varied, tensors, strict=True)
+    ]
     problem = ""
-    # Of masks of flags True may hide a position or show it.
-    for hidden in (0, 1):
-        fills = [
-            hidden if mask and one.dtype is torch.bool else 0
-            for mask, one in zip(is_mask, tensors, strict=True)
-        ]
-        if hidden and not any(fills):
-            break
+    for chosen in itertools.islice(itertools.product(*fills), _MAX_PROOFS):
         filled, kept = [], []
-        for index, one in enumerate(tensors):
-            padded = torch.full_like(one, fills[index])
+        for index, (one, fill) in enumerate(zip(tensors, chosen, strict=True)):
+            padded = torch.full_like(one, fill.value)
             axes.narrowed(padded, index, half).copy_(short[index])
             filled.append(padded if is_varied[index] else one)
-            kept.append(padded if is_mask[index] else one)
+            kept.append(padded if fill.hides else one)
         try:
-            problem = _difference(half, whole, run(short), run(filled), run(kept))
+            found = _difference(half, whole, run(short), run(filled), run(kept))
         except Exception as error:  # noqa: BLE001 - whatever it raises: it takes no padding
-            problem = f"it raised {type(error).__name__}: {error}"
-        if not problem:
-            return PaddingProof(tuple(fills))
+            found = f"it raised {type(error).__name__}: {error}"
+        if not found:
+            return PaddingProof(tuple(fill.value for fill in chosen))
+        problem = problem or found
     return PaddingProof(None, problem)
 
 
-def _is_mask(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds nothing but 0 and 1."""
-    if tensor.dtype is torch.bool:
-        return True
-    return bool(((tensor == 0) | (tensor == 1)).all())
+@attrs.frozen
+class _Fill:
+    """A value that a tensor may be padded with.
+
+    Attributes:
+        value: The same.
+        hides: As the value of a mask it may hide positions, so that the call's own is no padding.
+    """
+
+    value: float
+    hides: bool = False
+
+
+def _possible_fills(tensor: torch.Tensor) -> list[_Fill]:
+    """Return what a tensor of a call may be padded with, in the order to be tried."""
+    if tensor.dtype is torch.bool:  # True may hide a position or show it
+        return [_Fill(0, hides=True), _Fill(1, hides=True)]
+    is_flags = bool(((tensor == 0) | (tensor == 1)).all())
+    fills = [_Fill(0, hides=is_flags)]
+    # What is added to scores is all zeros in a call that hides nothing.
+    if tensor.dtype.is_floating_point and (not tensor.any() or bool((tensor <= _HIDES).any())):
+        fills.append(_Fill(-math.inf, hides=True))
+        fills.append(_Fill(torch.finfo(tensor.dtype).min, hides=True))
+    return fills
 
 
 def _difference(
@@ -223,7 +234,7 @@ class Family:
 
     def __init__(self) -> None:
         self.axes: Axes | None = None
-        self.fills: tuple[int, ...] = ()
+        self.fills: tuple[float, ...] = ()
         self._calls: list[Shapes] = []
         self._is_refused = False
 

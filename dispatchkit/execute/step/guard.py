@@ -42,7 +42,7 @@ class Guard:
         """Watch a module that the step reaches in another way; before the first capture."""
         if module not in self.modules and hasattr(module, "training"):  # a frozen one has none
             self.modules += (module,)
-            self._places += (_place_of(module),)
+            self._places += (place_of(module),)
 
     def now(self) -> Fingerprint:
         """Return the facts as they are now."""
@@ -59,7 +59,7 @@ class Guard:
         return tuple(zip(self.modules, made_under[1], self._places, made_under[2], strict=True))
 
 
-def _place_of(module: torch.nn.Module) -> Callable[[], int]:
+def place_of(module: torch.nn.Module) -> Callable[[], int]:
     """Return what tells where a module is: by a tensor that every move and change of type moves."""
     tensors = [*module.parameters(), *module.buffers()]
     tensors = [one for one in tensors if one.layout is torch.strided]  # others have no one place
