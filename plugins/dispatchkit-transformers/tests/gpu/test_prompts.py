@@ -1,0 +1,90 @@
+"""Prompts through CUDA graphs: the library's tokens, beside sequences that go on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from decoder_models import gpt2, llama  # noqa: E402
+
+from dispatchkit_transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
+]
+
+DEVICE = "cuda:0"
+PAD = 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", DECODE_ATTENTION])
+@pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
+def test_tokens_after_prompts_through_graphs_are_those_of_generate(make, attention):
+    """In float32 without TF32, padded, in one chunk and in several, from slots of others."""
+    torch.manual_seed(0)
+    model = make().to(DEVICE).eval()
+    model.set_attn_implementation(attention)
+    decoder = GraphDecoder(model, max_batch_size=8, max_length=256, prompt_sizes=(16, 64, 256))
+    asked = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": PAD}
+    for number, (rows, width) in enumerate(((5, 9), (1, 140), (2, 70), (5, 9), (1, 1))):
+        maker = torch.Generator().manual_seed(number)
+        ids = torch.randint(3, 997, (rows, width), generator=maker).to(DEVICE)
+        mask = torch.ones_like(ids)
+        if rows == 5:
+            mask[2, :3] = mask[4, :8] = 0
+        prompts = {"input_ids": ids * mask, "attention_mask": mask}
+        for block in decoder.cache.memory:
+            block.fill_(float("nan"))
+        assert torch.equal(model.generate(**prompts, **asked), decoder.generate(**prompts, **asked))
+    stats = decoder.stats()
+    assert stats.prompts == {"graphs": 14}
+    assert not stats.graphs["prompts"].eager_by_reason
+    assert {key.partition("axes=")[2].split(",")[0] for key in stats.graphs["prompts"].hits} == {
+        "16", "64", "256",
+    }  # fmt: skip
+
+
+def test_prompts_that_join_others_get_what_they_would_get_alone():
+    torch.manual_seed(0)
+    model = llama().to(DEVICE).eval()
+    decoder = GraphDecoder(model, max_batch_size=6, max_length=128, prompt_sizes=(16, 64))
+    prompts = [
+        torch.randint(3, 997, (1, 5 + 9 * number), generator=torch.Generator().manual_seed(number))
+        for number in range(6)
+    ]
+    said = []
+    for one in prompts:
+        decoder.admit(one.to(DEVICE))
+        said.append([int(decoder.tokens[-1])])
+        for row, token in enumerate(decoder.step().tolist()):
+            said[row].append(token)
+    for one, tokens in zip(prompts, said, strict=True):
+        want = model.generate(
+            one.to(DEVICE), max_new_tokens=len(tokens), do_sample=False, pad_token_id=PAD
+        )
+        assert want[0, one.shape[1] :].tolist() == tokens
+    assert decoder.stats().prompts == {"graphs": 6}
+
+
+def test_logits_in_16_bits_are_as_near_to_float32_as_those_of_eager_prompts():
+    torch.manual_seed(0)
+    model = llama(hidden_size=256, num_attention_heads=8, initializer_range=0.1)
+    model = model.to(DEVICE, torch.bfloat16).eval()
+    exact = copy.deepcopy(model).float()
+    ids = torch.randint(3, 997, (2, 100), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :37] = 0
+    logits = []
+    for one, sizes in ((exact, ()), (model, ()), (model, (16, 64, 256))):
+        decoder = GraphDecoder(one, max_batch_size=2, max_length=256, prompt_sizes=sizes)
+        logits.append(decoder.admit(ids * mask, mask))
+    want, eager, got = logits
+    allowed = (eager - want).abs().max()
+    assert (got - want).abs().max() <= 2 * allowed + 1e-3
+    assert allowed < want.std()  # else that would say nothing
