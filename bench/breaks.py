@@ -2,8 +2,8 @@
 
     python bench/breaks.py [--rounds N] [--steps N] [--layers N]
 
-- Mixed traffic: the mixed steps of the demo's trace through the demo's decoder, ``eager``, cut by
-  hand (``pieces``), split by tracing (``traced``) and in segments without tracing (``segments``).
+- Mixed traffic: the mixed steps of the demo's trace through the demo's decoder, ``eager``, split by
+  tracing (``traced``) and in segments without tracing (``segments``).
   A sample is the time of the trace divided by its steps.
 - Prefill: a model of ``--layers`` layers whose attention has metadata on the host, in sequences of
   different length: ``eager``, ``segments``, and ``torch.compile default``, in which the attention
@@ -87,27 +87,17 @@ def mixed_traffic(rounds: int, num_steps: int) -> None:
     largest = max(len(one["tokens"]) for one in steps)
     sizes = sorted({max(1, largest * part // 16) for part in range(1, 17)})
     decoder = Decoder(shape, device=DEVICE)
-    caches = [KVCache(shape, DEVICE) for _ in range(4)]
+    caches = [KVCache(shape, DEVICE) for _ in range(3)]
     inputs = {
         "tokens": StaticInput((None,), "int64", fill=0),
         "positions": StaticInput((None,), "int64", fill=0),
         "slots": StaticInput((None,), "int64", fill=shape.sink_slot),
     }
-
-    def whole(cache: KVCache) -> Callable[..., Any]:
-        def step(
-            tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-        ) -> torch.Tensor:
-            return decoder(tokens, positions, slots, cache)
-
-        return step
-
-    cases: dict[str, Callable[..., Any]] = {"eager": whole(caches[0])}
+    cases: dict[str, Callable[..., Any]] = {"eager": decoder.step(caches[0])}
     more: dict[str, Any] = {}
     forms = {
-        "pieces": (decoder.pieces(caches[1]), caches[1]),
-        "traced": (split_module(whole(caches[2]), inputs, device=DEVICE), caches[2]),
-        "segments": (whole(caches[3]), caches[3]),
+        "traced": (split_module(decoder.step(caches[1]), inputs, device=DEVICE), caches[1]),
+        "segments": (decoder.step(caches[2]), caches[2]),
     }
     for name, (step, cache) in forms.items():
         cases[name], more[name] = captured(step, inputs, sizes, cache.tensors)

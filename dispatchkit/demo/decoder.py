@@ -1,9 +1,7 @@
-"""A small decoder with a real key/value cache, written once and run in two forms.
+"""A small decoder with a real key/value cache, in plain code.
 
-``Decoder.forward`` is the whole model as one function, which a capture breaks at attention.
-``Decoder.pieces`` is the same model cut by hand there, as a list for ``GraphRunner``: everything
-between two attentions is a graph piece, each attention an eager piece. Either is one graph for
-decode steps (FULL) and graphs with eager attention between them for mixed steps (PIECEWISE).
+A capture makes one graph of it for decode steps (FULL). For mixed steps (PIECEWISE) it breaks at
+attention, which is marked to run eager: graphs alternate with it.
 
 Every shape depends on the number of tokens alone, never on the values of positions or
 slots, so that attention too can be captured. The price: each token reads its request's
@@ -23,7 +21,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from dispatchkit.execute import eager_piece, eager_region, graph_piece
+from dispatchkit.execute import eager_region
 from dispatchkit.keys.checks import check_count
 
 
@@ -258,51 +256,18 @@ class Decoder(nn.Module):
         """Return the logits (T, V) of a hidden state (T, E)."""
         return nn.functional.linear(self.norm(hidden), self.head)
 
-    def pieces(self, cache: KVCache) -> list[Any]:
-        """Return the model cut at attention, as pieces for a ``GraphRunner``.
+    def step(self, cache: KVCache) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Return the model on one cache, as a step for a ``GraphRunner``.
 
         Args:
-            cache: The cache that the pieces write to; declare it as the runner's state.
-
-        Returns:
-            ``num_layers`` attentions as eager pieces with graph pieces around them.
+            cache: The cache that it writes to; declare it as the runner's state.
         """
 
-        def first(tokens: Tensor, positions: Tensor) -> Any:
-            hidden, angles = self.embed(tokens, positions)
-            return hidden, angles, *self.block(0).before_attention(hidden, angles)
+        def step(tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+            logits: Tensor = self(tokens, positions, slots, cache)
+            return logits
 
-        pieces = [graph_piece(first)]
-        for layer in range(self.shape.num_layers):
-            pieces.append(eager_piece(self._attention_piece(layer, cache)))
-            pieces.append(graph_piece(self._piece_after(layer)))
-        return pieces
-
-    def _attention_piece(self, layer: int, cache: KVCache) -> Callable[..., Any]:
-        def attention(carried: Any, positions: Tensor, slots: Tensor) -> Any:
-            hidden, angles, query, key, value = carried
-            attended = self.attend(layer, query, key, value, positions, slots, cache)
-            return hidden, angles, attended
-
-        return attention
-
-    def _piece_after(self, layer: int) -> Callable[..., Any]:
-        block = self.block(layer)
-        if layer + 1 == self.shape.num_layers:
-
-            def last(carried: Any) -> Any:
-                hidden, _, attended = carried
-                return self.logits(block.after_attention(hidden, attended))
-
-            return last
-        following = self.block(layer + 1)
-
-        def between(carried: Any) -> Any:
-            hidden, angles, attended = carried
-            hidden = block.after_attention(hidden, attended)
-            return hidden, angles, *following.before_attention(hidden, angles)
-
-        return between
+        return step
 
 
 def _weight(

@@ -51,9 +51,14 @@ def decoder(
     cache = KVCache(shape, place)
     sizes = tuple(sizes or (SIZES if is_gpu else _TAPE_SIZES))
     limit = max_num_tokens or (2048 if is_gpu else max(sizes))
-    config = _config(sizes=sizes, max_num_tokens=limit, max_num_seqs=shape.num_slots)
+    config = _config(
+        sizes=sizes,
+        max_num_tokens=limit,
+        max_num_seqs=shape.num_slots,
+        mode="FULL_AND_PIECEWISE",
+    )
     return GraphRunner(
-        Decoder(shape, device=place).pieces(cache),
+        Decoder(shape, device=place).step(cache),
         inputs={
             "tokens": StaticInput((None,), "int64"),
             "positions": StaticInput((None,), "int64"),

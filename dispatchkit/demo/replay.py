@@ -207,7 +207,7 @@ def make_runner(
     device: torch.device,
     plugins: PluginSet | None = None,
 ) -> GraphRunner:
-    """Return a runner for the decoder's pieces, sized for the traffic.
+    """Return a runner for the decoder, sized for the traffic.
 
     Padding rows are tokens of nobody: they write to the sink slot.
     """
@@ -218,6 +218,7 @@ def make_runner(
         max_num_tokens=largest,
         max_num_seqs=max(most, decoder.shape.num_slots),
         query_lens=traffic.query_len,
+        mode="FULL_AND_PIECEWISE",
     )
     for name, needed in (("max_num_tokens", largest), ("max_num_seqs", most)):
         limit = getattr(config, name)
@@ -230,7 +231,7 @@ def make_runner(
             )
     policy = settings["policy"]
     return GraphRunner(
-        decoder.pieces(cache),
+        decoder.step(cache),
         inputs={
             "tokens": StaticInput((None,), "int64", fill=0),
             "positions": StaticInput((None,), "int64", fill=0),

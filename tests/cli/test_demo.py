@@ -65,22 +65,13 @@ def test_a_wrong_result_is_exit_code_1(
     """Found wanting; the steps are named in text, and JSON is still all there is."""
     from dispatchkit.demo.decoder import Decoder
 
-    logits = Decoder.logits
-    calls = {"eager": False}
-    forward = Decoder.forward
+    plain = Decoder.step
 
-    def eager(self: Any, *args: Any, **named: Any) -> Any:
-        calls["eager"] = True
-        try:
-            return forward(self, *args, **named)
-        finally:
-            calls["eager"] = False
+    def off(self: Decoder, cache: Any) -> Any:
+        step = plain(self, cache)
+        return lambda tokens, positions, slots: step(tokens, positions, slots) + 0.1
 
-    def off(self: Any, hidden: Any) -> Any:
-        return logits(self, hidden) + (0.0 if calls["eager"] else 0.1)
-
-    monkeypatch.setattr(Decoder, "forward", eager)
-    monkeypatch.setattr(Decoder, "logits", off)
+    monkeypatch.setattr(Decoder, "step", off)
     done = run("demo", "--trace", trace, "--device", "tape", *["--json"][:as_json])
     assert done.code == 1
     if as_json:

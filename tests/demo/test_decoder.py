@@ -1,8 +1,6 @@
-"""The decoder: its pieces compose to the whole, and its cache means what a cache must."""
+"""The decoder: its cache means what a cache must."""
 
 from __future__ import annotations
-
-import inspect
 
 import pytest
 
@@ -21,26 +19,6 @@ def ints(*values: int) -> torch.Tensor:
 @pytest.fixture
 def decoder() -> Decoder:
     return Decoder(SHAPE)
-
-
-def test_pieces_compose_to_the_whole_model(decoder: Decoder) -> None:
-    """What runs cut at attention is what runs whole, bit for bit."""
-    whole, cut = KVCache(SHAPE), KVCache(SHAPE)
-    inputs = {"tokens": ints(5, 6, 7, 9), "positions": ints(0, 1, 2, 0), "slots": ints(1, 1, 1, 0)}
-    expected = decoder(**inputs, cache=whole)
-    first, *rest = decoder.pieces(cut)
-    value = first.fn(tokens=inputs["tokens"], positions=inputs["positions"])
-    for piece in rest:
-        names = list(inspect.signature(piece.fn).parameters)[1:]
-        value = piece.fn(value, **{name: inputs[name] for name in names})
-    assert torch.equal(value, expected)
-    assert all(map(torch.equal, whole.tensors, cut.tensors))
-
-
-def test_pieces_alternate_between_graph_and_attention(decoder: Decoder) -> None:
-    """Only attention is left out of the graphs."""
-    kinds = [piece.is_graph for piece in decoder.pieces(KVCache(SHAPE))]
-    assert kinds == [True, False, True, False, True]
 
 
 def test_decoding_token_by_token_equals_one_prompt(decoder: Decoder) -> None:

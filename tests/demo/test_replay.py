@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("dispatchkit_vllm")
 
 from dispatchkit.demo import replay  # noqa: E402
-from dispatchkit.demo.decoder import Decoder, DecoderShape  # noqa: E402
+from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache  # noqa: E402
 from dispatchkit.demo.replay import DemoOptions, resolve_device, run_demo  # noqa: E402
 from dispatchkit.demo.report import DemoReport  # noqa: E402
 from dispatchkit.errors import (  # noqa: E402
@@ -22,7 +23,6 @@ from dispatchkit.errors import (  # noqa: E402
     TraceError,
     UnknownNameError,
 )
-from dispatchkit.execute import graph_piece  # noqa: E402
 from dispatchkit.keys import CaptureSizeWarning  # noqa: E402
 from dispatchkit.settings import load_settings  # noqa: E402
 
@@ -99,35 +99,29 @@ def test_the_report_is_plain_json(report: DemoReport) -> None:
     assert value["traffic"]["num_steps"] == 8
 
 
-def wrong_logits(self: Decoder, cache: Any, pieces: Any) -> list[Any]:
-    """Pieces whose last one is off in one row, from eight tokens up."""
-    *rest, last = pieces(self, cache)
+def plant(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor, KVCache], torch.Tensor]
+) -> None:
+    """Change what dispatched steps return, or write."""
+    plain = Decoder.step
 
-    def off(carried: Any) -> torch.Tensor:
-        logits = last.fn(carried).clone()
-        if logits.shape[0] >= 8:
-            logits[0, 0] += 0.5
-        return logits
+    def planted(self: Decoder, cache: KVCache) -> Any:
+        step = plain(self, cache)
+        return lambda tokens, positions, slots: change(step(tokens, positions, slots), cache)
 
-    return [*rest, graph_piece(off)]
-
-
-def wrong_cache(self: Decoder, cache: Any, pieces: Any) -> list[Any]:
-    """Pieces that write where nobody reads: the last row of a slot that is never full."""
-    *rest, last = pieces(self, cache)
-
-    def writes(carried: Any) -> torch.Tensor:
-        cache.values[0][31].add_(1.0)
-        logits: torch.Tensor = last.fn(carried)
-        return logits
-
-    return [*rest, graph_piece(writes)]
+    monkeypatch.setattr(Decoder, "step", planted)
 
 
 def test_a_wrong_step_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault in the larger graphs alone: the steps concerned, and no others."""
-    pieces = Decoder.pieces
-    monkeypatch.setattr(Decoder, "pieces", lambda self, cache: wrong_logits(self, cache, pieces))
+
+    def off(logits: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        if logits.shape[0] >= 8:
+            logits = logits.clone()
+            logits[0, 0] += 0.5
+        return logits
+
+    plant(monkeypatch, off)
     compared = run(write(tmp_path, ROWS)).comparison
     assert not compared.is_equal
     assert [(each.step, each.mode) for each in compared.different] == [
@@ -141,9 +135,13 @@ def test_a_wrong_step_is_found_and_named(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_wrong_cache_is_found_though_every_step_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """State is compared too."""
-    pieces = Decoder.pieces
-    monkeypatch.setattr(Decoder, "pieces", lambda self, cache: wrong_cache(self, cache, pieces))
+    """State is compared too: the last row of a slot that is never full."""
+
+    def writes(logits: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        cache.values[0][31].add_(1.0)
+        return logits
+
+    plant(monkeypatch, writes)
     report = run(write(tmp_path, ROWS))
     assert report.comparison.different == ()
     assert report.comparison.caches_differ
@@ -156,13 +154,7 @@ def test_a_result_that_is_not_a_number_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN compares with nothing, and JSON has no word for it."""
-    pieces = Decoder.pieces
-
-    def undefined(self: Decoder, cache: Any) -> list[Any]:
-        *rest, last = pieces(self, cache)
-        return [*rest, graph_piece(lambda carried: last.fn(carried) * float("nan"))]
-
-    monkeypatch.setattr(Decoder, "pieces", undefined)
+    plant(monkeypatch, lambda logits, cache: logits * float("nan"))
     report = run(write(tmp_path, ROWS), steps=3)
     assert len(report.comparison.different) == 3
     value = json.loads(json.dumps(report.to_dict(), allow_nan=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import queue
 import sys
 import warnings
@@ -27,7 +28,7 @@ from dispatchkit import (
 )
 from dispatchkit.demo.decoder import Decoder, DecoderShape, KVCache
 from dispatchkit.errors import ConfigError, ReplayError
-from dispatchkit.execute import EagerStepWarning
+from dispatchkit.execute import EagerStepWarning, eager_piece, graph_piece
 from dispatchkit.execute.capture.eager_call import EagerCall
 from dispatchkit.testing import OneBucketPolicy
 
@@ -98,6 +99,35 @@ def program(layers, weights):
     return step
 
 
+def pieces_of(decoder, cache):
+    """Return the demo's decoder cut by hand at attention."""
+
+    def first(tokens, positions):
+        hidden, angles = decoder.embed(tokens, positions)
+        return hidden, angles, *decoder.block(0).before_attention(hidden, angles)
+
+    def attention(layer):
+        def attend(carried, positions, slots):
+            hidden, angles, *given = carried
+            return hidden, angles, decoder.attend(layer, *given, positions, slots, cache)
+
+        return attend
+
+    def after(layer):
+        def run(carried):
+            hidden, angles, attended = carried
+            hidden = decoder.block(layer).after_attention(hidden, attended)
+            if layer + 1 == decoder.shape.num_layers:
+                return decoder.logits(hidden)
+            return hidden, angles, *decoder.block(layer + 1).before_attention(hidden, angles)
+
+        return run
+
+    layers = range(decoder.shape.num_layers)
+    pairs = [(eager_piece(attention(layer)), graph_piece(after(layer))) for layer in layers]
+    return [graph_piece(first), *itertools.chain(*pairs)]
+
+
 class BreakCases:
     """A subclass has a fixture ``backend``."""
 
@@ -137,7 +167,7 @@ class BreakCases:
         self.check(backend, runner, step)
 
     @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
-    def test_the_untraced_decoder_gives_the_numbers_of_its_pieces(self, backend, mode):
+    def test_the_decoder_gives_the_numbers_of_pieces_cut_by_hand(self, backend, mode):
         """Cache included; of each size all segments lie in one pool."""
         device = backend.torch_device
         decoder, caches = Decoder(SHAPE, device=device), [KVCache(SHAPE, device) for _ in range(2)]
@@ -146,13 +176,10 @@ class BreakCases:
             "positions": StaticInput((None,), "int64", fill=0),
             "slots": StaticInput((None,), "int64", fill=SHAPE.sink_slot),
         }
-
-        def untraced(tokens, positions, slots):
-            return decoder(tokens, positions, slots, caches[0])
-
+        forms = decoder.step(caches[0]), pieces_of(decoder, caches[1])
         runners = [
             self.make(backend, step, inputs=inputs, mode=mode, state=cache.tensors)
-            for step, cache in zip((untraced, decoder.pieces(caches[1])), caches, strict=True)
+            for step, cache in zip(forms, caches, strict=True)
         ]
         for runner in runners:
             assert not runner.capture().failed
