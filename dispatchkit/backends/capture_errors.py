@@ -119,8 +119,7 @@ def capture_error(error: BaseException) -> CaptureError:
     at = f" at {origin}" if origin else ""
     if isinstance(error, HostSyncError):
         return CaptureError(
-            f"The function cannot be captured, since it calls {error}{at}. Move that call out of "
-            "the captured function, or mark that piece eager.",
+            f"The function cannot be captured, since it calls {error}{at}. {error.next_step}",
             reason="host_sync",
         )
     text = str(error)

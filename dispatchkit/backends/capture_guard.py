@@ -20,10 +20,21 @@ _T = TypeVar("_T")
 
 
 class HostSyncError(RuntimeError):
-    """Something waited for the device in the middle of a capture."""
+    """Something waited for the device in the middle of a capture.
 
-    def __init__(self, call: str, why: str = "it waits for the device") -> None:
-        self.call = call
+    Args:
+        call: What.
+        why: Why it waits.
+        next_step: What to do about it.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        why: str = "it waits for the device",
+        next_step: str = "Move that call out of the captured function, or mark that piece eager.",
+    ) -> None:
+        self.call, self.next_step = call, next_step
         super().__init__(f"{call} ({why})")
 
 

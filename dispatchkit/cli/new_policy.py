@@ -30,8 +30,22 @@ _FILES = {
     "README.md.in": "README.md",
     "__init__.py.in": "src/{package}/__init__.py",
     "plugin.py.in": "src/{package}/plugin.py",
-    "policy.py.in": "src/{package}/policy.py",
-    "test_policy.py.in": "tests/test_policy.py",
+}
+#: The rule and its tests: of a policy that does not learn, and of one that does.
+_RULE = {
+    False: {
+        "policy.py.in": "src/{package}/policy.py",
+        "test_policy.py.in": "tests/test_policy.py",
+    },
+    True: {
+        "learning_policy.py.in": "src/{package}/policy.py",
+        "test_learning_policy.py.in": "tests/test_policy.py",
+    },
+}
+#: What the rule does, and which methods it is, in a few words.
+_WORDS = {
+    False: ("Smallest graph that covers the batch", "`decide`"),
+    True: ("Smallest graph, or eager where it is faster", "`decide`, and `observe`, which learns"),
 }
 
 
@@ -43,6 +57,9 @@ def new_policy(
             "--directory", metavar="FOLDER", help="Where the folder dispatchkit-NAME is made."
         ),
     ] = Path(),
+    learning: Annotated[
+        bool, typer.Option("--learning", help="A policy that learns from measured steps.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a distribution with a policy of your own, ready to install and to test.
@@ -52,7 +69,7 @@ def new_policy(
     taken = load_installed_plugins().policies.get(name)
     if taken is not None:
         raise ConfigError("NAME", name, "a name without a policy", f"It is of {taken.origin}.")
-    made = write_distribution(name, directory)
+    made = write_distribution(name, directory, learning=learning)
     steps = [
         f"cd {shlex.quote(str(made))}",
         "pip install -e '.[testing]'",
@@ -75,12 +92,13 @@ def new_policy(
         print(f"  {step}")
 
 
-def write_distribution(name: str, directory: Path) -> Path:
+def write_distribution(name: str, directory: Path, *, learning: bool = False) -> Path:
     """Write the files of a new distribution; return its folder.
 
     Args:
         name: The policy's name, of small letters, digits and single hyphens.
         directory: Where the folder is made.
+        learning: The policy learns from measured steps.
 
     Raises:
         ConfigError: The name cannot be used, the folder exists, or cannot be written.
@@ -107,13 +125,14 @@ def write_distribution(name: str, directory: Path) -> Path:
         "class_name": "".join(part.capitalize() for part in name.split("-")) + "Policy",
         "version": __version__,
     }
+    facts["summary"], facts["methods"] = _WORDS[learning]
     part: Path | None = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # Complete or not there: it gets its name when all files are in it.
         part = Path(tempfile.mkdtemp(prefix=".new-policy-", suffix=".part", dir=directory))
         part.chmod(0o777 & ~_umask())
-        for template, where in _FILES.items():
+        for template, where in (_FILES | _RULE[learning]).items():
             path = part / where.format(package=package)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_filled(template, facts), encoding="utf-8")

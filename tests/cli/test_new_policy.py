@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from dispatchkit.cli.app import run
 from dispatchkit.cli.new_policy import write_distribution
 
 PYTHON = sys.executable
+PAGE_ON_LEARNING = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "learning.md"
 #: The sample of the documentation: what the command writes, kept.
 KEPT = Path(__file__).resolve().parents[2] / "examples" / "dispatchkit-smallest"
 
@@ -67,6 +70,32 @@ def test_the_sample_of_the_documentation_is_what_the_command_writes(tmp_path: Pa
     for path in root.rglob("*"):
         if path.is_file():
             assert (KEPT / path.relative_to(root)).read_text() == path.read_text(), path.name
+
+
+def test_the_page_on_learning_shows_what_the_command_writes(tmp_path: Path) -> None:
+    root = write_distribution("quickest", tmp_path, learning=True)
+    policy = (root / "src/dispatchkit_quickest/policy.py").read_text()
+    first, second = re.findall(r"```python\n(.*?)```", PAGE_ON_LEARNING.read_text(), re.DOTALL)
+    assert first == policy
+    exec(compile(first + second, str(PAGE_ON_LEARNING), "exec"), {})  # noqa: S102 - it asserts
+
+
+def test_a_policy_that_learns_keeps_the_contract_and_its_own_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["new-policy", "mine", "--learning", "--directory", str(tmp_path)]) == 0
+    root = tmp_path / "dispatchkit-mine"
+    monkeypatch.syspath_prepend(root / "src")
+    from dispatchkit_mine import MinePolicy
+
+    run_policy_conformance(MinePolicy, max_examples=10).raise_if_failed()
+    spec = importlib.util.spec_from_file_location("mine_tests", root / "tests/test_policy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tests)
+    for replay_us, eager_us in ((50.0, 70.0), (70.0, 50.0)):
+        tests.test_it_measures_both_and_stays_with_the_faster(replay_us, eager_us)
 
 
 def test_the_policy_is_short_and_nothing_is_left_to_fill_in(tmp_path: Path) -> None:

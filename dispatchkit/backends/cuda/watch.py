@@ -203,8 +203,9 @@ class CaptureWatch(DispatchMode):
         if not non_blocking:
             return HostSyncError(
                 "a copy between host and device",
-                "it waits; make a constant on the device, with device=, or once as a buffer, and "
-                "give what changes as an input",
+                "it waits",
+                "Make a constant on the device, with device=, or once as a buffer, and pass what "
+                "changes as an input.",
             )
         tensors = [x for x in args[:2] if isinstance(x, torch.Tensor)]
         self.host_tensors += [tensor for tensor in tensors if tensor.device.type == "cpu"]
