@@ -15,7 +15,7 @@ from dispatchkit.backends.capture_errors import capture_error, clear_frames
 from dispatchkit.backends.capture_guard import pause_capture, resume_capture
 from dispatchkit.backends.cuda.capture import CaptureAttempt
 from dispatchkit.backends.cuda.graph import CudaGraph
-from dispatchkit.backends.cuda.segments import Segment
+from dispatchkit.backends.cuda.segments import Segment, blocks_in_use
 from dispatchkit.backends.cuda.streams import make_current
 from dispatchkit.backends.cuda.watch import CaptureWatch
 from dispatchkit.backends.optional import SegmentedCapture
@@ -63,12 +63,7 @@ class CudaSegments:
         failure: BaseException | None = None
         try:
             try:
-                self._before = {
-                    block["address"]
-                    for segment in self._memory()
-                    for block in segment["blocks"]
-                    if block["state"] != "inactive"
-                }
+                self._before = blocks_in_use(self._memory())
                 self.begin()
                 if self._watch is None:
                     result = run(self)

@@ -34,6 +34,18 @@ def segments_of(handle: Iterable[int]) -> list[Segment]:
     return found
 
 
+def blocks_in_use(segments: Iterable[Segment]) -> set[int]:
+    """Return the addresses of all blocks that are handed out."""
+    found = set()
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:  # one behind the other
+            if block["state"] != "inactive":
+                found.add(address)
+            address += block["size"]
+    return found
+
+
 def _references(parts: tuple[int, ...]) -> list[int]:
     return [sys.getrefcount(part) for part in parts]
 
