@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dispatchkit.execute import (
         GraphMemory,
         GraphRunner,
+        SlotState,
         StaticInput,
         StepState,
         declare_support,
@@ -86,6 +87,7 @@ _HOME = {
     "Reason": "dispatch",
     "RunnerOptions": "options",
     "RuntimeMode": "keys",
+    "SlotState": "execute",
     "StaticInput": "execute",
     "StepState": "execute",
     "allowed_modes_code": "keys",
@@ -130,6 +132,7 @@ __all__ = [
     "Reason",
     "RunnerOptions",
     "RuntimeMode",
+    "SlotState",
     "StaticInput",
     "StepState",
     "allowed_modes_code",

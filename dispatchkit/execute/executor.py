@@ -18,7 +18,6 @@ from dispatchkit.execute.capture.live_graphs import LiveGraphs
 from dispatchkit.execute.capture.warmup import Warmups
 from dispatchkit.execute.io.axes import AxisInputs
 from dispatchkit.execute.io.inputs import InputSet
-from dispatchkit.execute.io.static_input import inputs_from_example
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.memory import PoolGroup
 from dispatchkit.execute.notices import Notices
@@ -27,14 +26,17 @@ from dispatchkit.execute.replay.check import Checker
 from dispatchkit.execute.replay.eager import EagerRunner
 from dispatchkit.execute.replay.planner import Planner
 from dispatchkit.execute.replay.plans import AGAIN
+from dispatchkit.execute.replay.step_slots import StepSlots
 from dispatchkit.execute.replay.timing import Timings
 from dispatchkit.execute.setup import (
     RunnerSpec,
     asked_mode,
+    check_slot_state,
     make_backend,
     make_policy,
     resolve_supported_mode,
 )
+from dispatchkit.execute.slots import SlotState
 from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.keys.config import DispatchConfig
@@ -55,6 +57,7 @@ class Workload:
         backend: The device.
         inputs: The static inputs; where there are axes, at their smallest buckets.
         axes: The axes, where there are some.
+        slots: The input that names slots and their state, where there are some.
         step: What a call runs.
         guard: Reads what graphs are made under.
         config: Sizes, limits and modes; the mode may be less than was asked for.
@@ -65,6 +68,7 @@ class Workload:
     backend: GraphBackend
     inputs: InputSet
     axes: AxisInputs | None
+    slots: tuple[str, SlotState] | None
     step: Step
     guard: Guard
     config: DispatchConfig
@@ -83,7 +87,9 @@ def make_workload(spec: RunnerSpec) -> Workload:
     if group is not None and isinstance(spec.backend, str):
         backend = group.memory.shared_backend(backend)
     device = torch.device(backend.torch_device)
-    inputs = spec.inputs if spec.inputs is not None else inputs_from_example(spec.example or {})
+    inputs, slots = spec.static_inputs, spec.slots
+    if slots is not None:
+        check_slot_state(*slots, device, options)
     axes = AxisInputs(inputs, options.config, device) if options.config.axes else None
     static = InputSet(inputs, device) if axes is None else axes.smallest
     names = () if axes is None else axes.names
@@ -95,10 +101,11 @@ def make_workload(spec: RunnerSpec) -> Workload:
         in_segments=options.config.is_mode_given
         and options.config.mode.has_piecewise_cudagraphs()
         and features_of(backend).segments is not None,
+        slots=None if slots is None else (slots[0], slots[1].rows),
     )
     config, reasons = resolve_supported_mode(options.config, step, backend)
     guard = Guard(device.type, step.modules)
-    return Workload(spec, backend, static, axes, step, guard, config, reasons)
+    return Workload(spec, backend, static, axes, slots, step, guard, config, reasons)
 
 
 class Executor:
@@ -170,6 +177,7 @@ class Executor:
             row_count=options.buffers.row_count,
             axes=work.axes,
             state=spec.state,
+            slots=None if work.slots is None else work.slots[1],
             state_limit_bytes=options.capture.state_limit_bytes,
             output_batch_dims=options.buffers.output_batch_dims,
             warmups=options.capture.warmups,
@@ -187,10 +195,17 @@ class Executor:
             notes_facts=bool(options.check),
             break_on_unsafe=options.capture.break_on_unsafe,
         )
+        slots = None
+        if work.slots is not None:
+            slots = StepSlots(*work.slots, work.inputs, self.lane)
         self.checker: Checker | None = None
         if options.check:
             self.checker = Checker(
-                options.check, self.warmups.snapshot, self.warmups.state, capturer.facts_now
+                options.check,
+                self.warmups.snapshot,
+                self.warmups.state,
+                capturer.facts_now,
+                None if slots is None else slots.save,
             )
         graphs = LiveGraphs(self.lane, registry, self.counters, self.notices.tell)
         budget = MemoryBudget(
@@ -230,6 +245,7 @@ class Executor:
             self.checker,
             inputs=work.inputs if work.axes is None else work.axes,
             axes=() if work.axes is None else work.axes.names,
+            slots=slots,
             asked_mode=self.asked_mode,
             is_owned=spec.outputs == "owned",
         )

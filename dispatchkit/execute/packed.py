@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_unflatten
 
 from dispatchkit.dispatch.packing import Packer, PackingLimits, checked_bins
 from dispatchkit.errors import ConfigError, InputError
-from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
+from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.runner import GraphRunner
 
@@ -77,8 +77,8 @@ class PackedRunner:
             results if isinstance(results, str) else kinds
         )
         self._limits = PackingLimits(runner.config.sizes, axes[items].buckets[-1])
-        specs = runner.spec.inputs or inputs_from_example(runner.spec.example or {})
-        self._specs: Mapping[str, StaticInput] = specs
+        specs: Mapping[str, StaticInput] = runner.spec.static_inputs
+        self._specs = specs
         self._made = {name: spec for name, spec in specs.items() if name in MADE_INPUTS}
         self._of_tokens = [
             name for name, spec in specs.items() if spec.batch_dim == 0 and name not in MADE_INPUTS

@@ -27,6 +27,7 @@ from dispatchkit.execute.live.taps import StepTaps
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.report import ladder
 from dispatchkit.execute.setup import RunnerSpec, merge_config
+from dispatchkit.execute.slots import SlotState
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.keys.axes import Axis
 from dispatchkit.keys.batch import GraphKey
@@ -55,7 +56,8 @@ class GraphRunner:
     Args:
         step: A function of the named inputs, a module, or a list of ``graph_piece(fn)`` and
             ``eager_piece(fn)``.
-        inputs: Static inputs by name.
+        inputs: Static inputs by name. A ``SlotState`` among them is state of sessions: calls name
+            slots, and the step is given the rows of these.
         example: One tensor for each input, in place of ``inputs``.
         sizes: Capture sizes in tokens, by default derived from ``max_num_tokens``.
         max_num_tokens: Largest batch in tokens.
@@ -97,7 +99,7 @@ class GraphRunner:
     def __init__(
         self,
         step: Any,
-        inputs: Mapping[str, StaticInput] | None = None,
+        inputs: Mapping[str, StaticInput | SlotState] | None = None,
         *,
         example: Mapping[str, torch.Tensor] | None = None,
         sizes: Sequence[int] | None = None,

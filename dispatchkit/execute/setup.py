@@ -14,8 +14,9 @@ from dispatchkit.backends.resolve import AUTO, BUILT_IN_BACKENDS, resolve_backen
 from dispatchkit.dispatch import Lanes, Policy
 from dispatchkit.distributions import DEFAULT_POLICY
 from dispatchkit.errors import ConfigError
-from dispatchkit.execute.io.static_input import StaticInput
+from dispatchkit.execute.io.static_input import StaticInput, inputs_from_example
 from dispatchkit.execute.memory import MemoryGroup
+from dispatchkit.execute.slots import SlotState
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import StepState
 from dispatchkit.execute.step.support import mode_for_pieces, warn_of_downgrade
@@ -34,7 +35,7 @@ class RunnerSpec:
 
     Attributes:
         step: What it runs.
-        inputs: Static inputs by name, or
+        inputs: Static inputs by name, one of them perhaps a ``SlotState``; or
         example: one tensor for each input.
         policy: A name or an object, with or without plugins; None where plugins select it.
         backend: A name or an object.
@@ -47,7 +48,7 @@ class RunnerSpec:
     """
 
     step: Any
-    inputs: Mapping[str, StaticInput] | None
+    inputs: Mapping[str, StaticInput | SlotState] | None
     example: Mapping[str, torch.Tensor] | None
     policy: str | Policy | PolicyWithPlugins | None
     backend: str | GraphBackend
@@ -60,6 +61,31 @@ class RunnerSpec:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the runner."""
         return attrs.asdict(self, recurse=False)
+
+    @property
+    def static_inputs(self) -> dict[str, StaticInput]:
+        """What is declared of each input, with that of slots."""
+        if self.inputs is None:
+            return inputs_from_example(self.example or {})
+        return {
+            name: spec.static_input if isinstance(spec, SlotState) else spec
+            for name, spec in self.inputs.items()
+        }
+
+    @property
+    def slots(self) -> tuple[str, SlotState] | None:
+        """The input that names slots, and their state.
+
+        Raises:
+            ConfigError: There are several.
+        """
+        inputs = (self.inputs or {}).items()
+        found = [(name, spec) for name, spec in inputs if isinstance(spec, SlotState)]
+        if len(found) > 1:
+            names = [name for name, _ in found]
+            hint = "Sessions have one slot: put all banks into one SlotState."
+            raise ConfigError("inputs", names, "declared with one SlotState at most", hint)
+        return found[0] if found else None
 
     @property
     def num_lanes(self) -> int:
@@ -140,6 +166,30 @@ def resolve_supported_mode(
     mode = supported.mode if step.can_split else supported.mode.without_piecewise()
     changed = config if mode is config.mode else attrs.evolve(config, mode=mode)
     return changed, supported.reasons
+
+
+def check_slot_state(
+    name: str, state: SlotState, device: torch.device, options: RunnerOptions
+) -> None:
+    """Refuse slot state that steps of a runner cannot use.
+
+    Args:
+        name: The input that names slots.
+        state: Theirs.
+        device: Where steps run.
+        options: Those of the runner.
+
+    Raises:
+        ConfigError: It is on another device; or batches may be split, and sessions are compact.
+    """
+    setting = f"inputs[{name!r}]"
+    if state.device != device:
+        hint = f"SlotState(..., device={str(device)!r})."
+        raise ConfigError(setting, str(state.device), f"on {device}, as the steps are", hint)
+    if state.compact and options.rows_independent:
+        raise ConfigError(
+            "rows_independent", True, "False with compact sessions", "A part reads no first slots."
+        )
 
 
 def make_backend(

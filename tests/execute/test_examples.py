@@ -37,6 +37,14 @@ def test_an_audio_model_has_an_axis_of_frames(run):
     assert float(said.split()[-1]) < 1e-5
 
 
+def test_callers_of_a_voice_detector_have_state_of_their_own(run):
+    said = run("streaming_vad.py", "--callers", "30", "--slots", "20", "--seconds", "0.2")
+    assert "30 callers with " in said
+    assert "up to 20 at a time, 6 hops each" in said
+    assert re.search(r"^\d+ steps, 0 of them eager$", said, flags=re.MULTILINE)
+    assert float(said.split()[-1]) < 1e-4
+
+
 @pytest.mark.slow
 def test_a_server_of_a_transformers_model_follows_a_trace(run):
     pytest.importorskip("transformers")

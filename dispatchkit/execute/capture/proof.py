@@ -46,6 +46,7 @@ from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.io.structure import Structure, flatten
 from dispatchkit.execute.io.transports import transport_of
 from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.slots import SlotInput
 from dispatchkit.execute.step.state import Snapshot, typed
 from dispatchkit.keys.batch import GraphKey
 
@@ -175,7 +176,7 @@ class RowProver:
         if last not in fitting:
             return RowProof(Reason.ROWS_NOT_THE_BUCKET, eager[last].named(layout, last))
         # On rows of fill alone, all would write to the place that is nobody's, and read there.
-        has_integers = not all(map(_has_fractions, self._lane.buffers_of(key).inputs))
+        has_integers = any(map(_is_callers, self._lane.buffers_of(key).inputs))
         draws_alike = False
         if not (has_integers and self._warmups.may_write_scratch()):
             with self._trial(captured, snapshot, is_free=self._is_free(key)) as trial:
@@ -569,7 +570,7 @@ class _Rows:
         self._whole = [
             (place, place.clone()) for spec, place in self._places if spec.batch_dim is None
         ]
-        self.has_integers: bool = not all(_has_fractions(spec) for spec, _ in self._places)
+        self.has_integers: bool = any(_is_callers(spec) for spec, _ in self._places)
         self._given: list[tuple[StaticInput, torch.Tensor, torch.Tensor]] = []
         self.num_given = 0
         if sample is not None:
@@ -578,7 +579,7 @@ class _Rows:
             ):
                 if spec.batch_dim is not None:
                     self.num_given = given.shape[spec.batch_dim]
-                if not _has_fractions(spec):
+                if _is_callers(spec):
                     self._given.append((spec, place, given))
         self.is_varied: bool = any(
             bool((given != spec.fill_value).any()) for spec, _, given in self._given
@@ -813,6 +814,11 @@ def _some_of(is_meant: torch.Tensor) -> torch.Tensor:
 
 def _has_fractions(spec: StaticInput) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _is_callers(spec: StaticInput) -> bool:
+    """Return whether an input is taken from a call: integers and flags, but no session's slot."""
+    return not _has_fractions(spec) and not isinstance(spec, SlotInput)
 
 
 def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Rows) -> None:

@@ -25,6 +25,7 @@ from dispatchkit.execute.io.outputs import (
     measure_layout,
 )
 from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.slots import SlotState
 from dispatchkit.execute.step.pieces import Step
 from dispatchkit.execute.step.state import (
     CompiledCode,
@@ -61,6 +62,7 @@ class Warmups:
         row_count: Name of the input that tells the true row count.
         axes: The runner's axes, where it has some.
         state: What the step changes; its tensors are saved and put back around warmups.
+        slots: State of sessions, where there is some. Rows that are nobody's change none of it.
         state_limit_bytes: Most bytes of undeclared state to save.
         output_batch_dims: Declared batch dimensions of the outputs.
         warmups: Eager runs before each capture; the first one of all is watched. Where functions
@@ -89,6 +91,7 @@ class Warmups:
         row_count: str | None = None,
         axes: AxisInputs | None = None,
         state: StepState,
+        slots: SlotState | None = None,
         state_limit_bytes: int,
         output_batch_dims: Any,
         warmups: int,
@@ -100,6 +103,7 @@ class Warmups:
         self._row_count, self._axes = row_count, axes
         self._state = StorageSet(state.tensors)
         self._declared = (*state.tensors, *state.scratch)
+        self._slots, self._banks = slots, StorageSet(() if slots is None else slots.tensors)
         # Whether the step reaches a tensor made in inference mode, with what that was asked of.
         self._has_inference: tuple[object, bool] | None = None
         self._written = StorageSet()  # by any watched warmup, beside the declared state
@@ -156,7 +160,7 @@ class Warmups:
 
     def writes(self) -> bool:
         """Return whether the step is known to change state."""
-        return any(True for _ in self.written())
+        return len(self._banks) > 0 or any(True for _ in self.written())
 
     def save_scratch(self, snapshot: Snapshot) -> bool:
         """Save scratch too, which rows of a call write in earnest; return whether it is little."""
@@ -196,8 +200,9 @@ class Warmups:
         )
 
     def may_write_scratch(self) -> bool:
-        """Return whether the step changes state or scratch, or has not been watched yet."""
-        return self.may_write() or len(self._scratch) > 0
+        """Return whether rows that are nobody's change state or scratch, as far as is known."""
+        has_written = any(True for _ in self.written())
+        return not self._peaks or has_written or len(self._scratch) > 0
 
     def is_state(self, leaf: torch.Tensor) -> bool:
         """Return whether a tensor is part of what the step changes."""
@@ -293,7 +298,8 @@ class Warmups:
                 notes = unwatched.new_notes()
             watch = WriteWatch(
                 inputs=own,
-                ignore=(self._scratch, self._state),
+                ignore=(self._scratch, self._state, self._banks),
+                check_write=None if self._slots is None else self._slots.check_write,
                 snapshot=snapshot,
                 limit=self._state_limit,
                 meter=self._features.rehearsals is None,
@@ -473,7 +479,7 @@ class Warmups:
         for entry in self.effects.state().values_read():
             value = entry.before
             if isinstance(value, torch.Tensor) and is_dense(value):
-                known = (inputs, self._state, self._written, self._scratch)
+                known = (inputs, self._state, self._written, self._scratch, self._banks)
                 if not any(value in one for one in known):
                     yield value
 

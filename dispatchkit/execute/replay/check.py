@@ -7,7 +7,7 @@ are compared, and what stays of both is eager's. A graph that gave something els
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -26,6 +26,7 @@ from dispatchkit.execute.replay.check_state import (
     is_comparable,
     tolerance,
 )
+from dispatchkit.execute.slots import SavedRows
 from dispatchkit.execute.step.state import Snapshot
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.options import FIRST
@@ -49,6 +50,7 @@ class Checker:
         snapshot: Returns a snapshot of all that the step is known to change.
         state: Returns what that is, to be compared.
         facts: Returns the addresses and numbers of the step as they are now.
+        save_rows: Saves the rows of the sessions that a step names, where there are slots.
 
     Raises:
         ConfigError: ``every`` is neither.
@@ -60,6 +62,7 @@ class Checker:
         snapshot: Callable[[], Snapshot],
         state: Callable[[], State],
         facts: Callable[[InputBuffers], Facts],
+        save_rows: Callable[[Sequence[Any] | None, int], SavedRows] | None = None,
     ) -> None:
         self._is_first_alone = every == FIRST
         if self._is_first_alone:
@@ -69,6 +72,7 @@ class Checker:
             raise ConfigError("check", every, "0 (off), a whole number of at least 1, or 'first'")
         self._every, self._snapshot, self._facts = number, snapshot, facts
         self._state = StateCheck(state, RELATIVE, ABSOLUTE)
+        self._save_rows = save_rows
         #: Steps that run eager are to be noted: only where every replay is compared.
         self.notes_eager: bool = number == 1 and not self._is_first_alone
         # Steps compared already: unpadded, padded.
@@ -92,6 +96,7 @@ class Checker:
         num_tokens: int,
         replay: Callable[[], Any],
         eager: Callable[[], Any],
+        tensors: Sequence[Any] | None,
     ) -> tuple[Any, str]:
         """Run a step both ways, from the same state.
 
@@ -105,12 +110,14 @@ class Checker:
             replay: Runs it by its graph and returns results of their own memory. Nothing is
                 compared where it ran eager.
             eager: Runs it plainly.
+            tensors: The call; None for a step in place.
 
         Returns:
             Eager's result, if it was run, and what differed in words (empty if nothing did).
         """
         step.lane.order()
         before = self._snapshot()
+        rows = None if self._save_rows is None else self._save_rows(tensors, num_tokens)
         for leaf in step.leaves:
             if isinstance(leaf, torch.Tensor) and leaf in step.lane.outputs:
                 leaf.fill_(_poison(leaf.dtype))
@@ -123,7 +130,10 @@ class Checker:
         if is_padded and any(one.has_random_state for one in step.graphs):
             return got, ""
         replayed = self._state.now()
+        replayed_rows = {} if rows is None else rows.now()
         before.restore()
+        if rows is not None:
+            rows.restore()
         notes, self.notes_eager = self.notes_eager, False  # of this one it is known anyway
         try:
             want = eager()
@@ -131,6 +141,8 @@ class Checker:
             self.notes_eager = notes
         difference = self._state.difference(before, replayed, is_padded=is_padded)
         try:
+            if rows is not None:
+                _assert_rows_close(replayed_rows, rows.now())
             _assert_close(got, want)
         except (AssertionError, TypeError) as error:
             difference = f"{str(error).strip()} {difference}".replace("\n", " ").strip()
@@ -182,6 +194,14 @@ def _assert_close(got: Any, want: Any) -> None:
             raise AssertionError(
                 f"Output {index} is {one!r:.60} by the replay, and {other!r:.60} by eager."
             )
+
+
+def _assert_rows_close(
+    replayed: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise what tells how the rows of sessions differ."""
+    for name, rows in replayed.items():
+        _assert_tensors_close(rows, wanted[name], f"Rows of {name!r}: ")
 
 
 def _is_close(one: Any, other: Any) -> bool:

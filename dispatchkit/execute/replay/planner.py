@@ -28,6 +28,7 @@ from dispatchkit.execute.replay.plans import (
     ValuesPlan,
 )
 from dispatchkit.execute.replay.split import LazySplitPlan, PartPlan, RowsOfBatch, SplitPlan
+from dispatchkit.execute.replay.step_slots import SlotPlan, StepSlots
 from dispatchkit.execute.replay.timing import Timer, Timings
 from dispatchkit.execute.step.guard import Guard
 from dispatchkit.execute.step.reasons import OF_FAILED_KEYS
@@ -51,6 +52,7 @@ class Planner:
         checker: Check mode, where it is on; nothing is measured then, since steps run twice.
         inputs: The static inputs, or those with axes.
         axes: Names of the axes.
+        slots: Checks the slots that steps name, where they name some.
         asked_mode: The mode that was asked for, where the one in force may be less.
         is_owned: Each call returns tensors of its own.
 
@@ -71,6 +73,7 @@ class Planner:
         *,
         inputs: InputSet | AxisInputs,
         axes: tuple[str, ...],
+        slots: StepSlots | None,
         asked_mode: CUDAGraphMode,
         is_owned: bool,
     ) -> None:
@@ -79,10 +82,15 @@ class Planner:
         self._lifecycle, self._lane, self._eager, self._guard = lifecycle, lane, eager, guard
         self._counters, self._timings, self._checker = counters, timings, checker
         self._inputs, self._axes, self._is_owned = inputs, axes, is_owned
+        self._slots = slots
         self.asked_mode = asked_mode
 
-    def plan(self, decision: Decision, batch: Batch) -> Plan | SplitPlan | LazySplitPlan:
+    def plan(self, decision: Decision, batch: Batch) -> Plan | SplitPlan | LazySplitPlan | SlotPlan:
         """Return the plan of a cell; called under the dispatcher's lock, changes nothing."""
+        plan = self._plan(decision, batch)
+        return plan if self._slots is None else SlotPlan(plan, self._slots, batch.num_tokens)
+
+    def _plan(self, decision: Decision, batch: Batch) -> Plan | SplitPlan | LazySplitPlan:
         num_tokens = batch.num_tokens
         timer = None
         if decision.timed and self._checker is None:

@@ -563,6 +563,7 @@ class CheckedPlan:
             num_tokens,
             lambda: self._own(self._plan.run(tensors, stream, readable)),
             lambda: eager.run(tensors, num_tokens),
+            tensors,
         )
         if found:
             # The caller gets eager's result: that is what is counted.

@@ -219,6 +219,7 @@ class SplitPlan:
             self._num_tokens,
             lambda: self._run(tensors, stream, readable),
             lambda: eager.run(tensors, self._num_tokens),
+            tensors,
         )
         if found:
             count.steps, count.tokens = steps, tokens  # the caller gets eager's result

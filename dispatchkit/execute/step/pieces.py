@@ -49,6 +49,25 @@ class Piece:
         return {name: inputs[name] for name in self.names}
 
 
+@attrs.frozen
+class SlotPiece(Piece):
+    """A part of a step that is given the rows of its slots.
+
+    Attributes:
+        slots: The input that names the slots.
+        rows_of: Returns what it is given in place of it.
+    """
+
+    slots: str = ""
+    rows_of: Callable[[torch.Tensor], Any] = attrs.field(kw_only=True)
+
+    def pick(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs that this piece is given, rows in place of slots."""
+        given = super().pick(inputs)
+        given[self.slots] = self.rows_of(given[self.slots])
+        return given
+
+
 def graph_piece(fn: Callable[..., Any]) -> Piece:
     """Mark a part of a step that may be captured."""
     return Piece(fn, is_graph=True)
@@ -80,6 +99,7 @@ class Step:
         row_count: Name of the input that tells the true row count; not among ``names``.
         axes: Names of axes; the step need not take them.
         in_segments: A step that is no list is captured in segments in PIECEWISE.
+        slots: The input that names slots, and what makes the step's rows of it.
 
     Attributes:
         in_segments: It is captured so.
@@ -98,6 +118,7 @@ class Step:
         axes: Sequence[str] = (),
         *,
         in_segments: bool = False,
+        slots: tuple[str, Callable[[torch.Tensor], Any]] | None = None,
     ) -> None:
         is_list = isinstance(step, (list, tuple))
         self.in_segments: bool = in_segments and not is_list
@@ -124,6 +145,8 @@ class Step:
             attrs.evolve(piece, names=_names_taken(piece, [*known, *axes], is_first=index == 0))
             for index, piece in enumerate(given)
         )
+        if slots is not None:
+            self.pieces = tuple(_given_rows(piece, *slots) for piece in self.pieces)
         taken = {name for piece in self.pieces for name in piece.names}
         idle = [name for name in known if name not in taken]
         if idle:
@@ -147,6 +170,13 @@ class Step:
         for piece in rest:
             value = piece.fn(value, **piece.pick(inputs))
         return value
+
+
+def _given_rows(piece: Piece, slots: str, rows_of: Callable[[torch.Tensor], Any]) -> Piece:
+    """Return a piece that is given the rows of its slots, where it takes them."""
+    if slots not in piece.names:
+        return piece
+    return SlotPiece(**attrs.asdict(piece, recurse=False), slots=slots, rows_of=rows_of)
 
 
 def _names_taken(piece: Piece, known: Sequence[str], *, is_first: bool) -> tuple[str, ...]:

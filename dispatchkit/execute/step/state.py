@@ -15,7 +15,7 @@ Not seen: kernels that are launched without an operator torch knows to be mutati
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -247,6 +247,7 @@ class WriteWatch(DispatchMode):
     Args:
         inputs: Storages of the static inputs, which a step may not write.
         ignore: Storages that may be written: declared scratch and state.
+        check_write: Refuses writes to these, by the tensor and the operation; None: all are right.
         snapshot: Where others are saved before their first write.
         limit: Most bytes of undeclared storages to save.
         meter: Find out ``peak_bytes``; it costs time.
@@ -266,6 +267,7 @@ class WriteWatch(DispatchMode):
         *,
         inputs: StorageSet,
         ignore: Sequence[StorageSet],
+        check_write: Callable[[torch.Tensor, str], None] | None = None,
         snapshot: Snapshot,
         limit: int,
         meter: bool = True,
@@ -279,7 +281,7 @@ class WriteWatch(DispatchMode):
         self._computed: set[torch.dtype] = set()
         self._calls = Calls(id(sys._getframe(1))) if dynamo_is_loaded() else None
         self._given = WeakStorages()
-        self._inputs, self._ignore = inputs, ignore
+        self._inputs, self._ignore, self._check_write = inputs, ignore, check_write
         self._snapshot, self._left = snapshot, limit
         self._meter, self._notes = meter, notes
         self._own: set[int] = set()
@@ -360,6 +362,8 @@ class WriteWatch(DispatchMode):
                 "first; what a step is to change is state, not an input.",
                 reason="input_written",
             )
+        if self._check_write is not None:
+            self._check_write(tensor, operation)
         if (
             any(tensor in known for known in self._ignore)
             or tensor in self._snapshot

@@ -17,7 +17,7 @@ import torch
 
 from dispatchkit.dispatch import Decision, GraphView, Reason
 from dispatchkit.errors import CaptureError, ConfigError
-from dispatchkit.execute import GraphRunner, StaticInput, inputs_from_example
+from dispatchkit.execute import GraphRunner, StaticInput
 from dispatchkit.keys import (
     Batch,
     BatchDescriptor,
@@ -139,7 +139,7 @@ def measuring_subject(
         spec = spec.having_policy(EverySize(), None)
     return Subject(
         runner=GraphRunner(**spec.arguments()),
-        specs=spec.inputs or inputs_from_example(spec.example or {}),
+        specs=spec.static_inputs,
     )
 
 

@@ -1,0 +1,80 @@
+"""The slots that steps name: checked before anything runs, their rows saved where it runs twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dispatchkit.execute.io.inputs import InputSet
+from dispatchkit.execute.lane import Lane
+from dispatchkit.execute.replay.eager import EagerRunner
+from dispatchkit.execute.replay.plans import Plan
+from dispatchkit.execute.replay.split import LazySplitPlan, SplitPlan
+from dispatchkit.execute.slots import SavedRows, SlotState
+
+
+class StepSlots:
+    """Reads the slots of steps, wherever they are given.
+
+    Args:
+        name: The input that names them.
+        state: Whose they are.
+        inputs: The static inputs; where there are axes, at their smallest buckets.
+        lane: Whose buffers a step in place has them in.
+    """
+
+    def __init__(self, name: str, state: SlotState, inputs: InputSet, lane: Lane) -> None:
+        self._name, self._state, self._lane = name, state, lane
+        self._index = inputs.names.index(name)
+
+    def check(self, tensors: Sequence[Any] | None, num_tokens: int) -> None:
+        """Refuse a step whose slots are not those of distinct sessions.
+
+        Raises:
+            DescriptorError: What is wrong with them.
+        """
+        self._state.check_slots(self._read(tensors, num_tokens), self._name)
+
+    def save(self, tensors: Sequence[Any] | None, num_tokens: int) -> SavedRows:
+        """Save the rows of a checked step's sessions."""
+        slots = self._read(tensors, num_tokens)
+        own = torch.from_numpy(slots[slots < self._state.num_slots])
+        return SavedRows(self._state, own.to(self._state.device))
+
+    def _read(self, tensors: Sequence[Any] | None, num_tokens: int) -> Any:
+        """Return the slots of a step as an array (B,); those on the device are waited for."""
+        if tensors is not None:
+            slots = tensors[self._index]
+        else:
+            buffers = self._lane.buffers
+            rows = min(num_tokens, buffers.num_rows)  # a larger step is refused behind this
+            host = dict(buffers.host_rows(rows))
+            slots = host[self._index] if host else buffers.tensors[self._index][:rows]
+        return slots.cpu().numpy() if isinstance(slots, torch.Tensor) else slots
+
+
+class SlotPlan:
+    """Check the slots of a step, and run it.
+
+    Args:
+        plan: Runs it.
+        slots: Reads and checks its slots.
+        num_tokens: Rows of the cell.
+    """
+
+    def __init__(
+        self, plan: Plan | SplitPlan | LazySplitPlan, slots: StepSlots, num_tokens: int
+    ) -> None:
+        self.eager: EagerRunner = plan.eager
+        self._plan, self._slots, self._num_tokens = plan, slots, num_tokens
+
+    def run(self, tensors: Any, stream: int, readable: bool = False) -> Any:
+        """Run a checked call.
+
+        Raises:
+            DescriptorError: A slot is free, there is none such, or it is named twice.
+        """
+        self._slots.check(tensors, self._num_tokens)
+        return self._plan.run(tensors, stream, readable)

@@ -1,0 +1,452 @@
+"""SlotState: state that belongs to sessions, in banks with a row for each slot.
+
+    slots = SlotState({"hidden": StaticInput((None, 128), "float32")}, num_slots=256)
+    runner = GraphRunner(step, {"audio": StaticInput((None, 512), "float32"), "slots": slots})
+    slots.join("caller 7")
+    runner(audio=audio, slots=slots.slots_of(["caller 7"]))
+
+A step names its slots as an input, and is given the rows of these (``SlotRows``) under that name.
+Behind the slots each bank has two more rows: the *blank* row, which always holds what a session
+starts with, and the *sink*. Rows of padding read the blank row and write to the sink; so do all
+rows of runs on dummy rows (warmup, capture, proof), so that no bank is ever saved around them.
+Free slots hold what a session starts with: joining costs nothing on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from dispatchkit.backends.watching.dispatch_mode import inference_mode
+from dispatchkit.errors import CaptureError, ConfigError, DescriptorError
+from dispatchkit.execute.io.host_arrays import numpy_module
+from dispatchkit.execute.io.static_input import StaticInput
+from dispatchkit.keys.checks import check_count, check_flag
+
+
+@attrs.frozen
+class SlotInput(StaticInput):
+    """The input that names the slots of a step; only rows of a call hold anything but fill."""
+
+
+@attrs.frozen
+class SlotMove:
+    """A session that was moved to another slot.
+
+    Attributes:
+        session: Which.
+        source: The slot it was in.
+        target: The slot it is in now.
+    """
+
+    session: Hashable
+    source: int
+    target: int
+
+
+@attrs.frozen(eq=False)
+class Bank:
+    """The memory of one kind of state.
+
+    Attributes:
+        tensor: All rows: one for each slot, the blank row, the sink.
+        dim: The dimension of the slots.
+        initial: What a session starts with.
+    """
+
+    tensor: torch.Tensor
+    dim: int
+    initial: float | int | bool
+
+    def row(self, slot: int) -> torch.Tensor:
+        """Return the row of a slot, as a view."""
+        return self.tensor.select(self.dim, slot)
+
+    def is_row_write(self, written: torch.Tensor) -> bool:
+        """Return whether a write into this memory is to rows that were taken out of it."""
+        whole = self.tensor.shape[self.dim], self.tensor.stride(self.dim)
+        return whole not in zip(written.shape, written.stride(), strict=True)
+
+
+class SlotRows:
+    """The rows of the sessions of one step: what the step is given for its slots.
+
+    ``rows["hidden"]`` reads the rows of a bank, ``rows["hidden"] = value`` writes them. What is
+    read is a copy, or with compact sessions a view of the bank: do not write it in place.
+
+    Args:
+        state: The banks.
+        index: The row that each row of the step is written to (B,): its slot, or the sink.
+
+    Attributes:
+        index: The same. With ``bank`` for writes to parts of rows:
+            ``rows.bank("keys")[rows.index, :, positions] = keys``.
+    """
+
+    def __init__(self, state: SlotState, index: torch.Tensor) -> None:
+        self._state, self.index = state, index
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return the rows of a bank, B of them in the dimension of the slots."""
+        state, number = self._state, self.index.shape[0]
+        bank = state.get_bank(name)
+        if state.compact and number <= state.num_slots:
+            return bank.tensor.narrow(bank.dim, 0, number)
+        index = self.index
+        if state.compact:  # a capture size above the number of slots: the same rows, and blank ones
+            index = torch.arange(number, device=index.device)
+        return bank.tensor.index_select(bank.dim, index.clamp(max=state.num_slots))
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        """Write the rows of a bank."""
+        bank = self._state.get_bank(name)
+        bank.tensor.index_copy_(bank.dim, self.index, value)
+
+    def bank(self, name: str) -> torch.Tensor:
+        """Return the whole of a bank, to write parts of its rows at ``index``."""
+        return self._state.get_bank(name).tensor
+
+
+class SlotState:
+    """State of sessions that come and go: banks with a row for each slot, and who has which.
+
+    It is declared among the inputs of one or more runners, under the name by which steps name their
+    slots. Sessions are whatever can be a key of a dictionary.
+
+    Args:
+        banks: A ``StaticInput`` for each kind of state: its shape with None for the slots, its
+            dtype, and as fill what a session starts with.
+        num_slots: Sessions there is room for.
+        compact: Sessions are kept in slots 0 to n-1, by moving the last one into a gap, and steps
+            read the banks as views. Each step is of the first slots, in order: that is for banks
+            too large to be gathered in every step, and steps of all sessions.
+        host: Calls give slots as a list, an array or a CPU tensor, and they are checked on the
+            host. False: as a tensor of the device, which each step waits for, to check it.
+        device: Where the banks are; torch's default device if it is None.
+
+    Attributes:
+        num_slots: The same.
+        compact: The same.
+        static_input: What a runner declares for the input.
+
+    Raises:
+        ConfigError: There is no bank, or one of them has no slots; or a setting cannot be used.
+
+    Thread safety: one thread at a time. What sessions do is queued on the current stream, as steps
+    are. Wait for a submitted step before its sessions leave, move or are cleared.
+    """
+
+    def __init__(
+        self,
+        banks: Mapping[str, StaticInput],
+        num_slots: int,
+        *,
+        compact: bool = False,
+        host: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.num_slots: int = check_count(num_slots, "num_slots")
+        self.compact: bool = check_flag(compact, "compact")
+        _check_banks(banks)
+        place = torch.get_default_device() if device is None else torch.device(device)
+        with inference_mode(False):
+            self._banks = {
+                name: Bank(spec.full(num_slots + 2, place), spec.batch_dim or 0, spec.fill_value)
+                for name, spec in banks.items()
+            }
+        self.static_input: SlotInput = SlotInput(
+            (None,), torch.int64, fill=num_slots + 1, host=check_flag(host, "host")
+        )
+        numpy = numpy_module()
+        self._slots: dict[Hashable, int] = {}
+        self._sessions: list[Hashable | None] = [None] * num_slots
+        self._is_taken = numpy.zeros(num_slots, dtype=bool)
+        self._numbers = numpy.arange(num_slots)
+        self._last_row = numpy.zeros(num_slots, dtype=numpy.int64)
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    # -- sessions -----------------------------------------------------------------------
+
+    def join(self, session: Hashable) -> int:
+        """Give a session a slot, which holds what sessions start with; returns its number.
+
+        Raises:
+            DescriptorError: It has one already, or none is free.
+        """
+        if session in self._slots:
+            raise DescriptorError("session", session, "one without a slot", "Let it leave first.")
+        if not self._free:
+            raise DescriptorError(
+                "session",
+                session,
+                f"one of at most num_slots ({self.num_slots}) at a time",
+                "Let another one leave, or make the SlotState with more.",
+            )
+        slot = self._free.pop()
+        self._put(session, slot)
+        return slot
+
+    def leave(self, *sessions: Hashable) -> list[SlotMove]:
+        """Take their slots from sessions, and clear them.
+
+        Returns:
+            The sessions that were moved, to keep those that stay compact; the fewest possible.
+
+        Raises:
+            DescriptorError: One has no slot, or is named twice; nothing is changed.
+        """
+        slots = self.slots_of(sessions)
+        if len(set(slots)) < len(slots):
+            raise DescriptorError("sessions", sessions, "named once each")
+        for session, slot in zip(sessions, slots, strict=True):
+            self._take(session, slot)
+        moves = self._close_gaps() if self.compact else []
+        self._free = [slot for slot in reversed(range(self.num_slots)) if not self._is_taken[slot]]
+        self._clear(slots, moves)
+        return moves
+
+    def move(self, session: Hashable, slot: int) -> SlotMove:
+        """Move a session to a free slot, and clear the one it was in.
+
+        Raises:
+            DescriptorError: The session has no slot, the slot is not free, or sessions are compact.
+        """
+        (source,) = self.slots_of([session])
+        if self.compact:
+            raise DescriptorError(
+                "slot", slot, f"{source}, where it is", "Compact sessions move when others leave."
+            )
+        if slot not in self._free:
+            raise DescriptorError("slot", slot, f"a free one of 0..{self.num_slots - 1}")
+        self._free.remove(slot)
+        self._free.append(source)
+        self._take(session, source)
+        self._put(session, slot)
+        made = SlotMove(session, source, slot)
+        self._clear([source], [made])
+        return made
+
+    def clear(self, session: Hashable) -> None:
+        """Set a session's rows to what sessions start with.
+
+        Raises:
+            DescriptorError: It has no slot.
+        """
+        self._clear(self.slots_of([session]))
+
+    def slots_of(self, sessions: Iterable[Hashable]) -> list[int]:
+        """Return the slots of sessions, as a step names them.
+
+        Raises:
+            DescriptorError: One has no slot.
+        """
+        try:
+            return [self._slots[session] for session in sessions]
+        except KeyError as error:
+            raise DescriptorError(
+                "session", error.args[0], "one that has joined and not left"
+            ) from None
+
+    @property
+    def sessions(self) -> tuple[Hashable, ...]:
+        """The sessions that have slots, in their order."""
+        return tuple(sorted(self._slots, key=self._slots.__getitem__))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, session: Hashable) -> bool:
+        return session in self._slots
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self.sessions)
+
+    def __getitem__(self, session: Hashable) -> dict[str, torch.Tensor]:
+        """Return the rows of a session by bank: views, valid until it moves or leaves.
+
+        Raises:
+            DescriptorError: It has no slot.
+        """
+        (slot,) = self.slots_of([session])
+        return {name: bank.row(slot) for name, bank in self._banks.items()}
+
+    # -- memory -------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the banks are."""
+        return next(iter(self._banks.values())).tensor.device
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The memory of all banks."""
+        return tuple(bank.tensor for bank in self._banks.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all banks."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def get_bank(self, name: str) -> Bank:
+        """Return a bank.
+
+        Raises:
+            DescriptorError: There is none of that name.
+        """
+        try:
+            return self._banks[name]
+        except KeyError:
+            known = ", ".join(self._banks)
+            raise DescriptorError("bank", name, f"one of: {known}") from None
+
+    def rows(self, index: torch.Tensor) -> SlotRows:
+        """Return what a step is given for the slots that it names (B,)."""
+        return SlotRows(self, index)
+
+    # -- checks -------------------------------------------------------------------------
+
+    def check_slots(self, slots: Any, name: str) -> None:
+        """Refuse the slots of a step before anything of it runs.
+
+        Args:
+            slots: An array of int64 (B,).
+            name: The input.
+
+        Raises:
+            DescriptorError: One is free, there is no such slot, or it is named twice; or sessions
+                are compact, and the slots are not the first ones in order.
+        """
+        number = len(slots)
+        if self.compact:
+            if number <= len(self._slots) and bool((slots == self._numbers[:number]).all()):
+                return
+        elif not number or (
+            slots.min() >= 0
+            and slots.max() < self.num_slots
+            and bool(self._is_taken[slots].all())
+            and self._are_distinct(slots)
+        ):
+            return
+        if bool((slots == self.static_input.fill).all()):
+            return  # a step on rows of nobody's, to be measured
+        raise self._slots_error(slots.tolist(), name)
+
+    def _are_distinct(self, slots: Any) -> bool:
+        numbers = self._numbers[: len(slots)]
+        if len(numbers) < len(slots):
+            return False
+        self._last_row[slots] = numbers
+        return bool((self._last_row[slots] == numbers).all())
+
+    def _slots_error(self, slots: list[int], name: str) -> DescriptorError:
+        """Return the error of the first slot that a step must not name."""
+        seen: set[int] = set()
+        for row, slot in enumerate(slots):
+            field = f"{name}[{row}]"
+            if not 0 <= slot < self.num_slots:
+                return DescriptorError(field, slot, f"a slot, one of 0..{self.num_slots - 1}")
+            if not self._is_taken[slot]:
+                return DescriptorError(field, slot, "the slot of a session", "This one is free.")
+            if slot in seen:
+                hint = f"It is {name}[{slots.index(slot)}], too: a session has one row in a step."
+                return DescriptorError(field, slot, "named once", hint)
+            seen.add(slot)
+        row = next(row for row, slot in enumerate(slots) if row != slot)
+        return DescriptorError(
+            f"{name}[{row}]",
+            slots[row],
+            f"{row}: steps of compact sessions are of the first slots, in order",
+            "Give range(n), or make the SlotState without compact.",
+        )
+
+    def check_write(self, written: torch.Tensor, operation: str) -> None:
+        """Refuse a write into rows that a step has read, before it is made.
+
+        Raises:
+            CaptureError: It is one.
+        """
+        storage = written.untyped_storage()._cdata
+        for name, bank in self._banks.items():
+            if bank.tensor.untyped_storage()._cdata == storage and bank.is_row_write(written):
+                raise CaptureError(
+                    f"The step writes rows of {name!r} in place, by {operation}. They may be other "
+                    f"sessions' where the step is padded. Assign them: slots[{name!r}] = value; or "
+                    f"write parts of them: slots.bank({name!r})[slots.index, ...] = value.",
+                    reason="slot_written",
+                )
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _put(self, session: Hashable, slot: int) -> None:
+        self._slots[session], self._sessions[slot] = slot, session
+        self._is_taken[slot] = True
+
+    def _take(self, session: Hashable, slot: int) -> None:
+        del self._slots[session]
+        self._sessions[slot] = None
+        self._is_taken[slot] = False
+
+    def _close_gaps(self) -> list[SlotMove]:
+        """Give the last sessions the gaps in front of them; returns who is to be moved."""
+        number = len(self._slots)
+        gaps = [slot for slot in range(number) if not self._is_taken[slot]]
+        late = [slot for slot in range(number, self.num_slots) if self._is_taken[slot]]
+        moves = []
+        for source, target in zip(late, gaps, strict=True):
+            session = self._sessions[source]
+            self._take(session, source)
+            self._put(session, target)
+            moves.append(SlotMove(session, source, target))
+        return moves
+
+    def _clear(self, slots: Iterable[int], moves: Iterable[SlotMove] = ()) -> None:
+        """Copy the rows of sessions that move; clear theirs, and those of some slots."""
+        moves = list(moves)
+        targets = {one.target for one in moves}
+        cleared = [slot for slot in slots if slot not in targets]
+        cleared += [one.source for one in moves if one.source not in cleared]
+        with torch.no_grad():
+            for bank in self._banks.values():
+                for one in moves:
+                    bank.row(one.target).copy_(bank.row(one.source))
+                for slot in cleared:
+                    bank.row(slot).fill_(bank.initial)
+
+
+class SavedRows:
+    """The rows that a step may change, as they were; to run it twice from the same state.
+
+    Args:
+        state: The banks.
+        index: The slots of the step (B,).
+    """
+
+    def __init__(self, state: SlotState, index: torch.Tensor) -> None:
+        self._state, self._index = state, index
+        self._saved = self.now()
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """Return copies of the rows as they are, by bank."""
+        return {
+            name: bank.tensor.index_select(bank.dim, self._index)
+            for name, bank in self._state._banks.items()
+        }
+
+    def restore(self) -> None:
+        """Put the rows back."""
+        for name, rows in self._saved.items():
+            bank = self._state.get_bank(name)
+            bank.tensor.index_copy_(bank.dim, self._index, rows)
+
+
+def _check_banks(banks: Any) -> None:
+    if not isinstance(banks, Mapping) or not banks:
+        raise ConfigError("banks", banks, "a StaticInput for each kind of state, by name")
+    for name, spec in banks.items():
+        if not isinstance(spec, StaticInput) or spec.batch_dim is None or spec.named or spec.host:
+            raise ConfigError(
+                f"banks[{name!r}]", spec, "a StaticInput of the device, with None for the slots"
+            )

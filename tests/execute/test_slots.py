@@ -1,0 +1,362 @@
+"""State of sessions: each has what it would have alone, whatever others do and whatever runs."""
+
+from __future__ import annotations
+
+import copy
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import settings  # noqa: E402
+from hypothesis.stateful import run_state_machine_as_test  # noqa: E402
+from slot_sessions import SessionMachine, make_runner, make_state  # noqa: E402
+
+from dispatchkit import Axis, GraphRunner, RunnerOptions, SlotState, StaticInput  # noqa: E402
+from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
+from dispatchkit.execute import CheckWarning, EagerStepWarning, SlotMove  # noqa: E402
+from dispatchkit.execute.step.state import Snapshot  # noqa: E402
+from dispatchkit.options import with_settings  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::dispatchkit.execute.ChurnWarning"),
+    pytest.mark.filterwarnings("ignore::dispatchkit.keys.CaptureSizeWarning"),
+]
+
+ROWS = StaticInput((None, 2), "float32")
+
+
+def total(x, slots):
+    """Add to the total of a session."""
+    made = slots["total"] + x
+    slots["total"] = made
+    return made
+
+
+def state_of(num_slots=4, **settings):
+    return SlotState({"total": ROWS}, num_slots, **settings)
+
+
+def runner_of(state, step=total, *, captured=True, **settings):
+    settings = {"sizes": (1, 4), "max_num_tokens": 4, "mode": "FULL", **settings}
+    runner = GraphRunner(step, {"x": ROWS, "slots": state}, backend="tape", **settings)
+    if captured:
+        assert not runner.capture().failed
+    return runner
+
+
+def totals(state):
+    return {session: state[session]["total"][0].item() for session in state}
+
+
+def test_sessions_together_are_what_each_is_alone(is_nightly):
+    """Sessions come, go, move and step in any order, beside each of them alone."""
+    run_state_machine_as_test(
+        SessionMachine,
+        settings=settings(
+            max_examples=10_000 if is_nightly else 200, stateful_step_count=8, deadline=None
+        ),
+    )
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize(
+    ("slots", "problem"),
+    [
+        ([0, 1, 1], r"slots\[2\] must be named once, got 1\. It is slots\[1\], too"),
+        ([0, 3], r"slots\[1\] must be the slot of a session, got 3\. This one is free"),
+        ([4], r"slots\[0\] must be a slot, one of 0\.\.3, got 4"),
+        ([-1], r"slots\[0\] must be a slot, one of 0\.\.3, got -1"),
+        ([-6, 0], r"slots\[0\] must be a slot, one of 0\.\.3, got -6"),
+        ([0, 5], r"slots\[1\] must be a slot, one of 0\.\.3, got 5"),  # the sink, for one row
+        ([0, 1, 2, 0, 1, 2], r"slots\[3\] must be named once, got 0"),  # more than there are
+    ],
+)
+@pytest.mark.parametrize("host", [True, False])
+def test_a_step_of_wrong_slots_is_refused_before_anything_runs(slots, problem, compact, host):
+    """The error names the row and the slot, and no session has changed."""
+    state = state_of(compact=compact, host=host)
+    runner = runner_of(state, max_num_tokens=8, sizes=(1, 8))
+    for session in "abc":
+        state.join(session)
+    given = slots if host else torch.tensor(slots)
+    with pytest.raises(DescriptorError, match=f"^{problem}"):
+        runner(x=torch.ones(len(slots), 2), slots=given)
+    assert totals(state) == {"a": 0, "b": 0, "c": 0}
+    assert runner.stats().steps == 0
+
+
+def test_a_step_of_compact_sessions_is_of_the_first_slots_in_order():
+    state = state_of(compact=True)
+    runner = runner_of(state)
+    for session in "abc":
+        state.join(session)
+    runner(x=torch.ones(2, 2), slots=[0, 1])  # padded over the third
+    assert totals(state) == {"a": 1, "b": 1, "c": 0}
+    for slots in ([1, 0], [1], [0, 2]):
+        with pytest.raises(DescriptorError, match=r"steps of compact sessions are of the first"):
+            runner(x=torch.ones(len(slots), 2), slots=slots)
+
+
+def test_a_step_in_place_names_its_slots_in_the_buffers():
+    """They are checked there as those of a call are."""
+    state = state_of()
+    runner = runner_of(state)
+    for session in "ab":
+        state.join(session)
+    runner.buffers["x"][:2] = 1
+    runner.buffers["slots"][:2] = torch.tensor([1, 0])
+    assert runner.run_in_place(2).tolist() == [[1, 1], [1, 1]]
+    runner.buffers["slots"][:2] = 1
+    with pytest.raises(DescriptorError, match="named once"):
+        runner.run_in_place(2)
+    larger = runner_of(state, max_num_tokens=9)
+    with pytest.warns(EagerStepWarning), pytest.raises(InputError, match="buffers hold"):
+        larger.run_in_place(9)
+    assert totals(state) == {"a": 1, "b": 1}
+
+
+def test_a_step_of_dummy_rows_alone_is_of_no_session():
+    state = state_of()
+    runner = runner_of(state)
+    state.join("a")
+    fill = state.static_input.fill
+    assert runner(x=torch.ones(3, 2), slots=[fill] * 3).tolist() == [[1, 1]] * 3
+    assert totals(state) == {"a": 0}
+
+
+def test_sessions_say_what_is_wrong_with_them():
+    state = state_of(2)
+    assert [state.join("a"), state.join("b")] == [0, 1]
+    with pytest.raises(DescriptorError, match="session must be one without a slot, got 'a'"):
+        state.join("a")
+    with pytest.raises(DescriptorError, match=r"at most num_slots \(2\) at a time, got 'c'"):
+        state.join("c")
+    with pytest.raises(DescriptorError, match="one that has joined and not left, got 'c'"):
+        state.slots_of(["a", "c"])
+    with pytest.raises(DescriptorError, match="sessions must be named once each"):
+        state.leave("a", "a")
+    with pytest.raises(DescriptorError, match="got 'c'"):
+        state.leave("a", "c")
+    with pytest.raises(DescriptorError, match=r"slot must be a free one of 0\.\.1, got 1"):
+        state.move("a", 1)
+    with pytest.raises(DescriptorError, match="bank must be one of: total, got 'sum'"):
+        state.rows(torch.tensor([0]))["sum"]
+    assert state.sessions == ("a", "b")
+
+
+def test_the_last_sessions_fill_the_gaps_of_those_that_leave():
+    """With the fewest moves; what is left behind is cleared."""
+    state = state_of(6, compact=True)
+    for number, session in enumerate("abcdef"):
+        state.join(session)
+        state[session]["total"].fill_(number)
+    moves = state.leave("b", "e", "c")
+    assert moves == [SlotMove("d", 3, 1), SlotMove("f", 5, 2)]
+    assert totals(state) == {"a": 0, "d": 3, "f": 5}
+    assert state.join("g") == 3
+    assert state.leave("a", "d", "f", "g") == []
+    assert not state.get_bank("total").tensor.any()
+
+
+@pytest.mark.parametrize("settings", [{}, {"compact": True}, {"num_slots": 1}])
+def test_a_capture_that_fails_leaves_every_session_as_it_was(settings):
+    """Dummy rows write to the sink alone."""
+    state = state_of(**settings)
+    for session in "abc"[: state.num_slots]:
+        state.join(session)
+        state[session]["total"].fill_(7)
+    before = state.get_bank("total").tensor[: state.num_slots + 1].clone()
+
+    def failing(x, slots):
+        made = total(x, slots)
+        return made * float(made.sum())  # refused in a capture
+
+    runner = runner_of(state, failing, captured=False)
+    assert len(runner.capture().failed) == 2
+    assert torch.equal(state.get_bank("total").tensor[: state.num_slots + 1], before)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_captures_copy_no_bank(compact, monkeypatch):
+    """Nothing is saved around a capture, and around the proof by a call."""
+    state = state_of(64, compact=compact)
+    saved = []
+    monkeypatch.setattr(Snapshot, "save", lambda _, storage: saved.append(storage))
+    monkeypatch.setattr(Snapshot, "save_as", lambda _, storage, copied: saved.append(storage))
+    runner = runner_of(state, lazy=True, captured=False)
+    for session in range(3):
+        state.join(session)
+    runner(x=torch.ones(3, 2), slots=[0, 1, 2])
+    assert runner.stats().captures == 1
+    assert not saved
+
+
+def test_rows_that_are_written_in_place_are_refused():
+    """Before it is done: the rows may be those of sessions."""
+
+    def step(x, slots):
+        return slots["total"].add_(x)
+
+    state = state_of(compact=True)
+    for session in "ab":
+        state.join(session)
+    runner = runner_of(state, step, captured=False)
+    (problem, *_) = runner.capture().failed.values()
+    assert problem.startswith("slot_written: The step writes rows of 'total' in place, by ")
+    assert totals(state) == {"a": 0, "b": 0}
+
+
+def test_padding_that_changes_rows_is_found_with_slots_too():
+    def mean(x, slots):
+        made = slots["total"] + x.mean(0)
+        slots["total"] = made
+        return made
+
+    state = state_of()
+    runner = runner_of(state, mean)
+    for session in "abc":
+        state.join(session)
+    with pytest.warns(EagerStepWarning, match="rows_depend"):
+        found = runner(x=torch.tensor([[1.0, 2], [2, 4], [3, 6]]), slots=[2, 0, 1])
+    assert found.tolist() == [[2, 4]] * 3
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_check_mode_compares_the_rows_of_sessions(compact):
+    state = state_of(compact=compact)
+    runner = runner_of(state, options=RunnerOptions(check=1))
+    for session in "abc":
+        state.join(session)
+    for _ in range(2):
+        runner(x=torch.ones(3, 2), slots=[0, 1, 2])
+    assert totals(state) == {"a": 2, "b": 2, "c": 2}
+    (graph,) = [one for one in runner.lanes[0].lifecycle.live().values() if one.hits]
+    graph.graphs[0].replay = lambda: None
+    with pytest.warns(CheckWarning, match="Rows of 'total'"):
+        runner(x=torch.ones(3, 2), slots=[0, 1, 2])
+    assert totals(state) == {"a": 3, "b": 3, "c": 3}
+
+
+def test_steps_with_an_axis_name_slots_too():
+    def step(x, slots, length):
+        made = slots["total"] + x.sum(1, keepdim=True)
+        slots["total"] = made
+        return made
+
+    state = state_of()
+    runner = GraphRunner(
+        step,
+        {"x": StaticInput((None, "length"), "float32"), "slots": state},
+        sizes=(4,),
+        max_num_tokens=4,
+        axes=[Axis("length", (4, 8))],
+        backend="tape",
+        options=RunnerOptions(strict=True),
+    )
+    runner.capture()
+    for session in "ab":
+        state.join(session)
+    runner(x=torch.ones(2, 3), slots=[0, 1], length=3)
+    runner(x=torch.ones(1, 7), slots=[1], length=7)
+    assert totals(state) == {"a": 3, "b": 10}
+
+
+def test_a_split_batch_names_slots_in_its_parts():
+    state = state_of(8)
+    runner = GraphRunner(
+        total,
+        {"x": ROWS, "slots": state},
+        sizes=(2, 4),
+        max_num_tokens=8,
+        policy="threshold",
+        backend="tape",
+        mode="FULL",
+        options=RunnerOptions(rows_independent=True, policy_options={"split": True}, strict=True),
+    )
+    assert not runner.capture().failed
+    for session in range(7):
+        state.join(session)
+    order = [6, 5, 4, 3, 2, 1, 0]
+    found = runner(x=torch.arange(7.0).view(7, 1).expand(7, 2), slots=order)
+    assert found[:, 0].tolist() == list(range(7))
+    assert totals(state) == {session: 6.0 - session for session in range(7)}
+    with pytest.raises(ConfigError, match="rows_independent must be False with compact sessions"):
+        runner_of(state_of(compact=True), options=RunnerOptions(rows_independent=True))
+
+
+def test_a_capture_size_may_be_above_the_number_of_compact_slots():
+    state = state_of(3, compact=True)
+    for session in "abc":
+        state.join(session)
+        state[session]["total"].fill_(5)
+    runner = runner_of(state, sizes=(8,), max_num_tokens=8, options=RunnerOptions(strict=True))
+    runner(x=torch.ones(2, 2), slots=[0, 1])
+    assert totals(state) == {"a": 6, "b": 6, "c": 5}
+
+
+def test_several_runners_serve_the_same_sessions():
+    state = state_of()
+    one, other = runner_of(state), runner_of(state, lambda x, slots: total(2 * x, slots))
+    copied = copy.copy(one)
+    copied.capture()
+    state.join("a")
+    for runner in (one, other, copied):
+        runner(x=torch.ones(1, 2), slots=state.slots_of(["a"]))
+    assert totals(state) == {"a": 4}
+
+
+def test_a_replay_that_fails_is_not_run_again_eager():
+    from dispatchkit.errors import ReplayError
+
+    state = state_of()
+    runner = runner_of(state)
+    state.join("a")
+    runner(x=torch.ones(1, 2), slots=[0])
+    (graph,) = [one for one in runner.lanes[0].lifecycle.live().values() if one.hits]
+    assert graph.has_effect
+
+    def broken():
+        raise RuntimeError("launch broke")
+
+    graph.graphs[0].replay = broken
+    with pytest.raises(ReplayError, match="changes state"):
+        runner(x=torch.ones(1, 2), slots=[0])
+
+
+def test_bad_declarations_are_refused():
+    with pytest.raises(ConfigError, match="banks must be a StaticInput for each kind of state"):
+        SlotState({}, 4)
+    with pytest.raises(ConfigError, match=r"banks\['h'\] must be a StaticInput of the device"):
+        SlotState({"h": StaticInput((3,), "float32")}, 4)
+    with pytest.raises(ConfigError, match="num_slots"):
+        state_of(0)
+    with pytest.raises(ConfigError, match="one SlotState at most"):
+        GraphRunner(
+            lambda x, a, b: x, {"x": ROWS, "a": state_of(), "b": state_of()}, backend="tape"
+        )
+    with pytest.raises(ConfigError, match="must be on cpu, as the steps are, got 'meta'"):
+        runner_of(state_of(device="meta"))
+
+
+def test_a_runner_without_slots_has_none_of_this():
+    runner = GraphRunner(lambda x: x + 1, {"x": ROWS}, sizes=(4,), backend="tape")
+    runner.capture()
+    plan = runner.lanes[0].decide(3).plan
+    assert type(plan).__name__ == "GraphPlan"
+    assert type(runner.lanes[0].work.step.pieces[0]).__name__ == "Piece"
+
+
+def test_lanes_with_disjoint_state_run_sessions_apart():
+    state = make_state()
+    options = with_settings(RunnerOptions(), {"disjoint_state": True})
+    runner = make_runner(state, lanes=2, options=attrs.evolve(options, strict=False))
+    for session in "abcd":
+        state.join(session)
+    handles = [
+        runner.submit(x=torch.full((2, 2), 1.0 + at), tags=[at, at], slots=slots)
+        for at, slots in enumerate(([0, 1], [2, 3]))
+    ]
+    results = [one.result()[0][:, 0].tolist() for one in handles]
+    assert results == [[3.0, 3.0], [5.0, 5.0]]
