@@ -407,6 +407,22 @@ def test_other_autocast_than_at_capture_runs_eager(make_runner):
     assert runner.stats().eager_by_reason == {"autocast": 1}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
+@pytest.mark.parametrize("starts_under_it", [False, True])
+def test_autocast_is_seen_by_calls_whose_look_is_known(make_runner, quiet, dtype, starts_under_it):
+    """The quick check of inputs answers for it: nothing else is asked then."""
+    weight = torch.randn(4, 4)
+    inputs = {"x": StaticInput((None, 4), dtype)}
+    runner = make_runner(lambda x: x.float() @ weight, inputs)
+    runner.capture()
+    x = torch.ones(4, 4).to(runner.buffers["x"].dtype)  # a full bucket: nothing is proven by a call
+    for number in range(8):
+        is_on = (number // 2 + starts_under_it) % 2 == 1
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+            assert runner(x).dtype is (torch.bfloat16 if is_on else torch.float32)
+    assert runner.stats().eager_by_reason == {"autocast": 4}
+
+
 def test_capture_under_autocast_serves_calls_under_it(make_runner, quiet):
     weight = torch.randn(4, 4)
     runner = make_runner(lambda x: x @ weight, {"x": StaticInput((None, 4), "float32")})

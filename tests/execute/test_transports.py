@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from interrupts import interrupted  # noqa: E402
 from played_tape import PlayedTape  # noqa: E402
 
 from dispatchkit import RunnerOptions, StaticInput, eager_piece, graph_piece  # noqa: E402
@@ -245,15 +246,82 @@ def test_a_node_that_cannot_be_set_is_made_up_for(caplog):
 def test_a_thread_without_a_context_gets_one():
     """Before the driver is asked: it does not refuse such a thread, it ends the process."""
     case = Case(SPECS)
-    transport, call = case.transport(5), call_of(SPECS, 5, 2)
+    transport, calls = case.transport(5), [call_of(SPECS, 5, number) for number in range(3)]
     case.backend.contexts.clear()
-    threads = [threading.Thread(target=transport.load, args=(call, False)) for _ in range(3)]
-    for thread in threads:
+    for call in calls:  # all alive: each has addresses of its own
+        thread = threading.Thread(target=transport.load, args=(call, False))
         thread.start()
         thread.join()
     assert case.backend.changes >= 3
     case.launch(8)
-    holds(case.buffers, SPECS, call, 5, 8)
+    holds(case.buffers, SPECS, calls[-1], 5, 8)
+
+
+class TestSetOnce:
+    """A node that is as it must be already is not set again."""
+
+    def make(self):
+        case = Case(SPECS)
+        transport, call = case.transport(5), call_of(SPECS, 5, 2)
+        transport.load(call, True)
+        return case, transport, call
+
+    def holds_after(self, case, transport, call, changes):
+        before = case.backend.changes
+        transport.load(call, True)
+        assert case.backend.changes - before == changes
+        case.launch(8)
+        holds(case.buffers, SPECS, call, transport.num_rows, 8)
+
+    def test_other_values_in_the_same_tensors_are_brought_in(self):
+        case, transport, call = self.make()
+        for value in call:
+            value.add_(3)
+        self.holds_after(case, transport, call, 0)
+
+    def test_one_tensor_elsewhere_sets_it(self):
+        case, transport, call = self.make()
+        call[1] = call[1] + 1
+        self.holds_after(case, transport, call, 1)
+        self.holds_after(case, transport, call, 0)
+
+    def test_another_size_of_the_same_graph_sets_it(self):
+        case, transport, call = self.make()
+        rows = [value[:4] if value.dim() and len(value) == 5 else value for value in call]
+        assert case.path(4) is not case.path(8)
+        other = transport_of(case.path(8), 4)
+        self.holds_after(case, other, rows, 1)
+        self.holds_after(case, transport, call, 1)
+
+    def test_a_step_in_place_between_sets_it(self):
+        case, transport, call = self.make()
+        transport.load_in_place()
+        self.holds_after(case, transport, call, 1)
+
+    def test_a_failure_between_sets_it(self):
+        case, transport, call = self.make()
+        case.backend.code = 1
+        transport.load([value.clone() for value in call], True)
+        case.backend.code = 0
+        self.holds_after(case, transport, call, 1)
+
+    def test_data_of_the_host_is_taken_each_time(self):
+        case = Case(HOSTS)
+        for number in (1, 2):
+            call = call_of(HOSTS, 5, number)
+            case.load(case.transport(5), call)
+            case.launch(8)
+            holds(case.buffers, HOSTS, call, 5, 8)
+
+    def test_an_interrupt_anywhere_sets_it(self):
+        case, transport, _ = self.make()
+        calls = [call_of(SPECS, 5, number) for number in range(2)]
+        places = interrupted(lambda: transport.load(calls[0], True))
+        for at in range(places):
+            interrupted(lambda at=at: transport.load(calls[at % 2], True), at)
+            transport.load(calls[at % 2], True)
+            case.launch(8)
+            holds(case.buffers, SPECS, calls[at % 2], 5, 8)
 
 
 # -- through the runner -------------------------------------------------------------------------

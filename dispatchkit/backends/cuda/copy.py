@@ -139,6 +139,8 @@ class CopyNode:
         self._exec, self._node = ctypes.c_void_p(), ctypes.c_void_p()
         self._problem = ""
         self._idle = ctypes.c_void_p()
+        # What the next launch does, where that is known and no data is read for it.
+        self._work: Work | None = None
 
     def record(self, stream: int) -> None:
         """Queue the node on a stream (its raw handle), before anything else in a capture."""
@@ -160,6 +162,7 @@ class CopyNode:
 
     def stop(self) -> int:
         """Make later launches copy nothing; return CUDA's error code."""
+        self._work = None
         self._kernel.ensure_context()
         return self._kernel.change(self._exec, self._node, self._idle)
 
@@ -170,7 +173,8 @@ class CopyNode:
 
         It takes contiguous tensors and returns CUDA's error code. The tensors are read when
         the graph runs, in the order of the stream it is launched on; ``data`` is read before
-        the function returns.
+        the function returns. A node without data that was set last by the same function, for
+        tensors at the same addresses, is as it must be already: then CUDA is not called.
 
         Args:
             regions: What to copy and to fill, one for each tensor and each offset.
@@ -184,15 +188,25 @@ class CopyNode:
             work.sources[index] = offset
         params, sources, thread = self._params(work), work.sources, self._kernel.thread
         change, handle, node = self._kernel.change, self._exec, self._node
-        ensure_context = self._kernel.ensure_context
+        ensure_context, keeps = self._kernel.ensure_context, not offsets
+        addresses = [0] * MAX_REGIONS  # an item of a list is read at half the price
 
         def set_node(values: Sequence[torch.Tensor]) -> int:
             # One by one: half the price of struct, which asks ctypes for a buffer each time.
             for index, value in enumerate(values):
-                sources[index] = value.data_ptr()
+                address = value.data_ptr()
+                if address != addresses[index]:
+                    self._work = None  # first: an interrupt may come before it is set again
+                    sources[index] = addresses[index] = address
+            if self._work is work:
+                return 0
+            self._work = None
             if not hasattr(thread, "has_context"):  # asked here, since a call costs more
                 ensure_context()
-            return change(handle, node, params)
+            code = change(handle, node, params)
+            if keeps and not code:
+                self._work = work
+            return code
 
         return set_node
 

@@ -130,11 +130,11 @@ class InputSet:
         return bind_or_raise(self.names, args, kwargs)
 
     # ``check(values)`` returns the number of rows of a call whose inputs all fit, and whether
-    # all of them are known to be tensors whose memory can be read as it is: contiguous, without
-    # lazy conjugation or negation. It raises InputError if one is not a tensor, or has another
-    # type, device, rank, fixed dimension or number of rows than it should. Host inputs are
-    # checked as arrays: see ``host_arrays``. It is not kept here: what an object has bound to
-    # itself only the collector frees.
+    # all of them are known to be tensors whose memory can be read as it is (contiguous, without
+    # lazy conjugation or negation), and autocast to be off. It raises InputError if one is not a
+    # tensor, or has another type, device, rank, fixed dimension or number of rows than it should.
+    # Host inputs are checked as arrays: see ``host_arrays``. It is not kept here: what an object
+    # has bound to itself only the collector frees.
 
     @property
     def check(self) -> Callable[[Any], tuple[int, bool]]:
@@ -181,8 +181,10 @@ class InputSet:
                     [[None] * len(shape) for shape in shapes],
                 )
             ]
-            # The guard knows these flags, and says yes to tensors that have them alike.
-            is_readable = never if any(map(is_flagged, values)) else guards[0]
+            # The guard knows these flags and whether the device's autocast is on, and says yes
+            # where they are alike.
+            is_special = torch.is_autocast_enabled(self.device.type)
+            is_readable = never if is_special or any(map(is_flagged, values)) else guards[0]
             self._quick[rows] = (is_readable, guards[1])
 
     def _check_alike(self, values: Sequence[Any]) -> tuple[int, bool]:

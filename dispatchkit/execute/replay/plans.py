@@ -270,7 +270,8 @@ class GraphPlan:
         step, lane = self.step, self._lane
         if step.released:
             return AGAIN
-        may_differ = self._had_autocast or _is_any_autocast_enabled()
+        # What is readable was seen to be without autocast, by the check of the inputs.
+        may_differ = self._had_autocast or (not readable and _is_any_autocast_enabled())
         for module, training, place_now, place in self._modules:
             if module.training is not training or place_now() != place:
                 may_differ = True
