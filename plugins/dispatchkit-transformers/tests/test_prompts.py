@@ -183,7 +183,7 @@ def test_chunks_take_the_least_time_and_are_few():
     assert plan_chunks((16,), 64, 40)[40] == (16, 16, 16)
 
 
-@pytest.mark.parametrize("sizes", [(0,), (128,), ("long",)])
+@pytest.mark.parametrize("sizes", [(0,), (128,), ("long",), 64, True])
 def test_sizes_that_no_prompt_has_are_refused(sizes):
     with pytest.raises(ConfigError, match="prompt_sizes"):
         decoder_of(llama().eval(), prompt_sizes=sizes)

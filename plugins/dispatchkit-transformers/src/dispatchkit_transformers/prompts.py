@@ -8,7 +8,7 @@ is their first chunk: the last token of the last chunk is the last of each promp
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ def check_prompt_sizes(sizes: Sequence[int], max_length: int) -> tuple[int, ...]
     Raises:
         ConfigError: They are no sizes, or above the longest prompt.
     """
+    if not isinstance(sizes, Iterable):
+        raise ConfigError("prompt_sizes", sizes, "sizes of chunks in tokens, such as (16, 64, 256)")
     made = tuple(sorted({check_count(size, "prompt_sizes") for size in sizes}))
     if made and made[-1] > max_length:
         raise ConfigError("prompt_sizes", made, f"at most max_length ({max_length})")
