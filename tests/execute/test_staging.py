@@ -13,6 +13,7 @@ from dispatchkit import (  # noqa: E402
 )
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import CaptureError, InputError  # noqa: E402
+from dispatchkit.execute import sample_inputs  # noqa: E402
 from dispatchkit.execute.io.staging import Staging  # noqa: E402
 
 HOST = {
@@ -218,3 +219,13 @@ def test_without_the_guard_steps_on_a_late_device_are_wrong(make_runner, monkeyp
     monkeypatch.setattr(Staging, "wait", lambda self: None)
     kept, wanted = results_on_a_late_device(make_runner, 0, mode, step_in_place=False)
     assert any(not torch.equal(got, want) for got, want in zip(kept, wanted, strict=True))
+
+
+def test_host_inputs_of_measured_steps_are_in_host_memory():
+    specs = {**HOST, "slot": StaticInput((None,), "int64")}
+    made = sample_inputs(specs, 3, torch.device("meta"))
+    assert {name: one.device.type for name, one in made.items()} == {
+        "tokens": "cpu",
+        "scale": "cpu",
+        "slot": "meta",
+    }

@@ -19,13 +19,14 @@ def sample_inputs(
     Args:
         specs: Static inputs by name.
         size: Rows.
-        device: Where the tensors are.
+        device: Where the tensors are; those of host inputs are in host memory.
     """
     made = {}
     for name, spec in specs.items():
-        tensor = spec.full(size, device)
+        place = torch.device("cpu") if spec.host else device
+        tensor = spec.full(size, place)
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
-            generator = torch.Generator(device).manual_seed(size)
+            generator = torch.Generator(place).manual_seed(size)
             tensor.normal_(generator=generator)
         made[name] = tensor
     return made
