@@ -350,7 +350,7 @@ class BreakCases:
 
         for inference in (False, True):
             with torch.inference_mode(inference):
-                runner = self.make(backend, step)
+                runner = self.make(backend, step, sizes=(4,))
                 assert not runner.capture().failed
                 for scale in (2.0, 3.0):
                     facts["scale"] = scale
