@@ -8,8 +8,9 @@ cases take turns in one process:
 
 - ``serial``: graphs of one stream, by hand; ``raw streams``: a graph for each stream, by hand;
 - ``raw streams, copies``: the same with what a step needs beside its graph, by hand: the input
-  copied in and the result cloned;
-- ``runner, serial`` and ``runner, lanes``: the runner's calls, and ``submit`` in turn.
+  copied in and the result cloned; ``raw streams, copied in`` clones none;
+- ``runner, serial`` and ``runner, lanes``: the runner's calls, and ``submit`` in turn;
+  ``runner, lanes, views`` is ``submit`` with results that are not cloned.
 
 ``small`` graphs leave most of the device idle; ``filling`` graphs leave none of it. Steps are
 given out one after another, so that the last lane begins late in each round: by hand, too, and
@@ -65,7 +66,9 @@ class Network:
         return x
 
 
-def runner_of(network: Network, rows: int, width: int, lanes: int) -> GraphRunner:
+def runner_of(
+    network: Network, rows: int, width: int, lanes: int, outputs: str = "owned"
+) -> GraphRunner:
     runner = GraphRunner(
         network,
         {"x": StaticInput((None, width), network.dtype)},
@@ -74,6 +77,7 @@ def runner_of(network: Network, rows: int, width: int, lanes: int) -> GraphRunne
         mode="FULL",
         backend="cuda" if HAS_GPU else "tape",
         lanes=lanes,
+        outputs=outputs,
         options=RunnerOptions(strict=True),
     )
     failed = runner.capture().failed
@@ -135,8 +139,10 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int, *, brief: bo
     given = torch.randn(rows, width, device=DEVICE).to(network.dtype)
     hands = [ByHand(network, rows, width) for _ in range(lanes)]
     many, one = runner_of(network, rows, width, lanes), runner_of(network, rows, width, 1)
-    if not torch.equal(many.submit(given).result(), one(given)):
-        raise SystemExit("A lane gave something else than a call.")
+    views = runner_of(network, rows, width, lanes, "view")
+    for runner in (many, views):
+        if not torch.equal(runner.submit(given).result(), one(given)):
+            raise SystemExit("A lane gave something else than a call.")
     torch.cuda.synchronize()
 
     def serial(number: int) -> None:
@@ -155,12 +161,21 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int, *, brief: bo
             hand.graph.replay()
             return hand.out.clone()
 
+    def raw_copied_in(number: int) -> Any:
+        hand = hands[number % lanes]
+        with torch.cuda.stream(hand.stream):
+            hand.x.copy_(given)
+            hand.graph.replay()
+            return hand.out
+
     cases = {
         "serial": serial,
         "raw streams": raw,
         "raw streams, copies": raw_copies,
+        "raw streams, copied in": raw_copied_in,
         "runner, serial": lambda number: one(given),
         "runner, lanes": lambda number: many.submit(given),
+        "runner, lanes, views": lambda number: views.submit(given),
     }
     whole, host = by_turns(cases, each * lanes, rounds)
     beside = {
@@ -168,6 +183,7 @@ def measure_kind(kind: str, lanes: int, rounds: int, per_lane: int, *, brief: bo
         "raw streams, copies": ["serial"],
         "runner, serial": ["serial"],
         "runner, lanes": ["serial", "raw streams", "raw streams, copies"],
+        "runner, lanes, views": ["serial", "raw streams", "raw streams, copied in"],
     }
     what = f"{kind}, {lanes} lanes, {each} steps each"
     line = []

@@ -68,7 +68,7 @@ class GraphRunner:
             ``plugins.with_policy("vllm")``.
         backend: ``auto``, a backend's name, or an object.
         outputs: ``owned``: each call returns fresh tensors. ``view``: what it returns is
-            valid until the runner's next call.
+            valid until the runner's next call, and what a lane returns until that lane's next.
         state: Tensors the step changes, such as a KV cache, or a ``StepState`` of these,
             scratch tensors and generators. They are saved around warmups.
         lazy: Capture a key when a call asks for it.

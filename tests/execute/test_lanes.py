@@ -489,13 +489,12 @@ BY_UNKNOWN_NAME = RunnerOptions(lanes=LaneOptions(lane_policy="nowhere"))
         ({"lanes": 0}, "lanes must be a whole number"),
         ({"lanes": True}, "lanes must be a whole number"),
         ({"lanes": 5, "backend": TapeBackend(max_streams=4)}, "lanes must be at most 4"),
-        ({"lanes": 2, "outputs": "view"}, "outputs must be 'owned' with several lanes"),
         ({"lanes": 2, "options": RunnerOptions(check=3)}, "check must be 0 with several lanes"),
         ({"lanes": Lanes(2, InTurn)}, "lane policy must be an object with choose"),
         ({"lanes": Lanes(2, InTurn()), "options": OF_A_LANE_POLICY}, "in one place alone"),
         ({"lanes": 1, "options": BY_UNKNOWN_NAME}, "lane policy must be one of.*'nowhere'"),
     ],
-    ids=["none", "bool", "more than streams", "views", "check", "class", "options", "name"],
+    ids=["none", "bool", "more than streams", "check", "class", "options", "name"],
 )
 def test_what_does_not_go_with_lanes_is_refused(make_runner, settings, message):
     with pytest.raises(ConfigError, match=message):
@@ -506,6 +505,43 @@ def test_each_lane_learns_for_itself(make_runner, policy):
     policy.observe = lambda outcome: None
     with pytest.raises(ConfigError, match="given by name with several lanes"):
         make_runner(network, ROWS, policy=policy, lanes=Lanes(2, InTurn()))
+
+
+# -- results without a copy -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_views_are_right_until_the_next_step_of_their_lane(make_lanes, seed):
+    given = batches(9)
+    runner = make_lanes(seed=seed, outputs="view")
+    runner.capture()
+    for start in (0, 3, 6):
+        some = given[start : start + 3]
+        results = deferred_results(runner, some)
+        assert all(same(got, network(x * 2)) for got, x in zip(results, some, strict=True))
+
+
+def test_a_view_is_not_copied_and_not_given_out_once_it_is_overwritten(make_lanes):
+    runner = make_lanes(outputs="view")
+    runner.capture()
+    first = [runner.submit(torch.ones(4, 8)) for _ in range(3)]
+    memory = [handle.result()[0].data_ptr() for handle in first]
+    assert len(set(memory)) == 3
+    second = runner.submit(torch.ones(4, 8))
+    assert (second.lane, second.result()[0].data_ptr()) == (0, memory[0])
+    with pytest.raises(ReplayError, match="a later step of lane 0 has overwritten it"):
+        first[0].result()
+    first[0].synchronize()
+    assert first[1].result()[0].data_ptr() == memory[1]
+
+
+def test_a_call_overwrites_a_view_of_the_first_lane(make_lanes):
+    runner = make_lanes(outputs="view")
+    runner.capture()
+    handle = runner.submit(torch.ones(4, 8))
+    runner(torch.zeros(2, 8))
+    with pytest.raises(ReplayError, match="lane 0"):
+        handle.result()
 
 
 # -- every lane its own -----------------------------------------------------------------------

@@ -410,6 +410,8 @@ def test_other_autocast_than_at_capture_runs_eager_and_other_types_are_refused(s
     runner = runner_of(step)
     runner.capture()
     x = rows_of(5)
+    for _ in range(3):  # then the look of its inputs is known
+        runner(x)
     with (
         torch.autocast("cuda", dtype=torch.bfloat16),
         pytest.warns(EagerStepWarning, match="autocast"),

@@ -15,7 +15,7 @@ from dispatchkit import (  # noqa: E402
     RunnerOptions,
     StaticInput,
 )
-from dispatchkit.errors import ConfigError  # noqa: E402
+from dispatchkit.errors import ConfigError, ReplayError  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +64,26 @@ def exact(x):
     for _ in range(10):
         x = (x + x.roll(1, 1)) % 251.0
     return x
+
+
+def test_views_of_lanes_are_right_until_the_next_step_of_their_lane():
+    """Reads on the submitting stream come before what overwrites their memory."""
+    runner = make(exact, 4, outputs="view")
+    runner.capture()
+    sums = []
+    for start in range(0, 200, 4):
+        handles = [
+            runner.submit(whole_numbers(1 + number % 32, number % 7))
+            for number in range(start, start + 4)
+        ]
+        sums += [handle.result().sum() for handle in handles]
+    wanted = [exact(whole_numbers(1 + number % 32, number % 7)).sum() for number in range(200)]
+    assert torch.equal(torch.stack(sums), torch.stack(wanted))
+    first = runner.submit(whole_numbers(8, 1))
+    for _ in range(4):
+        runner.submit(whole_numbers(8, 2))
+    with pytest.raises(ReplayError, match="has overwritten it"):
+        first.result()
 
 
 @pytest.mark.parametrize("lanes", [2, 4, 8])

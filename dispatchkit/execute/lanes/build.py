@@ -40,13 +40,6 @@ def check_lanes(spec: RunnerSpec) -> None:
         raise ConfigError("lanes", count, "a whole number of at least 1, or Lanes")
     if count == 1:
         return
-    if spec.outputs != "owned":
-        raise ConfigError(
-            "outputs",
-            spec.outputs,
-            "'owned' with several lanes",
-            "A lane's next step is not in sight.",
-        )
     if spec.options.check:
         raise ConfigError(
             "check",

@@ -4,6 +4,9 @@ Each lane has an executor of its own: own stream, pool, static buffers, graphs a
 Nothing is shared but the step, what it reads, and declared state; of the last see ``Chain``.
 The host gives steps to lanes one at a time, under one lock; the device runs them at the same time.
 
+Results are the caller's own, or views of the lane's memory: those a handle refuses to give out
+once a later step of the lane may have overwritten them.
+
 Order, both ways, by events: the lane waits for what the caller's stream held when the step was
 submitted, and whoever waits for the handle waits for the lane. The inputs are copied on the
 lane, so that the caller's stream does not wait for the lane; they are kept alive until then.
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, overload
@@ -26,6 +30,7 @@ from dispatchkit.errors import PolicyError, ReplayError
 from dispatchkit.execute.executor import Executor, run_again
 from dispatchkit.execute.io.calls import CallReader
 from dispatchkit.execute.io.structure import leaves_of
+from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.lanes.chooser import LaneChooser
 from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.keys.batch import GraphKey
@@ -48,15 +53,25 @@ class StepHandle:
         in_flight: The step in flight.
         lane: Number of the lane.
         is_device: Its tensors are memory of a CUDA device.
+        memory: The lane, where the result may lie in memory that its next step overwrites.
 
     Thread safety: any thread may wait for it, also several.
     """
 
-    __slots__ = ("_in_flight", "_is_device", "_result", "lane")
+    __slots__ = ("_in_flight", "_is_device", "_memory", "_result", "_tick", "lane")
 
-    def __init__(self, result: Any, in_flight: InFlight, lane: int, is_device: bool) -> None:
+    def __init__(
+        self,
+        result: Any,
+        in_flight: InFlight,
+        lane: int,
+        is_device: bool,
+        memory: weakref.ref[Lane] | None = None,
+    ) -> None:
         self._result, self._in_flight = result, in_flight
         self._is_device = is_device
+        lane_now = None if memory is None else memory()
+        self._memory, self._tick = memory, 0 if lane_now is None else lane_now.tick
         self.lane: int = lane
 
     def is_done(self) -> bool:
@@ -85,7 +100,17 @@ class StepHandle:
         """Return what the step returned, once the current stream waits for it.
 
         It may be used on the current stream at once. For another one call ``wait`` with it.
+        With ``outputs="view"`` it is valid until the next step of its lane.
+
+        Raises:
+            ReplayError: With ``outputs="view"``: its lane has been given a step since.
         """
+        memory = None if self._memory is None else self._memory()
+        if memory is not None and memory.tick != self._tick:
+            raise ReplayError(
+                f"This result was a view, and a later step of lane {self.lane} has overwritten it. "
+                "Ask for it before the lane's next step, or make the runner with outputs='owned'."
+            )
         self.wait()
         return self._result
 
@@ -175,6 +200,9 @@ class LaneQueue:
         self.index = index
         self.executor = executor
         self.stream: Stream = executor.lane.stream
+        # Where results lie that are views; weakly, since handles may outlive the runner.
+        is_view = executor.spec.outputs == "view"
+        self.memory: weakref.ref[Lane] | None = weakref.ref(executor.lane) if is_view else None
         self.handle: int = self.stream.handle
         self.is_on_cuda: bool = executor.work.inputs.device.type == "cuda"
         # Marks on the caller's stream what the lane waits for.
@@ -420,4 +448,4 @@ class LaneSet(Sequence[Executor]):
             stream.synchronize()  # nothing of it reads the caller's tensors any more
             raise
         in_flight = queue.push(batch[0], tensors)
-        return StepHandle(result, in_flight, queue.index, queue.is_on_cuda)
+        return StepHandle(result, in_flight, queue.index, queue.is_on_cuda, queue.memory)
