@@ -165,7 +165,6 @@ class SlotState:
         self._sessions: list[Hashable | None] = [None] * num_slots
         self._is_taken = numpy.zeros(num_slots, dtype=bool)
         self._numbers = numpy.arange(num_slots)
-        self._last_row = numpy.zeros(num_slots, dtype=numpy.int64)
         self._free = list(range(num_slots - 1, -1, -1))
 
     # -- sessions -----------------------------------------------------------------------
@@ -323,23 +322,19 @@ class SlotState:
         if self.compact:
             if number <= len(self._slots) and bool((slots == self._numbers[:number]).all()):
                 return
-        elif not number or (
-            slots.min() >= 0
-            and slots.max() < self.num_slots
-            and bool(self._is_taken[slots].all())
-            and self._are_distinct(slots)
-        ):
+        elif not number or (slots.max() < self.num_slots and self._are_sessions(slots)):
             return
         if bool((slots == self.static_input.fill).all()):
             return  # a step on rows of nobody's, to be measured
         raise self._slots_error(slots.tolist(), name)
 
-    def _are_distinct(self, slots: Any) -> bool:
-        numbers = self._numbers[: len(slots)]
-        if len(numbers) < len(slots):
+    def _are_sessions(self, slots: Any) -> bool:
+        """Return whether slots that are none too large are those of distinct sessions."""
+        try:
+            counts = numpy_module().bincount(slots, minlength=self.num_slots)
+        except ValueError:  # one is negative
             return False
-        self._last_row[slots] = numbers
-        return bool((self._last_row[slots] == numbers).all())
+        return not bool((counts > self._is_taken).any())
 
     def _slots_error(self, slots: list[int], name: str) -> DescriptorError:
         """Return the error of the first slot that a step must not name."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import attrs
 import pytest
@@ -24,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::dispatchkit.keys.CaptureSizeWarning"),
 ]
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "sessions.md"
 ROWS = StaticInput((None, 2), "float32")
 
 
@@ -360,3 +363,14 @@ def test_lanes_with_disjoint_state_run_sessions_apart():
     ]
     results = [one.result()[0][:, 0].tolist() for one in handles]
     assert results == [[3.0, 3.0], [5.0, 5.0]]
+
+
+def test_the_examples_of_the_page_run_as_printed(capsys):
+    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert len(examples) == 4
+    names: dict = {}
+    for example in examples:
+        exec(example, names)  # noqa: S102
+    assert capsys.readouterr().out.startswith("slots[1] must be named once, got 0.")
+    for name in ("runner", "decoder"):
+        assert names[name].stats().eager_by_reason == {}
