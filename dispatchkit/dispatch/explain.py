@@ -64,6 +64,7 @@ class Explanation:
         candidates: Per runtime mode, the smallest graphs that cover the batch.
         largest: Tokens of the largest declared graph; 0 where there is none.
         fault: What the policy did wrong, where it did; nothing is counted for it here.
+        problem: Why the smallest graph that covers the batch failed, where that is the reason.
         cost: What the step costs, where a cost model was given.
         times: What a runner measured of such steps; None where nobody measures.
         axes: The bucket of each axis by name; None for a value outside all of its buckets.
@@ -80,6 +81,7 @@ class Explanation:
     times: tuple[MeasuredTime, ...] | None = None
     axes: Mapping[str, int | None] = attrs.field(factory=dict, hash=False)
     note: str = ""
+    problem: str = ""
 
     @property
     def axes_in_words(self) -> list[str]:
@@ -95,6 +97,8 @@ class Explanation:
         reason = self.decision.reason
         if self.fault:
             return f"policy: {self.fault}"
+        if self.problem:
+            return f"state: its graph failed, {self.problem}"
         if reason in _BEHIND:
             return _BEHIND[reason]
         if reason == Reason.ABOVE_LARGEST and self.batch.num_tokens <= self.largest:
@@ -228,6 +232,10 @@ def explain(
     origin = f" ({dispatcher.policy_origin})" if dispatcher.policy_origin else ""
     member = f", member {policy}" if policy != dispatcher.policy_name else ""
     largest = max((key.num_tokens for key in dispatcher.registry), default=0)
+    problem = ""
+    if decision.reason == Reason.CAPTURE_FAILED and candidates:
+        entry = dispatcher.registry.get(candidates[0].key)
+        problem = "for no reason given" if entry is None else entry.reason
     return Explanation(
         batch,
         decision,
@@ -239,6 +247,7 @@ def explain(
             axis.name: bucket
             for axis, bucket in zip(dispatcher.config.axes, batch.axes, strict=True)
         },
+        problem=problem,
     )
 
 
@@ -249,7 +258,6 @@ _BEHIND: Mapping[str, str] = {
     Reason.CEILING: "constraint: the caller allows no mode that has a graph for it",
     Reason.NO_KEY: "configuration: no graph is declared for this kind of batch",
     Reason.NOT_CAPTURED: "state: its graph is declared and not captured yet",
-    Reason.CAPTURE_FAILED: "state: the capture of its graph failed",
     Reason.EVICTED: "state: its graph was given up for room",
     Reason.STALE: "state: its graph was captured before what it reads was replaced",
     Reason.DISABLED: "state: its graph, or the mode, is switched off",

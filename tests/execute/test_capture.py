@@ -55,6 +55,33 @@ def test_first_use_of_a_library_is_warmed_up_before_the_capture(make_runner, bac
     same(runner(torch.arange(3)), torch.arange(3))
 
 
+class _Counting(torch.nn.Module):
+    calls = 0
+
+    def forward(self, tokens):
+        self.calls += 1
+        return tokens * 2
+
+
+@pytest.mark.filterwarnings("ignore::dispatchkit.execute.EagerStepWarning")
+@pytest.mark.parametrize(
+    ("step", "reason", "why"),
+    [
+        (_Counting(), "python_state", "_Counting.calls"),
+        (lambda tokens: tokens * tokens.sum().item(), "capture_failed", "Tensor.item"),
+    ],
+)
+def test_explain_gives_the_reason_that_steps_are_counted_by(make_runner, step, reason, why):
+    """And what the capture of the graph said, not only that it failed."""
+    runner = make_runner(step)
+    runner.capture()
+    runner(torch.arange(3))
+    found = runner.explain(3)
+    assert dict(runner.stats().eager_by_reason) == {found.decision.reason: 1} == {reason: 1}
+    assert found.because.startswith("state: its graph failed")
+    assert why in found.because
+
+
 def test_without_warmups_a_capture_works_or_says_why_not(make_runner):
     works = make_runner(
         double,

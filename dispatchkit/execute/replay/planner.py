@@ -130,11 +130,19 @@ class Planner:
         step: CapturedKey = entry.graph
         return str(step.refusal(num_tokens))
 
-    def shown(self, decision: Decision, num_tokens: int) -> Decision:
-        """Return a decision as the step of a batch runs, with the reason that is counted."""
+    def shown(
+        self, decision: Decision, num_tokens: int, missed: GraphKey | None = None
+    ) -> Decision:
+        """Return a decision as the step of a batch runs, with the reason that is counted.
+
+        Args:
+            decision: The dispatcher's.
+            num_tokens: Of the batch.
+            missed: The smallest key that could have served it, if any.
+        """
         if refused := self.refusal(decision, num_tokens):
             return attrs.evolve(decision, mode=RuntimeMode.NONE, key=None, reason=refused, parts=())
-        return attrs.evolve(decision, reason=self.own_reason(decision.reason))
+        return attrs.evolve(decision, reason=self.own_reason(decision.reason, missed))
 
     def replay(
         self, key: GraphKey, step: CapturedKey, num_tokens: int, timer: Timer | None = None
