@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import torch
 
+from dispatchkit.backends import features_of
 from dispatchkit.dispatch import Decision, GraphView, Reason
 from dispatchkit.errors import CaptureError, ConfigError
 from dispatchkit.execute import GraphRunner, StaticInput
@@ -160,22 +161,22 @@ class MemoryMeter:
 
     def __init__(self, runner: GraphRunner) -> None:
         self._runner = runner
-        self._device = torch.device(runner.backend.torch_device)
+        self._device = features_of(runner.backend).meters
         self._pool = runner.num_bytes
         self._held = self._in_use()
         self._outside = self._outside_torch()
 
     def _in_use(self) -> int:
-        if self._device.type != "cuda":
+        if self._device is None:
             return self._runner.num_bytes
-        return torch.cuda.memory_allocated(self._device)
+        return self._device.device_memory().held_bytes
 
     def _outside_torch(self) -> int:
-        if self._device.type != "cuda":
+        if self._device is None:
             return 0
         self._runner.backend.synchronize()
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free - torch.cuda.memory_reserved(self._device)
+        now = self._device.device_memory()
+        return now.used_bytes - now.reserved_bytes
 
     def pool_bytes(self) -> int:
         """Return what torch reserved for the graphs: their pool, and the outputs they share."""
