@@ -116,11 +116,6 @@ class WarmupNotes(Protocol):
         """Whether the operations can be captured by these notes, without another watch."""
         ...
 
-    @property
-    def draws(self) -> bool:
-        """Whether an operation may draw random numbers."""
-        ...
-
     def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note an operation before it runs, as ``__torch_dispatch__`` gets it."""
         ...

@@ -36,12 +36,6 @@ def test_backend_of_a_device_makes_notes():
     assert CudaNotes.see.__code__.co_varnames[:4] == WarmupNotes.see.__code__.co_varnames[:4]
 
 
-def test_operations_that_may_draw_are_noted():
-    x = torch.ones(3)
-    assert not notes_of(lambda: x * 2 + 1).draws
-    assert notes_of(lambda: torch.rand_like(x)).draws
-
-
 def test_copies_between_devices_leave_the_watching_to_the_capture():
     x = torch.ones(3)
     assert notes_of(lambda: x.clone().copy_(x).double()).is_plain

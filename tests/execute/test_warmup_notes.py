@@ -25,7 +25,7 @@ INPUT = {"x": StaticInput((None, 4), "float32")}
 
 class Notes:
     def __init__(self, *, is_plain):
-        self.is_plain, self.draws, self.given = is_plain, False, {}
+        self.is_plain, self.given = is_plain, {}
 
     def see(self, func, args, kwargs):
         for tensor in tensors_in((*args, *kwargs.values())):

@@ -514,22 +514,6 @@ class ForgetsNotesBackend(OfferingTape):
         return super().capture(run, watched=watched and notes is None, **options)
 
 
-@planted("test_notes_say_that_an_operation_may_draw", r"say that nothing draws")
-class NotesWithoutDrawsBackend(OfferingTape):
-    """Random numbers are looked for in captures only."""
-
-    def new_notes(self):
-        notes = super().new_notes()
-        see = notes.see
-
-        def see_no_draw(func, args, kwargs):
-            see(func, args, kwargs)
-            notes.draws = False
-
-        notes.see = see_no_draw
-        return notes
-
-
 @planted("test_a_copy_node_does_what_it_was_set_to_last", r"stopped node still copies")
 class StopsNothingBackend(OfferingTape):
     """A node that is not set again has nothing to do."""

@@ -14,15 +14,14 @@ from dispatchkit.errors import ReplayError
 
 
 class Notes:
-    """Storages that operations were given, and whether one of them draws."""
+    """Storages that operations were given."""
 
     is_plain = True
 
     def __init__(self):
-        self.draws, self.given = False, {}
+        self.given = {}
 
     def see(self, func, args, kwargs):
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()

@@ -14,12 +14,10 @@ from dispatchkit.backends.capture_guard import HostSyncError
 from dispatchkit.backends.cuda.segments import Segment
 from dispatchkit.backends.watching.compiled_code import Calls
 from dispatchkit.backends.watching.dispatch_mode import (
-    DispatchMode,
+    OperationMode,
     PerOperation,
     WeakStorages,
-    has_subclass,
 )
-from dispatchkit.backends.watching.higher_order import is_higher_order, run_higher_order
 from dispatchkit.backends.watching.host_sync import (
     HostSyncGuard,
     is_composite,
@@ -65,22 +63,18 @@ class WarmupNotes:
     """What a warmup shows about a capture of the same operations, which then needs no watch.
 
     Attributes:
-        draws: An operation was seen that may draw.
         is_plain: Nothing was seen that a capture refuses, or that only its own watch can see:
             reads of the device's data, host memory, operations made of others.
     """
 
     def __init__(self) -> None:
-        self.draws: bool = False
         self.is_plain: bool = True
         self._given = _Given()
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note an operation before it runs."""
         on_device = self._given.note((*args, *kwargs.values()) if kwargs else args)
-        draws, may_wait, copies, hides = _looks_of(func)
-        if draws:
-            self.draws = True
+        may_wait, copies, hides = _looks_of(func)
         if (
             hides
             or (may_wait and on_device and is_data_dependent(func, args))
@@ -97,7 +91,7 @@ class WarmupNotes:
         return self._given.outside(segments)
 
 
-class CaptureWatch(DispatchMode):
+class CaptureWatch(OperationMode):
     """Refuses what would void a capture, and notes what the graph must hold.
 
     Args:
@@ -109,16 +103,12 @@ class CaptureWatch(DispatchMode):
         first_error: The first refused call, also where the callable swallowed it.
         draws: An operation was seen that may draw.
         host_tensors: Host memory that captured copies read or write.
-        is_paused: Operations are not looked at.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, *, compiled: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = Calls() if compiled else None
         self.first_error: HostSyncError | None = None
-        self.is_paused: bool = False
         self._begin()
 
     def _begin(self) -> None:
@@ -170,16 +160,10 @@ class CaptureWatch(DispatchMode):
         stack.enter_context(self)
         return stack
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.is_paused:
-            return func(*args, **kwargs)
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, unless it would void the capture; note what it is given."""
         if self._calls is not None:
-            self._calls.note(sys._getframe(1))
-        if types and has_subclass(types):
-            return NotImplemented  # a subclass: what it does by itself comes here
-        if is_higher_order(func):
-            return run_higher_order(self, func, args, kwargs)
+            self._calls.note(sys._getframe(2))
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         on_device = self._given.note((*args, *kwargs.values()) if kwargs else args)
@@ -221,12 +205,12 @@ def _kinds_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> se
 
 
 @PerOperation
-def _looks_of(func: Any) -> tuple[bool, bool, bool, bool]:
-    """Return whether an operation may draw, may wait, is a copy, and hides what it is made of."""
+def _looks_of(func: Any) -> tuple[bool, bool, bool]:
+    """Return whether an operation may wait, is a copy, and hides what it is made of."""
     if not isinstance(func, torch._ops.OpOverload):
-        return True, False, False, True
+        return False, False, True
     name = func._schema.name
-    return _may_draw(func), may_be_data_dependent(func), name in _COPIES, is_composite(func)
+    return may_be_data_dependent(func), name in _COPIES, is_composite(func)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -33,8 +33,7 @@ from dispatchkit.backends.watching.collectives import (
     waited,
     writes_first_argument,
 )
-from dispatchkit.backends.watching.dispatch_mode import DispatchMode, has_subclass, tensors_in
-from dispatchkit.backends.watching.higher_order import is_higher_order, run_higher_order
+from dispatchkit.backends.watching.dispatch_mode import OperationMode, tensors_in
 from dispatchkit.backends.watching.host_sync import sync_of
 
 # These make or rename memory and write none, so a replay on fixed memory skips them.
@@ -53,7 +52,7 @@ def storage_id(tensor: torch.Tensor) -> int:
     return identity
 
 
-class Recorder(DispatchMode):
+class Recorder(OperationMode):
     """Notes every operation of one capture as a Step.
 
     Attributes:
@@ -124,14 +123,8 @@ class Recorder(DispatchMode):
 
     # -- recording ----------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.is_paused:
-            return func(*args, **kwargs)
-        if types and has_subclass(types):
-            return NotImplemented  # a subclass: what it does by itself comes here
-        if is_higher_order(func):
-            return run_higher_order(self, func, args, kwargs)
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and record it."""
         error = sync_of(func, args)
         if error is not None:
             self.note_error(error)

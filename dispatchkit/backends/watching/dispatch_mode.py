@@ -26,6 +26,7 @@ from dispatchkit.backends.watching.compiled_code import (
     ThreadCounts,
     dynamo_is_loaded,
 )
+from dispatchkit.backends.watching.higher_order import is_higher_order, run_higher_order
 
 _Facts = TypeVar("_Facts")
 
@@ -182,6 +183,35 @@ class DispatchMode(TorchDispatchMode):
             quiet = torch._disable_dynamo(raw, recursive=True)  # type: ignore[attr-defined]
             setattr(cls, "__torch_dispatch__", quiet)  # noqa: B010
             cls._is_hidden_from_dynamo = True
+
+
+class OperationMode(DispatchMode):
+    """A mode that is shown operations alone; a subclass defines ``run_operation``.
+
+    What a tensor subclass handles by itself, and what is given functions (``torch.cond``), comes
+    as the operations that it runs.
+
+    Attributes:
+        is_paused: Operations run as they are, and are not shown.
+    """
+
+    is_paused: bool = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        if types and has_subclass(types):
+            return NotImplemented  # what the subclass does by itself comes here
+        if is_higher_order(func):
+            return run_higher_order(self, func, args, kwargs)
+        return self.run_operation(func, args, kwargs)
+
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and return its result; what called it is two frames up."""
+        raise NotImplementedError
 
 
 def inference_mode(is_on: bool) -> AbstractContextManager[None]:

@@ -27,14 +27,12 @@ from dispatchkit.backends.optional import WarmupNotes
 from dispatchkit.backends.watching.collectives import is_collective, writes_first_argument
 from dispatchkit.backends.watching.compiled_code import Calls, dynamo_is_loaded
 from dispatchkit.backends.watching.dispatch_mode import (
-    DispatchMode,
+    OperationMode,
     PerOperation,
     WeakStorages,
-    has_subclass,
     inference_mode,
     tensors_in,
 )
-from dispatchkit.backends.watching.higher_order import is_higher_order, run_higher_order
 from dispatchkit.backends.watching.host_sync import run_composite
 from dispatchkit.errors import CaptureError, ConfigError
 
@@ -241,7 +239,7 @@ class CompiledCode:
     num_operations: int
 
 
-class WriteWatch(DispatchMode):
+class WriteWatch(OperationMode):
     """Watches one run: what it writes outside, and how much memory it needs at once.
 
     Args:
@@ -287,18 +285,12 @@ class WriteWatch(DispatchMode):
         self._own: set[int] = set()
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if types and has_subclass(types):
-            return NotImplemented  # a subclass: what it does by itself comes here
-        if is_higher_order(func):
-            return run_higher_order(self, func, args, kwargs)
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and note what it does to memory."""
         if self._notes is not None:
             self._notes.see(func, args, kwargs)
         facts = _facts_of(func)
-        if self._calls is not None and self._calls.note(sys._getframe(1)):
+        if self._calls is not None and self._calls.note(sys._getframe(2)):
             self._note_given(args, kwargs)
         if torch.is_inference_mode_enabled():
             result = run_composite(self, func, args, kwargs)
@@ -400,7 +392,7 @@ class WriteWatch(DispatchMode):
             self.peak_bytes = max(self.peak_bytes, alive)
 
 
-class OperatorWrites(DispatchMode):
+class OperatorWrites(OperationMode):
     """Notes what is written by operators whose schemas say so.
 
     Attributes:
@@ -411,14 +403,8 @@ class OperatorWrites(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.written: StorageSet = StorageSet()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if types and has_subclass(types):
-            return NotImplemented  # a subclass: what it does by itself comes here
-        if is_higher_order(func):
-            return run_higher_order(self, func, args, kwargs)
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and note what it writes."""
         if torch.is_inference_mode_enabled():
             result = run_composite(self, func, args, kwargs)
             if result is not NotImplemented:
