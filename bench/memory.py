@@ -12,8 +12,8 @@
 - ``sleep``: memory given back by ``memory.sleep()``, times of sleep, wake, first replay and of
   capturing again, and whether the first replays are bit for bit those of before.
 - ``beside``: times of steps of one thread while another captures 51 graphs: not at all, in the
-  background (steps between two captures), also between operators, and by ``capture()`` under the
-  lock; with much memory free, and with little more than the captures take.
+  background (steps between the parts of a capture), also between operators, and by ``capture()``
+  under the lock; with much memory free, and with little more than the captures take.
 - ``dropped``: runners made, captured and dropped with the collector off: host and device memory.
 
 Each ends after ``--seconds`` (50) with what it has by then. A case a process, so that none finds
@@ -384,15 +384,6 @@ def cycle(
 WAYS = ("none", "background", "between operators", "lock")
 
 
-def backend_for(way: str) -> Any:
-    """Return a backend that lets steps in between the operators of a capture, where asked."""
-    if not HAS_GPU:
-        return BACKEND  # the tape always does
-    from dispatchkit.backends.cuda import CudaBackend
-
-    return CudaBackend(steps_beside_captures=way == "between operators")
-
-
 class Serving:
     """A thread that runs steps, times them and compares them with eager.
 
@@ -491,9 +482,7 @@ class BesideCase:
             way: How graphs are captured.
             leave: Leave half as many bytes more free as this, which captures took before.
         """
-        runner = make_runner(
-            self._module, (None, self._width), self._ladder, None, backend=backend_for(way)
-        )
+        runner = make_runner(self._module, (None, self._width), self._ladder, None)
         runner.capture([key for key in runner.registry if key.num_tokens == max(self._ladder)])
         filler, free = None, 0
         if HAS_GPU:
@@ -516,7 +505,8 @@ class BesideCase:
                 report = runner.capture()
             else:
                 background = runner.controls.capture_in_background(
-                    max_pause_us=self._options.max_pause_us
+                    max_pause_us=self._options.max_pause_us,
+                    between_operators=way == "between operators",
                 )
                 background.wait(max(1.0, seconds_left(self._options) - 3))
                 report, pauses = background.stop(), background.pauses
@@ -531,7 +521,7 @@ class BesideCase:
             cuts = statistics.quantiles(times, n=100, method="inclusive")
         named: dict[str, list[float]] = {}
         for pause in pauses:
-            named.setdefault(pause.what, []).append(pause.us)
+            named.setdefault(pause.part, []).append(pause.us)
         longest = sorted(named.items(), key=lambda item: -max(item[1]))[:8]
         memory = "much" if leave is None else "little"
         self.row = {

@@ -84,13 +84,17 @@ class Controls:
             return report
 
     def capture_in_background(
-        self, keys: Iterable[GraphKey] | None = None, *, max_pause_us: float = 2000.0
+        self,
+        keys: Iterable[GraphKey] | None = None,
+        *,
+        max_pause_us: float = 2000.0,
+        between_operators: bool = False,
     ) -> BackgroundCapture:
         """Capture the keys that have no graph yet in a thread, while others run steps.
 
-        The thread holds the lock of steps for ``max_pause_us`` at a time, then lets those that
-        wait run. Its own part is as long; what is not in its hands is in ``pauses``, with what
-        it was: an operator, or a driver's call, that takes longer; and the whole warmup and
+        Steps that wait run between the parts of each capture: its warmup, the capture itself, the
+        driver's end of it, each replay that proves its rows. What held them up for longer than
+        ``max_pause_us`` is in ``pauses``, by name: one of these parts; or the whole warmup and
         capture of a step that changes state, draws random numbers, is made of pieces, calls
         functions of torch.compile, or belongs to one of several lanes. Where calls capture on
         demand, they run eager with reason ``capture_pending`` meanwhile.
@@ -99,6 +103,9 @@ class Controls:
             keys: Which; all declared ones by default. As in ``capture``, the largest first, and
                 only where there is room: nothing is evicted.
             max_pause_us: How long steps may be held up at a time, in microseconds.
+            between_operators: Also let steps run in the middle of a warmup or capture, between two
+                operators, after ``max_pause_us``. The step must bear that: it must not set, for
+                the time of its own run, an attribute or a global that another run resets.
 
         Raises:
             ConfigError: ``max_pause_us`` is not a positive number, or results are views of memory
@@ -130,7 +137,11 @@ class Controls:
         def capture_one(key: GraphKey) -> _Captured | None:
             # Weakly between two keys: the last reference to a runner frees its graphs.
             found = itself()
-            return None if found is None else found._capture_one(key, places[key], max_pause_us)
+            if found is None:
+                return None
+            return found._capture_one(
+                key, places[key], max_pause_us, between_operators=between_operators
+            )
 
         def num_bytes() -> int:
             found = itself()
@@ -138,7 +149,14 @@ class Controls:
 
         return BackgroundCapture(sorted(places, key=largest_first), capture_one, num_bytes)
 
-    def _capture_one(self, key: GraphKey, lanes: Sequence[int], max_pause_us: float) -> _Captured:
+    def _capture_one(
+        self,
+        key: GraphKey,
+        lanes: Sequence[int],
+        max_pause_us: float,
+        *,
+        between_operators: bool,
+    ) -> _Captured:
         """Capture a key on some lanes in turns with steps; called by the background's thread."""
         problem: CaptureError | str | None = None
         pauses: list[LongPause] = []
@@ -147,7 +165,9 @@ class Controls:
             with self._lock:
                 pauses += lifecycle.learn(key, max_pause_us)
             with self._lock:
-                own, found = lifecycle.capture_in_turns(key, max_pause_us)
+                own, found = lifecycle.capture_in_turns(
+                    key, max_pause_us, between_operators=between_operators
+                )
             problem, pauses = problem or own, [*pauses, *found]
         return problem, pauses
 
@@ -338,7 +358,8 @@ class Controls:
         if axes or config.axes:
             loras = config.variant(loras, **axes)
         found = explain_batch(first.dispatcher, num_tokens, num_reqs, uniform, loras, ceiling)
-        decision = first.planner.shown(found.decision, num_tokens)
+        missed = next((one.key for one in found.candidates), None)
+        decision = first.planner.shown(found.decision, num_tokens, missed)
         model = None if cost_model is None else find_cost_model(cost_model)
         return attrs.evolve(
             found,

@@ -25,7 +25,7 @@ from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.execute.io.buffers import InputBuffers
 from dispatchkit.execute.io.inputs import InputSet
 from dispatchkit.execute.io.outputs import SharedMemory
-from dispatchkit.execute.memory import PoolGroup
+from dispatchkit.execute.memory import Pacer, PoolGroup
 from dispatchkit.keys.batch import GraphKey
 
 # Plans that keep their views ready. A view costs about half a kilobyte, so that tables with
@@ -220,6 +220,38 @@ class Lane:
             if self._peers:
                 self.backend.current_stream().synchronize()
                 self.synchronize()
+
+    @property
+    def pacer(self) -> Pacer | None:
+        """What lets steps in where this thread captures in the background, and they may run."""
+        pacer = self.group.turns.pacer
+        return pacer if pacer is not None and pacer.allows_turns else None
+
+    def let_steps_in(self, part: str) -> bool:
+        """Let steps of other threads run, where this thread captures in the background.
+
+        Args:
+            part: Which part of the capture is done.
+
+        Returns:
+            Whether they might: static inputs and shared outputs may hold theirs now.
+        """
+        pacer = self.pacer
+        if pacer is None:
+            return False
+        self.backend.current_stream().synchronize()  # they would wait for it on the device
+        pacer.end_part(part)
+        self.go_on(pacer)
+        return True
+
+    def go_on(self, pacer: Pacer) -> None:
+        """Go on with a capture in the background, once the steps that were let in are done.
+
+        The next step would wait for those as well, so that the time does not count.
+        """
+        self.order()
+        self.backend.current_stream().synchronize()
+        pacer.resume()
 
     @property
     def has_peers(self) -> bool:

@@ -50,6 +50,8 @@ class StepCounters:
         self.differing_calls: Counter[str] = Counter()
         #: Of the keys that were captured in segments.
         self.segments: dict[GraphKey, tuple[SegmentStats, ...]] = {}
+        #: Times that captures in the background held steps up for too long, by what they did.
+        self.long_pauses: Counter[str] = Counter()
         self.captures = 0
         self.capture_failures = 0
         self.replay_failures = 0
@@ -125,6 +127,7 @@ class StepCounters:
             segments={str(key): found for key, found in self.segments.copy().items()},
             real_tokens=real,
             padded_tokens=padded,
+            long_pauses=dict(self.long_pauses),
             captures=self.captures,
             capture_failures=self.capture_failures,
             replay_failures=self.replay_failures,
@@ -148,6 +151,8 @@ class RunnerStats:
         segments: Of each key that was captured in segments, as text, those that have work.
         real_tokens: Tokens (rows) that callers gave.
         padded_tokens: Tokens that were computed, padding included.
+        long_pauses: How often a capture in the background held steps up for longer than its
+            ``max_pause_us``, by what it did in that time.
         captures: Graphs captured.
         capture_failures: Captures that failed.
         replay_failures: Replays that failed; each marked its key.
@@ -164,6 +169,7 @@ class RunnerStats:
     segments: dict[str, tuple[SegmentStats, ...]]
     real_tokens: int
     padded_tokens: int
+    long_pauses: dict[str, int]
     captures: int
     capture_failures: int
     replay_failures: int

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import weakref
+from queue import SimpleQueue
 
 import pytest
 
@@ -18,6 +19,7 @@ torch = pytest.importorskip("torch")
 from dispatchkit import GraphMemory, GraphRunner, Lanes, StaticInput, eager_piece, graph_piece  # noqa: E402
 from dispatchkit.backends.tape import TapeBackend  # noqa: E402
 from dispatchkit.errors import ConfigError, RegistryError  # noqa: E402
+from dispatchkit.execute.memory import turns  # noqa: E402
 from dispatchkit.testing import OneBucketPolicy  # noqa: E402
 
 pytestmark = [
@@ -71,10 +73,9 @@ def serve(runner, step, stop, *, seed=0, calls=None):
 
 
 def test_steps_go_on_beside_the_captures_and_are_right():
-    """Also those of sizes that have no graph yet."""
-    """Steps of another thread run between the operators of a capture, and give eager's numbers."""
+    """Between the operators of captures, and before there are graphs: eager's numbers."""
     step = layers()
-    runner = runner_of(step)
+    runner = runner_of(step, sizes=(4, 16))
     stop = threading.Event()
     found = {}
 
@@ -83,12 +84,12 @@ def test_steps_go_on_beside_the_captures_and_are_right():
 
     thread = threading.Thread(target=call)
     thread.start()
-    background = runner.controls.capture_in_background(max_pause_us=1)
+    background = runner.controls.capture_in_background(max_pause_us=1, between_operators=True)
     report = background.wait(60)
     stop.set()
     thread.join()
     assert background.is_done()
-    assert (report.num_graphs, report.failed, report.skipped) == (5, {}, {})
+    assert (report.num_graphs, report.failed, report.skipped) == (2, {}, {})
     assert runner.controls.ready()
     assert found["wrong"] == 0
     assert len(found["times"]) > 5
@@ -117,7 +118,7 @@ def test_a_step_comes_between_two_operators_of_one_capture():
         return x
 
     runner = runner_of(slow, sizes=(4, 16))
-    background = runner.controls.capture_in_background(max_pause_us=1)
+    background = runner.controls.capture_in_background(max_pause_us=1, between_operators=True)
     assert inside.wait(30)
     x = rows_of(3)
     result = runner(x)  # while the other thread is in the middle of it
@@ -126,6 +127,157 @@ def test_a_step_comes_between_two_operators_of_one_capture():
     torch.testing.assert_close(result, expected(x))
     assert background.wait(60).num_graphs == 2
     torch.testing.assert_close(runner(x), expected(x))
+
+
+def test_steps_come_between_the_parts_of_a_capture_and_never_within_one(monkeypatch):
+    """So a step may set an attribute for the time of its own run."""
+    monkeypatch.setattr(turns, "_GAP_S", 0.05)
+    main, inner = threading.get_ident(), layers()
+    is_within, runs, seen = threading.Event(), SimpleQueue(), SimpleQueue()
+
+    def step(x):
+        if threading.get_ident() == main:
+            seen.put((runs.qsize(), is_within.is_set()))
+            return inner(x)
+        is_within.set()
+        time.sleep(0.002)  # the other thread wants to run
+        y = inner(x)
+        is_within.clear()
+        runs.put(None)
+        return y
+
+    runner = runner_of(step, sizes=(4, 16))
+    runner.capture([key for key in runner.registry if key.num_tokens == 4])
+    background = runner.controls.capture_in_background(max_pause_us=2000)
+    while not background.is_done():
+        runner(rows_of(20))  # above all sizes: it runs this function
+    assert background.wait().num_graphs == 1
+    found = {seen.get() for _ in range(seen.qsize())}
+    assert not any(within for _, within in found)
+    assert {number for number, _ in found} >= {1, 2}  # after the warmup, and after the capture
+
+
+def test_steps_run_while_the_backend_ends_a_capture():
+    """On a device the driver ends and instantiates it, in a call that takes milliseconds."""
+    in_end, served = threading.Event(), threading.Event()
+    step = layers(2)
+
+    class Slow(TapeBackend):
+        was_served = None
+
+        def capture(self, run, **settings):
+            graph = super().capture(run, **settings)
+            if threading.current_thread().name == "dispatchkit-capture":
+                in_end.set()
+                self.was_served = served.wait(20)
+            return graph
+
+    backend = Slow()
+    runner = runner_of(step, sizes=(4, 16), backend=backend)
+    small, large = sorted(runner.registry, key=lambda key: key.num_tokens)
+    runner.capture([small])
+    background = runner.controls.capture_in_background([large], max_pause_us=1000)
+    assert in_end.wait(20)
+    x = rows_of(3)
+    torch.testing.assert_close(runner(x), step(x))
+    time.sleep(0.002)
+    served.set()
+    assert background.wait(60).num_graphs == 1
+    assert backend.was_served
+    named = [pause for pause in background.pauses if "driver" in pause.part]
+    assert [pause.key for pause in named] == [str(large)]
+    assert runner.stats().long_pauses["end and instantiation of the graph, by the driver"] == 1
+    torch.testing.assert_close(runner(rows_of(13)), step(rows_of(13)))
+
+
+class StepsAtEachTurn:
+    """Runs steps in another thread wherever a capture lets any in, for certain."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self.number, self.problems = [], 0, []
+        give_way, release = turns.Turns.give_way, turns.Turns.release
+        itself = self
+
+        def give_way_to_steps(self):
+            self.release()
+            self.take_back()
+            give_way(self)
+
+        def release_to_steps(self):
+            release(self)
+            thread = threading.Thread(target=itself.run)
+            thread.start()
+            thread.join()
+
+        monkeypatch.setattr(turns.Turns, "give_way", give_way_to_steps)
+        monkeypatch.setattr(turns.Turns, "release", release_to_steps)
+
+    def run(self):
+        for call in self.calls:
+            try:
+                call()
+            except AssertionError as error:  # of another thread: the test would not see it
+                self.problems.append(error)
+            self.number += 1
+
+
+@pytest.mark.parametrize("between_operators", [False, True])
+@pytest.mark.parametrize("kind", ["floats", "integers", "unbatched", "row_count", "independent"])
+def test_a_step_at_each_turn_changes_no_graph_and_no_proof(kind, between_operators, monkeypatch):
+    """Static inputs and outputs hold its rows, integers and whole inputs when the proof goes on."""
+    from dispatchkit import BufferOptions, RunnerOptions
+
+    inner = layers(2)
+    table = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(5))
+    specs = {"x": StaticInput((None, WIDTH), "float32")}
+    settings = {"sizes": (4, 16), "mode": "FULL", "backend": TapeBackend()}
+
+    def step(x, ids=None, scale=None, n=None):
+        y = inner(x)
+        y = y if ids is None else y + table[ids]
+        y = y if scale is None else y * scale
+        return y if n is None else y * (torch.arange(x.shape[0]) < n)[:, None]
+
+    def given(rows, seed):
+        made = {"x": 50 * rows_of(rows, seed)}
+        if kind == "integers":
+            made["ids"] = torch.arange(rows) % 6 + 1
+        elif kind == "unbatched":
+            made["scale"] = torch.tensor([float(seed + 2)])
+        return made
+
+    if kind == "integers":
+        specs["ids"] = StaticInput((None,), "int64")
+    elif kind == "unbatched":
+        specs["scale"] = StaticInput((1,), "float32")
+    elif kind == "row_count":
+        settings["options"] = RunnerOptions(buffers=BufferOptions(row_count="n"))
+    elif kind == "independent":
+        settings["options"] = RunnerOptions(rows_independent=True)
+    runner = GraphRunner(step, specs, policy=OneBucketPolicy(), **settings)
+    runner.capture([key for key in runner.registry if key.num_tokens == 4])
+    steps = StepsAtEachTurn(monkeypatch)
+
+    def call(rows, seed):
+        made = given(rows, seed)
+        more = {"n": rows} if kind == "row_count" else {}
+        torch.testing.assert_close(runner(**made), step(**made, **more))
+
+    steps.calls = [lambda: call(3, 1), lambda: call(11, 2)]
+    background = runner.controls.capture_in_background(
+        max_pause_us=1, between_operators=between_operators
+    )
+    report = background.wait(60)
+    assert (report.num_graphs, report.failed) == (1, {})
+    assert steps.problems == []
+    if not between_operators and kind in ("floats", "integers", "unbatched"):
+        assert steps.number == 2 * 4  # after warmup and capture, and two replays: not once more
+    live = runner.lanes[0].lifecycle.live()
+    (captured,) = [one for key, one in live.items() if key.num_tokens == 16]
+    assert (captured.rows.reason, captured.rows.coupling) == ("", "")
+    call(3, 3)
+    call(13, 4)
+    assert not any(reason.startswith("rows") for reason in runner.stats().eager_by_reason)
 
 
 def test_a_step_in_the_middle_of_a_capture_waits_for_no_stream_that_captures():
@@ -145,7 +297,7 @@ def test_a_step_in_the_middle_of_a_capture_waits_for_no_stream_that_captures():
     backend = TapeBackend()
     runner = runner_of(slow, sizes=(4, 16), backend=backend)
     runner.capture([key for key in runner.registry if key.num_tokens == 16])
-    background = runner.controls.capture_in_background(max_pause_us=1)
+    background = runner.controls.capture_in_background(max_pause_us=1, between_operators=True)
     with backend.use_stream(backend.new_stream()):
         for inside in (in_warmup, in_capture):
             assert inside.wait(30)
@@ -199,8 +351,10 @@ def test_what_steps_would_see_is_captured_in_one_piece(kind):
     thread.join()
     assert report.num_graphs == len(runner.lanes) * 2 or report.num_graphs == 2
     assert runner.controls.ready()
-    assert all("in one piece" in pause.what for pause in background.pauses)
-    assert background.pauses
+    assert {pause.part for pause in background.pauses} == {"warmup and capture, in one piece"}
+    assert runner.stats().long_pauses == {
+        "warmup and capture, in one piece": len(background.pauses)
+    }
     if kind == "state":
         assert count.item() == len(served)
 
@@ -220,7 +374,7 @@ def test_nothing_is_captured_on_demand_beside_it():
     backend = TapeBackend()
     runner = runner_of(slow, lazy=True, sizes=(4, 16), backend=backend)
     other = runner_of(step, lazy=True, sizes=(4,), backend=backend)
-    background = runner.controls.capture_in_background(max_pause_us=1)
+    background = runner.controls.capture_in_background(max_pause_us=1, between_operators=True)
     assert inside.wait(30)
     runner(rows_of(3))
     other(rows_of(3))
@@ -245,7 +399,7 @@ def test_what_changes_graphs_waits_for_the_capture_under_way():
         return step(x)
 
     runner = runner_of(slow, sizes=(4, 16))
-    background = runner.controls.capture_in_background(max_pause_us=1)
+    background = runner.controls.capture_in_background(max_pause_us=1, between_operators=True)
     assert inside.wait(30)
     changes = [
         runner.controls.clear,
@@ -277,7 +431,7 @@ def test_weights_that_are_replaced_in_the_middle_of_a_capture_are_not_captured()
 
     runner = runner_of(slow, sizes=(4, 16))
     runner.capture([key for key in runner.registry if key.num_tokens == 4])
-    background = runner.controls.capture_in_background(max_pause_us=1)
+    background = runner.controls.capture_in_background(max_pause_us=1, between_operators=True)
     assert inside.wait(30)
     model.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
     for _ in range(40):
@@ -303,7 +457,7 @@ def test_a_forked_process_has_no_capture_under_way():
         return step(x)
 
     runner = runner_of(slow, sizes=(4, 16))
-    background = runner.controls.capture_in_background(max_pause_us=1)
+    background = runner.controls.capture_in_background(max_pause_us=1, between_operators=True)
     assert inside.wait(30)
     child = os.fork()
     if child == 0:

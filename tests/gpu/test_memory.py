@@ -15,7 +15,6 @@ from device_memory import is_alone  # noqa: E402
 
 from dispatchkit import GraphMemory, GraphRunner, Lanes, StaticInput  # noqa: E402
 from dispatchkit.backends import resolve_backend  # noqa: E402
-from dispatchkit.backends.cuda import CudaBackend  # noqa: E402
 from dispatchkit.errors import ReplayError  # noqa: E402
 from dispatchkit.testing import OneBucketPolicy  # noqa: E402
 
@@ -178,8 +177,7 @@ def test_memory_sleeps_and_wakes_bit_for_bit():
 def test_steps_beside_captures_in_the_background(between_operators):
     """Results are right, and a step waits for no capture."""
     step = network(0)
-    backend = CudaBackend(steps_beside_captures=between_operators)
-    runner = runner_of(step, None, sizes=tuple(range(32, 1025, 32)), backend=backend)
+    runner = runner_of(step, None, sizes=tuple(range(32, 1025, 32)))
     stop, wrong, times = threading.Event(), [], []
 
     def serve():
@@ -196,7 +194,9 @@ def test_steps_beside_captures_in_the_background(between_operators):
 
     thread = threading.Thread(target=serve)
     thread.start()
-    background = runner.controls.capture_in_background(max_pause_us=2000)
+    background = runner.controls.capture_in_background(
+        max_pause_us=2000, between_operators=between_operators
+    )
     report = background.wait(120)
     stop.set()
     thread.join()

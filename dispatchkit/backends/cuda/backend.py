@@ -75,8 +75,6 @@ class CudaBackend:
         copy_node: Graphs begin with a kernel that brings small inputs in, where it can be had;
             otherwise, and without it, torch copies device inputs before each launch, and
             graphs copy host inputs from pinned memory.
-        steps_beside_captures: Captures in the background let steps in between operators, and not
-            only between two captures. Off until tests on a device have shown it often enough.
 
     Raises:
         BackendUnavailableError: This torch has no CUDA, or it finds no device.
@@ -93,7 +91,6 @@ class CudaBackend:
         capture_error_mode: str = "thread_local",
         refuse_host_syncs: bool = True,
         copy_node: bool = True,
-        steps_beside_captures: bool = False,
     ) -> None:
         if capture_error_mode not in CAPTURE_ERROR_MODES:
             allowed = "one of " + ", ".join(map(repr, CAPTURE_ERROR_MODES))
@@ -105,7 +102,6 @@ class CudaBackend:
         self._mode = capture_error_mode
         self._refuse_host_syncs = refuse_host_syncs
         self._has_copy_node = copy_node
-        self._steps_beside_captures = steps_beside_captures
         self._streams: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()
         self._streams_guard = threading.Lock()
         # Every step asks for it: torch's own call, with nothing of Python around it.
@@ -134,7 +130,7 @@ class CudaBackend:
             poisons_outputs=False,
             stream_priorities=True,
             unwatched_captures=True,
-            steps_beside_captures=self._steps_beside_captures,
+            steps_beside_captures=True,
         )
 
     def device_info(self) -> dict[str, str]:

@@ -34,7 +34,7 @@ from dispatchkit.execute.capture.eager_call import EagerCall
 from dispatchkit.execute.capture.effects import PythonChangedError, named, write_noise
 from dispatchkit.execute.capture.fingerprint import Facts, facts_of
 from dispatchkit.execute.capture.graph import GraphMaker, OutputSlot
-from dispatchkit.execute.capture.pacing import paced_step
+from dispatchkit.execute.capture.pacing import WARMUP, paced_step
 from dispatchkit.execute.capture.proof import RowProver
 from dispatchkit.execute.capture.segments import (
     CallShapes,
@@ -107,17 +107,14 @@ class Capturer:
         return facts_of(self._step.pieces, self._guard.modules, buffers)
 
     def allows_turns(self, key: GraphKey) -> bool:
-        """Return whether steps may run between the operators of a key's warmup and capture.
+        """Return whether steps may run between the parts of a key's capture.
 
         That is where nothing that these run is seen by a step: they change no state, draw no
-        random numbers, and replay nothing. What they read may change under them: their results
-        are thrown away.
+        random numbers, and replay nothing else. What they read may change under them: their
+        results are thrown away.
         """
         return (
-            key.mode is RuntimeMode.FULL
-            and self._lane.backend.capabilities.steps_beside_captures
-            and not self._lane.has_peers
-            and self._warmups.is_pure(key)
+            key.mode is RuntimeMode.FULL and not self._lane.has_peers and self._warmups.is_pure(key)
         )
 
     def is_known(self, key: GraphKey) -> bool:
@@ -228,9 +225,9 @@ class Capturer:
             self._warmups.contents_watched_once(key, snapshot),
         ):
             outputs, notes = self._warmups.run(key, snapshot)
+            self._lane.let_steps_in(WARMUP)
             seen = None
             if self._prover is not None:
-                self._run_in_one_piece("the warmup")
                 seen = self._prover.learn(key, snapshot, other_sizes())
             layout = self._warmups.layout(key, outputs, other_sizes, seen)
             del seen
@@ -264,24 +261,12 @@ class Capturer:
             return RowProof(Reason.ROWS_NOT_THE_BUCKET, found)
         if self._prover is None:
             return RowProof()
-        self._run_in_one_piece("the capture")
         rows = self._prover.prove(captured, snapshot, other_sizes())
         if self._rows_independent and not rows.reason:
             rows = self._prover.prove_independent(captured, snapshot, rows)
         if sample is None or not rows.open_calls or not self._warmups.save_scratch(snapshot):
             return rows
         return self._prover.prove_by(captured, snapshot, rows, sample)
-
-    def _run_in_one_piece(self, after: str) -> None:
-        """Let no step run between what follows, which writes to the static inputs.
-
-        Args:
-            after: What comes before, after which steps may run once more.
-        """
-        pacer = self._lane.group.turns.pacer
-        if pacer is not None and pacer.allows_turns:
-            pacer.note(after)
-            self._lane.order()  # the last one may still be on the device
 
     def values_at(self, captured: CapturedKey, num_rows: int) -> dict[int, Any]:
         """Return the Python values among a step's outputs at a number of rows, by leaf.

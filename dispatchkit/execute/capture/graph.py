@@ -18,6 +18,7 @@ from dispatchkit.backends.optional import (
 from dispatchkit.backends.watching.compiled_code import FORCE_EAGER
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
+from dispatchkit.execute.capture.pacing import ended_beside_steps
 from dispatchkit.execute.capture.segments import ArgumentHolder, Operators, SegmentRecorder
 from dispatchkit.execute.capture.warmup import Family
 from dispatchkit.execute.io.outputs import SharedMemory
@@ -143,9 +144,9 @@ class GraphMaker:
             admission.ask_for_graph(trial, self._generators, more)
         captured = SharedOutputs(run, _taken(lane.outputs, slots))
         if self._unwatched is None:  # each is watched in full, and by itself
-            with lane.measuring("driver"):
+            with lane.measuring("driver"), ended_beside_steps(lane, captured) as run_and_release:
                 own = self._backend.capture(
-                    captured, stream=lane.stream, pool=lane.pool, generators=self._generators
+                    run_and_release, stream=lane.stream, pool=lane.pool, generators=self._generators
                 )
             return MadeGraph(own, captured.outputs, own.has_random_state)
         # Keys that differ in size only run the same operations: one of them is watched.
@@ -153,9 +154,9 @@ class GraphMaker:
         if known is not None or compiled is not None or (notes is not None and not notes.is_plain):
             notes = None
         begun = None if FORCE_EAGER.is_on else FORCE_EAGER.num_begun
-        with lane.measuring("driver"):
+        with lane.measuring("driver"), ended_beside_steps(lane, captured) as run_and_release:
             graph = self._unwatched.capture(
-                captured,
+                run_and_release,
                 stream=lane.stream,
                 pool=lane.pool,
                 generators=self._generators,

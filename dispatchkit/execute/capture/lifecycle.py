@@ -183,7 +183,7 @@ class Lifecycle:
         return CaptureReport(captured, seconds, self._lane.num_bytes(), failed, skipped)
 
     def capture_in_turns(
-        self, key: GraphKey, max_pause_us: float
+        self, key: GraphKey, max_pause_us: float, *, between_operators: bool
     ) -> tuple[CaptureError | str | None, Sequence[LongPause]]:
         """Capture a key in the background, steps of other threads in between.
 
@@ -193,6 +193,7 @@ class Lifecycle:
         Args:
             key: Which.
             max_pause_us: How long steps may be held up at a time.
+            between_operators: Steps may run in the middle of the step itself.
 
         Returns:
             Why it has no graph, as an error, or in words if it was left out; and the times that
@@ -213,9 +214,17 @@ class Lifecycle:
             return f"failed {entry.attempts} times: {entry.reason}", ()
         if not self._budget.has_slot():
             return self._budget.refusal, ()
-        pacer = Pacer(turns, str(key), max_pause_us, allows_turns=self._capturer.allows_turns(key))
+        beside = self._lane.backend.capabilities.steps_beside_captures
+        pacer = Pacer(
+            turns,
+            str(key),
+            max_pause_us,
+            allows_turns=self._capturer.allows_turns(key),
+            between_operators=between_operators and beside,
+        )
         problem = turns.run(pacer, lambda: self._try(key, evict=False))
         self._lane.order()  # the next step, on whatever stream, waits for what was queued here
+        self._counters.long_pauses.update(pause.part for pause in pacer.pauses)
         return problem, pacer.pauses
 
     def learn(self, key: GraphKey, max_pause_us: float) -> Sequence[LongPause]:
@@ -235,6 +244,7 @@ class Lifecycle:
         pacer = Pacer(turns, str(smallest), max_pause_us, allows_turns=False)
         with suppress(Exception):  # it comes again, and is reported, with the capture
             turns.run(pacer, lambda: self._capturer.warm(smallest))
+        self._counters.long_pauses.update(pause.part for pause in pacer.pauses)
         return pacer.pauses
 
     def warm_all(self) -> dict[GraphKey, str]:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import attrs
 import torch
@@ -40,6 +40,7 @@ import torch
 from dispatchkit.dispatch import Reason
 from dispatchkit.execute.capture.captured import CapturedKey, LaunchError, RowProof
 from dispatchkit.execute.capture.effects import bits_equal
+from dispatchkit.execute.capture.pacing import PROOF, WARMUP
 from dispatchkit.execute.capture.warmup import Family, Warmups, family_of
 from dispatchkit.execute.io.outputs import OutputLayout, cut
 from dispatchkit.execute.io.static_input import StaticInput
@@ -49,6 +50,8 @@ from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.slots import SlotInput
 from dispatchkit.execute.step.state import Snapshot, typed
 from dispatchkit.keys.batch import GraphKey
+
+_T = TypeVar("_T")
 
 #: Padded calls that are looked at until one brings integers other than fill.
 _OPEN_CALLS: Final = 8
@@ -135,6 +138,9 @@ class RowProver:
                 found += [] if outputs is None else [outputs]
                 if len(found) == len(_EAGER_ROWS):
                     break
+                if self._lane.let_steps_in(WARMUP):
+                    self._lane.buffers_of(key).reset()
+                    rows.forget()
             is_usable = bool(found) and all(one.is_finite() for one in found)
         finally:
             rows.end()
@@ -680,8 +686,8 @@ class _Trial:
         size = self.captured.key.num_tokens
         if self._lane.row_count is None and not self.rows.is_varied:
             leaves = self._replay(size, size)  # nothing tells the graph which rows are a batch
-            return {count: self.kept(leaves, count) for count in counts}
-        return {count: self.kept(self._replay(count, size), count) for count in counts}
+            return self._done({count: self.kept(leaves, count) for count in counts})
+        return {count: self._done(self.kept(self._replay(count, size), count)) for count in counts}
 
     def put_far_behind(self, count: int) -> bool:
         """Put noise behind some rows that is far from theirs; return False if it was there."""
@@ -694,7 +700,7 @@ class _Trial:
 
     def with_fill_behind(self, count: int) -> list[Any]:
         """Return the first rows of all outputs with fill behind them."""
-        return self.kept(self._replay(count, count), count)
+        return self._done(self.kept(self._replay(count, count), count))
 
     def whole(
         self,
@@ -718,7 +724,14 @@ class _Trial:
             dim = one.batch_dim
             is_rows = isinstance(leaf, torch.Tensor) and dim is not None
             found.append(leaf.index_select(dim, kept.to(leaf.device)) if is_rows else None)
-        return found
+        return self._done(found)
+
+    def _done(self, copies: _T) -> _T:
+        """Let steps run after a replay, whose results were copied; returns the copies."""
+        if self._lane.let_steps_in(PROOF):
+            self._lane.buffers_of(self.captured.key).reset()
+            self.rows.forget()
+        return copies
 
     def changes_again(self) -> bool:
         """Return whether one more replay, of the same rows, changes state once more."""

@@ -1,11 +1,12 @@
 """Turns: a capture in the background and the steps of other threads, under one lock.
 
 Steps run under the lock of their pool's group, and so does a capture: a step that comes meanwhile
-waits for all of it. A capture in the background releases the lock between two operators when it
-has held it for as long as it may. That is right where nothing that the capture runs, or puts back
-at its end, is read or written by a step; see ``Capturer.allows_turns``. On the device they do not
-overlap either: what a warmup queued is done before a step is let in, and what comes next waits for
-that step.
+waits for all of it. A capture in the background releases the lock between its parts (warmup,
+capture, the replays of a proof), for as long as the driver ends and instantiates the graph, and
+between two operators where that was asked for. That is right where nothing that the capture runs,
+or puts back at its end, is read or written by a step; see ``Capturer.allows_turns``. On the device
+they do not overlap: what a part queued is done before a step is let in, and what comes next waits
+for that step.
 
 While such a capture is under way nothing else is captured, and nothing is evicted, on its device
 by steps: who would wait for the capture, with the lock that it waits for, would wait for good.
@@ -36,16 +37,19 @@ class LongPause:
 
     Attributes:
         key: What was captured, as text.
-        what: What it did in that time.
+        part: Which part of the capture it was.
         us: How long it was, in microseconds.
+        operators: Which of its operators, where steps were let in between them.
     """
 
     key: str
-    what: str
+    part: str
     us: float
+    operators: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key} held steps up for {self.us:.0f} us: {self.what}"
+        where = f", {self.operators}" if self.operators else ""
+        return f"{self.key} held steps up for {self.us:.0f} us: {self.part}{where}"
 
 
 class _Devices:
@@ -88,6 +92,7 @@ class Turns:
         self._device = device
         self.is_under_way = False
         self._pacer: Pacer | None = None
+        self._saved: Any = None
         _all.add(self)
 
     def forget(self) -> None:
@@ -116,10 +121,10 @@ class Turns:
         self.is_under_way, self._pacer = True, pacer
         _devices.change(self._device, 1)
         try:
-            pacer.resume("begins")
+            pacer.resume()
             return capture()
         finally:
-            pacer.pause("its end")
+            pacer.finish()
             _devices.change(self._device, -1)
             self.is_under_way, self._pacer = False, None
             self._changed.notify_all()
@@ -128,55 +133,102 @@ class Turns:
         """Let waiting steps run; the lock is held again at the end."""
         self._changed.wait(_GAP_S)
 
+    def release(self) -> None:
+        """Let steps run until ``take_back``; the caller holds the lock."""
+        self._saved = self._lock._release_save()
+
+    def take_back(self) -> None:
+        """Wait for the step under way, and hold the lock again."""
+        self._lock._acquire_restore(self._saved)
+
 
 class Pacer:
-    """Measures how long a capture in the background holds steps up, and says when it must pause.
+    """Measures how long a capture in the background holds steps up, and lets them in.
 
     Args:
         turns: Whose lock it holds.
         key: What is captured, as text.
         max_pause_us: How long it may hold the lock at a time.
-        allows_turns: It may release the lock before its end.
+        allows_turns: It may release the lock between its parts, before its end.
+        between_operators: And between the operators of a part.
 
     Attributes:
         thread: Which thread captures.
         pauses: Times that were too long.
     """
 
-    def __init__(self, turns: Turns, key: str, max_pause_us: float, *, allows_turns: bool) -> None:
+    def __init__(
+        self,
+        turns: Turns,
+        key: str,
+        max_pause_us: float,
+        *,
+        allows_turns: bool,
+        between_operators: bool = False,
+    ) -> None:
         self._turns, self._key = turns, key
         self._limit_s = max_pause_us * 1e-6
         self.allows_turns = allows_turns
+        self.between_operators: bool = allows_turns and between_operators
         self.thread: int = threading.get_ident()
         self.pauses: list[LongPause] = []
         self._since = 0.0
-        self._last: Any = ""
+        self._operators: list[Any] = []
+        self._is_released = False
 
-    def resume(self, what: Any) -> None:
+    def resume(self) -> None:
         """Note that the lock is held from now on."""
-        self._since, self._last = time.perf_counter(), what
+        self._since = time.perf_counter()
 
-    def pause(self, what: Any) -> None:
-        """Note that the lock is released now."""
-        elapsed = time.perf_counter() - self._since
-        if elapsed > self._limit_s:
-            in_one = "" if self.allows_turns else ", in one piece"
-            name = f"from {self._last} to {what}{in_one}"
-            self.pauses.append(LongPause(self._key, name, elapsed * 1e6))
+    def finish(self) -> None:
+        """Note that the lock is released for good."""
+        self._note("its end" if self.allows_turns else "warmup and capture, in one piece")
 
-    def note(self, what: Any) -> bool:
+    def end_part(self, part: str) -> None:
+        """Let steps run: a part is done, and so is what it has queued."""
+        self._note(part)
+        self._turns.give_way()
+        self.resume()
+
+    def end_operator(self, part: str, operator: Any) -> bool:
         """Let steps run if the lock was held for as long as it may be; return whether they might.
 
         Args:
-            what: What has just been done, such as an operator.
+            part: Which part is under way.
+            operator: What of it has just been done.
         """
+        self._operators = [*self._operators[:1], operator]
         if time.perf_counter() - self._since < self._limit_s:
-            self._last = what
             return False
-        self.pause(what)
-        self._turns.give_way()
-        self.resume(what)
+        self.end_part(part)
+        self._operators = [operator]
         return True
+
+    def release(self, part: str) -> None:
+        """Release the lock until ``take_back``: a part is done, and the driver's is next."""
+        self._note(part)
+        self._is_released = True
+        self._turns.release()
+        self.resume()
+
+    def take_back(self, part: str) -> None:
+        """Hold the lock again, if it was released.
+
+        Args:
+            part: What was done meanwhile; a driver may hold launches up for as long.
+        """
+        if self._is_released:
+            self._note(part)
+            self._turns.take_back()
+            self._is_released = False
+            self.resume()
+
+    def _note(self, part: str) -> None:
+        elapsed = time.perf_counter() - self._since
+        operators, self._operators = self._operators, []
+        if elapsed > self._limit_s:
+            between = f"from {operators[0]} to {operators[-1]}" if operators else ""
+            self.pauses.append(LongPause(self._key, part, elapsed * 1e6, between))
 
 
 def _begin_child() -> None:
