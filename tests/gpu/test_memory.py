@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
+import sys
 import threading
 import time
 
@@ -15,6 +17,7 @@ from device_memory import is_alone  # noqa: E402
 
 from dispatchkit import GraphMemory, GraphRunner, Lanes, StaticInput  # noqa: E402
 from dispatchkit.backends import resolve_backend  # noqa: E402
+from dispatchkit.backends.cuda.pool import MAX_ENDED  # noqa: E402
 from dispatchkit.errors import ReplayError  # noqa: E402
 from dispatchkit.testing import OneBucketPolicy  # noqa: E402
 
@@ -230,3 +233,35 @@ def test_runners_made_and_dropped_leave_nothing_with_the_collector_off():
         assert used() <= tensors + 4 * MIB
     finally:
         gc.enable()
+
+
+class _MallocInfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        )
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what glibc has handed out")
+def test_pools_that_ended_leave_nothing_on_the_host():
+    """torch keeps 48 KB for each, until the cache of its pinned memory is emptied."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallocInfo
+    backend = resolve_backend("cuda")
+    stream, x = backend.new_stream(), rows_of(3)
+
+    def once():
+        pool = backend.new_pool()
+        backend.capture(lambda: x + 1, stream=stream, pool=pool).release()
+        assert backend.pool_bytes(pool) == 0
+
+    for _ in range(MAX_ENDED):
+        once()
+    before = mallinfo()
+    for _ in range(10 * MAX_ENDED):
+        once()
+    after = mallinfo()
+    grown = after.uordblks + after.hblkhd - before.uordblks - before.hblkhd
+    assert grown <= MAX_ENDED * 48 * 1024 + MIB

@@ -10,7 +10,7 @@ import torch
 
 from dispatchkit.backends.capture_guard import is_any_capturing
 from dispatchkit.backends.cuda.draw_order import DrawOrder
-from dispatchkit.backends.cuda.pool import CudaPool, has_idle_memory
+from dispatchkit.backends.cuda.pool import CudaPool, idle_memory
 
 _logger = logging.getLogger(__name__)
 
@@ -67,11 +67,9 @@ def free_idle_memory() -> None:
     Torch would do so when memory runs out, but not in a capture. It waits for the device.
     """
     destroy_pending()
-    if not has_idle_memory.is_set() or is_any_capturing():
+    if not idle_memory.is_there or is_any_capturing():
         return
-    has_idle_memory.clear()
     try:
-        torch.cuda.empty_cache()
+        idle_memory.free()
     except RuntimeError as error:  # somebody else captures, past this package
-        has_idle_memory.set()
         _logger.debug("Memory of unused graph pools cannot be freed yet: %s", error)

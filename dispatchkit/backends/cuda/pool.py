@@ -3,14 +3,55 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from dispatchkit.backends.cuda.segments import Segment, segments_of
 
-#: Set while torch keeps memory of pools that no graph uses any more.
-has_idle_memory = threading.Event()
+#: Pools that ended, until torch's allocator of pinned memory is to give its part of them back.
+MAX_ENDED: Final = 64
+
+
+class IdleMemory:
+    """Knows whether torch keeps memory for pools that no graph uses any more.
+
+    Beside memory of the device that is 48 KB of the host for each pool, whether or not anything
+    pinned was in it: torch's allocator of pinned memory (ATen/core/CachingHostAllocator.h of torch
+    2.11 to 2.13) lets go of such lists with its whole cache alone.
+
+    Attributes:
+        is_there: There is some.
+        num_ended: Pools that ended since that cache was emptied.
+    """
+
+    def __init__(self) -> None:
+        self.is_there: bool = False
+        self.num_ended: int = 0
+
+    def note_end(self) -> None:
+        """Note that a pool has ended."""
+        self.is_there = True
+        self.num_ended += 1
+
+    def free(self) -> None:
+        """Give it back to the device, and now and then to the host. It waits for the device.
+
+        Raises:
+            RuntimeError: A capture is running.
+        """
+        self.is_there = False
+        try:
+            torch.cuda.empty_cache()
+            if self.num_ended >= MAX_ENDED:
+                self.num_ended = 0
+                torch._C._host_emptyCache()
+        except RuntimeError:
+            self.is_there = True
+            raise
+
+
+idle_memory: IdleMemory = IdleMemory()
 
 
 class CudaPool:
@@ -39,11 +80,11 @@ class CudaPool:
     def give_back(self, handle: Any) -> None:
         """Take one graph off the count; the last one ends torch's pool."""
         if handle != self._handle:
-            has_idle_memory.set()
+            idle_memory.note_end()
             return
         self._uses -= 1
         if self._uses == 0:
-            has_idle_memory.set()
+            idle_memory.note_end()
             self.start_anew()
 
     def start_anew(self) -> None:
