@@ -553,7 +553,7 @@ class Lifecycle:
         if is_awaited:
             _logger.info(
                 "A step waited %.1f ms for the capture of %s. Capture it ahead: "
-                "runner.capture(), or capture_in_background().",
+                "runner.capture(), or runner.controls.capture_in_background() while serving.",
                 elapsed / 1e3,
                 key,
             )

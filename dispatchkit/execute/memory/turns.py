@@ -40,16 +40,19 @@ class LongPause:
         part: Which part of the capture it was.
         us: How long it was, in microseconds.
         operators: Which of its operators, where steps were let in between them.
+        is_free: Steps were free to run, but a driver may hold launches up meanwhile.
     """
 
     key: str
     part: str
     us: float
     operators: str = ""
+    is_free: bool = False
 
     def __str__(self) -> str:
         where = f", {self.operators}" if self.operators else ""
-        return f"{self.key} held steps up for {self.us:.0f} us: {self.part}{where}"
+        held = "may have held" if self.is_free else "held"
+        return f"{self.key} {held} steps up for {self.us:.0f} us: {self.part}{where}"
 
 
 class _Devices:
@@ -218,17 +221,17 @@ class Pacer:
             part: What was done meanwhile; a driver may hold launches up for as long.
         """
         if self._is_released:
-            self._note(part)
+            self._note(part, is_free=True)
             self._turns.take_back()
             self._is_released = False
             self.resume()
 
-    def _note(self, part: str) -> None:
+    def _note(self, part: str, *, is_free: bool = False) -> None:
         elapsed = time.perf_counter() - self._since
         operators, self._operators = self._operators, []
         if elapsed > self._limit_s:
             between = f"from {operators[0]} to {operators[-1]}" if operators else ""
-            self.pauses.append(LongPause(self._key, part, elapsed * 1e6, between))
+            self.pauses.append(LongPause(self._key, part, elapsed * 1e6, between, is_free))
 
 
 def _begin_child() -> None:

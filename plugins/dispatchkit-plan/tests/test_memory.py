@@ -43,6 +43,7 @@ def test_captured_sizes_are_not_forecast():
     forecast = forecast_memory(samples, [1, 8, 64])
     assert forecast.low_bytes == forecast.expected_bytes == forecast.high_bytes == 131
     assert forecast.per_graph_bytes == ((8, 30), (1, 1))
+    assert str(forecast).startswith("3 sizes: 0.00 MiB (0.00 to 0.00)")
     more = forecast_memory(samples, [1, 4, 8, 64])
     assert more.high_bytes == 131 + 30 + SEGMENT_BYTES
 

@@ -77,6 +77,22 @@ class MemoryForecast:
     driver_bytes: int = 0
     driver_high_bytes: int = 0
 
+    def __str__(self) -> str:
+        expected, low, high, driver, driver_high = (
+            f"{num_bytes / (1 << 20):,.2f}"
+            for num_bytes in (
+                self.expected_bytes,
+                self.low_bytes,
+                self.high_bytes,
+                self.driver_bytes,
+                self.driver_high_bytes,
+            )
+        )
+        return (
+            f"{len(self.per_graph_bytes) + 1} sizes: {expected} MiB ({low} to {high}), and of the "
+            f"driver {driver} MiB (up to {driver_high})"
+        )
+
 
 def forecast_memory(
     samples: Iterable[MemorySample],
