@@ -70,12 +70,14 @@ class Model:
         inputs: Shape of each input; None at the batch, a name where it varies beside it.
         calls: Inputs of each call.
         positional: Inputs go by position.
+        fills: What inputs are padded with, where that is not 0.
     """
 
     module: Any
     inputs: dict[str, Shape]
     calls: list[dict[str, torch.Tensor]]
     positional: bool = True
+    fills: dict[str, float] = attrs.field(factory=dict)
 
     def call(self, module: Any, inputs: dict[str, torch.Tensor]) -> Any:
         """Call a module, plain or graphed, with inputs."""
@@ -169,6 +171,30 @@ def _transformer(device: torch.device) -> Model:
     layer = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True, activation="gelu")
     module = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).eval().to(device)
     return _images(module, device, (64, 256))
+
+
+def _added_mask(device: torch.device) -> Model:
+    """Layers with a mask that is added to scores, over batches and lengths."""
+    layer = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True, activation="gelu")
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = encoder
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.encoder(x, src_key_padding_mask=mask)
+            return y
+
+    calls = []
+    for rows, length in _sizes(24):
+        mask = torch.zeros(rows, length, device=device)
+        mask[0, max(1, length // 2) :] = -torch.inf
+        calls.append({"x": torch.randn(rows, length, 256, device=device), "mask": mask})
+    inputs: dict[str, Shape] = {"x": (None, "length", 256), "mask": (None, "length")}
+    fills = {"mask": -torch.inf}
+    return Model(Masked().eval().to(device), inputs, calls, fills=fills)
 
 
 def _resnet(device: torch.device) -> Model:
@@ -315,6 +341,7 @@ MODELS: dict[str, Maker] = {
     "resemblyzer-like LSTM": _voice,
     "LSTM": _lstm,
     "TransformerEncoder": _transformer,
+    "TransformerEncoder, added mask, batch and length": _added_mask,
     "torchvision resnet18": _resnet,
     "BERT, batch and length": _bert,
     "sentence-transformers": _sentences,

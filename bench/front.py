@@ -102,7 +102,10 @@ def _error(got: Any, want: Any) -> float:
 def _runner(model: Model, backend: str) -> GraphRunner:
     names = {size for shape in model.inputs.values() for size in shape if isinstance(size, str)}
     first, module, call = model.calls[0], model.module, model.call
-    inputs = {name: StaticInput(shape, first[name].dtype) for name, shape in model.inputs.items()}
+    inputs = {
+        name: StaticInput(shape, first[name].dtype, fill=model.fills.get(name, 0))
+        for name, shape in model.inputs.items()
+    }
 
     def step(**given: Any) -> Any:
         return call(module, {name: given[name] for name in inputs})

@@ -550,3 +550,26 @@ def test_few_rows_that_are_computed_otherwise_do_not_tell_the_outputs():
     x = torch.randn(8, WIDTH)
     torch.testing.assert_close(runner(x), x * 2)
     assert runner.stats().steps_by_mode["FULL"] == 1
+
+
+def shown_of(x, mask):
+    return torch.where(mask == 0, x, 0.0)
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, -1e4])
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [(lambda y: y - y.mean(0), "rows_depend"), (lambda y: y - y.mean(1, keepdim=True), None)],
+    ids=["over rows", "within a row"],
+)
+def test_a_mask_that_is_added_to_scores_hides_nothing_from_the_proof(step, reason, hidden):
+    """Noise in it would hide all that a step computes wherever it is not 0."""
+    inputs = {**INPUT, "mask": StaticInput((None, WIDTH), "float32", fill=hidden)}
+    runner = GraphRunner(lambda x, mask: step(shown_of(x, mask)), inputs, sizes=[8], backend="tape")
+    runner.capture()
+    x, mask = torch.randn(5, WIDTH), torch.zeros(5, WIDTH)
+    mask[1, 2:] = hidden
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerStepWarning)
+        torch.testing.assert_close(runner(x, mask), step(shown_of(x, mask)))
+    assert runner.stats().eager_by_reason == ({} if reason is None else {reason: 1})

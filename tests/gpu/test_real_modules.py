@@ -21,6 +21,7 @@ from real_modules import (  # noqa: E402
 
 from dispatchkit import graphed  # noqa: E402
 from dispatchkit.execute import EagerStepWarning  # noqa: E402
+from dispatchkit.execute.graphed import buckets  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -91,6 +92,26 @@ def test_a_recurrent_state_of_a_call_is_contiguous_in_graphs_too():
         assert fast.graphed.stats().steps_by_mode["FULL"] == 6
 
 
+def test_a_mask_that_is_added_to_scores_is_padded_and_buckets_are_planned(monkeypatch):
+    """Layers of torch, over batches and lengths; the plan costs the graphs of two lengths."""
+    monkeypatch.setattr(buckets, "_PLAN_AFTER", (12,))
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(DEVICE).eval()
+    fast = graphed(
+        lambda x, mask: encoder(x, src_key_padding_mask=mask), backend=BACKEND, sizes=[1, 2, 4]
+    )
+    with torch.no_grad():
+        for length in (12, 70, 20, 72, 66, 19, 70, 72, 17, 68, 70, 24, 72, 20, 70, 66, 18, 72):
+            rows = 1 + length % 4
+            x = torch.randn(rows, length, 16, device=DEVICE)
+            mask = torch.zeros(rows, length, device=DEVICE)
+            mask[0, length // 2 :] = -torch.inf
+            want = encoder(x, src_key_padding_mask=mask)
+            torch.testing.assert_close(fast(x, mask), want, rtol=1e-3, atol=1e-3)
+    assert fast.graphed.stats().steps_by_mode["NONE"] == 0
+    assert fast.graphed.runners[-1].config.axes[0].buckets == (24, 72, 128, 256, 512)
+
+
 def test_a_constant_of_the_host_is_told_with_its_line():
     """timm's dinov3 and edgenext make one in each call and copy it to the device."""
 
@@ -104,3 +125,4 @@ def test_a_constant_of_the_host_is_told_with_its_line():
     told = str(fast.graphed.runners[0])
     assert "a copy between host and device" in told
     assert f"{__file__}:" in told
+    assert "Make a constant on the device, with device=" in told

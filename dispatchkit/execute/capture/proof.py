@@ -18,6 +18,9 @@ where other numbers could not be computed with: where an operation of the warmup
 fractions (an index of 0 stays one), draws by probabilities, asserts or is no operation of torch,
 and where eager's results, or a replay's, are then not finite (a logarithm, an overflow).
 
+A mask that is added to scores, which is an input with a fill that hides, shows all of each row: by
+noise a step hides all, if it takes for hidden what is not 0.
+
 Integers and flags are not made up, since a random slot would overwrite somebody's row: they are
 fill, and graphs are proven once more by the integers of a padded call, the one that a capture is
 for or the first that brings others than fill.
@@ -75,6 +78,8 @@ _MAGNITUDES: Final = (0.05, 0.2, 0.5)
 _FREE_MAGNITUDES: Final = (0.05, -1.0, 3.0, 1.0, -100.0, 1e-3, -1.0, 1.0)
 #: Which of these is far from all others.
 _FAR: Final = 4
+#: A fill as small as this is that of a mask that is added to scores.
+_HIDES: Final = -1e4
 #: Of the noise that takes the place of other noise: seeds, and how far below 1 it reaches.
 _OTHER_SEED: Final = 1000
 _NEAR_ONE: Final = 0.1
@@ -603,7 +608,9 @@ class _Rows:
         if buffers.staging is not None:
             buffers.staging.wait()
         for seed, (spec, place) in enumerate(self._places):
-            if _has_fractions(spec):
+            if _is_added_mask(spec):
+                place.zero_()
+            elif _has_fractions(spec):
                 _write_noise(place, spec.batch_dim, seed, self)
             elif spec.batch_dim is None:
                 place.fill_(spec.fill_value)
@@ -626,7 +633,9 @@ class _Rows:
             rows = place.movedim(spec.batch_dim, 0)
             shape, device = (len(places), *rows.shape[1:]), place.device
             made = torch.full(shape, spec.fill_value, dtype=place.dtype, device=device)
-            if _has_fractions(spec):
+            if _is_added_mask(spec):
+                made.zero_()
+            elif _has_fractions(spec):
                 generator = torch.Generator(device).manual_seed(_OTHER_SEED + seed)
                 noise = torch.rand(shape, generator=generator, device=device)
                 made.copy_(1 - _NEAR_ONE * noise)
@@ -832,6 +841,10 @@ def _has_fractions(spec: StaticInput) -> bool:
 def _is_callers(spec: StaticInput) -> bool:
     """Return whether an input is taken from a call: integers and flags, but no session's slot."""
     return not _has_fractions(spec) and not isinstance(spec, SlotInput)
+
+
+def _is_added_mask(spec: StaticInput) -> bool:
+    return spec.dtype.is_floating_point and spec.fill_value <= _HIDES
 
 
 def _write_noise(place: torch.Tensor, batch_dim: int | None, seed: int, how: _Rows) -> None:
