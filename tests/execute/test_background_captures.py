@@ -131,7 +131,7 @@ def test_a_step_comes_between_two_operators_of_one_capture():
 
 def test_steps_come_between_the_parts_of_a_capture_and_never_within_one(monkeypatch):
     """So a step may set an attribute for the time of its own run."""
-    monkeypatch.setattr(turns, "_GAP_S", 0.05)
+    monkeypatch.setattr(turns, "GAP_S", 0.05)
     main, inner = threading.get_ident(), layers()
     is_within, runs, seen = threading.Event(), SimpleQueue(), SimpleQueue()
 

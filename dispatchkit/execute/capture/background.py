@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.report import CaptureReport
-from dispatchkit.execute.memory import LongPause
+from dispatchkit.execute.memory import GAP_S, LongPause
 from dispatchkit.keys.batch import GraphKey
 
 _logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class BackgroundCapture:
                 if done is None:
                     return
                 self._note(key, *done)
-                time.sleep(0)  # steps that wait have the lock first
+                time.sleep(GAP_S)  # steps that wait have the lock first
         finally:
             self._seconds = time.perf_counter() - self._start
 

@@ -3,9 +3,10 @@
 from dispatchkit.execute.memory.account import MemoryAccount, PoolAccount
 from dispatchkit.execute.memory.graph_memory import GraphMemory, MemoryGroup
 from dispatchkit.execute.memory.pool_group import PoolGroup, PoolMember
-from dispatchkit.execute.memory.turns import LongPause, Pacer, Turns
+from dispatchkit.execute.memory.turns import GAP_S, LongPause, Pacer, Turns
 
 __all__ = [
+    "GAP_S",
     "GraphMemory",
     "LongPause",
     "MemoryAccount",

@@ -26,9 +26,9 @@ import attrs
 
 _T = TypeVar("_T")
 
-# How long a capture stays off the lock where no step is known to wait for it: the time that a
-# waiting thread needs to wake up.
-_GAP_S = 50e-6
+#: How long a capture stays off the lock where no step is known to wait for it: the time that a
+#: waiting thread needs to wake up. One that wakes up too late waits for another part.
+GAP_S: float = 100e-6
 
 
 @attrs.frozen
@@ -134,7 +134,7 @@ class Turns:
 
     def give_way(self) -> None:
         """Let waiting steps run; the lock is held again at the end."""
-        self._changed.wait(_GAP_S)
+        self._changed.wait(GAP_S)
 
     def release(self) -> None:
         """Let steps run until ``take_back``; the caller holds the lock."""
