@@ -268,11 +268,29 @@ class CellUpdate:
         batch: Names the cell: tokens, query class, adapters and allowed modes.
         decision: The new answer; None to ask ``decide`` again at the next use.
         one_shot: The answer holds for one step, then the steady one is back.
+        up_to: Without a decision, batches that differ from this one in being larger are asked
+            again too, up to so many tokens; 0 for this one alone.
+
+    Raises:
+        DescriptorError: ``up_to`` is no size of a batch, or comes with a decision.
     """
 
     batch: Batch
     decision: Decision | None
     one_shot: bool = False
+    up_to: int = attrs.field(default=0)
+
+    @up_to.validator
+    def _check_up_to(self, attribute: object, value: object) -> None:
+        if type(value) is not int or value < 0 or (value and self.decision is not None):
+            allowed = "a whole number of 0 or more, and 0 with a decision"
+            raise DescriptorError("up_to", value, allowed, "Give each batch its own update.")
+
+    def is_about(self, batch: Batch) -> bool:
+        """Return whether it names a batch, whatever the number of requests."""
+        first = self.batch.num_tokens
+        like = attrs.evolve(self.batch, num_tokens=batch.num_tokens, num_reqs=batch.num_reqs)
+        return like == batch and first <= batch.num_tokens <= max(first, self.up_to)
 
 
 @attrs.frozen

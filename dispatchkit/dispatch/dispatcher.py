@@ -328,6 +328,8 @@ class Dispatcher:
     def update(self, update: CellUpdate) -> None:
         """Change one cell: a new steady decision, a one-shot one, or ask again.
 
+        Asking again may be for a range of sizes.
+
         A steady change leaves one-shot decisions that wait in front of it. A choice that
         cannot run any more (its graph was evicted, say, since the step it was learnt from)
         is no fault: the steady one is asked for again, a one-shot one is dropped.
@@ -344,7 +346,7 @@ class Dispatcher:
                 answer = None
             if answer is None:
                 if not update.one_shot:
-                    table.forget_steady(cell)
+                    table.forget_steady(cell, update.up_to)
                 return
             problem = broken_constraint(answer, batch, self.graphs)
             if problem is None and answer.key is None and not batch.allows(RuntimeMode.NONE):

@@ -11,6 +11,7 @@ single item or slice assignment.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from dispatchkit.dispatch.cells import Cell
@@ -149,12 +150,30 @@ class Table:
         self.by_reqs.setdefault(cell, {})[num_reqs] = decision
         self._num_by_reqs += 1
 
-    def forget_steady(self, cell: Cell) -> None:
-        """Empty a cell and what is kept by requests; one-shot decisions stay."""
-        self._num_by_reqs -= len(self.by_reqs.pop(cell, ()))
-        self.steady.pop(cell, None)
-        if cell not in self.waiting:
-            self._empty_row_cell(cell)
+    def forget_steady(self, cell: Cell, up_to: int = 0) -> None:
+        """Empty cells of a row and what is kept by requests; one-shot decisions stay.
+
+        Args:
+            cell: The cell of the fewest tokens.
+            up_to: The most tokens; the one cell where that is fewer.
+        """
+        if up_to <= cell[3]:
+            self._num_by_reqs -= len(self.by_reqs.pop(cell, ()))
+            self.steady.pop(cell, None)
+            self._empty_row_cell(cell)  # of a cell that waits it is empty already
+            return
+        first, named = cell[3], _names(cell, up_to)
+        for one in filter(named, list(self.steady)):
+            del self.steady[one]
+        for one in filter(named, list(self.by_reqs)):
+            self._num_by_reqs -= len(self.by_reqs.pop(one))
+        row = self._row(cell)
+        if self._as_dict:
+            for size in [size for size in row if first <= size <= up_to]:
+                del row[size]
+        elif row != ():
+            stop = min(up_to + 1, self._row_size)
+            row[first:stop] = [EMPTY] * (stop - first)
 
     def invalidate(self, mode: RuntimeMode, num_tokens: int) -> None:
         """Empty all cells that a key of this mode and size could serve."""
@@ -188,6 +207,11 @@ class Table:
     def _clear_by_reqs(self) -> None:
         self.by_reqs.clear()
         self._num_by_reqs = 0
+
+
+def _names(cell: Cell, up_to: int) -> Callable[[Cell], bool]:
+    """Return whether a cell is of the same row, from one number of tokens up to another."""
+    return lambda one: one[:3] == cell[:3] and cell[3] <= one[3] <= up_to
 
 
 def _may_choose(cell: Cell, mode: RuntimeMode, num_tokens: int) -> bool:

@@ -849,6 +849,29 @@ def test_ask_again_asks_again():
     assert dispatcher.dispatch(5).key == mixed(8)
 
 
+def test_ask_again_may_name_a_range_of_sizes():
+    """Of one kind of batch; a one-shot decision that waits there is still served."""
+    dispatcher = make(query_lens=(1, 2))
+    for size in range(1, 12):
+        for uniform in (0, 1):
+            learnt = CellUpdate(dispatcher.batch(size, 0, uniform), Decision.eager("learnt"))
+            dispatcher.update(learnt)
+    dispatcher.update(CellUpdate(Batch(7), Decision.eager("probe"), one_shot=True))
+    asked = CellUpdate(Batch(5), None, up_to=9)
+    dispatcher.update(asked)
+    assert dispatcher.dispatch(7).reason == "probe"
+    again = [size for size in range(1, 12) if dispatcher.dispatch(size).reason != "learnt"]
+    assert again == [5, 6, 7, 8, 9] == [n for n in range(1, 12) if asked.is_about(Batch(n))]
+    assert all(dispatcher.dispatch(size, size, 1).reason == "learnt" for size in range(1, 12))
+    dispatcher.update(CellUpdate(Batch(11), None, up_to=10**9))
+
+
+@pytest.mark.parametrize(("decision", "up_to"), [(None, -1), (None, 2.0), (Decision.eager("x"), 9)])
+def test_a_range_that_makes_no_sense_is_refused(decision, up_to):
+    with pytest.raises(DescriptorError, match="up_to"):
+        CellUpdate(Batch(5), decision, up_to=up_to)
+
+
 def test_change_for_one_cell_changes_no_other():
     dispatcher = make(query_lens=(1, 2), max_loras=1)
     cells = [
@@ -1105,8 +1128,10 @@ def test_huge_table_has_one_shots_and_changes_too(huge):
     huge.update(CellUpdate(Batch(7), Decision.eager("probe"), one_shot=True))
     assert huge.dispatch(7).reason == "probe"
     assert huge.dispatch(7) is steady
-    huge.update(CellUpdate(Batch(7), None))
+    kept = huge.dispatch(9)
+    huge.update(CellUpdate(Batch(6), None, up_to=8))
     assert huge.dispatch(7) is not steady
+    assert huge.dispatch(9) is kept
     huge.update(CellUpdate(Batch(2000), Decision.eager("probe"), one_shot=True))
     assert [huge.dispatch(2000).reason for _ in range(2)] == ["probe", "hit"]
 

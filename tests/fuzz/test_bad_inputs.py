@@ -192,13 +192,13 @@ def test_1000_learned_states(tmp_path: Path) -> None:
     good = tmp_path / "good.json"
     state.write_state(good, {"device": "x"}, {})
     whole = good.read_bytes()
-    arm: dict[str, Any] = {"clock": "device", "queued": False, "noise": 0.1, "samples": [[4, 2.5]]}
+    arm: dict[str, Any] = {"clock": "device", "queued": False, "estimate": {"noise": 0.1}}
 
     def attempt(rng: random.Random) -> None:
         path = tmp_path / "state.json"
         path.write_bytes(damaged(rng, whole))
         if rng.random() < 0.5:
-            arms: Any = [{**arm, rng.choice([*arm, "mode", "num_tokens", "x"]): scalar(rng)}]
+            arms: Any = [{**arm, rng.choice([*arm, "graphs", "eager", "x"]): scalar(rng)}]
             arms = rng.choice((arms, scalar(rng)))
             body = {"fingerprint": {"device": "x"}, "arms": arms}
             try:

@@ -257,9 +257,9 @@ def test_only_cells_whose_answer_flips_are_changed() -> None:
     for _ in range(30):  # eager becomes slow where it was just good enough
         eager = attrs.evolve(device.dispatcher.dispatch(400), mode=RuntimeMode.NONE, key=None)
         updates += policy.observe(Outcome(batch, eager, 1000.0))
-    flipped = {update.batch.num_tokens for update in updates if not update.one_shot}
-    assert 400 in flipped
-    assert 500 not in flipped
+    flipped = [update for update in updates if not update.one_shot]
+    assert any(update.is_about(batch) for update in flipped)
+    assert not any(update.is_about(device.dispatcher.batch(500)) for update in flipped)
     assert (
         kept[500].key == policy.decide(device.dispatcher.batch(500), device.dispatcher.graphs).key
     )
@@ -277,7 +277,7 @@ def test_probes_are_one_shot_and_the_steady_answer_is_back_after_them() -> None:
             assert decision.timed
             steady = device.dispatcher.decide(device.dispatcher.batch(440))
             assert steady.reason in ("hit", "eager_is_faster")
-    assert 1 <= probes <= 2000 // 16
+    assert 1 <= probes <= 2000 // 20
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,8 @@ def test_what_was_learnt_is_there_after_a_restart(tmp_path: Path) -> None:
         (lambda text: text[: len(text) // 2], "JSON"),
         (lambda text: "", "JSON"),
         (lambda text: "[]", "no state"),
-        (lambda text: text.replace('"version": 1', '"version": 99'), "version 99"),
+        (lambda text: text.replace('"version": 2', '"version": 99'), "version 99"),
+        (lambda text: text.replace('"version": 2', '"version": 1'), "version 1, only 2"),
         (lambda text: text.replace("H100", "A100"), "digest"),
         (lambda text: text.replace("dispatchkit-adaptive", "something"), "no state"),
     ],
@@ -480,7 +481,7 @@ def test_state_with_an_impossible_arm_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     learned(path)
     data = json.loads(path.read_text())
-    data["arms"][0]["samples"][0] = [512, -1.0]
+    data["arms"][0]["estimate"]["noise"] = -1.0
     body = {"fingerprint": data["fingerprint"], "arms": data["arms"]}
     data["digest"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps(data))

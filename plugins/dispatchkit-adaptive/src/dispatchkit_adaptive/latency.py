@@ -25,7 +25,7 @@ class LatencyPolicy:
     ``EAGER`` or ``NONE``.
 
     Args:
-        history_size: Latencies kept for each key and mode, at least 8.
+        history_size: About how many of the latest latencies count, at least 8.
         min_samples: Latencies of a mode from which on it counts.
         retry_every: A slower choice is tried once in so many questions about a key.
 
@@ -55,12 +55,12 @@ class LatencyPolicy:
             del self._asked[oldest]
         arms = self._arms.setdefault(key, {})
         self._arms.move_to_end(key)
-        arms.setdefault(mode, Arm(self.history_size, over_tokens=False)).add(1, latency)
+        arms.setdefault(mode, Arm(1, self.history_size, over_tokens=False)).add(1, latency)
 
     def latency(self, key: Hashable, mode: Hashable) -> float | None:
         """Return the latency to expect; None where too few are known."""
         arm = self._arms.get(key, {}).get(mode)
-        if arm is None or len(arm.samples) < self.min_samples:
+        if arm is None or arm.samples < self.min_samples:
             return None
         return arm.expect(1)
 

@@ -1,14 +1,15 @@
-"""What may be risked: the account kept against the base policy.
+"""Account for what was won and lost against the base policy, and say what may be risked.
 
 The promise is that the steps so far never cost over one per cent more than those of the base
-policy would have. Whatever differs from the base is paid from an account: the allowance that
-the promise gives, and the lead that was earned by being faster. A step that differs may turn
-out slower than it was (times change), and that is noticed only some measured steps later. So
-a cell leaves the base only if the account covers its arm becoming ``DRIFT`` times slower from
-now on until that is noticed.
+policy would have. Whatever differs from the base is paid from an account: the allowance that the
+promise gives, and the lead that was earned by being faster. An arm may become slower (or the base
+faster) at any time, and that is noticed only some measured steps later. So the base is left only
+where the account covers an arm that becomes ``DRIFT`` times slower from now on until then.
 """
 
 from __future__ import annotations
+
+import math
 
 import attrs
 
@@ -16,10 +17,12 @@ __all__ = ["DRIFT", "Ledger"]
 
 #: How much slower (or the base faster) an arm may become before it is noticed.
 DRIFT = 1.5
-#: Measured steps until a change of that size is noticed.
+#: Measured steps until a change of that size is noticed: those that a CUSUM needs.
 NOTICED_AFTER = 4
 #: Steps before the promise counts; until then its allowance is already that of so many.
 GRACE = 200
+#: The share of the promise that is planned with; the rest is for what is known wrongly.
+PLANNED = 0.75
 
 
 @attrs.define
@@ -29,74 +32,94 @@ class Ledger:
     Attributes:
         promise: Largest share that may be lost against the base.
         explore: Share of all time that probes may cost.
-        explore_far: The same for arms that are far behind.
         steps: Steps accounted for.
         base_us: What the base policy's choices would have cost.
         lead_us: That, less what was spent, over the steps that differed.
         probes_us: What probes cost over the arm that they stood in for.
-        far_probes_us: The same for arms far behind.
         spacing: Steps from one measured step to the next, on average.
     """
 
     promise: float
     explore: float
-    explore_far: float = 0.0001
     steps: float = 0.0
     base_us: float = 0.0
     lead_us: float = 0.0
     probes_us: float = 0.0
-    far_probes_us: float = 0.0
     spacing: float = 1.0
-    last_step: int = 0
-    unaccounted: float = 0.0
+    _last_step: int = 0
+    _unaccounted: float = 0.0
 
     def allowance(self, typical_us: float) -> float:
         """Return what may be lost from now on; ``typical_us`` is used before any step."""
         mean = self.base_us / self.steps if self.steps else typical_us
-        return self.promise * mean * max(self.steps, GRACE) + self.lead_us
+        return PLANNED * self.promise * mean * max(self.steps, GRACE) + self.lead_us
 
-    @property
-    def horizon(self) -> float:
-        """Steps that run before a change is noticed."""
-        return self.horizon_at(self.spacing)
-
-    def horizon_at(self, spacing: float) -> float:
-        """Return the same for another number of steps from one measured step to the next."""
-        late = spacing if spacing > 1.5 else 0.0
+    def horizon(self, spacing: float = 0.0) -> float:
+        """Return the steps that run before a change is noticed, at a spacing or today's."""
+        spacing = spacing or self.spacing
+        late = spacing if spacing > 1.5 else 0.0  # outcomes that are read one measured step later
         return NOTICED_AFTER * spacing + late
 
-    def probe_allowance(self, *, far: bool) -> float:
+    def probe_allowance(self) -> float:
         """Return what probes may cost now."""
-        if far:
-            return self.explore_far * self.base_us - self.far_probes_us
         return self.explore * self.base_us - self.probes_us
 
-    def pay_probe(self, us: float, *, far: bool) -> None:
-        """Note what a probe is expected to cost over the arm it stands in for."""
-        if far:
-            self.far_probes_us += us
-        else:
-            self.probes_us += us
-
-    def steps_told(self, step: int, *, one_shot: bool) -> float:
+    def steps_for(self, step: int, *, one_shot: bool) -> float:
         """Return how many steps an outcome stands for.
 
         A one-shot outcome stands for itself; a steady one for all the steps since the last,
         which were not measured but chosen alike.
         """
         # Those before the first outcome were not this policy's.
-        passed = max(1, step - self.last_step) if step and self.last_step else 1
-        self.last_step = max(step, self.last_step)
-        self.unaccounted += passed
+        passed = max(1, step - self._last_step) if step and self._last_step else 1
+        self._last_step = max(step, self._last_step)
+        self._unaccounted += passed
         if one_shot:
-            self.unaccounted -= 1
+            self._unaccounted -= 1
             return 1.0
-        told, self.unaccounted = self.unaccounted, 0.0
-        self.spacing += 0.2 * (told - self.spacing)
-        return told
+        steps, self._unaccounted = self._unaccounted, 0.0
+        self.spacing += 0.2 * (steps - self.spacing)
+        return steps
 
     def account(self, steps: float, base_us: float, own_us: float) -> None:
         """Add steps: what each would have cost under the base, and what it did cost."""
         self.steps += steps
         self.base_us += steps * base_us
         self.lead_us += steps * (base_us - own_us)
+
+
+@attrs.frozen
+class Stakes:
+    """What leaving the base has to clear, now, in one bucket.
+
+    Attributes:
+        margin: Least relative gain for which a choice is left.
+        room_us: What may be lost in each step until a change is noticed; 0 or less: nothing.
+        lead_us: The part of it that was earned by being faster.
+    """
+
+    margin: float
+    room_us: float
+    lead_us: float
+
+    def gains(self, base_us: float, error: float) -> tuple[float, float]:
+        """Return the gains (logarithms of a ratio) to change for, and to stay for.
+
+        Both shrink as the lead grows: then a change need not be sure to be taken, and has to be
+        sure to be left.
+
+        Args:
+            base_us: What a step takes in the arm to leave.
+            error: Relative standard error of the ratio of the two.
+        """
+        comfort = max(0.0, self.lead_us) / base_us
+        change = max(self.margin, DOUBT * error) / (1.0 + comfort)
+        return change, -error * comfort / (1.0 + comfort)
+
+    def cover(self, base_us: float, slack: float = 1.0) -> float:
+        """Return the gain over the base at which the account covers a change by ``DRIFT``."""
+        return math.log(DRIFT) - math.log1p(slack * self.room_us / base_us)
+
+
+#: Standard errors by which a change has to be better.
+DOUBT = 1.5

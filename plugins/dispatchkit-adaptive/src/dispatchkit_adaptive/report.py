@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import attrs
 
 from dispatchkit import Batch
 
 from dispatchkit_adaptive.arms import Arm
-from dispatchkit_adaptive.buckets import ArmId, Bucket, Piece
+from dispatchkit_adaptive.buckets import ArmId, Bucket, name_of
 
 __all__ = ["ArmReport", "BucketReport", "describe"]
 
@@ -81,33 +84,31 @@ class BucketReport:
         return "\n".join(lines)
 
 
-def describe(bucket: Bucket, known: dict[ArmId, Arm], step: int) -> BucketReport:
+def describe(bucket: Bucket, known: Mapping[ArmId, Arm], step: int) -> BucketReport:
     """Put together what is known of a bucket."""
-    sizes = [batch.num_tokens for batch in bucket.cells]
-    at = max(sizes)
-    current = bucket.choice(at)
-    in_use = None if current is None else known.get(current)
-    now_us = None if in_use is None else in_use.expect(at)
+    low, high = bucket.sizes
+    current = bucket.choice(high)
+    in_use = known.get(current)
     arms = []
     for ident in sorted(bucket.arms, key=lambda one: one != current):
         arm = known.get(ident)
-        us = None if arm is None else arm.expect(at)
+        gap = None if arm is None or in_use is None else arm.log_us(high) - in_use.log_us(high)
         arms.append(
             ArmReport(
-                arm="eager" if isinstance(ident, Piece) else str(ident),
-                samples=0 if arm is None else len(arm.samples),
-                median_us=us,
-                error=1.0 if arm is None else arm.error(at),
-                margin=None if us is None or not now_us else us / now_us - 1.0,
+                arm=name_of(ident),
+                samples=0 if arm is None else arm.samples,
+                median_us=None if arm is None else arm.expect(high),
+                error=1.0 if arm is None else arm.error(high),
+                margin=None if gap is None else math.expm1(gap),
                 age=0 if arm is None else step - arm.last_step,
             )
         )
     return BucketReport(
-        sizes=(min(sizes), at),
-        kind=_kind(next(iter(bucket.cells))),
+        sizes=(low, high),
+        kind=_kind(bucket.example),
         base=str(bucket.base),
-        graph="" if bucket.key is None else str(bucket.key),
-        eager_up_to=_eager_up_to(bucket, min(sizes), at),
+        graph=name_of(bucket.graph),
+        eager_up_to=_eager_up_to(bucket, low, high),
         arms=tuple(arms),
         last_probe=bucket.last_probe,
     )
@@ -128,6 +129,6 @@ def _kind(batch: Batch) -> str:
 
 def _eager_up_to(bucket: Bucket, low: int, high: int) -> int:
     """Return up to how many tokens of those from ``low`` to ``high`` eager is used."""
-    if bucket.piece is None or bucket.choice(low) != bucket.piece:
+    if bucket.band is None or bucket.choice(low) != bucket.band:
         return 0
-    return high if bucket.choice(high) == bucket.piece else int(bucket.limit)
+    return high if bucket.choice(high) == bucket.band else int(bucket.limit)

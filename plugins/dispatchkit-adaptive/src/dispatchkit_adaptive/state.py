@@ -8,19 +8,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from dispatchkit import BatchDescriptor, GraphKey, RuntimeMode
 from dispatchkit.errors import DispatchkitError, shortened
 from dispatchkit.files import write_whole
 
 from dispatchkit_adaptive.arms import Arm
-from dispatchkit_adaptive.buckets import ArmId, Parts, Piece
+from dispatchkit_adaptive.buckets import ArmId, size_of
 
-__all__ = ["StateError", "device_fingerprint", "read_state", "write_state"]
+__all__ = ["Regime", "StateError", "device_fingerprint", "read_state", "write_state"]
 
-FORMAT, VERSION = "dispatchkit-adaptive", 1
+FORMAT, VERSION = "dispatchkit-adaptive", 2
 _MAX_BYTES = 64 * 1024 * 1024
-_LARGEST_NUMBER = 1e15  # tokens, and microseconds: 30 years
-_Arms = dict[tuple[tuple[str, bool], ArmId], Arm]
+#: The clock, and whether other work was ahead on the stream.
+Regime = tuple[str, bool]
+Arms = dict[Regime, dict[ArmId, Arm]]
 
 
 class StateError(DispatchkitError, ValueError):
@@ -43,7 +46,7 @@ def device_fingerprint(model: str = "", device: int = 0) -> dict[str, str]:
     return found
 
 
-def write_state(path: Path, fingerprint: Mapping[str, str], arms: _Arms) -> None:
+def write_state(path: Path, fingerprint: Mapping[str, str], arms: Arms) -> None:
     """Write arms to a file, which has its name only once it is whole.
 
     Raises:
@@ -52,22 +55,17 @@ def write_state(path: Path, fingerprint: Mapping[str, str], arms: _Arms) -> None
     body = {
         "fingerprint": dict(fingerprint),
         "arms": [
-            {
-                "clock": clock,
-                "queued": queued,
-                "noise": arm.noise,
-                "samples": [list(pair) for pair in arm.samples],
-                **_facts(ident),
-            }
-            for ((clock, queued), ident), arm in arms.items()
-            if arm.samples
+            {"clock": clock, "queued": queued, **_facts(ident), "estimate": arm.estimate()}
+            for (clock, queued), known in arms.items()
+            for ident, arm in list(known.items())
+            if arm.is_known
         ],
     }
     whole = {"format": FORMAT, "version": VERSION, "digest": _digest(body), **body}
     write_whole(path, json.dumps(whole) + "\n")
 
 
-def read_state(path: Path, fingerprint: Mapping[str, str], history_size: int) -> _Arms:
+def read_state(path: Path, fingerprint: Mapping[str, str], history_size: int) -> Arms:
     """Return the arms that a file has.
 
     Raises:
@@ -84,7 +82,8 @@ def read_state(path: Path, fingerprint: Mapping[str, str], history_size: int) ->
         raise StateError(f"{path}: it is no state of the adaptive policy.")
     if data.get("version") != VERSION:
         raise StateError(
-            f"{path}: it has version {data.get('version')!r}, only {VERSION} can be read."
+            f"{path}: it has version {data.get('version')!r}, only {VERSION} can be read. "
+            "The next save replaces it."
         )
     body = {"fingerprint": data.get("fingerprint"), "arms": data.get("arms")}
     if data.get("digest") != _digest(body):
@@ -94,18 +93,17 @@ def read_state(path: Path, fingerprint: Mapping[str, str], history_size: int) ->
             f"{path}: it was learnt on {body['fingerprint']}, here is {dict(fingerprint)}."
         )
     try:
-        return dict(_read_arm(item, history_size) for item in data["arms"])
+        arms: Arms = {}
+        for item in data["arms"]:
+            regime = (str(item["clock"]), bool(item["queued"]))
+            ident = _read_ident(item)
+            arm = Arm(size_of(ident), history_size, over_tokens=not isinstance(ident, tuple))
+            arm.restore(item["estimate"])
+            arms.setdefault(regime, {})[ident] = arm
+        return arms
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         why = shortened(str(error))
         raise StateError(f"{path}: an arm in it is not possible ({why}).") from error
-
-
-def _is_number(value: Any, least: float) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and least <= value <= _LARGEST_NUMBER  # NaN is neither
-    )
 
 
 def _digest(body: Mapping[str, Any]) -> str:
@@ -113,56 +111,24 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def _facts(ident: ArmId) -> dict[str, Any]:
-    if isinstance(ident, Parts):
-        return {"parts": [_facts(key) for key in ident.keys]}
-    own = ident if isinstance(ident, Piece) else ident.descriptor
-    facts = {
-        "uniform": own.uniform,
-        "query_len": own.query_len,
-        "max_query_len": own.max_query_len,
-        "num_active_loras": own.num_active_loras,
-        "axes": list(own.axes),
-    }
-    if isinstance(ident, Piece):
-        return {"mode": "NONE", "num_tokens": ident.top, **facts}
-    return {
-        "mode": ident.mode.name,
-        "num_tokens": ident.num_tokens,
-        "num_reqs": ident.descriptor.num_reqs,
-        **facts,
-    }
+    if isinstance(ident, tuple):
+        return {
+            "graphs": [{"mode": key.mode.name, **attrs.asdict(key.descriptor)} for key in ident]
+        }
+    return {"eager": attrs.asdict(ident)}
 
 
-def _read_arm(
-    item: Mapping[str, Any], history_size: int
-) -> tuple[tuple[tuple[str, bool], ArmId], Arm]:
-    parts = item.get("parts")
-    ident: ArmId = _read_ident(item) if parts is None else Parts(tuple(map(_read_key, parts)))
-    arm = Arm(history_size, over_tokens=isinstance(ident, Piece))
-    for num_tokens, us in item["samples"]:
-        # Of any type and size before this; lines are fitted with squares of both.
-        if not (_is_number(num_tokens, 1) and _is_number(us, 1e-6)):
-            raise ValueError(f"sample {num_tokens!r}, {us!r}")
-        arm.add(num_tokens, us, watch=False)
-    return ((str(item["clock"]), bool(item["queued"])), ident), arm
+def _read_ident(item: Mapping[str, Any]) -> ArmId:
+    if "eager" in item:
+        return _read_descriptor(item["eager"])
+    keys = [
+        GraphKey(RuntimeMode.parse(one["mode"]), _read_descriptor(one)) for one in item["graphs"]
+    ]
+    if not keys:
+        raise ValueError("no graph")
+    return tuple(keys)
 
 
-def _read_key(item: Mapping[str, Any]) -> GraphKey:
-    ident = _read_ident(item)
-    if isinstance(ident, Piece):
-        raise TypeError("a part that runs eager")
-    return ident
-
-
-def _read_ident(item: Mapping[str, Any]) -> GraphKey | Piece:
-    mode = RuntimeMode.parse(item["mode"])
-    shared = {
-        "uniform": item["uniform"],
-        "query_len": item["query_len"],
-        "max_query_len": item["max_query_len"],
-        "num_active_loras": item["num_active_loras"],
-        "axes": tuple(item["axes"]),
-    }
-    if mode is RuntimeMode.NONE:
-        return Piece(top=item["num_tokens"], **shared)
-    return GraphKey(mode, BatchDescriptor(item["num_tokens"], item["num_reqs"], **shared))
+def _read_descriptor(facts: Mapping[str, Any]) -> BatchDescriptor:
+    own = {name: value for name, value in facts.items() if name != "mode"}
+    return BatchDescriptor(**{**own, "axes": tuple(own["axes"])})

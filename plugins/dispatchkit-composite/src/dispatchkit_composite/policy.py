@@ -214,8 +214,10 @@ class CompositePolicy:
         return None if answer is None else attrs.evolve(answer, policy=_label(one, answer))
 
     def _own(self, one: Seat, update: CellUpdate) -> CellUpdate | None:
-        """Return an update a member may make: of a cell that is its to decide."""
+        """Return an update a member may make: of a cell that is its to decide, or asked again."""
         answer, graphs = update.decision, self._graphs
+        if answer is None and update.up_to:
+            return update  # whoever decides these batches answers as before
         if graphs is None:
             return None
         for other in self._active():

@@ -70,6 +70,7 @@ class LeaderPolicy:
         self.is_listening = False
         self._known: dict[Batch, Decision] = {}
         self._steady: dict[Batch, Decision | None] = {}
+        self._ranges: list[CellUpdate] = []
         self._one_shots: list[tuple[Batch, Decision]] = []
 
     # -- deciding -----------------------------------------------------------------------
@@ -98,6 +99,10 @@ class LeaderPolicy:
         for update in self._ask("observe", outcome, read=_updates) or ():
             if update.one_shot and update.decision is not None:
                 self._one_shots.append((update.batch, update.decision))
+            elif update.up_to:
+                self._ranges.append(update)
+                for batch in filter(update.is_about, list(self._steady)):
+                    del self._steady[batch]  # wanted before
             elif not update.one_shot:
                 self._steady[update.batch] = update.decision
 
@@ -106,14 +111,15 @@ class LeaderPolicy:
     @property
     def has_news(self) -> bool:
         """Whether the learner wants something changed."""
-        return bool(self._steady or self._one_shots)
+        return bool(self._ranges or self._steady or self._one_shots)
 
     def take_news(self) -> str:
         """Return what the learner wants changed, as text, and forget that it does."""
-        steady, one_shots = self._steady, self._one_shots
-        self._steady, self._one_shots = {}, []
+        ranges, steady, one_shots = self._ranges, self._steady, self._one_shots
+        self._ranges, self._steady, self._one_shots = [], {}, []
         return json.dumps(
-            [_encoded(batch, decision, False) for batch, decision in steady.items()]
+            [_encoded(one.batch, None, False, one.up_to) for one in ranges]
+            + [_encoded(batch, decision, False) for batch, decision in steady.items()]
             + [_encoded(batch, decision, True) for batch, decision in one_shots]
         )
 
@@ -134,7 +140,8 @@ class LeaderPolicy:
             served += 1
             if not update.one_shot:
                 if update.decision is None:
-                    self._known.pop(update.batch, None)
+                    for batch in filter(update.is_about, list(self._known)):
+                        del self._known[batch]
                 else:
                     self._known[update.batch] = update.decision
         return served
@@ -177,20 +184,20 @@ def _decision(answer: Any) -> Decision | None:
     return answer
 
 
-def _encoded(batch: Batch, decision: Decision | None, one_shot: bool) -> list[Any]:
+def _encoded(batch: Batch, decision: Decision | None, one_shot: bool, up_to: int = 0) -> list[Any]:
     answer = None
     if decision is not None:
         key = None if decision.key is None else str(decision.key)
         answer = [key, str(decision.reason), decision.timed]
-    return [[getattr(batch, name) for name in _BATCH], answer, one_shot]
+    return [[getattr(batch, name) for name in _BATCH], answer, one_shot, up_to]
 
 
 def _decoded(item: list[Any], keys: dict[str, GraphKey]) -> CellUpdate:
-    facts, answer, one_shot = item
+    facts, answer, one_shot, up_to = item
     values = dict(zip(_BATCH, facts, strict=True))
     batch = Batch(**{**values, "axes": tuple(values["axes"])})
     if answer is None:
-        return CellUpdate(batch, None, one_shot)
+        return CellUpdate(batch, None, one_shot, up_to)
     name, reason, timed = answer
     if name is None:
         return CellUpdate(batch, Decision(RuntimeMode.NONE, None, reason, timed), one_shot)
