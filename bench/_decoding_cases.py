@@ -22,7 +22,6 @@ from dispatchkit.backends.cuda.workspace import hold_workspace
 
 from dispatchkit_transformers import DECODE_ATTENTION, GraphDecoder
 from dispatchkit_transformers.decode_step import decode_step
-from dispatchkit_transformers.slot_cache import SlotCache
 from dispatchkit_transformers.static_models import probe
 
 IS_GPU = torch.cuda.is_available()
@@ -67,12 +66,85 @@ def llama(hidden: int, middle: int, layers: int, heads: int, kv_heads: int, voca
     )
 
 
+def gemma3(hidden: int, middle: int, layers: int, heads: int, window: int, vocabulary: int) -> Any:
+    """Return a Gemma-like model, of whose layers every sixth keeps all positions."""
+    return transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=middle,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            head_dim=hidden // heads,
+            sliding_window=window,
+            max_position_embeddings=4096,
+        )
+    )
+
+
+def qwen35(hidden: int, middle: int, layers: int, heads: int, vocabulary: int) -> Any:
+    """Return a Qwen3.5-like model, of whose layers three of four have linear attention."""
+    return transformers.Qwen3_5ForCausalLM(
+        transformers.Qwen3_5TextConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=middle,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            head_dim=hidden // heads,
+            linear_num_key_heads=heads,
+            linear_num_value_heads=heads,
+            linear_key_head_dim=hidden // heads,
+            linear_value_head_dim=hidden // heads,
+            max_position_embeddings=4096,
+        )
+    )
+
+
+def mamba(hidden: int, layers: int, vocabulary: int) -> Any:
+    """Return a Mamba-like model."""
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(
+            vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers
+        )
+    )
+
+
+def marian(hidden: int, middle: int, layers: int, heads: int, vocabulary: int) -> Any:
+    """Return a Marian-like translator, an encoder-decoder."""
+    return transformers.MarianMTModel(
+        transformers.MarianConfig(
+            vocab_size=vocabulary,
+            d_model=hidden,
+            encoder_layers=layers,
+            decoder_layers=layers,
+            encoder_attention_heads=heads,
+            decoder_attention_heads=heads,
+            encoder_ffn_dim=middle,
+            decoder_ffn_dim=middle,
+            max_position_embeddings=4096,
+            pad_token_id=0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2-tiny": lambda: gpt2(32, 2, 4, 256, 97),
     "llama-tiny": lambda: llama(32, 64, 2, 4, 2, 97),
     "gpt2": lambda: gpt2(768, 12, 12, 1024, 50257),
     "llama-small": lambda: llama(1024, 2816, 12, 16, 8, 32000),
     "llama-1b": lambda: llama(2048, 5632, 16, 32, 8, 32000),
+    "gemma3-tiny": lambda: gemma3(32, 64, 6, 4, 16, 97),
+    "qwen3.5-tiny": lambda: qwen35(32, 64, 4, 4, 97),
+    "mamba-tiny": lambda: mamba(32, 2, 97),
+    "marian-tiny": lambda: marian(32, 64, 2, 4, 97),
+    "gemma3": lambda: gemma3(1152, 4608, 12, 8, 256, 32000),
+    "qwen3.5": lambda: qwen35(1024, 2816, 12, 8, 32000),
+    "mamba": lambda: mamba(1024, 12, 32000),
+    "marian": lambda: marian(1024, 4096, 6, 16, 32000),
 }
 
 
@@ -124,7 +196,8 @@ class Case:
 def plain_step(model: Any, args: argparse.Namespace) -> tuple[Any, Any]:
     """Return the step on a cache of its own, and that cache."""
     found = probe(model, args.length)
-    memory = SlotCache(found.states, args.most, args.length)
+    memory = found.cache(args.most, args.length, args.length if found.cross else 0)
+    memory.source_mask.fill_(True)
     step = decode_step(found, memory, [args.length], model, wants_logits=False)
 
     def run(tokens: torch.Tensor, positions: torch.Tensor) -> Any:
@@ -184,9 +257,8 @@ DYNAMIC = {"batch": None, "auto": None, "yes": True, "no": False}
 def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
     """torch.compile of the same step, on a cache whose addresses it is told are fixed."""
     step, memory = plain_step(model, args)
-    for pair in memory.layers:
-        for one in pair:
-            _dynamo.mark_static_address(one)
+    for one in memory.tensors:
+        _dynamo.mark_static_address(one)
     fast = torch.compile(
         step, mode=None if mode == "default" else mode, dynamic=DYNAMIC[args.dynamic]
     )
@@ -209,13 +281,17 @@ def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
 
 def decoder_of(model: Any, args: argparse.Namespace, **options: Any) -> GraphDecoder:
     """Return the decoder for the largest batch on a cache of this length."""
-    return GraphDecoder(
+    if model.config.is_encoder_decoder:
+        options["max_source_length"] = args.length
+    decoder = GraphDecoder(
         model,
         max_batch_size=args.most,
         max_length=args.length,
         lengths=[args.length],
         **{"sizes": args.sizes, **options},
     )
+    decoder.cache.source_mask.fill_(True)
+    return decoder
 
 
 def graphs(name: str, model: Any, args: argparse.Namespace, **options: Any) -> Case:

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
@@ -426,7 +427,7 @@ def test_a_step_is_compiled_once_for_all_sizes_and_once_for_a_single_row(one_mod
         return graph.forward
 
     found = static_models.probe(one_model, 32)
-    memory = SlotCache(found.states, 9, 32)
+    memory = found.cache(9, 32)
     step = decode_step(
         found, memory, [32], one_model, wants_logits=False,
         compile=partial(compile_for_any_size, backend=counted),
@@ -574,44 +575,42 @@ def test_a_step_without_rows_is_an_error(one_model):
         decoder_of(one_model).step()
 
 
-def encoder_decoder():
-    config = transformers.T5Config(
-        vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
-    )
-    return transformers.T5ForConditionalGeneration(config).eval()
+def without_layers():
+    """Its state is no cache of the library."""
+    config = transformers.RwkvConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2)
+    return transformers.RwkvForCausalLM(config).eval()
 
 
-def sliding():
-    config = transformers.MistralConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        sliding_window=8,
-        layer_types=["sliding_attention"],
-    )
-    return transformers.MistralForCausalLM(config).eval()
+def sparse():
+    """Its layers keep keys that choose which others are looked at."""
+    config = transformers.DeepseekV32Config(
+        vocab_size=40, hidden_size=16, intermediate_size=16, moe_intermediate_size=8,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=8,
+        kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, n_routed_experts=4,
+        n_group=1, topk_group=1, index_topk=4, index_n_heads=2, index_head_dim=8,
+    )  # fmt: skip
+    return transformers.DeepseekV32ForCausalLM(config).eval()
 
 
-def without_keys():
-    config = transformers.MambaConfig(
-        vocab_size=40, hidden_size=16, state_size=4, num_hidden_layers=1
-    )
-    return transformers.MambaForCausalLM(config).eval()
+def window_by_length():
+    """A window that it takes off the end of the keys it is given, wherever the token is."""
+    config = transformers.GPTNeoConfig(
+        vocab_size=40, hidden_size=16, num_layers=2, num_heads=2, window_size=4,
+        max_position_embeddings=64, attention_types=[[["global", "local"], 1]],
+    )  # fmt: skip
+    return transformers.GPTNeoForCausalLM(config).eval()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (encoder_decoder, "a decoder-only model"),
-        (sliding, "sliding_attention"),
-        (without_keys, "one that transformers can run on a static cache"),
+        (without_layers, "one that takes past_key_values"),
+        (sparse, "DynamicIndexedLayer"),
+        (window_by_length, "a step on a static cache gives what the model gives"),
         (lambda: torch.nn.Linear(2, 2), "a model of transformers that generates text"),
         (lambda: llama().train(), r"in evaluation mode.*model\.eval"),
     ],
-    ids=["encoder-decoder", "sliding", "state-space", "other-module", "training"],
+    ids=["without-layers", "sparse", "window-by-length", "other-module", "training"],
 )
 def test_a_model_that_cannot_be_cached_statically_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
@@ -627,6 +626,11 @@ def test_more_positions_than_the_model_has_are_refused(one_model):
     ("asked", "message"),
     [
         ({"num_beams": 2}, "num_beams must be 1"),
+        ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "penalty_alpha"),
+        ({"dola_layers": "high", "trust_remote_code": True}, "dola_layers"),
+        ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens"),
+        ({"assistant_early_exit": 1}, "assistant_early_exit"),
+        ({"assistant_model": torch.nn.Identity()}, "assistant_model"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"streamer": object()}, "streamer"),
     ],
@@ -661,6 +665,37 @@ def test_lengths_must_end_with_the_longest(one_model, lengths):
 # -- the cache by itself --------------------------------------------------------------------
 
 
+def layer_of(states, window=None):
+    """A layer of the library that has seen a prompt with these keys, and values beside them."""
+    made = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+    made.update(states, states + 1)
+    return made
+
+
+@pytest.mark.parametrize("paddings", [[0, 0], [3, 0], [1, 9]])
+@pytest.mark.parametrize("width", [4, 5, 6, 11, 17])
+def test_a_ring_keeps_the_latest_positions_of_a_prompt_at_their_places(paddings, width):
+    window = 5
+    paddings = [min(one, width - 1) for one in paddings]
+    at = torch.arange(width).float() - torch.tensor(paddings).view(-1, 1)
+    prompt = layer_of(at.view(2, 1, width, 1), window)
+    cache = SlotCache([prompt], num_slots=3, length=32)
+    (block,) = cache.memory
+    block.fill_(float("nan"))
+    cache.fill(1, [prompt], paddings, width)
+    keys, values = block[:, 1:, 0, :, 0]
+    for row, padding in enumerate(paddings):
+        length = width - padding
+        want = torch.zeros(window + 1)
+        # The library keeps those that the next token may look at.
+        for position in range(max(0, length - window + 1), length):
+            want[position % window] = position
+        held = torch.zeros(window + 1)
+        held[[one % window for one in range(max(0, length - window + 1), length)]] = 1
+        assert torch.equal(keys[row], want)
+        assert torch.equal(values[row], (want + 1) * held)
+
+
 def test_gaps_are_closed_by_the_last_rows_alone():
     moves, order = plan_moves([3, 4, 5, 6, 7], [1, 3])
     assert [(one.source, one.target, one.length) for one in moves] == [(4, 1, 7)]
@@ -670,7 +705,7 @@ def test_gaps_are_closed_by_the_last_rows_alone():
 
 
 def test_layers_of_other_shapes_have_memory_of_their_own():
-    like = [(torch.zeros(1, 2, 1, 4),) * 2, (torch.zeros(1, 1, 1, 8),) * 2]
+    like = [layer_of(torch.zeros(1, 2, 1, 4)), layer_of(torch.zeros(1, 1, 1, 8))]
     cache = SlotCache(like, num_slots=3, length=5)
     assert [tuple(block.shape) for block in cache.memory] == [(2, 3, 2, 6, 4), (2, 3, 1, 6, 8)]
     assert cache.num_bytes == 4 * (2 * 3 * 2 * 6 * 4 + 2 * 3 * 6 * 8)

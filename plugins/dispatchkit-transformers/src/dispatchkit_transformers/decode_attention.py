@@ -68,6 +68,10 @@ def decode_attention(
                 "model.set_attn_implementation('eager') has it.",
             )
     rows, heads, length, size = query.shape
+    bias = kwargs.get("position_bias")
+    if length == 1 and isinstance(bias, torch.Tensor) and bias.shape[2] == rows > 1:
+        # Of rows at positions of their own, the library makes one query after the other.
+        kwargs["position_bias"] = bias.permute(2, 1, 0, 3)
     if (
         length != 1
         or dropout

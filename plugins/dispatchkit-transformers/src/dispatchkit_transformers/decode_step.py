@@ -40,29 +40,14 @@ def decode_step(
         wants_logits: Return logits.
         compile: Is given what a step of one length runs, and returns what runs in its place.
     """
-    views = {length: memory.view(length) for length in lengths}
-    sink, last = memory.sink, memory.length - 1
-    ahead = torch.arange(memory.length, device=probe.device)
 
     def step_of(length: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        cache, place = views[length]
+        logits_of = probe.step(memory, length, forward)
 
         def run(tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            place.positions = positions
-            column = positions.unsqueeze(1)
-            mask = probe.mask_of((ahead[:length] <= column).view(-1, 1, 1, length))
-            output = forward(
-                input_ids=tokens.unsqueeze(1),
-                # Rows without a sequence are at a position that models have no embedding for.
-                position_ids=column.clamp(max=last),
-                attention_mask=mask,
-                **probe.step_arguments(cache),
-            )
-            # State that a step leaves behind would keep it from being captured.
-            place.positions = None
-            logits = output.logits[:, -1].float()
+            logits = logits_of(tokens, positions)
             # A row that waits to be dropped stays at the position that is never read.
-            following = (positions + 1).clamp(max=sink)
+            following = (positions + 1).clamp(max=memory.sink)
             return (logits if wants_logits else logits.argmax(-1)), following
 
         return run if compile is None else compile(run)

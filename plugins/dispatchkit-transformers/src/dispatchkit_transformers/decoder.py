@@ -37,7 +37,7 @@ try:
     from dispatchkit_transformers.generation import generate, left_paddings
     from dispatchkit_transformers.prompts import PromptRunner, check_prompt_sizes
     from dispatchkit_transformers.slot_cache import SlotCache, plan_moves
-    from dispatchkit_transformers.static_models import Probe, probe
+    from dispatchkit_transformers.static_models import Probe, Source, probe
 except ImportError as _error:
     raise BackendUnavailableError(
         "GraphDecoder needs transformers from 4.57.1 on, below 6, and what is installed here "
@@ -77,9 +77,10 @@ class GraphDecoder:
     The live sequences are rows 0 to ``num_rows`` - 1, in the first slots of the cache.
 
     Args:
-        model: A decoder-only model for causal language modelling, in evaluation mode.
+        model: A model of transformers that generates text, in evaluation mode.
         max_batch_size: Most sequences at a time.
         max_length: Most tokens of one sequence, prompt included.
+        max_source_length: Most positions of what an encoder gives, for encoder-decoder models.
         sizes: Batch sizes to capture; derived from ``max_batch_size`` by default.
         lengths: Lengths of the cache to capture for: a step reads the smallest that covers all
             of its sequences. By default powers of two from 128 on, and ``max_length``.
@@ -118,6 +119,7 @@ class GraphDecoder:
         *,
         max_batch_size: int,
         max_length: int,
+        max_source_length: int | None = None,
         sizes: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
         prompt_sizes: Sequence[int] = (),
@@ -134,11 +136,12 @@ class GraphDecoder:
         max_length = check_count(max_length, "max_length")
         self.model = model
         self._probe: Probe = probe(model, max_length)
+        self._source_length = self._check_source_length(max_source_length)
         self._prompt_sizes = check_prompt_sizes(prompt_sizes, max_length)
         self._forward = model if forward is None else forward
         self.max_batch_size, self.max_length = max_batch_size, max_length
         self.lengths: tuple[int, ...] = check_lengths(lengths, max_length)
-        self.cache: SlotCache = SlotCache(self._probe.states, max_batch_size, max_length)
+        self.cache: SlotCache = self._probe.cache(max_batch_size, max_length, self._source_length)
         self.device: torch.device = self._probe.device
         if not isinstance(compile, bool) and not callable(compile):
             raise ConfigError(
@@ -159,7 +162,11 @@ class GraphDecoder:
             "max_num_tokens": max_batch_size,
             "policy": policy,
             "backend": backend,
-            "state": attrs.evolve(declared, scratch=(*declared.scratch, *self.cache.memory)),
+            "state": attrs.evolve(
+                declared,
+                tensors=(*declared.tensors, *self.cache.states),
+                scratch=(*declared.scratch, *self.cache.scratch),
+            ),
             "lazy": lazy,
             "mode": "FULL",
             "options": options,
@@ -185,6 +192,12 @@ class GraphDecoder:
         """
         if kwargs.get("streamer") is not None:
             raise ConfigError("streamer", kwargs["streamer"], "None", "Use admit() and step().")
+        if kwargs.get("assistant_model") is not None:
+            # The library hands it to no custom_generate.
+            raise ConfigError(
+                "assistant_model", type(kwargs["assistant_model"]).__name__, "None",
+                "Drafts are not verified here: leave it out, or call the model's own generate().",
+            )  # fmt: skip
         return self.model.generate(*args, custom_generate=self, **kwargs)
 
     def __call__(self, model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
@@ -217,7 +230,12 @@ class GraphDecoder:
         self._tokens = tokens
 
     def admit(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        encoder_outputs: Any = None,
+        encoder_attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run prompts, and give each a row behind those there are.
 
@@ -226,14 +244,19 @@ class GraphDecoder:
         Args:
             input_ids: Prompts (B, T), padded on the left.
             attention_mask: 0 where padding is (B, T).
+            encoder_outputs: What the model's encoder gave, for encoder-decoder models, of which
+                the prompts are the decoder's.
+            encoder_attention_mask: 0 where that is padding (B, S).
 
         Returns:
             Logits of the first new token (B, V), float32.
 
         Raises:
             DescriptorError: There are not so many free slots, or a prompt is too long.
-            InputError: Padding is not on the left, or a prompt is empty.
+            InputError: Padding is not on the left, a prompt is empty, or what the encoder gave is
+                missing, or longer than ``max_source_length``.
         """
+        source = self._source(input_ids, encoder_outputs, encoder_attention_mask)
         paddings = left_paddings(input_ids, attention_mask)
         rows, width = input_ids.shape
         self.check_fits(rows, max((width - padding for padding in paddings), default=1))
@@ -242,10 +265,13 @@ class GraphDecoder:
         why = self._why_eager(rows, max(lengths, default=0))
         with torch.no_grad():
             if why:
-                states, logits = self._probe.prompt(
-                    input_ids, attention_mask if any(paddings) else None
+                seen = self._probe.prompt(
+                    input_ids, attention_mask if any(paddings) else None, source
                 )
-                self.cache.fill(self.num_rows, states, paddings)
+                logits = seen.logits
+                self.cache.fill(self.num_rows, seen.layers, paddings, width)
+                if source is not None:
+                    self.cache.fill_sources(self.num_rows, seen.cross, source.mask)
             else:
                 logits = self._chunks().run(self.num_rows, input_ids, lengths)
             at = torch.tensor(lengths, dtype=torch.int64, device=self.device)
@@ -395,6 +421,54 @@ class GraphDecoder:
 
     # -- inside -------------------------------------------------------------------------
 
+    def _check_source_length(self, given: int | None) -> int:
+        if not self._probe.cross:
+            if given is not None:
+                raise ConfigError(
+                    "max_source_length", given, "left out for a model without an encoder"
+                )
+            return 0
+        if given is None:
+            raise ConfigError(
+                "max_source_length",
+                None,
+                "the most positions that the encoder gives",
+                "For Whisper that is model.config.max_source_positions.",
+            )
+        return check_count(given, "max_source_length")
+
+    def _source(
+        self, input_ids: torch.Tensor, given: Any, mask: torch.Tensor | None
+    ) -> Source | None:
+        """Return what an encoder gave, in the form that prompts take it."""
+        if not self._probe.cross:
+            if given is not None:
+                raise InputError("encoder_outputs", "encoder_outputs are for encoder-decoders.")
+            return None
+        if given is None:
+            raise InputError(
+                "encoder_outputs",
+                "encoder_outputs must be what the encoder gave: model.get_encoder()(**inputs).",
+            )
+        states: torch.Tensor = given[0]
+        rows, length = states.shape[:2]
+        least = self._source_length if self._probe.has_one_source_length else 1
+        if rows != input_ids.shape[0] or not least <= length <= self._source_length:
+            raise InputError(
+                "encoder_outputs",
+                f"encoder_outputs must be of {input_ids.shape[0]} rows of {least} to "
+                f"{self._source_length} positions (max_source_length), got {tuple(states.shape)}.",
+            )
+        if mask is None:
+            mask = torch.ones(rows, length, dtype=torch.bool, device=states.device)
+        if mask.shape != (rows, length):
+            raise InputError(
+                "encoder_attention_mask",
+                f"encoder_attention_mask must be of shape {(rows, length)}, as encoder_outputs, "
+                f"got {tuple(mask.shape)}.",
+            )
+        return Source(states, mask.bool())
+
     def _chunks(self) -> PromptRunner:
         if self._prompts is None:
             self._prompts = PromptRunner(
@@ -406,6 +480,8 @@ class GraphDecoder:
         """Return why prompts (B, T) run eager, as a reason; empty if they run through graphs."""
         if not self._prompt_sizes:
             return "no_prompt_sizes"
+        if not self.cache.keeps_all:
+            return "layers_without_all_positions"
         if not rows or not self._chunks().chunks(rows, width):
             return str(Reason.ABOVE_LARGEST)
         return ""

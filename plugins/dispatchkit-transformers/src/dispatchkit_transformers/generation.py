@@ -11,7 +11,11 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+    MaxLengthCriteria,
+)
 
 from dispatchkit.errors import ConfigError, InputError
 
@@ -21,11 +25,25 @@ _UNDERSTOOD = frozenset(
         "attention_mask",
         "cache",
         "cache_position",
+        "decoder_attention_mask",
         "logits_to_keep",
         "past_key_values",
         "position_ids",
         "use_cache",
     }
+)
+
+
+# What makes generate() choose tokens otherwise than by sampling or the likeliest one.
+_OTHER_WAYS = (
+    "assistant_early_exit",
+    "assistant_model",
+    "constraints",
+    "dola_layers",
+    "force_words_ids",
+    "penalty_alpha",
+    "prompt_lookup_num_tokens",
+    "use_mtp",
 )
 
 
@@ -49,7 +67,14 @@ class RowDecoder(Protocol):
         """Raise DescriptorError unless there is room for more rows of a length."""
         ...
 
-    def admit(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    def admit(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        encoder_outputs: Any = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Run prompts (B, T); return the logits of each row's first new token (B, V)."""
         ...
 
@@ -102,19 +127,40 @@ def generate(
         ConfigError: Something is asked for that a step here does not give.
         DescriptorError: The batch is above the limit, or the cache is too short.
     """
+    source = _source(model, prepared)
     _check(decoder, model, generation_config, prepared)
     end = next((one.max_length for one in stopping_criteria if _is_max_length(one)), None)
-    mask = prepared.get("attention_mask")
+    mask = prepared.get("decoder_attention_mask" if source else "attention_mask")
     if end is not None:
         # The last token is never fed back, and padding is not kept.
         needed = end - 1 - (_shortest_padding(mask) if mask is not None else 0)
         decoder.check_fits(input_ids.shape[0], needed)
     try:
         return _Loop(
-            decoder, input_ids, mask, logits_processor, stopping_criteria, generation_config
+            decoder,
+            input_ids,
+            mask,
+            source,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
         ).run()
     finally:
         decoder.reset()
+
+
+def _source(model: Any, prepared: dict[str, Any]) -> dict[str, Any]:
+    """Take what the encoder gave out of what the library prepared; empty without an encoder."""
+    if not model.config.is_encoder_decoder:
+        return {}
+    return {
+        "encoder_outputs": prepared.pop("encoder_outputs"),
+        "encoder_attention_mask": _of_states(prepared.pop("attention_mask", None)),
+    }
+
+
+def _of_states(mask: torch.Tensor | None) -> torch.Tensor | None:
+    return mask if mask is None or mask.dim() == 2 else None
 
 
 def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any]) -> None:
@@ -126,14 +172,22 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
         raise ConfigError(
             "rows", decoder.num_rows, "0 when generate() is called", "drop() them or reset()."
         )
-    if (config.num_beams or 1) != 1:
-        raise ConfigError("num_beams", config.num_beams, "1", "Beams are not decoded here.")
+    for name in ("num_beams", "num_beam_groups"):
+        if (getattr(config, name, None) or 1) != 1:
+            raise ConfigError(name, getattr(config, name), "1", "Beams are not decoded here.")
+    for name in _OTHER_WAYS:
+        given = prepared.get(name, getattr(config, name, None))
+        if given is not None and given is not False:
+            raise ConfigError(
+                name, given, "left out", "It chooses tokens in another way than one step after "
+                "the other. Leave it out, or call the model's own generate().",
+            )  # fmt: skip
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise ConfigError(name, True, "False", "A step's graph gives tokens and logits alone.")
     for name in ("cache", "past_key_values"):
         given = prepared.get(name)
-        if given is not None and len(given) and int(given.get_seq_length()):
+        if given is not None and _has_seen(given):
             raise ConfigError(
                 name, type(given).__name__, "left out or empty", "Prompts are run anew here."
             )
@@ -146,6 +200,17 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
         raise ConfigError(
             "inputs", odd, f"among {', '.join(sorted(_UNDERSTOOD))}", "A step takes no other."
         )
+
+
+def _has_seen(cache: Any) -> bool:
+    """Return whether a cache of the library holds anything of a sequence."""
+    return any(
+        any(one.has_previous_state.values())
+        if hasattr(one, "has_previous_state")
+        else int(one.get_seq_length())
+        for one in getattr(cache, "self_attention_cache", cache).layers
+        if hasattr(one, "get_seq_length") or hasattr(one, "has_previous_state")
+    )
 
 
 def _is_max_length(criterion: Any) -> bool:
@@ -164,11 +229,12 @@ class _Loop:
         decoder: RowDecoder,
         input_ids: torch.Tensor,
         mask: torch.Tensor | None,
+        source: dict[str, Any],
         processors: Any,
         criteria: Any,
         config: Any,
     ) -> None:
-        self.decoder, self.mask = decoder, mask
+        self.decoder, self.mask, self.source = decoder, mask, source
         self.processors, self.criteria, self.config = processors, criteria, config
         self.ids = input_ids
         self.pad = config._pad_token_tensor
@@ -194,7 +260,7 @@ class _Loop:
     def run(self) -> Any:
         """Decode until all rows are done."""
         decoder = self.decoder
-        logits = decoder.admit(self.ids, self.mask)
+        logits = decoder.admit(self.ids, self.mask, **self.source)
         tokens = decoder.tokens if self.is_greedy else self._choose(logits)
         while not self._take(tokens):
             if self.is_greedy:
@@ -203,7 +269,8 @@ class _Loop:
                 tokens = self._choose(self._widen(decoder.logits()))
         if not self.config.return_dict_in_generate:
             return self.ids
-        return GenerateDecoderOnlyOutput(
+        kind = GenerateEncoderDecoderOutput if self.source else GenerateDecoderOnlyOutput
+        return kind(
             sequences=self.ids,
             scores=None if self.scores is None else tuple(self.scores),
             logits=None if self.raw is None else tuple(self.raw),

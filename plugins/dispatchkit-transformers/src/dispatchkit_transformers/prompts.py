@@ -19,7 +19,8 @@ from dispatchkit.errors import ConfigError
 from dispatchkit.execute import GraphRunner, StaticInput
 from dispatchkit.keys import Axis, check_count
 
-from dispatchkit_transformers.slot_cache import Place, SlotCache, SlotLayer
+from dispatchkit_transformers.layers import AttentionLayer, Place
+from dispatchkit_transformers.slot_cache import SlotCache
 from dispatchkit_transformers.static_models import Probe
 
 # Up to about so many tokens a device takes as long as it takes to read the weights.
@@ -65,7 +66,7 @@ def plan_chunks(sizes: tuple[int, ...], rows: int, most: int) -> list[tuple[int,
     return [chunks for _, _, chunks in best]
 
 
-class PromptLayer(SlotLayer):
+class PromptLayer(AttentionLayer):
     """One layer of the cache as a chunk of prompts sees it."""
 
     def update(
@@ -75,9 +76,9 @@ class PromptLayer(SlotLayer):
 
         Shapes: states (B, heads, T, head size), results (B, heads, length, head size).
         """
-        slots, positions = self.place.slots, self.place.positions
+        slots, written = self.place.slots, self.place.written(self.capacity)
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
-            memory[slots.unsqueeze(1), :, positions] = states.transpose(1, 2)
+            memory[slots.unsqueeze(1), :, written] = states.transpose(1, 2)
         keys, values = (
             memory[:, :, : self.length].index_select(0, slots)
             for memory in (self.keys, self.values)
@@ -101,9 +102,9 @@ def prompt_step(
     """
     last = memory.length - 1
     ahead = torch.arange(memory.length, device=probe.device)
-    place = Place(ahead[:0])
+    place = Place(ahead, memory.sink, [memory.length])
     views = {
-        length: Cache(layers=[PromptLayer(*pair, place, length) for pair in memory.layers])
+        length: Cache(layers=[PromptLayer(*pair, place, length) for pair in memory.pairs])
         for length in lengths
     }
 
@@ -112,7 +113,7 @@ def prompt_step(
     ) -> torch.Tensor:
         # Without a graph it is the length itself that is given.
         length = next((one for one in lengths if one >= length), lengths[-1])
-        place.positions, place.slots = positions, slots
+        place.enter(positions, slots)
         looks = ahead[:length] <= positions.unsqueeze(-1)  # (B, T, length)
         output = probe.model(
             input_ids=tokens,
@@ -121,7 +122,7 @@ def prompt_step(
             **probe.step_arguments(views[length]),
         )
         # State that a step leaves behind would keep it from being captured.
-        place.positions, place.slots = None, ahead[:0]
+        place.leave()
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
 

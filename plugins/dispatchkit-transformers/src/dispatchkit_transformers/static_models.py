@@ -9,19 +9,54 @@ from typing import Any
 
 import attrs
 import torch
+from transformers.modeling_outputs import BaseModelOutput
 
 from dispatchkit.errors import ConfigError
 
 from dispatchkit_transformers.decode_attention import DECODE_ATTENTION, additive
-from dispatchkit_transformers.slot_cache import states_of
+from dispatchkit_transformers.layers.kept import KNOWN
+from dispatchkit_transformers.layers.masks import FORMS, ByLayerType
+from dispatchkit_transformers.slot_cache import SlotCache
 
 # Kinds of attention that take a mask of a step's own, and what it is made of.
 _ATTENTION = ("sdpa", "eager", DECODE_ATTENTION)
 _ADVICE = "Decode it with the model's own generate()."
 
+# Two sequences of different length: what is wrong for rows at positions of their own shows.
+_TRIALS = (((3, 5, 4, 6), (7, 2, 3)), ((1, 4, 2, 5), (6, 3, 1)), ((2, 7, 5, 1), (4, 6, 2)))
+_TRIAL_SOURCE = 6
+
 
 def _same(mask: torch.Tensor) -> torch.Tensor:
     return mask
+
+
+@attrs.frozen
+class Source:
+    """What an encoder made of the inputs of an encoder-decoder model.
+
+    Attributes:
+        states: Its last hidden states (B, T, size).
+        mask: True where a source has a position (B, T).
+    """
+
+    states: torch.Tensor
+    mask: torch.Tensor
+
+
+@attrs.frozen
+class Prompted:
+    """What a model made of prompts.
+
+    Attributes:
+        layers: The layers of the library's cache.
+        cross: Those of its cross-attention cache; none for decoder-only models.
+        logits: Of the next token (B, V), float32.
+    """
+
+    layers: Sequence[Any]
+    cross: Sequence[Any]
+    logits: torch.Tensor
 
 
 @attrs.frozen
@@ -30,51 +65,113 @@ class Probe:
 
     Attributes:
         model: The model.
-        states: Keys and values of one position for each layer.
+        layers: The library's layers of a cache that has seen a prompt of one token.
+        cross: The layers of its cross-attention cache; none for decoder-only models.
         dtype: The type of its parameters.
         device: Where they are.
         mask_of: Makes the mask its attention takes of one that is True where it may look.
+        form: How it takes masks for layers that differ.
+        prefix: What the names of the decoder's arguments begin with.
         cache_name: The argument that takes the cache, which changed its name.
         takes_last: It can be asked for the logits of the last position alone.
+        takes_positions: It can be told the positions of its tokens.
+        has_one_source_length: It looks at all positions of a source, whatever its mask says.
     """
 
     model: Any
-    states: Sequence[tuple[torch.Tensor, torch.Tensor]]
     dtype: torch.dtype
     device: torch.device
     mask_of: Callable[[torch.Tensor], torch.Tensor]
+    prefix: str
     cache_name: str
     takes_last: bool
+    takes_positions: bool
+    layers: Sequence[Any] = ()
+    cross: Sequence[Any] = ()
+    form: type[Any] = ByLayerType
+    has_one_source_length: bool = False
+
+    def cache(self, num_slots: int, length: int, source_length: int = 0) -> SlotCache:
+        """Return memory for so many sequences, and positions of each."""
+        return SlotCache(
+            self.layers, num_slots, length, cross=self.cross, source_length=source_length
+        )
 
     def step_arguments(self, cache: Any) -> dict[str, Any]:
         """Return the arguments that every step of one cache has."""
         return {self.cache_name: cache, "use_cache": True, "return_dict": True, **self._last()}
 
     def prompt(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
-    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        source: Source | None = None,
+    ) -> Prompted:
         """Run prompts by the model as it is.
 
         Args:
-            input_ids: Prompts (B, T).
+            input_ids: Prompts (B, T), of the decoder.
             attention_mask: 0 where padding is (B, T); None where there is none.
-
-        Returns:
-            Each layer's keys and values (B, heads, T, head size), and the logits of the next
-            token (B, V), float32.
+            source: What the encoder made, for encoder-decoder models.
         """
-        positions = None
+        given: dict[str, Any] = {f"{self.prefix}input_ids": input_ids}
         if attention_mask is not None:
-            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=positions,
-            use_cache=True,
-            return_dict=True,
-            **self._last(),
-        )
-        return list(states_of(output[self.cache_name])), output.logits[:, -1].float()
+            given[f"{self.prefix}attention_mask"] = attention_mask
+            if self.takes_positions:
+                positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+                given[f"{self.prefix}position_ids"] = positions
+        if source is not None:
+            given["encoder_outputs"] = BaseModelOutput(last_hidden_state=source.states)
+            given["attention_mask"] = source.mask.long()
+        output = self.model(use_cache=True, return_dict=True, **given, **self._last())
+        layers, cross = _layers_of(output, self.cache_name)
+        return Prompted(layers, cross, output.logits[:, -1].float())
+
+    def step(
+        self, memory: SlotCache, length: int, forward: Callable[..., Any]
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return what runs one token of each row and gives the logits of the next (B, V), float32.
+
+        It takes tokens and positions (B,).
+
+        Args:
+            memory: The cache.
+            length: Positions of it to read.
+            forward: What computes it: the model, or its compiled form.
+        """
+        cache, place = memory.view(length)
+        layers = getattr(cache, "self_attention_cache", cache).layers
+        for one in layers:
+            one.past = 0 if self.takes_positions else None
+        form = self.form(_text(self.model), layers)
+        ahead = torch.arange(length, device=self.device)
+        last = memory.length - 1
+        arguments = self.step_arguments(cache)
+        # Its size is asked for, and nothing else: keys and values of the source are there.
+        states = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
+
+        def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            place.enter(positions)
+            column = positions.unsqueeze(1)
+            given = dict(arguments)
+            if self.takes_positions:
+                # Rows without a sequence are at a position that models have no embedding for.
+                given[f"{self.prefix}position_ids"] = column.clamp(max=last)
+            if memory.has_sources:
+                mask = memory.source_mask[: place.num_rows]
+                given["attention_mask"] = self.mask_of(mask[:, None, None])
+                given["encoder_outputs"] = BaseModelOutput(
+                    last_hidden_state=states.expand(*mask.shape, 1)
+                )
+            given[f"{self.prefix}attention_mask"] = form.masks(column, ahead, self.mask_of)
+            given[f"{self.prefix}input_ids"] = tokens.unsqueeze(1)
+            output = forward(**given)
+            # State that a step leaves behind would keep it from being captured.
+            place.leave()
+            logits: torch.Tensor = output.logits[:, -1].float()
+            return logits
+
+        return run
 
     def _last(self) -> dict[str, Any]:
         return {"logits_to_keep": 1} if self.takes_last else {}
@@ -82,6 +179,8 @@ class Probe:
 
 def probe(model: Any, max_length: int) -> Probe:
     """Find out how a model is decoded on a static cache.
+
+    A few tokens are run in both ways, as prompts and as steps, and compared.
 
     Args:
         model: The model.
@@ -93,26 +192,10 @@ def probe(model: Any, max_length: int) -> Probe:
     name = type(model).__name__
     if not callable(getattr(model, "can_generate", None)) or not model.can_generate():
         raise ConfigError("model", name, "a model of transformers that generates text")
-    text = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder:
-        raise ConfigError("model", name, "a decoder-only model", _ADVICE)
+    text = _text(model)
     if model.training:
         raise ConfigError(
             "model", f"{name} in training mode", "in evaluation mode", "model.eval()."
-        )
-    # The library's own statement that a class works on static caches.
-    if not getattr(model, "_can_compile_fullgraph", False):
-        raise ConfigError(
-            "model", name, "one that transformers can run on a static cache, which it denies for "
-            "this class", _ADVICE,
-        )  # fmt: skip
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
-    if kinds or getattr(text, "attention_chunk_size", None):
-        raise ConfigError(
-            "model",
-            f"{name} with layers of {', '.join(kinds) or 'chunked_attention'}",
-            "one whose layers all are full_attention",
-            f"Other layers keep something else than one position for each token. {_ADVICE}",
         )
     attention = model.config._attn_implementation
     if attention not in _ATTENTION:
@@ -127,23 +210,116 @@ def probe(model: Any, max_length: int) -> Probe:
         raise ConfigError("max_length", max_length, f"at most {limit}, the positions of {name}")
     parameters = inspect.signature(model.forward).parameters
     cache_name = "cache" if "cache" in parameters else "past_key_values"
+    if cache_name not in parameters:
+        raise ConfigError("model", name, f"one that takes {cache_name}", _ADVICE)
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
     first = next(model.parameters())
     found = Probe(
         model=model,
-        states=(),
         dtype=first.dtype,
         device=first.device,
         # One operation less for each layer than with a mask of true and false.
         mask_of=_same if attention == "sdpa" else functools.partial(additive, dtype=first.dtype),
+        prefix=prefix,
         cache_name=cache_name,
         takes_last="logits_to_keep" in parameters,
+        takes_positions=f"{prefix}position_ids" in parameters,
     )
     with torch.no_grad():
-        tokens = torch.zeros(1, 1, dtype=torch.int64, device=first.device)
-        states, _ = found.prompt(tokens, None)
-    kept: list[Any] = [one for pair in states for one in pair]
-    if not all(isinstance(one, torch.Tensor) and one.dim() == 4 for one in kept):
+        tokens = torch.ones(1, 1, dtype=torch.int64, device=first.device)
+        seen = found.prompt(tokens, None, _trial_source(found, _TRIAL_SOURCE))
+        return _proven(attrs.evolve(found, layers=seen.layers, cross=seen.cross), max_length)
+
+
+def _proven(found: Probe, length: int) -> Probe:
+    """Return what was found, with the form of masks with which steps give what prompts give.
+
+    Steps read a cache of the length that is to be used: what a model derives from the length of
+    keys, such as a window of its own, is wrong on a static one.
+    """
+    wrong: Exception | None = None
+    forms = [
+        attrs.evolve(found, form=form, has_one_source_length=has_one)
+        for form in FORMS
+        for has_one in ((False, True) if found.cross else (False,))
+        if form is not ByLayerType or hasattr(_text(found.model), "layer_types")
+    ]
+    for made in forms:
+        try:
+            if any(_gives_what_prompts_give(made, length, trial) for trial in _TRIALS):
+                return made
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+            wrong = wrong or error
+    why = f": {type(wrong).__name__}: {wrong}" if wrong is not None else ""
+    raise ConfigError(
+        "model",
+        type(found.model).__name__,
+        "one of which a step on a static cache gives what the model gives of the whole sequence, "
+        f"with each row at a position of its own{why}",
+        _ADVICE,
+    )
+
+
+def _gives_what_prompts_give(found: Probe, length: int, trial: tuple[tuple[int, ...], ...]) -> bool:
+    """Return whether two steps behind two prompts give the logits of the sequences as prompts."""
+    size = found.model.get_input_embeddings().weight.shape[0]
+    rows = [torch.tensor([one], device=found.device) % size for one in trial]
+    rows = [row[:, : length - 1] for row in rows]
+    memory = found.cache(len(rows), length, _TRIAL_SOURCE if found.cross else 0)
+    step = found.step(memory, length, found.model)
+    starts = [row.shape[1] - 2 for row in rows]
+    shorter = 0 if found.has_one_source_length else 1
+    sources = [_trial_source(found, _TRIAL_SOURCE - shorter * slot) for slot in range(len(rows))]
+    for slot, (row, start, source) in enumerate(zip(rows, starts, sources, strict=True)):
+        seen = found.prompt(row[:, :start], None, source)
+        memory.fill(slot, seen.layers, [0], start)
+        if source is not None:
+            memory.fill_sources(slot, seen.cross, source.mask)
+    allowed = 4 * torch.finfo(found.dtype).eps ** 0.5
+    for number in range(2):
+        at = [start + number for start in starts]
+        tokens = torch.cat([row[0, one : one + 1] for row, one in zip(rows, at, strict=True)])
+        got = step(tokens, torch.tensor(at, device=found.device))
+        for one, row, end, source in zip(got, rows, at, sources, strict=True):
+            want = found.prompt(row[:, : end + 1], None, source).logits[0]
+            if not bool((one - want).norm() <= allowed * (want - want.mean()).norm()):
+                return False
+    return True
+
+
+def _trial_source(found: Probe, length: int) -> Source | None:
+    """Return what an encoder might make of a source; None for decoder-only models."""
+    if not found.prefix:
+        return None
+    size = found.model.get_encoder().config.hidden_size
+    maker = torch.Generator().manual_seed(length)
+    states = torch.randn(1, length, size, generator=maker).to(found.device, found.dtype)
+    return Source(states, torch.ones(1, length, dtype=torch.bool, device=found.device))
+
+
+def _layers_of(output: Any, cache_name: str) -> tuple[list[Any], list[Any]]:
+    """Return the layers of the cache that a model gives back, and of the cross-attention one.
+
+    Raises:
+        ConfigError: It has none, or one of a kind that is not understood.
+    """
+    cache = output.get(cache_name)
+    cross = getattr(getattr(cache, "cross_attention_cache", None), "layers", [])
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None)
+    if not layers:
         raise ConfigError(
-            "model", name, "one that keeps keys and values of shape (B, heads, T, size)", _ADVICE
+            "model",
+            f"one that gives back {type(cache).__name__} as its cache",
+            "one whose cache has layers",
+            _ADVICE,
         )
-    return attrs.evolve(found, states=states)
+    odd = sorted({type(one).__name__ for one in (*layers, *cross)} - set(KNOWN))
+    if odd:
+        raise ConfigError(
+            "model", f"one with layers of {', '.join(odd)}", f"with {', '.join(KNOWN)}", _ADVICE
+        )
+    return list(layers), list(cross)
+
+
+def _text(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)

@@ -22,7 +22,6 @@ from dispatchkit_transformers import (  # noqa: E402
 from dispatchkit_transformers import decode_attention as attention_module  # noqa: E402
 from dispatchkit_transformers.decode_attention import decode_attention  # noqa: E402
 from dispatchkit_transformers.decode_step import decode_step  # noqa: E402
-from dispatchkit_transformers.slot_cache import SlotCache  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,7 +107,7 @@ def test_logits_of_replays_are_as_near_to_float32_as_those_of_sdpa(make, compile
     others = []  # the library's attention, in both types, on caches of their own
     for one in (exact, plain):
         found = static_models.probe(one, LENGTH)
-        memory = SlotCache(found.states, 8, LENGTH)
+        memory = found.cache(8, LENGTH)
         others.append((memory, decode_step(found, memory, [LENGTH], one, wants_logits=True)))
     worst, allowed, spread = 0.0, 0.0, 0.0
     for number in range(12):

@@ -1,0 +1,10 @@
+"""What a step sees of one layer's memory, by the kind of the layer."""
+
+from __future__ import annotations
+
+from dispatchkit_transformers.layers.attention import AttentionLayer
+from dispatchkit_transformers.layers.cross import CrossLayer
+from dispatchkit_transformers.layers.place import Place
+from dispatchkit_transformers.layers.recurrent import HybridLayer, RecurrentLayer
+
+__all__ = ["AttentionLayer", "CrossLayer", "HybridLayer", "Place", "RecurrentLayer"]

@@ -1,0 +1,88 @@
+"""A layer that keeps keys and values: of all positions, or of the latest ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from dispatchkit_transformers.layers.place import Place
+
+
+class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is not type-checked
+    """Keys and values as a step of one length sees them.
+
+    Args:
+        keys: All slots' keys (slots, heads, capacity + 1, head size).
+        values: All slots' values, likewise.
+        place: Where the step writes.
+        length: Positions that the step reads, from the first on.
+        is_sliding: The library's word for layers that keep the latest positions alone.
+
+    Attributes:
+        past: Positions that a model is told there are, which asks its cache for that; None: how
+            many each row has (B, 1).
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    place: Place
+    length: int
+    device: torch.device
+    dtype: torch.dtype
+    is_sliding: bool
+    past: int | None
+
+    is_compileable = True
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        place: Place,
+        length: int,
+        *,
+        is_sliding: bool = False,
+    ) -> None:
+        super().__init__()
+        self.keys, self.values, self.place, self.length = keys, values, place, length
+        self.is_sliding, self.past = is_sliding, 0
+        self.is_initialized = True
+        self.device, self.dtype = keys.device, keys.dtype
+
+    @property
+    def capacity(self) -> int:
+        """Positions that are kept."""
+        return self.keys.shape[2] - 1
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the memory was made with the cache."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one token of each row at its own position; return what the step may read.
+
+        Shapes: states (B, heads, 1, head size), results (B, heads, length, head size).
+        """
+        rows, slots = self.place.num_rows, self.place.slots
+        written = self.place.written(self.capacity)
+        for memory, states in ((self.keys, key_states), (self.values, value_states)):
+            # Compiled code does this in place; for a scatter it copies all rows, there and back.
+            memory[slots, :, written] = states.squeeze(2)
+        return self.keys[:rows, :, : self.length], self.values[:rows, :, : self.length]
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Return length and offset of what is read; the step brings its own mask, though."""
+        return self.length, 0
+
+    def get_seq_length(self, *args: Any) -> Any:
+        """Return ``past``, or the position of each row's token (B, 1)."""
+        return self.place.positions.unsqueeze(1) if self.past is None else self.past
+
+    def get_max_length(self) -> int:
+        """Return the positions that are read."""
+        return self.length
+
+    get_max_cache_shape = get_max_length  # what the releases before 5 call it

@@ -1,0 +1,120 @@
+"""Which positions each layer of a step may look at, in the form that the model takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from dispatchkit_transformers.layers.attention import AttentionLayer
+
+#: Makes the mask that a model's attention takes of one that is True where a token may look.
+Converter = Callable[[torch.Tensor], torch.Tensor]
+
+# What the library has two masks for.
+_OF_TWO = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+
+
+@attrs.frozen
+class Look:
+    """What the layers of one kind may look at.
+
+    Attributes:
+        length: Positions that they read.
+        chunk: They see those since the last multiple of this; None: all that they keep.
+    """
+
+    length: int
+    chunk: int | None
+
+    def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+        """Return True where rows may look (B, 1, 1, length).
+
+        A ring that is not full yet is read as far as it is written, a full one whole: both are
+        the places up to the row's position.
+
+        Args:
+            positions: Of each row's token (B, 1).
+            ahead: Numbers from 0 on, ``length`` of them or more.
+        """
+        last = positions if self.chunk is None else positions % self.chunk
+        return (ahead[: self.length] <= last).view(-1, 1, 1, self.length)
+
+
+class ByLayerType:
+    """A mask for each type of layer that the configuration names.
+
+    Args:
+        text: The configuration of the decoder.
+        layers: What a step sees of each layer.
+    """
+
+    def __init__(self, text: Any, layers: Sequence[Any]) -> None:
+        self._looks: dict[str, Look | None] = {}
+        for name, layer in zip(text.layer_types, layers, strict=False):
+            if name in _OF_TWO:
+                self._looks["linear_attention"] = None
+            self._looks.setdefault(_OF_TWO.get(name, name), _look_of(text, name, layer))
+
+    def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:
+        """Return what a model takes as ``attention_mask``, for rows at positions (B, 1)."""
+        made = {
+            look: convert(look.mask(positions, ahead))
+            for look in dict.fromkeys(self._looks.values())
+            if look is not None
+        }
+        return {name: look and made[look] for name, look in self._looks.items()}
+
+
+class OneForAll:
+    """One mask for all layers, or none where no layer has keys.
+
+    Args:
+        text: The configuration of the decoder.
+        layers: What a step sees of each layer.
+    """
+
+    def __init__(self, text: Any, layers: Sequence[Any]) -> None:
+        kind = "chunked_attention" if getattr(text, "attention_chunk_size", None) else ""
+        looks = [_look_of(text, kind, one) for one in layers if isinstance(one, AttentionLayer)]
+        self._look = looks[0] if looks else None
+
+    def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:
+        """Return what a model takes as ``attention_mask``, for rows at positions (B, 1)."""
+        return None if self._look is None else convert(self._look.mask(positions, ahead))
+
+
+class OfPositions:
+    """Which positions are in use (B, length), of which a model makes its mask and its biases.
+
+    Args:
+        text: The configuration of the decoder.
+        layers: What a step sees of each layer, all of one length.
+    """
+
+    def __init__(self, text: Any, layers: Sequence[Any]) -> None:
+        attention = [one for one in layers if isinstance(one, AttentionLayer)]
+        self._length = attention[0].length
+        for one in attention:
+            # The token may look at all positions, but for those that the mask has none of.
+            one.past = self._length - 1
+
+    def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:
+        """Return what a model takes as ``attention_mask``, for rows at positions (B, 1)."""
+        return ahead[: self._length] <= positions
+
+
+#: The ways that models take masks, the likeliest first.
+FORMS: tuple[type[ByLayerType | OneForAll | OfPositions], ...] = (
+    ByLayerType,
+    OneForAll,
+    OfPositions,
+)
+
+
+def _look_of(text: Any, kind: str, layer: Any) -> Look | None:
+    if not isinstance(layer, AttentionLayer):
+        return None
+    return Look(layer.length, text.attention_chunk_size if kind == "chunked_attention" else None)

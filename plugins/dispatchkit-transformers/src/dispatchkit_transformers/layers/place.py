@@ -1,0 +1,63 @@
+"""Where a step reads and writes: the same for all layers of a view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class Place:
+    """The rows of a step and the position that each of them writes, set by the step itself.
+
+    A layer with fewer positions than a sequence may have is a ring: it keeps the latest ones, each
+    at its position modulo the capacity. Rows without a sequence are at ``sink``, and write to one
+    position more, which is never read.
+
+    Args:
+        slots: The numbers of all slots (slots,).
+        sink: The position of rows without a sequence.
+        capacities: The numbers of positions that layers keep.
+
+    Attributes:
+        positions: Positions of each row's tokens, (B,) or (B, T); of none between steps.
+    """
+
+    positions: torch.Tensor
+    _slots: torch.Tensor
+    _written: dict[int, torch.Tensor]
+
+    def __init__(self, slots: torch.Tensor, sink: int, capacities: Iterable[int]) -> None:
+        self._all, self._sink = slots, sink
+        self._capacities = tuple(capacities)
+        self.leave()
+
+    def enter(self, positions: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+        """Begin a step of rows at these positions, in the first slots or in these (B,)."""
+        self.positions = positions
+        self._slots = self._all[: positions.shape[0]] if slots is None else slots
+        self._written = {one: self._written_at(positions, one) for one in self._capacities}
+
+    def leave(self) -> None:
+        """End the step; state that it left behind would keep it from being captured."""
+        self.positions = self._slots = self._all[:0]
+        self._written = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step."""
+        return self.positions.shape[0]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """The slots of the rows (B,)."""
+        return self._slots
+
+    def written(self, capacity: int) -> torch.Tensor:
+        """Return where a layer of a capacity keeps the tokens of the step, as ``positions``."""
+        return self._written[capacity]
+
+    def _written_at(self, positions: torch.Tensor, capacity: int) -> torch.Tensor:
+        if capacity == self._sink:
+            return positions
+        return torch.where(positions < self._sink, positions % capacity, capacity)

@@ -1,0 +1,82 @@
+"""Layers that keep a state of fixed size: linear attention, state-space models, convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dispatchkit_transformers.layers.attention import AttentionLayer
+from dispatchkit_transformers.layers.place import Place
+
+try:
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+except ImportError:  # releases before 5 keep such states in caches of each model's own
+    LinearAttentionCacheLayerMixin = LinearAttentionLayer = object
+
+#: States of a layer by number, those of all slots (slots, ...).
+States = Mapping[int, torch.Tensor]
+
+
+class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]  # the library is not type-checked
+    """States as a step sees them: those of its rows, as views, which it changes in place.
+
+    Args:
+        conv_states: States of convolutions.
+        recurrent_states: States of recurrences.
+        place: Whose rows the step has.
+    """
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, conv_states: States, recurrent_states: States, place: Place) -> None:
+        # Not the library's own: that makes states on their first use.
+        self._conv_states, self._recurrent_states = conv_states, recurrent_states
+        self.place = place
+        self.number_of_states = max((*conv_states, *recurrent_states), default=-1) + 1
+        numbers = range(self.number_of_states)
+        self.is_conv_states_initialized = {one: one in conv_states for one in numbers}
+        self.is_recurrent_states_initialized = {one: one in recurrent_states for one in numbers}
+        self.has_previous_state = dict.fromkeys(numbers, True)
+        self.conv_kernel_size = {one: state.shape[-1] for one, state in conv_states.items()}
+        self.record_past = False
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor]:
+        """The convolutions' states of the step's rows."""
+        rows = self.place.num_rows
+        return {one: states[:rows] for one, states in self._conv_states.items()}
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor]:
+        """The recurrences' states of the step's rows."""
+        rows = self.place.num_rows
+        return {one: states[:rows] for one, states in self._recurrent_states.items()}
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the memory was made with the cache."""
+
+
+class HybridLayer(RecurrentLayer, AttentionLayer):
+    """A layer with states and with keys and values.
+
+    Args:
+        conv_states: As for ``RecurrentLayer``.
+        recurrent_states: Likewise.
+        attention: The layer's keys and values.
+    """
+
+    def __init__(
+        self, conv_states: States, recurrent_states: States, attention: AttentionLayer
+    ) -> None:
+        AttentionLayer.__init__(
+            self,
+            attention.keys,
+            attention.values,
+            attention.place,
+            attention.length,
+            is_sliding=attention.is_sliding,
+        )
+        RecurrentLayer.__init__(self, conv_states, recurrent_states, attention.place)

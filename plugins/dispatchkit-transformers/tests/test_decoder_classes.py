@@ -1,0 +1,102 @@
+"""Models of every kind of layer give the tokens of ``generate``, in batches that come and go."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from decoder_classes import ENCODER_DECODER, FULL, RECURRENT, WINDOWS, tiny  # noqa: E402
+
+from dispatchkit_transformers import GraphDecoder  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+# Prompts of these lengths get so many new tokens: windows of 8 are passed in both.
+PROMPTS, COUNTS = (3, 11, 4, 6, 2), (4, 9, 14, 19, 4)
+MAX_LENGTH = 32
+
+
+def made(name, settings):
+    model = tiny(name, **settings)
+    if model is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    return model
+
+
+def decoder_of(model, **settings):
+    given = {"max_batch_size": 3, "max_length": MAX_LENGTH, "lengths": [MAX_LENGTH], "sizes": [3]}
+    return GraphDecoder(model, **{**given, **settings})
+
+
+def served(decoder, admit):
+    """Return the tokens of each request, of which there are more than slots."""
+    waiting, rows, said = list(range(len(PROMPTS))), [], [[] for _ in PROMPTS]
+    while waiting or rows:
+        while waiting and decoder.num_rows < decoder.max_batch_size:
+            number = waiting.pop(0)
+            admit(number)
+            rows.append(number)
+            said[number].append(int(decoder.tokens[-1]))
+        for number, token in zip(rows, decoder.step().tolist(), strict=True):
+            said[number].append(token)
+        done = [row for row, number in enumerate(rows) if len(said[number]) >= COUNTS[number]]
+        rows = [rows[row] for row in decoder.drop(done)]
+    assert decoder.stats().moved > 0
+    assert not decoder.stats().graphs["tokens"].eager_by_reason
+    return said
+
+
+def prompt_of(length):
+    maker = torch.Generator().manual_seed(length)
+    return torch.randint(3, 97, (1, length), generator=maker)
+
+
+def alone(model, inputs, number, skip):
+    """Return what the library's own method says to one request."""
+    asked = {"max_new_tokens": COUNTS[number], "do_sample": False, "pad_token_id": 0}
+    ids = model.generate(**inputs, **asked, eos_token_id=None)
+    return ids[0, skip:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [pytest.param(*one, id=one[0]) for kind in (FULL, WINDOWS, RECURRENT) for one in kind.items()],
+)
+def test_tokens_are_those_of_generate(name, settings):
+    model = made(name, settings)
+    prompts = [prompt_of(length) for length in PROMPTS]
+    want = [
+        alone(model, {"input_ids": prompt}, number, prompt.shape[1])
+        for number, prompt in enumerate(prompts)
+    ]
+    decoder = decoder_of(model)
+    assert served(decoder, lambda number: decoder.admit(prompts[number])) == want
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [pytest.param(*one, id=one[0]) for one in ENCODER_DECODER.items()]
+)
+def test_tokens_of_encoder_decoders_are_those_of_generate(name, settings):
+    """Each request has a source of its own length, and a batch has padding in its sources."""
+    model = made(name, settings)
+    sources = [prompt_of(length) for length in PROMPTS]
+    start = torch.tensor([[model.config.decoder_start_token_id]])
+    want = [alone(model, {"input_ids": source}, n, 1) for n, source in enumerate(sources)]
+    decoder = decoder_of(model, max_source_length=12)
+
+    def admit(number):
+        with torch.no_grad():
+            given = model.get_encoder()(input_ids=sources[number])
+        decoder.admit(start, encoder_outputs=given)
+
+    assert served(decoder, admit) == want
+    ids = torch.cat([torch.nn.functional.pad(one, (0, 11 - one.shape[1])) for one in sources[:3]])
+    asked = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    batch = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    assert torch.equal(decoder.generate(**batch, **asked), model.generate(**batch, **asked))
