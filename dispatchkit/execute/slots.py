@@ -15,6 +15,7 @@ Free slots hold what a session starts with: joining costs nothing on the device.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -166,6 +167,7 @@ class SlotState:
         self._is_taken = numpy.zeros(num_slots, dtype=bool)
         self._numbers = numpy.arange(num_slots)
         self._free = list(range(num_slots - 1, -1, -1))
+        self._lent: list[int] = []
 
     # -- sessions -----------------------------------------------------------------------
 
@@ -203,7 +205,11 @@ class SlotState:
         for session, slot in zip(sessions, slots, strict=True):
             self._take(session, slot)
         moves = self._close_gaps() if self.compact else []
-        self._free = [slot for slot in reversed(range(self.num_slots)) if not self._is_taken[slot]]
+        self._free = [
+            slot
+            for slot in reversed(range(self.num_slots))
+            if not self._is_taken[slot] and slot not in self._lent
+        ]
         self._clear(slots, moves)
         return moves
 
@@ -304,6 +310,24 @@ class SlotState:
     def rows(self, index: torch.Tensor) -> SlotRows:
         """Return what a step is given for the slots that it names (B,)."""
         return SlotRows(self, index)
+
+    @contextmanager
+    def lent(self, number: int) -> Iterator[SavedRows | None]:
+        """Lend free slots to dummy rows whose state is to be looked at; they are cleared after.
+
+        None if there are not so many. Meanwhile no session gets them.
+        """
+        found = [self._free.pop(0) for _ in range(number)] if len(self._free) >= number else []
+        if not found:
+            yield None
+            return
+        self._lent = found
+        try:
+            yield SavedRows(self, torch.tensor(found, device=self.device))
+        finally:
+            self._clear(found)
+            self._lent = []
+            self._free = sorted((*self._free, *found), reverse=True)
 
     # -- checks -------------------------------------------------------------------------
 
@@ -417,24 +441,28 @@ class SavedRows:
     Args:
         state: The banks.
         index: The slots of the step (B,).
+
+    Attributes:
+        index: The same.
+        saved: The rows, by a name for messages.
     """
 
     def __init__(self, state: SlotState, index: torch.Tensor) -> None:
-        self._state, self._index = state, index
-        self._saved = self.now()
+        self._state, self.index = state, index
+        self.saved: dict[str, torch.Tensor] = self.now()
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Return copies of the rows as they are, by bank."""
+        """Return copies of the rows as they are, by a name for messages."""
         return {
-            name: bank.tensor.index_select(bank.dim, self._index)
+            f"rows of {name!r}": bank.tensor.index_select(bank.dim, self.index)
             for name, bank in self._state._banks.items()
         }
 
     def restore(self) -> None:
         """Put the rows back."""
-        for name, rows in self._saved.items():
-            bank = self._state.get_bank(name)
-            bank.tensor.index_copy_(bank.dim, self._index, rows)
+        banks = self._state._banks.values()
+        for bank, rows in zip(banks, self.saved.values(), strict=True):
+            bank.tensor.index_copy_(bank.dim, self.index, rows)
 
 
 def _check_banks(banks: Any) -> None:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -50,7 +50,7 @@ from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.execute.io.structure import Structure, flatten
 from dispatchkit.execute.io.transports import transport_of
 from dispatchkit.execute.lane import Lane
-from dispatchkit.execute.slots import SlotInput
+from dispatchkit.execute.slots import SavedRows, SlotInput
 from dispatchkit.execute.step.state import Snapshot, typed
 from dispatchkit.keys.batch import GraphKey
 
@@ -131,24 +131,23 @@ class RowProver:
         if len(self._known(key, counts)) == min(len(counts), len(_EAGER_ROWS)):
             return None
         self._lane.buffers_of(key).reset()
-        rows = _Rows(self._lane, key, is_free=self._is_free(key))
         last = None
         try:
-            found: list[_Outputs] = []
-            for count in counts:
-                outputs = self._references.get((family_of(key), count))
-                if (family_of(key), count) not in self._references:
-                    outputs, returned = self._run_eager(key, rows, snapshot, count)
-                    last = last if outputs is None else (count, returned)
-                found += [] if outputs is None else [outputs]
-                if len(found) == len(_EAGER_ROWS):
-                    break
-                if self._lane.let_steps_in(WARMUP):
-                    self._lane.buffers_of(key).reset()
-                    rows.forget()
-            is_usable = bool(found) and all(one.is_finite() for one in found)
+            with self._rows(key, is_free=self._is_free(key)) as rows:
+                found: list[_Outputs] = []
+                for count in counts:
+                    outputs = self._references.get((family_of(key), count))
+                    if (family_of(key), count) not in self._references:
+                        outputs, returned = self._run_eager(key, rows, snapshot, count)
+                        last = last if outputs is None else (count, returned)
+                    found += [] if outputs is None else [outputs]
+                    if len(found) == len(_EAGER_ROWS):
+                        break
+                    if self._lane.let_steps_in(WARMUP):
+                        self._lane.buffers_of(key).reset()
+                        rows.forget()
+                is_usable = bool(found) and all(one.is_finite() for one in found)
         finally:
-            rows.end()
             self._lane.buffers_of(key).reset()
             self._lane.set_rows(key.num_tokens)
         if rows.is_free and not is_usable:
@@ -343,17 +342,29 @@ class RowProver:
     ) -> Iterator[_Trial]:
         # Where steps ran between the operators of the capture, rows of theirs may be left.
         self._lane.buffers_of(captured.key).reset()
-        rows = _Rows(self._lane, captured.key, sample, is_free=is_free)
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._keeps_outputs:
             leaves = (one for one in captured.leaves if isinstance(one, torch.Tensor))
             results = [(leaf, leaf.clone()) for leaf in leaves if leaf in self._lane.outputs]
         try:
-            yield _Trial(captured, snapshot, self._lane, rows, self._warmups)
+            with self._rows(captured.key, sample, is_free=is_free) as rows:
+                yield _Trial(captured, snapshot, self._lane, rows, self._warmups)
         finally:
-            rows.end()
             for leaf, before in results:
                 leaf.copy_(before)
+
+    @contextmanager
+    def _rows(
+        self, key: GraphKey, sample: Sequence[Any] | None = None, *, is_free: bool
+    ) -> Iterator[_Rows]:
+        """Make rows that are no caller's; afterwards nothing is left of them."""
+        slots = self._warmups.slots
+        with nullcontext() if slots is None else slots.lent(_head_of(key)) as lent:
+            rows = _Rows(self._lane, key, sample, is_free=is_free, lent=lent)
+            try:
+                yield rows
+            finally:
+                rows.end()
 
     def _find(self, trial: _Trial, unit: int, eager: dict[int, _Outputs]) -> str:
         """Return in words how rows of a batch are others than eager's; empty if they are not."""
@@ -442,6 +453,7 @@ class RowProver:
         """Run the step on the first rows; return copies of its outputs, and themselves."""
         rows.write(count)
         snapshot.restore()
+        rows.restore_slots()
         self._lane.set_rows(count)
         found, outputs = None, None
         with suppress(Exception):  # as it would be raised for a caller
@@ -550,9 +562,11 @@ class _Rows:
         key: What reads them.
         sample: Inputs of a call, of which integers and flags are taken.
         is_free: Noise may be below 0 and above 1.
+        lent: Slots of the first rows, where there are slots: what these write is looked at.
 
     Attributes:
         is_free: As given.
+        lent: As given.
         far_from: The row that is far from all before it, where few rows hold noise.
         head: How many of the first rows are the same for all sizes.
         has_integers: There are inputs without fractions.
@@ -567,12 +581,13 @@ class _Rows:
         sample: Sequence[Any] | None = None,
         *,
         is_free: bool,
+        lent: SavedRows | None = None,
     ) -> None:
-        self.is_free = is_free
+        self.is_free, self.lent = is_free, lent
         self.far_from: int | None = None
         buffers = self._buffers = lane.buffers_of(key)
         self._num_rows, self._held = key.num_tokens, 0
-        self.head: int = max(_EAGER_ROWS) * (key.descriptor.query_len or 1)
+        self.head: int = _head_of(key)
         host = dict(buffers.host_rows(self._num_rows))
         places = buffers.views(self._num_rows)
         self._places = [
@@ -614,6 +629,9 @@ class _Rows:
                 _write_noise(place, spec.batch_dim, seed, self)
             elif spec.batch_dim is None:
                 place.fill_(spec.fill_value)
+            elif self.lent is not None and isinstance(spec, SlotInput):
+                index = self.lent.index[: self._num_rows]
+                place[: len(index)] = index
         for spec, place, given in self._given:
             if spec.batch_dim is None:
                 place.copy_(given)
@@ -640,6 +658,11 @@ class _Rows:
                 noise = torch.rand(shape, generator=generator, device=device)
                 made.copy_(1 - _NEAR_ONE * noise)
             rows.index_copy_(0, places.to(device), made)
+
+    def restore_slots(self) -> None:
+        """Restore the state of the slots that are lent."""
+        if self.lent is not None:
+            self.lent.restore()
 
     def forget(self) -> None:
         """Note that rows are to be written anew."""
@@ -687,6 +710,9 @@ class _Trial:
 
     def before(self, name: str) -> torch.Tensor | None:
         """Return what a part of that state held before the trial."""
+        lent = self.rows.lent
+        if lent is not None and name in lent.saved:
+            return lent.saved[name]
         found = self._warmups.state().get(name)
         return None if found is None else self.snapshot.saved(*found)
 
@@ -786,6 +812,7 @@ class _Trial:
             self.rows.change(changed)
         if restores:
             self.snapshot.restore()
+            self.rows.restore_slots()
         transport_of(path, num_loaded).load_in_place()
         self.rows.fill_behind(num_loaded)
         self._lane.set_rows(num_real)
@@ -798,6 +825,11 @@ class _Trial:
         if path.staging is not None and self._lane.last_stream is not None:
             path.staging.note_launch(self._lane.last_stream)
         return leaves
+
+
+def _head_of(key: GraphKey) -> int:
+    """Return how many of the first dummy rows are the same for all sizes of a key's family."""
+    return max(_EAGER_ROWS) * (key.descriptor.query_len or 1)
 
 
 def _counts_below(key: GraphKey, sizes: Iterable[int]) -> list[int]:
@@ -816,13 +848,15 @@ def _counts_below(key: GraphKey, sizes: Iterable[int]) -> list[int]:
 
 
 def _state(warmups: Warmups, rows: _Rows) -> dict[str, torch.Tensor]:
-    """Return copies of the declared state, where that is little and no slot tells where.
+    """Return copies of what rows have written to their slots, and of declared state.
 
-    What is not declared may be memory to work in, which holds more of a bucket than of a batch.
+    Of that where it is little and no integer tells where. What is not declared may be memory to
+    work in, which holds more of a bucket than of a batch.
     """
+    found = {} if rows.lent is None else rows.lent.now()
     if rows.has_integers or not warmups.may_restore():
-        return {}
-    return {
+        return found
+    return found | {
         name: typed(storage, dtype).clone()
         for name, (storage, dtype) in warmups.state().items()
         if name.startswith("state ") and dtype in _COMPARED

@@ -72,6 +72,7 @@ class Warmups:
     Attributes:
         step: What is run.
         generators: Random generators beside the default ones.
+        slots: State of sessions, where there is some.
         effects: What the step changes in Python.
         needs_gradients: It differentiates, and could not without gradients: eager steps of it
             run in the caller's own mode.
@@ -81,6 +82,7 @@ class Warmups:
     """
 
     step: Step
+    slots: SlotState | None
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class Warmups:
         self._row_count, self._axes = row_count, axes
         self._state = StorageSet(state.tensors)
         self._declared = (*state.tensors, *state.scratch)
-        self._slots, self._banks = slots, StorageSet(() if slots is None else slots.tensors)
+        self.slots, self._banks = slots, StorageSet(() if slots is None else slots.tensors)
         # Whether the step reaches a tensor made in inference mode, with what that was asked of.
         self._has_inference: tuple[object, bool] | None = None
         self._written = StorageSet()  # by any watched warmup, beside the declared state
@@ -299,7 +301,7 @@ class Warmups:
             watch = WriteWatch(
                 inputs=own,
                 ignore=(self._scratch, self._state, self._banks),
-                check_write=None if self._slots is None else self._slots.check_write,
+                check_write=None if self.slots is None else self.slots.check_write,
                 snapshot=snapshot,
                 limit=self._state_limit,
                 meter=self._features.rehearsals is None,

@@ -201,7 +201,7 @@ class Pacer:
             operator: What of it has just been done.
         """
         self._operators = [*self._operators[:1], operator]
-        if time.perf_counter() - self._since < self._limit_s:
+        if time.perf_counter() - self._since < self._limit_s - GAP_S:  # to wake up takes time, too
             return False
         self.end_part(part)
         self._operators = [operator]

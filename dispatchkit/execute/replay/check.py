@@ -201,7 +201,7 @@ def _assert_rows_close(
 ) -> None:
     """Raise what tells how the rows of sessions differ."""
     for name, rows in replayed.items():
-        _assert_tensors_close(rows, wanted[name], f"Rows of {name!r}: ")
+        _assert_tensors_close(rows, wanted[name], f"{name}: ")
 
 
 def _is_close(one: Any, other: Any) -> bool:

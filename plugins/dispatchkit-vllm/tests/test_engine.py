@@ -34,7 +34,7 @@ def loaded():
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch, loaded):
-    for module in (engine, core, station):  # each runner loads the plugins, which takes its time
+    for module in (core, station):  # each runner loads the plugins, which takes its time
         monkeypatch.setattr(module, "load_plugins", lambda: loaded)
     for name in ("POLICY", "POLICY_OPTIONS", "STRICT", "TRACE", "METRICS"):
         monkeypatch.delenv(f"DISPATCHKIT_{name}", raising=False)
@@ -245,6 +245,23 @@ def test_a_mode_without_graphs_is_said(runner_module, monkeypatch, caplog):
     monkeypatch.setenv("DISPATCHKIT_STRICT", "1")
     with pytest.raises(BackendUnavailableError, match="DISPATCHKIT_STRICT"):
         started(runner_module.GPUModelRunner(config(mode="NONE")), "NONE")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "names"),
+    [
+        ({"policy": "treshold"}, UnknownNameError, "threshold"),
+        ({"policy": "threshold", "policy_options": {"max_token": 4}}, ConfigError, "max_token"),
+    ],
+)
+def test_wrong_settings_stop_the_start_where_nothing_could_act(given, error, names, manager_module):
+    """Else they show first on the machine with the GPUs."""
+    engine.install()
+    settings = config(mode="NONE", additional_config={"dispatchkit": given})
+    of_another_kind = SimpleNamespace(vllm_config=settings, initialize=lambda mode: None)
+    for runner in (manager_module.GPUModelRunner(settings), of_another_kind):
+        with pytest.raises(error, match=names):
+            started(runner, "NONE")
 
 
 def test_a_dispatcher_of_another_form_is_left_alone_and_said(runner_module, monkeypatch, caplog):

@@ -13,9 +13,7 @@ usage: run.py [--python PYTHON] [--sources FOLDER] [RELEASE...]
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -32,14 +30,6 @@ RELEASES = (
 )
 #: The build whose dependencies the tests are run with.
 BUILD = "0.32.0"
-DISPATCH = "tests/v1/cudagraph/test_cudagraph_dispatch.py"
-MANAGER = "tests/v1/cudagraph/test_cudagraph_manager.py"
-
-
-def say(**facts: object) -> None:
-    """Print one line at once."""
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
 
 
 def fetch(release: str, sources: Path) -> Path:
@@ -83,7 +73,7 @@ def fetch_wheel(release: str, sources: Path) -> Path:
 
 
 def cpu_version(source: Path, release: str) -> Path:
-    """Return a folder that lets sources pass for a CPU build, for tests that need a platform.
+    """Return a folder that lets sources pass for a CPU build, since tests need a platform.
 
     vLLM looks its platform up in the version of the distribution that it came in.
     """
@@ -94,63 +84,16 @@ def cpu_version(source: Path, release: str) -> Path:
     return folder
 
 
-def run(python: str, release: str, source: Path, test: str, swap: str) -> bool:
-    """Run one file of tests in one way; return whether all that ran passed."""
-    paths = [str(source), str(Path(__file__).parent)]
-    if test == MANAGER:
-        paths.append(str(cpu_version(source, release)))
+def run(python: str, release: str, source: Path) -> bool:
+    """Run all tests of a release; return whether all passed."""
+    here = Path(__file__).parent
+    paths = [str(source), str(here), str(cpu_version(source, release))]
     done = subprocess.run(
-        [
-            python,
-            "-m",
-            "pytest",
-            "-q",
-            "--noconftest",
-            "-p",
-            "swap",
-            "-p",
-            "no:cacheprovider",
-            "-c",
-            os.devnull,  # not this repository's settings, which know none of vLLM's markers
-            "--rootdir",
-            str(source),
-            test,
-        ],
+        [python, str(here / "release.py"), release],
         cwd=source,
-        env={**os.environ, "SWAP": swap, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         check=False,
-        capture_output=True,
-        text=True,
     )
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    counts = {
-        what: int(number)
-        for number, what in re.findall(
-            r"(\d+) (passed|failed|skipped|error)", lines[-1] if lines else ""
-        )
-    }
-    passed = done.returncode == 0 and counts.get("passed", 0) > 0
-    say(release=release, test=Path(test).name, swap=swap, ok=passed, **counts)
-    if not passed:
-        sys.stderr.write("\n".join([*lines[-40:], done.stderr[-2000:]]) + "\n")
-    return passed
-
-
-def agree(python: str, release: str, source: Path) -> bool:
-    """Ask the class, its facade and the policy the same; return whether all agree."""
-    done = subprocess.run(
-        [python, str(Path(__file__).with_name("agree.py"))],
-        cwd=source,
-        env={**os.environ, "PYTHONPATH": str(source)},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    counts = json.loads(lines[-1]) if lines else {}
-    say(release=release, test="agree.py", ok=done.returncode == 0, **counts)
-    if done.returncode:
-        sys.stderr.write(done.stderr[-3000:] + "\n")
     return done.returncode == 0
 
 
@@ -164,17 +107,8 @@ def main() -> int:
     python = given.python or environment(BUILD)
     passed = True
     for release in given.releases:
-        only_wheels = release.startswith("0.15.")
-        source = (fetch_wheel if only_wheels else fetch)(release, given.sources)
-        # Before 0.12 the interface is another one, in which policies are not served.
-        is_served = not release.startswith("0.11.")
-        if is_served:
-            passed &= agree(python, release, source)
-        for swap in ("facade", "engine") if is_served else ("facade",):
-            if not only_wheels:
-                passed &= run(python, release, source, DISPATCH, swap)
-        if (source / MANAGER).is_file():
-            passed &= run(python, release, source, MANAGER, "engine")
+        get = fetch_wheel if release.startswith("0.15.") else fetch
+        passed &= run(python, release, get(release, given.sources))
     return not passed
 
 

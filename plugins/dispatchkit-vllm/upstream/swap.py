@@ -1,8 +1,4 @@
-"""A pytest plugin: puts dispatchkit's classes where vLLM's own tests import them from.
-
-``SWAP=facade`` puts the facade of the release there, which decides without vLLM's code;
-``SWAP=engine`` the classes that ``DISPATCHKIT_POLICY=vllm`` builds, each call being a step.
-"""
+"""A pytest plugin: puts dispatchkit's classes where vLLM's own tests import them from."""
 
 from __future__ import annotations
 
@@ -12,11 +8,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from dispatchkit_vllm import facade
 from dispatchkit_vllm.engine import first, second
 from dispatchkit_vllm.facade import dispatcher_for
 
-SWAP = os.environ["SWAP"]
 DISPATCHER, MANAGER = "vllm.v1.cudagraph_dispatcher", "vllm.v1.worker.gpu.cudagraph_utils"
 
 
@@ -40,22 +34,28 @@ def _helpers() -> None:
     sys.modules["tests.utils"] = helpers
 
 
-def pytest_configure(config: Any) -> None:
-    """Swap before a test module is imported."""
-    _helpers()
-    module = importlib.import_module(DISPATCHER)
-    original = module.CudagraphDispatcher
-    if SWAP == "facade":
-        module.CudagraphDispatcher = dispatcher_for(original)
-        return
-    os.environ["DISPATCHKIT_POLICY"] = "vllm"
-    if not first.why_unknown(original):
-        module.CudagraphDispatcher = _as_steps(first.dispatcher_class(original))
-    if any("test_cudagraph_manager" in str(arg) for arg in config.args):
-        manager = importlib.import_module(MANAGER)
-        manager.CudaGraphManager = _as_steps(second.manager_class(manager.CudaGraphManager))
+class Swap:
+    """Puts classes there before a test module is imported.
 
+    Args:
+        what: ``facade``, the facade of the release, which decides without vLLM's code; or
+            ``engine``, what ``DISPATCHKIT_POLICY=vllm`` builds, each call being a step.
+    """
 
-def pytest_report_header() -> str:
-    """Say what decides."""
-    return f"dispatchkit: {SWAP} of {facade.__name__}"
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def pytest_configure(self, config: Any) -> None:
+        """Put them there."""
+        _helpers()
+        module = importlib.import_module(DISPATCHER)
+        original = module.CudagraphDispatcher
+        if self._what == "facade":
+            module.CudagraphDispatcher = dispatcher_for(original)
+            return
+        os.environ["DISPATCHKIT_POLICY"] = "vllm"
+        if not first.why_unknown(original):
+            module.CudagraphDispatcher = _as_steps(first.dispatcher_class(original))
+        if any("test_cudagraph_manager" in str(arg) for arg in config.args):
+            manager = importlib.import_module(MANAGER)
+            manager.CudaGraphManager = _as_steps(second.manager_class(manager.CudaGraphManager))

@@ -11,10 +11,8 @@ from __future__ import annotations
 import os
 import sys
 
-from dispatchkit import load_plugins
-
 from dispatchkit_vllm.engine import first, second, worker
-from dispatchkit_vllm.engine.core import UnfitPolicyError
+from dispatchkit_vllm.engine.core import UnfitPolicyError, check_policy
 from dispatchkit_vllm.engine.imports import forget_imports, when_imported
 from dispatchkit_vllm.engine.settings import EngineSettings
 from dispatchkit_vllm.engine.station import Station
@@ -45,10 +43,8 @@ def install() -> None:
         UnknownNameError: No policy goes by the name asked for; it names the nearest ones.
         ConfigError: A setting or an option of the policy cannot be used.
     """
-    settings = EngineSettings.read(os.environ)
-    if settings.policy:
-        # Made once to check its options: a worker would find out minutes later.
-        load_plugins().create_policy(settings.policy, **settings.policy_options)
+    # A worker would find out minutes later.
+    check_policy(EngineSettings.read(os.environ))
     for module, act in _ACTIONS.items():
         when_imported(module, act)
 

@@ -32,7 +32,14 @@ from dispatchkit_vllm.engine.log import log
 from dispatchkit_vllm.engine.settings import EngineSettings
 from dispatchkit_vllm.runner_rule import RunnerRule, use_rule
 
-__all__ = ["Answer", "PolicyCore", "UnfitPolicyError", "make_policy", "refuse_learning"]
+__all__ = [
+    "Answer",
+    "PolicyCore",
+    "UnfitPolicyError",
+    "check_policy",
+    "make_policy",
+    "refuse_learning",
+]
 
 #: Reasons of steps in which vLLM's own dispatcher answered in the policy's place.
 EAGER_REFUSED, UNFIT_CHOICE = "eager_not_allowed", "unfit_choice"
@@ -63,6 +70,17 @@ def make_policy(settings: EngineSettings, rule: RunnerRule) -> Policy:
     """Return the policy asked for; the name ``vllm`` in it means the runner's own rule."""
     with use_rule(rule):
         return load_plugins().create_policy(settings.policy, **settings.policy_options)
+
+
+def check_policy(settings: EngineSettings) -> None:
+    """Check the name of the policy asked for and its options, by making it once.
+
+    Raises:
+        UnknownNameError: No policy goes by the name; it names the nearest ones.
+        ConfigError: An option of the policy cannot be used.
+    """
+    if settings.policy:
+        load_plugins().create_policy(settings.policy, **settings.policy_options)
 
 
 class PolicyCore:

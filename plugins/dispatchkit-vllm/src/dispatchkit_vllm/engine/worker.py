@@ -14,6 +14,7 @@ from typing import Any
 from dispatchkit.errors import BackendUnavailableError
 
 from dispatchkit_vllm.engine import first, second
+from dispatchkit_vllm.engine.core import check_policy
 from dispatchkit_vllm.engine.log import log
 from dispatchkit_vllm.engine.station import as_dummy, settings_of
 
@@ -64,6 +65,8 @@ def report(runner: Any, vllm_config: Any) -> None:
     Raises:
         BackendUnavailableError: What is asked for cannot be done there, and it is asked for
             strictly.
+        UnknownNameError: No policy goes by the name asked for.
+        ConfigError: A setting or an option of the policy cannot be used.
     """
     settings = settings_of(vllm_config)
     if settings.is_empty:
@@ -76,6 +79,7 @@ def report(runner: Any, vllm_config: Any) -> None:
         if station.log is not None:
             log.info("Steps are recorded to %s.", station.log.path)
         return
+    check_policy(settings)  # nothing here has made it, and wrong options stop the start anywhere
     asked = f"Policy {settings.policy!r}" if settings.policy else "A recorder"
     text = f"{asked} is asked for and cannot act: {reason}. vLLM's own dispatcher decides."
     if settings.strict:
