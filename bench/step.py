@@ -19,7 +19,7 @@ that says otherwise.
 Groups: ``device`` (the base case: 3 int64 inputs; and ``pieces``, what a step of the runner is made
 of), ``inputs`` (1, 8, and 3 of two dtypes), ``nodes`` (steps of 1, 50 and 500 operations), ``host``
 (numpy arrays; pinned memory). Without a GPU the tape is measured: the runner's own time
-(``runner``), and replay beside eager (``tape``).
+(``runner``), with launches and nodes that do nothing, and replay beside eager (``tape``).
 """
 
 # ruff: noqa: SLF001 - the parts of a step are measured one by one
@@ -32,6 +32,7 @@ import os
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from time import perf_counter_ns
@@ -53,6 +54,7 @@ from dispatchkit import (
     StaticInput,
 )
 from dispatchkit.backends.cuda import CudaBackend
+from dispatchkit.backends.cuda.copy import CopyKernel, CopyNode
 from dispatchkit.backends.tape import TapeBackend
 from dispatchkit.errors import TraceError
 from dispatchkit.observe.trace import read_trace
@@ -124,7 +126,7 @@ class Case:
             self.pinned = {r: [t.pin_memory() for t in ts] for r, ts in self.given.items()}
             self.arrays = {r: [t.numpy() for t in ts] for r, ts in self.given.items()}
         self.device = {r: [t.to(DEVICE) for t in ts] for r, ts in self.given.items()}
-        self.elsewhere = {r: [t.to(DEVICE) for t in ts] for r, ts in self.given.items()}
+        self.elsewhere = {r: [t.clone() for t in ts] for r, ts in self.device.items()}
         self.static = [torch.zeros(SIZES[-1], dtype=dtype, device=DEVICE) for dtype in dtypes]
         self.graphs: dict[int, Any] = {}
         self.outputs: dict[int, torch.Tensor] = {}
@@ -241,7 +243,7 @@ class Case:
             options=RunnerOptions(
                 buffers=BufferOptions(output_batch_dims=0),
                 # A graph that does nothing would show that padding changes the rows.
-                capture=CaptureOptions(prove_rows=not isinstance(backend, Counting)),
+                capture=CaptureOptions(prove_rows=not isinstance(backend, Idle)),
             ),
         )
         report = runner.capture()
@@ -560,27 +562,53 @@ def host_group(sizes: list[int], rounds: int) -> None:
 # -- without one ------------------------------------------------------------------------------
 
 
-class Counting(TapeBackend):
-    """A tape whose graphs do nothing, so that the runner's own time is left."""
+class Idle(TapeBackend):
+    """A tape whose graphs, launches and copy nodes do nothing, so that the runner's time is left.
+
+    A launch and a change of a node are calls of C by ctypes, as on a device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current_stream_handle = partial(int, 0)
 
     def capture(self, run: Any, **options: Any) -> Any:
         """Capture as ever, and replay nothing."""
         graph = super().capture(run, **options)
         graph.replay = lambda: None
+        graph.raw_graph_handle = graph.raw_exec_handle = 0
         return graph
+
+    def copy_node(self, num_regions: int, num_bytes: int, data_bytes: int = 0) -> CopyNode:
+        """Return a node of CUDA's kind that nobody runs."""
+        nothing = ctypes.c_void_p()
+        kernel = CopyKernel(nothing, lambda *_: 0, idle_call, lambda graph: 0, lambda: None)
+        return CopyNode(kernel, num_regions, num_bytes)
+
+    def direct_launch(self, graph: Any) -> tuple[Any, Any]:
+        """Return a launch of nothing."""
+        return idle_call, ctypes.c_void_p()
+
+
+#: A call of C that returns 0 for a null pointer, whatever else it is given.
+idle_call: Any = ctypes.CDLL(None).abs
 
 
 def runner_group(sizes: list[int], rounds: int) -> None:
-    """The runner's own time on a CPU, with copies of CPU tensors and no launch."""
+    """The runner's own time on a CPU."""
     case = Case(sizes, [INT64] * 3, 1)
-    runner = case.runner("view", Counting())
+    runner = case.runner("view", Idle())
+    argument = ctypes.c_void_p()
     cases = {
-        "copies alone": lambda rows: torch._foreach_copy_(kept[rows], case.device[rows]),
+        "a launch of nothing": lambda rows: idle_call(argument, argument),
         "runner, view": case.call(runner, case.device),
-        "runner, in place": runner.run_in_place,
+        "runner, view, inputs elsewhere each time": case.call_elsewhere(runner),
+        "runner, view, by position": case.call(runner, case.device, by_name=False),
+        "runner, in place": case.runner("view", Idle()).run_in_place,
     }
-    kept = {rows: [static[:rows] for static in case.static] for rows in case.sizes}
-    tell("runner", in_turns(cases, sizes, rounds=rounds, together=50), "copies alone")
+    for group, walked in (("runner", sizes), ("runner, one size", [FIXED])):
+        samples = in_turns(cases, walked, rounds=rounds, together=50)
+        tell(group, samples, "a launch of nothing")
 
 
 def tape_group(rounds: int) -> None:

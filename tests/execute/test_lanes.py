@@ -522,6 +522,7 @@ def test_views_are_right_until_the_next_step_of_their_lane(make_lanes, seed):
 
 
 def test_a_view_is_not_copied_and_not_given_out_once_it_is_overwritten(make_lanes):
+    """Never the values of another step in silence."""
     runner = make_lanes(outputs="view")
     runner.capture()
     first = [runner.submit(torch.ones(4, 8)) for _ in range(3)]

@@ -274,6 +274,7 @@ class TestSetOnce:
         holds(case.buffers, SPECS, call, transport.num_rows, 8)
 
     def test_other_values_in_the_same_tensors_are_brought_in(self):
+        """The node has addresses, and reads what is there when the graph runs."""
         case, transport, call = self.make()
         for value in call:
             value.add_(3)
@@ -286,6 +287,7 @@ class TestSetOnce:
         self.holds_after(case, transport, call, 0)
 
     def test_another_size_of_the_same_graph_sets_it(self):
+        """Graphs serve batches of several sizes, and have one node."""
         case, transport, call = self.make()
         rows = [value[:4] if value.dim() and len(value) == 5 else value for value in call]
         assert case.path(4) is not case.path(8)
@@ -294,11 +296,13 @@ class TestSetOnce:
         self.holds_after(case, transport, call, 1)
 
     def test_a_step_in_place_between_sets_it(self):
+        """It had the node stopped."""
         case, transport, call = self.make()
         transport.load_in_place()
         self.holds_after(case, transport, call, 1)
 
     def test_a_failure_between_sets_it(self):
+        """What the driver made of a refused call is not known."""
         case, transport, call = self.make()
         case.backend.code = 1
         transport.load([value.clone() for value in call], True)
@@ -314,6 +318,7 @@ class TestSetOnce:
             holds(case.buffers, HOSTS, call, 5, 8)
 
     def test_an_interrupt_anywhere_sets_it(self):
+        """Whether it came before the driver's call or behind it."""
         case, transport, _ = self.make()
         calls = [call_of(SPECS, 5, number) for number in range(2)]
         places = interrupted(lambda: transport.load(calls[0], True))

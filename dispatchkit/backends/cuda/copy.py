@@ -272,8 +272,8 @@ def kernel_text(capacity: int) -> str:
 def _loaded(driver: ctypes.CDLL, device_index: int, capacity: int) -> CopyKernel:
     launch = driver.cuLaunchKernelEx
     launch.argtypes = (ctypes.c_void_p,) * 4
+    # Called with ctypes.c_void_p alone, which need no conversion: see ``launch.direct_launch``.
     change = driver.cuGraphExecKernelNodeSetParams_v2
-    change.argtypes = (ctypes.c_void_p,) * 3
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     log = ctypes.create_string_buffer(_LOG_BYTES)
     options = (ctypes.c_int * 2)(_ERROR_LOG, _ERROR_LOG_BYTES)

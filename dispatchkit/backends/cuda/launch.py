@@ -48,7 +48,8 @@ def graph_upload() -> Callable[[Any, Any], int] | None:
 def direct_launch(device_index: int) -> Callable[[Any, Any], int] | None:
     """Return ``launch(graph, stream)``, which returns CUDA's error code, or None without one.
 
-    Both arguments are ``ctypes.c_void_p``: an instantiated graph and a stream.
+    Both arguments must be ``ctypes.c_void_p``: an instantiated graph and a stream. They are passed
+    as they are: a function that declares its arguments takes 45 ns longer, to convert them.
 
     Args:
         device_index: Device of the graphs. Where there are several devices the launch makes
@@ -58,7 +59,6 @@ def direct_launch(device_index: int) -> Callable[[Any, Any], int] | None:
     if runtime is None:
         return None
     launch = runtime.cudaGraphLaunch
-    launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     launch.restype = ctypes.c_int
     if torch.cuda.device_count() == 1:
         return launch

@@ -104,7 +104,10 @@ class ValueWatch:
             if tick < self._next:
                 return True
             self._next = tick + VALUES_AT_ONCE
-        return all(next(turn).is_unchanged() for turn in self._turns)
+        for turn in self._turns:  # noqa: SIM110 - a generator takes longer than what it asks
+            if not next(turn).is_unchanged():
+                return False
+        return True
 
     def changes(self) -> tuple[Entry, ...]:
         """Compare everything, and return what is different; the turn begins anew."""
