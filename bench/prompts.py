@@ -91,7 +91,7 @@ def main() -> None:
     tokens = [16, 100, 300, 512, 1000] if IS_GPU else [5, 30]
     parser.add_argument("--tokens", nargs="+", type=at_least_one, default=tokens)
     parser.add_argument("--rows", nargs="+", type=at_least_one, default=[1, 4] if IS_GPU else [1])
-    sizes = [16, 64, 256, 1024] if IS_GPU else [4, 16]
+    sizes = [16, 64, 256, 512, 1024] if IS_GPU else [4, 16]
     parser.add_argument("--sizes", nargs="+", type=at_least_one, default=sizes)
     parser.add_argument("--rounds", type=at_least_one, default=10 if IS_GPU else 2)
     args = parser.parse_args()

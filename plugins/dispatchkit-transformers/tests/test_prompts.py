@@ -163,21 +163,20 @@ def test_capture_ahead_leaves_nothing_to_capture_later(model):
 
 def test_chunks_take_the_least_time_and_are_few():
     """A device takes as long for a few tokens as for a few more."""
-    sizes = (16, 64, 256, 1024)
-    plan = plan_chunks(sizes, 1, 1024)
-    chosen = {width: plan[width] for width in (1, 16, 17, 257, 300, 512, 513, 700, 1000)}
+    sizes = (16, 64, 256, 512, 2048)
+    plan = plan_chunks(sizes, 1, 2048)
+    chosen = {width: plan[width] for width in (1, 16, 17, 300, 513, 1000, 1100, 1600)}
     assert chosen == {
         1: (16,),
         16: (16,),
         17: (64,),
-        257: (16, 256),
-        300: (64, 256),
-        512: (256, 256),
-        513: (16, 256, 256),
-        700: (256, 256, 256),
-        1000: (1024,),
+        300: (512,),
+        513: (16, 512),
+        1000: (512, 512),
+        1100: (256, 512, 512),
+        1600: (2048,),
     }
-    for width in range(1, 1025):
+    for width in range(1, 2049):
         first, *others = plan[width]
         assert 0 < width - sum(others) <= first, f"{width}: padding in more than the first"
     assert plan_chunks((16,), 64, 40)[40] == (16, 16, 16)

@@ -23,8 +23,9 @@ from dispatchkit_transformers.layers import AttentionLayer, Place
 from dispatchkit_transformers.slot_cache import SlotCache
 from dispatchkit_transformers.static_models import Probe
 
-# Up to about so many tokens a device takes as long as it takes to read the weights.
-_SAME_TIME = 256
+# Up to about so many tokens a chunk takes as long as one of a few, which reads all weights.
+# Measured: docs/measurements.md, "Prompts through graphs".
+_SAME_TIME = 512
 
 
 def check_prompt_sizes(sizes: Sequence[int], max_length: int) -> tuple[int, ...]:
