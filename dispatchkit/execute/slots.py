@@ -14,6 +14,7 @@ Free slots hold what a session starts with: joining costs nothing on the device.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import attrs
 import torch
 
+from dispatchkit.backends.capture_guard import free_in_children
 from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.errors import CaptureError, ConfigError, DescriptorError
 from dispatchkit.execute.io.host_arrays import numpy_module
@@ -136,8 +138,9 @@ class SlotState:
     Raises:
         ConfigError: There is no bank, or one of them has no slots; or a setting cannot be used.
 
-    Thread safety: one thread at a time. What sessions do is queued on the current stream, as steps
-    are. Wait for a submitted step before its sessions leave, move or are cleared.
+    Thread safety: any thread may call it, and captures may run in another one. What sessions do is
+    queued on the current stream, as steps are. Wait for a submitted step before its sessions leave,
+    move or are cleared.
     """
 
     def __init__(
@@ -167,7 +170,16 @@ class SlotState:
         self._is_taken = numpy.zeros(num_slots, dtype=bool)
         self._numbers = numpy.arange(num_slots)
         self._free = list(range(num_slots - 1, -1, -1))
-        self._lent: list[int] = []
+        # Free slots that dummy rows have, for as long as a proof takes; whoever needs one waits.
+        self._lent: set[int] = set()
+        lock = threading.RLock()
+        free_in_children(lock)
+        self._changed = threading.Condition(lock)
+        self._declared = (dict(banks), num_slots, compact, host, device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy, or send to another process: the same banks, and no sessions."""
+        return _remake, self._declared
 
     # -- sessions -----------------------------------------------------------------------
 
@@ -177,18 +189,22 @@ class SlotState:
         Raises:
             DescriptorError: It has one already, or none is free.
         """
-        if session in self._slots:
-            raise DescriptorError("session", session, "one without a slot", "Let it leave first.")
-        if not self._free:
-            raise DescriptorError(
-                "session",
-                session,
-                f"one of at most num_slots ({self.num_slots}) at a time",
-                "Let another one leave, or make the SlotState with more.",
-            )
-        slot = self._free.pop()
-        self._put(session, slot)
-        return slot
+        with self._changed:
+            if session in self._slots:
+                hint = "Let it leave first."
+                raise DescriptorError("session", session, "one without a slot", hint)
+            while not self._free and self._lent:
+                self._changed.wait()
+            if not self._free:
+                raise DescriptorError(
+                    "session",
+                    session,
+                    f"one of at most num_slots ({self.num_slots}) at a time",
+                    "Let another one leave, or make the SlotState with more.",
+                )
+            slot = self._free.pop()
+            self._put(session, slot)
+            return slot
 
     def leave(self, *sessions: Hashable) -> list[SlotMove]:
         """Take their slots from sessions, and clear them.
@@ -199,19 +215,16 @@ class SlotState:
         Raises:
             DescriptorError: One has no slot, or is named twice; nothing is changed.
         """
-        slots = self.slots_of(sessions)
-        if len(set(slots)) < len(slots):
-            raise DescriptorError("sessions", sessions, "named once each")
-        for session, slot in zip(sessions, slots, strict=True):
-            self._take(session, slot)
-        moves = self._close_gaps() if self.compact else []
-        self._free = [
-            slot
-            for slot in reversed(range(self.num_slots))
-            if not self._is_taken[slot] and slot not in self._lent
-        ]
-        self._clear(slots, moves)
-        return moves
+        with self._changed:
+            slots = self.slots_of(sessions)
+            if len(set(slots)) < len(slots):
+                raise DescriptorError("sessions", sessions, "named once each")
+            for session, slot in zip(sessions, slots, strict=True):
+                self._take(session, slot)
+            moves = self._close_gaps() if self.compact else []
+            self._clear(slots, moves)
+            self._find_free()
+            return moves
 
     def move(self, session: Hashable, slot: int) -> SlotMove:
         """Move a session to a free slot, and clear the one it was in.
@@ -219,20 +232,21 @@ class SlotState:
         Raises:
             DescriptorError: The session has no slot, the slot is not free, or sessions are compact.
         """
-        (source,) = self.slots_of([session])
-        if self.compact:
-            raise DescriptorError(
-                "slot", slot, f"{source}, where it is", "Compact sessions move when others leave."
-            )
-        if slot not in self._free:
-            raise DescriptorError("slot", slot, f"a free one of 0..{self.num_slots - 1}")
-        self._free.remove(slot)
-        self._free.append(source)
-        self._take(session, source)
-        self._put(session, slot)
-        made = SlotMove(session, source, slot)
-        self._clear([source], [made])
-        return made
+        with self._changed:
+            (source,) = self.slots_of([session])
+            if self.compact:
+                hint = "Compact sessions move when others leave."
+                raise DescriptorError("slot", slot, f"{source}, where it is", hint)
+            while slot in self._lent:
+                self._changed.wait()
+            if slot not in self._free:
+                raise DescriptorError("slot", slot, f"a free one of 0..{self.num_slots - 1}")
+            self._take(session, source)
+            self._put(session, slot)
+            made = SlotMove(session, source, slot)
+            self._clear([source], [made])
+            self._find_free()
+            return made
 
     def clear(self, session: Hashable) -> None:
         """Set a session's rows to what sessions start with.
@@ -240,7 +254,8 @@ class SlotState:
         Raises:
             DescriptorError: It has no slot.
         """
-        self._clear(self.slots_of([session]))
+        with self._changed:
+            self._clear(self.slots_of([session]))
 
     def slots_of(self, sessions: Iterable[Hashable]) -> list[int]:
         """Return the slots of sessions, as a step names them.
@@ -317,17 +332,20 @@ class SlotState:
 
         None if there are not so many. Meanwhile no session gets them.
         """
-        found = [self._free.pop(0) for _ in range(number)] if len(self._free) >= number else []
+        with self._changed:
+            found = self._free[:number] if len(self._free) >= number else []
+            self._lent.update(found)
+            self._find_free()
         if not found:
             yield None
             return
-        self._lent = found
         try:
             yield SavedRows(self, torch.tensor(found, device=self.device))
         finally:
-            self._clear(found)
-            self._lent = []
-            self._free = sorted((*self._free, *found), reverse=True)
+            with self._changed:
+                self._clear(found)
+                self._lent.difference_update(found)
+                self._find_free()
 
     # -- checks -------------------------------------------------------------------------
 
@@ -408,6 +426,15 @@ class SlotState:
         self._sessions[slot] = None
         self._is_taken[slot] = False
 
+    def _find_free(self) -> None:
+        """Find the slots that sessions can have, the first of them last; wake up who waits."""
+        self._free = [
+            slot
+            for slot in reversed(range(self.num_slots))
+            if not self._is_taken[slot] and slot not in self._lent
+        ]
+        self._changed.notify_all()
+
     def _close_gaps(self) -> list[SlotMove]:
         """Give the last sessions the gaps in front of them; returns who is to be moved."""
         number = len(self._slots)
@@ -463,6 +490,12 @@ class SavedRows:
         banks = self._state._banks.values()
         for bank, rows in zip(banks, self.saved.values(), strict=True):
             bank.tensor.index_copy_(bank.dim, self.index, rows)
+
+
+def _remake(
+    banks: Mapping[str, StaticInput], num_slots: int, compact: bool, host: bool, device: Any
+) -> SlotState:
+    return SlotState(banks, num_slots, compact=compact, host=host, device=device)
 
 
 def _check_banks(banks: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
+import threading
 from pathlib import Path
 
 import attrs
@@ -474,3 +476,32 @@ def test_padding_that_changes_the_state_alone_is_found(num_sessions, compact):
     with pytest.warns(EagerStepWarning, match="rows_depend"):
         runner(x=torch.tensor([[1.0, 1], [2, 2], [6, 6]]), slots=[0, 1, 2])
     assert totals(state) == {0: 3, 1: 3, 2: 3, 3: 0}
+
+
+def test_who_joins_waits_for_a_slot_that_a_capture_has_borrowed():
+    state, joined = state_of(4), []
+    state.join("a")
+    with state.lent(3) as rows:
+        assert rows.index.tolist() == [3, 2, 1]
+        waiting = threading.Thread(target=lambda: joined.append(state.join("b")))
+        waiting.start()
+        with state.lent(1) as nothing:
+            assert nothing is None
+        state.leave("a")
+        waiting.join(10)
+        assert joined == [0]
+        moving = threading.Thread(target=lambda: joined.append(state.move("b", 2).target))
+        moving.start()
+        rows.restore()
+    moving.join(10)
+    assert joined == [0, 2]
+
+
+def test_a_copy_has_the_same_banks_and_no_sessions():
+    state = state_of(3, compact=True)
+    state.join("a")
+    state["a"]["total"].fill_(7)
+    made = pickle.loads(pickle.dumps(state))  # noqa: S301
+    assert (made.num_slots, made.compact, made.sessions) == (3, True, ())
+    assert not made.get_bank("total").tensor.any()
+    assert made.static_input == state.static_input
