@@ -280,6 +280,30 @@ def test_a_step_at_each_turn_changes_no_graph_and_no_proof(kind, between_operato
     assert not any(reason.startswith("rows") for reason in runner.stats().eager_by_reason)
 
 
+def test_no_step_runs_within_a_rehearsal(monkeypatch):
+    """On a device it works in the same memory of libraries, and is not waited for."""
+    from dispatchkit import MemoryOptions, RunnerOptions
+
+    is_rehearsing, within = threading.Event(), []
+
+    class Rehearsing(TapeBackend):
+        def rehearse(self, run, *, stream, pool, generators=()):
+            is_rehearsing.set()
+            self.warmup(run, stream=stream)
+            is_rehearsing.clear()
+            return 0
+
+    limits = RunnerOptions(memory=MemoryOptions(max_bytes=1 << 30))
+    runner = runner_of(layers(), sizes=(4, 16), options=limits, backend=Rehearsing())
+    runner.capture([key for key in runner.registry if key.num_tokens == 4])
+    steps = StepsAtEachTurn(monkeypatch)
+    steps.calls = [lambda: (runner(rows_of(3)), within.append(is_rehearsing.is_set()))]
+    background = runner.controls.capture_in_background(max_pause_us=1, between_operators=True)
+    assert background.wait(60).num_graphs == 1
+    assert len(within) > 5
+    assert not any(within)
+
+
 def test_a_step_in_the_middle_of_a_capture_waits_for_no_stream_that_captures():
     """Also where the warmup before it has let a step in: its stream would become part of it."""
     in_warmup, in_capture, served = (threading.Event() for _ in range(3))

@@ -34,7 +34,7 @@ from dispatchkit.execute.capture.eager_call import EagerCall
 from dispatchkit.execute.capture.effects import PythonChangedError, named, write_noise
 from dispatchkit.execute.capture.fingerprint import Facts, facts_of
 from dispatchkit.execute.capture.graph import GraphMaker, OutputSlot
-from dispatchkit.execute.capture.pacing import WARMUP, paced_step
+from dispatchkit.execute.capture.pacing import WARMUP
 from dispatchkit.execute.capture.proof import RowProver
 from dispatchkit.execute.capture.segments import (
     CallShapes,
@@ -429,11 +429,9 @@ class Capturer:
         views, backend = self._warmups.views(key, key.num_tokens), self._lane.backend
         path = choose_path(backend, self._lane.buffers_of(key), key.num_tokens)
 
-        run = paced_step(self._lane, lambda: self._step(views))
-
         def step() -> Any:
             path.record(backend.current_stream_handle())
-            return run()
+            return self._step(views)
 
         if path.staging is not None:
             notes = None  # the warmup was without that copy

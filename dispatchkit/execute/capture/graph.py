@@ -18,7 +18,7 @@ from dispatchkit.backends.optional import (
 from dispatchkit.backends.watching.compiled_code import FORCE_EAGER
 from dispatchkit.errors import CaptureError
 from dispatchkit.execute.capture.budget import Admission
-from dispatchkit.execute.capture.pacing import ended_beside_steps
+from dispatchkit.execute.capture.pacing import REHEARSAL, ended_beside_steps, paced_step
 from dispatchkit.execute.capture.segments import ArgumentHolder, Operators, SegmentRecorder
 from dispatchkit.execute.capture.warmup import Family
 from dispatchkit.execute.io.outputs import SharedMemory
@@ -142,7 +142,8 @@ class GraphMaker:
 
             more = sum(lane.outputs.growth(*slot) for slot in slots if slot is not None)
             admission.ask_for_graph(trial, self._generators, more)
-        captured = SharedOutputs(run, _taken(lane.outputs, slots))
+            lane.let_steps_in(REHEARSAL)
+        captured = SharedOutputs(paced_step(lane, run), _taken(lane.outputs, slots))
         if self._unwatched is None:  # each is watched in full, and by itself
             with lane.measuring("driver"), ended_beside_steps(lane, captured) as run_and_release:
                 own = self._backend.capture(

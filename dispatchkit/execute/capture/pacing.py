@@ -14,6 +14,7 @@ _T = TypeVar("_T")
 
 #: Parts of a capture in the background, as its pauses name them.
 WARMUP: Final = "warmup"
+REHEARSAL: Final = "run that measures its memory"
 CAPTURE: Final = "capture"
 END: Final = "end and instantiation of the graph, by the driver"
 PROOF: Final = "replay that proves its rows"
