@@ -461,3 +461,17 @@ def test_a_form_that_could_not_grow_grows_at_the_next_call(monkeypatch):
         times_two(torch.ones(20))
     monkeypatch.setattr(graphed_forms, "GraphRunner", made)
     assert torch.equal(times_two(torch.ones(20)), torch.full((20,), 2.0))
+
+
+def test_what_this_package_reads_for_a_call_is_no_state_of_the_step():
+    """Libraries register their classes with torch's trees late, transformers at a first call."""
+    run = graphed(lambda x, scale: x["a"] * scale, backend="tape")
+    for number in range(40):
+        kind = type(f"Late{number}", (), {})
+        torch.utils._pytree.register_pytree_node(kind, lambda one: ([], None), lambda _, __: None)
+        x = torch.randn(3, 2)
+        torch.testing.assert_close(run({"a": x}, 2.0), x * 2)
+        torch.utils._pytree._deregister_pytree_node(kind)
+    (stats,) = run.graphed.stats().runners.values()
+    assert stats.eager_by_reason == {}
+    assert stats.captures == 1

@@ -937,9 +937,11 @@ def _of_function(fn: Any, found: _Found) -> Iterator[Record | _Found]:
         owner = f"function {plain.__code__.co_qualname}"
         names = frozenset(name for code in codes_of(plain.__code__) for name in code.co_names)
         installed = _is_installed(plain)
-        yield _Found(_Globals(plain.__globals__, names), "", owner, plain, is_installed=installed)
-        for default in (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()):
-            yield _Found(default, f"a default of {plain.__code__.co_qualname}", owner, plain)
+        if not _is_own_module(plain.__module__ or ""):  # a step that is graphed closes over it all
+            globals_named = _Globals(plain.__globals__, names)
+            yield _Found(globals_named, "", owner, plain, is_installed=installed)
+            for default in (*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()):
+                yield _Found(default, f"a default of {plain.__code__.co_qualname}", owner, plain)
         for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
             yield _Found(cell, name, owner, plain)
 

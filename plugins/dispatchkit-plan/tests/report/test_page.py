@@ -239,24 +239,33 @@ _STROKE = re.compile(r'<line x1="([\d.]+)" y1="([\d.]+)" x2="[\d.]+" y2="([\d.]+
 
 @pytest.mark.parametrize("width", [330.0, 540.0])
 @pytest.mark.parametrize(
-    "points",
+    ("top", "points"),
     [
-        [("powers-of-two (10)", 10, 40.1), ("vLLM default (51)", 51, 3.95)],
-        [("vLLM default (51)", 51, 3.95), ("vLLM i. (76)", 76, 3.95), ("this run (51)", 51, 3.95)],
-        [("vLLM default (51)", 51, 3.95), ("vLLM i. (76)", 76, 3.95), ("this run (24)", 24, 3.0)],
-        [("one", 50, 3.0), ("two", 52, 3.1), ("three", 54, 3.2), ("four", 56, 3.3)],
-        [("all at", 10, 1.0), ("one", 10, 1.0), ("place", 10, 1.0), ("and apart", 80, 9.0)],
+        (100.0, [("powers-of-two (10)", 10, 40.1), ("vLLM default (51)", 51, 3.95)]),
+        (100.0, [("default (51)", 51, 3.95), ("i. (76)", 76, 3.95), ("this run (51)", 51, 3.95)]),
+        (100.0, [("default (51)", 51, 3.95), ("i. (76)", 76, 3.95), ("this run (24)", 24, 3.0)]),
+        (100.0, [("one", 50, 3.0), ("two", 52, 3.1), ("three", 54, 3.2), ("four", 56, 3.3)]),
+        (100.0, [("all at", 10, 1.0), ("one", 10, 1.0), ("place", 10, 1.0), ("apart", 80, 9.0)]),
+        (
+            400.0,
+            [
+                ("vLLM default (51)", 51, 2.97),
+                ("vLLM interactivity (76)", 76, 2.97),
+                ("powers-of-two (10)", 10, 3.95),
+                ("this run (24)", 24, 3.95),
+            ],
+        ),
     ],
 )
 def test_names_cover_no_name_and_no_point_and_no_stroke_goes_through_one(
-    width: float, points: list[tuple[str, int, float]]
+    width: float, top: float, points: list[tuple[str, int, float]]
 ) -> None:
     """On a phone as on a desk."""
     marks = tuple(
         Line(name, "eager" if "default" in name else "other", ((x, y),), marked=True)
         for name, x, y in points
     )
-    curve = Line("curve", "full", tuple((n, 100.0 / n) for n in range(1, 65)))
+    curve = Line("curve", "full", tuple((n, top / n) for n in range(1, 65)))
     chart = Lines(label="", lines=(curve, *marks), x_label="x", y_label="y", unit="%")
     drawn = chart.draw(width, 300.0)
     boxes = [
@@ -264,12 +273,12 @@ def test_names_cover_no_name_and_no_point_and_no_stroke_goes_through_one(
         for x, y, what in _BOX.findall(drawn)
     ]
     assert len(boxes) == len(points)
-    for index, (left, right, top, bottom) in enumerate(boxes):
+    for index, (left, right, upper, bottom) in enumerate(boxes):
         assert 0 <= left <= right <= width + 1
         for begin, end, above, below in boxes[:index]:
-            assert right < begin or end < left or bottom < above or below < top
+            assert right < begin or end < left or bottom < above or below < upper
         for x, y in _DOT.findall(drawn):
-            assert not (left < float(x) < right and top < float(y) < bottom)
+            assert not (left < float(x) < right and upper < float(y) < bottom)
         for x, y0, y1 in _STROKE.findall(drawn):
             low, high = sorted((float(y0), float(y1)))
-            assert not (left < float(x) < right and low < bottom and top < high)
+            assert not (left < float(x) < right and low < bottom and upper < high)

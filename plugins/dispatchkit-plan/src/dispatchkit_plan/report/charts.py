@@ -455,7 +455,7 @@ class _Names:
         end = _stroke_end(y, top, below_first)
         if chosen not in beside and abs(end - y) > _NEAR:
             self.parts.append(functools.partial(frame.leader, x, y, end))
-            self._drawn += _along([(x, y), (x, end)])
+            self._solid += _along([(x, y), (x, end)])
         self.parts += [
             functools.partial(frame.say, left, line, what, "name", "start")
             for what, line in zip(lines, tops, strict=True)
