@@ -221,8 +221,17 @@ class StepsAtEachTurn:
             self.number += 1
 
 
-@pytest.mark.parametrize("between_operators", [False, True])
-@pytest.mark.parametrize("kind", ["floats", "integers", "unbatched", "row_count", "independent"])
+@pytest.mark.parametrize(
+    ("kind", "between_operators"),
+    [
+        ("floats", False),
+        ("floats", True),
+        ("integers", False),
+        ("unbatched", False),
+        ("row_count", False),
+        ("independent", False),
+    ],
+)
 def test_a_step_at_each_turn_changes_no_graph_and_no_proof(kind, between_operators, monkeypatch):
     """Static inputs and outputs hold its rows, integers and whole inputs when the proof goes on."""
     from dispatchkit import BufferOptions, RunnerOptions
@@ -270,7 +279,7 @@ def test_a_step_at_each_turn_changes_no_graph_and_no_proof(kind, between_operato
     report = background.wait(60)
     assert (report.num_graphs, report.failed) == (1, {})
     assert steps.problems == []
-    if not between_operators and kind in ("floats", "integers", "unbatched"):
+    if not between_operators and kind in {"floats", "integers", "unbatched"}:
         assert steps.number == 2 * 4  # after warmup and capture, and two replays: not once more
     live = runner.lanes[0].lifecycle.live()
     (captured,) = [one for key, one in live.items() if key.num_tokens == 16]
