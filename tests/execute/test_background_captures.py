@@ -74,7 +74,7 @@ def serve(runner, step, stop, *, seed=0, calls=None):
 
 def test_steps_go_on_beside_the_captures_and_are_right():
     """Between the operators of captures, and before there are graphs: eager's numbers."""
-    step = layers()
+    step = layers(3)
     runner = runner_of(step, sizes=(4, 16))
     stop = threading.Event()
     found = {}
