@@ -170,7 +170,7 @@ class SlotState:
         self._is_taken = numpy.zeros(num_slots, dtype=bool)
         self._numbers = numpy.arange(num_slots)
         self._free = list(range(num_slots - 1, -1, -1))
-        # Free slots that dummy rows have, for as long as a proof takes; whoever needs one waits.
+        # Free slots that dummy rows write to for the time of a proof.
         self._lent: set[int] = set()
         lock = threading.RLock()
         free_in_children(lock)
@@ -328,9 +328,9 @@ class SlotState:
 
     @contextmanager
     def lent(self, number: int) -> Iterator[SavedRows | None]:
-        """Lend free slots to dummy rows whose state is to be looked at; they are cleared after.
+        """Lend free slots to dummy rows, to look at what these write; clear them afterwards.
 
-        None if there are not so many. Meanwhile no session gets them.
+        Yields None where fewer are free. Sessions that need one of them wait.
         """
         with self._changed:
             found = self._free[:number] if len(self._free) >= number else []
@@ -350,15 +350,15 @@ class SlotState:
     # -- checks -------------------------------------------------------------------------
 
     def check_slots(self, slots: Any, name: str) -> None:
-        """Refuse the slots of a step before anything of it runs.
+        """Check the slots that a step names.
 
         Args:
             slots: An array of int64 (B,).
             name: The input.
 
         Raises:
-            DescriptorError: One is free, there is no such slot, or it is named twice; or sessions
-                are compact, and the slots are not the first ones in order.
+            DescriptorError: One is free, out of range or named twice; or sessions are compact, and
+                the slots are not the first ones in order.
         """
         number = len(slots)
         if self.compact:
@@ -367,7 +367,7 @@ class SlotState:
         elif not number or (slots.max() < self.num_slots and self._are_sessions(slots)):
             return
         if bool((slots == self.static_input.fill).all()):
-            return  # a step on rows of nobody's, to be measured
+            return  # dummy rows alone: a step that is run to be measured
         raise self._slots_error(slots.tolist(), name)
 
     def _are_sessions(self, slots: Any) -> bool:
@@ -400,10 +400,10 @@ class SlotState:
         )
 
     def check_write(self, written: torch.Tensor, operation: str) -> None:
-        """Refuse a write into rows that a step has read, before it is made.
+        """Check an in-place write of a step, before it is done.
 
         Raises:
-            CaptureError: It is one.
+            CaptureError: It is to rows that the step has read.
         """
         storage = written.untyped_storage()._cdata
         for name, bank in self._banks.items():
@@ -427,7 +427,7 @@ class SlotState:
         self._is_taken[slot] = False
 
     def _find_free(self) -> None:
-        """Find the slots that sessions can have, the first of them last; wake up who waits."""
+        """Find the slots that sessions can take, lowest last, and wake waiting threads."""
         self._free = [
             slot
             for slot in reversed(range(self.num_slots))

@@ -62,7 +62,7 @@ class Warmups:
         row_count: Name of the input that tells the true row count.
         axes: The runner's axes, where it has some.
         state: What the step changes; its tensors are saved and put back around warmups.
-        slots: State of sessions, where there is some. Rows that are nobody's change none of it.
+        slots: State of sessions, where there is some. Dummy rows change none of it.
         state_limit_bytes: Most bytes of undeclared state to save.
         output_batch_dims: Declared batch dimensions of the outputs.
         warmups: Eager runs before each capture; the first one of all is watched. Where functions
@@ -202,7 +202,7 @@ class Warmups:
         )
 
     def may_write_scratch(self) -> bool:
-        """Return whether rows that are nobody's change state or scratch, as far as is known."""
+        """Return whether dummy rows change state or scratch, or none were watched yet."""
         has_written = any(True for _ in self.written())
         return not self._peaks or has_written or len(self._scratch) > 0
 

@@ -1,4 +1,4 @@
-"""The slots that steps name: checked before anything runs, their rows saved where it runs twice."""
+"""The slots that steps name: checked before a step runs, saved where check mode runs it twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepSlots:
         self._index = inputs.names.index(name)
 
     def check(self, tensors: Sequence[Any] | None, num_tokens: int) -> None:
-        """Refuse a step whose slots are not those of distinct sessions.
+        """Check that a step names slots of distinct sessions.
 
         Raises:
             DescriptorError: What is wrong with them.
@@ -74,7 +74,7 @@ class SlotPlan:
         """Run a checked call.
 
         Raises:
-            DescriptorError: A slot is free, there is none such, or it is named twice.
+            DescriptorError: A slot is free, out of range or named twice.
         """
         self._slots.check(tensors, self._num_tokens)
         return self._plan.run(tensors, stream, readable)
