@@ -423,6 +423,62 @@ def test_autocast_is_seen_by_calls_whose_look_is_known(make_runner, quiet, dtype
     assert runner.stats().eager_by_reason == {"autocast": 4}
 
 
+@pytest.mark.parametrize("change", ["autocast", "training", "value"])
+def test_a_call_under_other_facts_than_the_graph_proves_nothing_of_its_rows(
+    make_runner, quiet, change
+):
+    """It would be compared with what eager computes under these facts, and never replay again."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4, 4), requires_grad=False)
+            self.factor = 3
+
+        def forward(self, x):
+            return x.float() @ self.weight * (2 if self.training else self.factor)
+
+    module = Model().eval()
+    runner = make_runner(module, {"x": StaticInput((None, 4), "int64")})
+    runner.capture()
+    x = torch.arange(12).view(3, 4)
+    module.train(change == "training")
+    if change == "value":
+        module.factor = 5
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=change == "autocast"):
+        runner(x)
+    module.eval()
+    runner.capture()
+    same(runner(x), module(x))
+    assert runner.stats().steps_by_mode["FULL"] == 1
+
+
+@pytest.mark.parametrize("change", ["training", "value"])
+def test_values_of_a_call_under_other_facts_are_not_those_of_a_graph(make_runner, quiet, change):
+    """A replay that returned them would be wrong, and nothing would show it."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = 3
+
+        def forward(self, x):
+            return x * self.factor, x.shape[0] * (2 if self.training else self.factor)
+
+    module = Model().eval()
+    runner = make_runner(module, {"x": StaticInput((None, 4), "float32")})
+    runner.capture()
+    x = torch.ones(3, 4)
+    module.train(change == "training")
+    module.factor = 5 if change == "value" else 3
+    assert runner(x)[1] == module(x)[1]
+    module.eval()
+    module.factor = 3
+    runner.capture()
+    assert runner(x)[1] == 9
+    assert runner.stats().steps_by_mode["FULL"] == 1
+
+
 def test_capture_under_autocast_serves_calls_under_it(make_runner, quiet):
     weight = torch.randn(4, 4)
     runner = make_runner(lambda x: x @ weight, {"x": StaticInput((None, 4), "float32")})

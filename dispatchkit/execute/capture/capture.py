@@ -52,7 +52,7 @@ from dispatchkit.execute.io.tree import tree_flatten
 from dispatchkit.execute.io.weak_tensor import weak_tensor
 from dispatchkit.execute.lane import Lane
 from dispatchkit.execute.step.breaks import acting
-from dispatchkit.execute.step.guard import Guard
+from dispatchkit.execute.step.guard import Guard, difference
 from dispatchkit.execute.step.python_state import Entry
 from dispatchkit.execute.step.state import Snapshot, StorageSet, plain_tensor, restored
 from dispatchkit.execute.step.support import breaking_names
@@ -153,6 +153,19 @@ class Capturer:
             OverBudgetError: It would take more memory than it may.
         """
         return self._contained(key, partial(self._capture, key, other_sizes, admission, sample))
+
+    def is_current(self, captured: CapturedKey) -> bool:
+        """Return whether eager computes now what a graph was captured from.
+
+        Where it does not, nothing can be learnt of the graph by comparing them; its next replay
+        finds what was replaced.
+        """
+        if difference(captured.guard, self._guard.now()):
+            return False
+        if captured.values.changes():
+            captured.values.mark()
+            return False
+        return True
 
     def prove(
         self,

@@ -388,9 +388,10 @@ class Lifecycle:
     def _proof(self, step: CapturedKey, prove: Callable[[], RowProof]) -> RowProof | None:
         """Return what a proof shows of a graph; one that raises puts it out of use.
 
-        Nothing is tried while another is captured in the background: the next call shows it, too.
+        Nothing is tried while another is captured in the background, or under other facts than
+        those of the graph: a later call shows it, too.
         """
-        if not self._lane.group.turns.may_capture():
+        if not self._lane.group.turns.may_capture() or not self._capturer.is_current(step):
             return None
         handled = sys.exception()
         try:
@@ -442,8 +443,11 @@ class Lifecycle:
     def measure_values(self, captured: CapturedKey, num_tokens: int) -> None:
         """Find out which Python values a step returns at a number of rows.
 
-        Where it cannot be run so, its graph is put out of use.
+        Where it cannot be run so, its graph is put out of use. Under other facts than those of the
+        graph nothing is found out: such a step does not replay either.
         """
+        if not self._capturer.is_current(captured):
+            return
         try:
             captured.row_values[num_tokens] = self._capturer.values_at(captured, num_tokens)
         except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
