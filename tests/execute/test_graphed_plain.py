@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dispatchkit import graphed
+from dispatchkit.execute import EagerStepWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::dispatchkit.execute.EagerStepWarning")
 
@@ -194,3 +195,11 @@ def test_threads_lose_no_plain_call() -> None:
     assert errors == []
     (stats,) = fast.graphed.stats().runners.values()
     assert stats.eager_by_reason == {"capture_failed": 600}
+
+
+def test_the_warning_and_what_is_printed_say_why_nothing_is_captured() -> None:
+    fast = graphed(Reads().eval(), backend="tape")
+    with torch.no_grad(), pytest.warns(EagerStepWarning, match=r"Tensor\.item .* at .*:\d+"):
+        fast(torch.ones(3, 2))
+    (line,) = [line for line in str(fast.graphed).splitlines() if "host_sync" in line]
+    assert f"{__file__}:" in line

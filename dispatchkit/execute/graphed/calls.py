@@ -275,9 +275,14 @@ class GraphedCalls:
         return num_graphs
 
     def __str__(self) -> str:
-        stats = self.stats()
         name = getattr(self.target, "__qualname__", type(self.target).__name__)
-        return f"Graphs of {name}\n{stats}"
+        problems = dict.fromkeys(
+            entry.reason
+            for runner in self.runners
+            for entry in runner.registry.entries.values()
+            if entry.reason
+        )
+        return "\n".join([f"Graphs of {name}", str(self.stats()), *problems])
 
     def invalidate(self) -> None:
         """Give up all graphs, after what they read was replaced."""

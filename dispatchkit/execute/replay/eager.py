@@ -189,7 +189,7 @@ class EagerRunner:
         """Return what to do about a downgrade; with what was found, where a key has no graph."""
         found = "" if missed is None else self._lifecycle.problem_of(missed)
         what, _, found = found.partition(": ")
-        if what == reason and reason in REFUSED:
+        if (what == reason and reason in REFUSED) or (found and reason == Reason.CAPTURE_FAILED):
             return found
         if what == REPLACED and reason in (Reason.WEIGHTS_REPLACED, Reason.VALUE_CHANGED):
             return f"{found} is another than at the capture. {NEXT_STEPS[reason]}"
