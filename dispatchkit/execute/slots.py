@@ -24,7 +24,7 @@ import torch
 
 from dispatchkit.backends.capture_guard import free_in_children
 from dispatchkit.backends.watching.dispatch_mode import inference_mode
-from dispatchkit.errors import CaptureError, ConfigError, DescriptorError
+from dispatchkit.errors import CaptureError, ConfigError, DescriptorError, InputError
 from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
 from dispatchkit.keys.checks import check_count, check_flag
@@ -68,6 +68,18 @@ class Bank:
         """Return the row of a slot, as a view."""
         return self.tensor.select(self.dim, slot)
 
+    def take(self, index: torch.Tensor) -> torch.Tensor:
+        """Return copies of rows."""
+        return self.tensor.index_select(self.dim, index)
+
+    def put(self, index: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows of the bank's own type."""
+        tensor = self.tensor
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+            # torch has no such copy for them.
+            tensor, rows = tensor.view(torch.uint8), rows.view(torch.uint8)
+        tensor.index_copy_(self.dim, index, rows)
+
     def is_row_write(self, written: torch.Tensor) -> bool:
         """Return whether a write into this memory is to rows that were taken out of it."""
         whole = self.tensor.shape[self.dim], self.tensor.stride(self.dim)
@@ -90,7 +102,8 @@ class SlotRows:
     """
 
     def __init__(self, state: SlotState, index: torch.Tensor) -> None:
-        self._state, self.index = state, index
+        self._state = state
+        self.index: torch.Tensor = index
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the rows of a bank, B of them in the dimension of the slots."""
@@ -101,12 +114,22 @@ class SlotRows:
         index = self.index
         if state.compact:  # a capture size above the number of slots: the same rows, and blank ones
             index = torch.arange(number, device=index.device)
-        return bank.tensor.index_select(bank.dim, index.clamp(max=state.num_slots))
+        return bank.take(index.clamp(max=state.num_slots))
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
-        """Write the rows of a bank."""
+        """Write the rows of a bank.
+
+        Raises:
+            InputError: They are of another type than the bank.
+        """
         bank = self._state.get_bank(name)
-        bank.tensor.index_copy_(bank.dim, self.index, value)
+        if value.dtype is not bank.tensor.dtype:
+            raise InputError(
+                name,
+                f"Rows of {name!r} must be {bank.tensor.dtype}, got {value.dtype}. Convert them; "
+                "nothing is converted silently.",
+            )
+        bank.put(self.index, value)
 
     def bank(self, name: str) -> torch.Tensor:
         """Return the whole of a bank, to write parts of its rows at ``index``."""
@@ -475,21 +498,21 @@ class SavedRows:
     """
 
     def __init__(self, state: SlotState, index: torch.Tensor) -> None:
-        self._state, self.index = state, index
+        self._state = state
+        self.index: torch.Tensor = index
         self.saved: dict[str, torch.Tensor] = self.now()
 
     def now(self) -> dict[str, torch.Tensor]:
         """Return copies of the rows as they are, by a name for messages."""
         return {
-            f"rows of {name!r}": bank.tensor.index_select(bank.dim, self.index)
-            for name, bank in self._state._banks.items()
+            f"rows of {name!r}": bank.take(self.index) for name, bank in self._state._banks.items()
         }
 
     def restore(self) -> None:
         """Put the rows back."""
         banks = self._state._banks.values()
         for bank, rows in zip(banks, self.saved.values(), strict=True):
-            bank.tensor.index_copy_(bank.dim, self.index, rows)
+            bank.put(self.index, rows)
 
 
 def _remake(

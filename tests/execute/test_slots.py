@@ -380,6 +380,38 @@ def test_a_compiled_step_reads_and_writes_rows(dynamic):
     assert totals(state) == {"a": 3, "b": 3, "c": 3}
 
 
+@pytest.mark.parametrize("check", [0, 1])
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "bool", "complex64"])
+def test_banks_may_be_of_any_type(dtype, compact, check):
+    bank = StaticInput((None, 2), dtype)
+
+    def step(x, slots):
+        made = slots["total"].to(torch.complex64).real + x
+        slots["total"] = made.to(bank.dtype)
+        return made
+
+    state = SlotState({"total": bank}, 4, compact=compact)
+    runner = runner_of(state, step, options=RunnerOptions(strict=True, check=check))
+    for session in "abc":
+        state.join(session)
+    for _ in range(2):
+        found = runner(x=torch.ones(3, 2), slots=[0, 1, 2])
+    held, wanted = state["c"]["total"], found[2].to(bank.dtype)
+    assert torch.equal(held.to(torch.complex64), wanted.to(torch.complex64))
+    assert found.tolist() == [[2, 2]] * 3
+
+
+def test_rows_of_another_type_are_refused():
+    def step(x, slots):
+        slots["total"] = x.double()
+        return x
+
+    state = state_of()
+    (problem, *_) = runner_of(state, step, captured=False).capture().failed.values()
+    assert "InputError: Rows of 'total' must be torch.float32, got torch.float64" in problem
+
+
 def test_several_runners_serve_the_same_sessions():
     state = state_of()
     one, other = runner_of(state), runner_of(state, lambda x, slots: total(2 * x, slots))

@@ -853,7 +853,8 @@ def _state(warmups: Warmups, rows: _Rows) -> dict[str, torch.Tensor]:
     Of that where it is little and no integer tells where. What is not declared may be memory to
     work in, which holds more of a bucket than of a batch.
     """
-    found = {} if rows.lent is None else rows.lent.now()
+    lent = {} if rows.lent is None else rows.lent.now()
+    found = {name: one for name, one in lent.items() if one.dtype in _COMPARED}
     if rows.has_integers or not warmups.may_restore():
         return found
     return found | {
