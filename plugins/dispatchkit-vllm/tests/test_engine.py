@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import importlib.metadata
+import inspect
 import json
 import logging
 import sys
@@ -104,6 +105,32 @@ def test_the_own_rule_answers_as_vllm_does(runner_module, monkeypatch):
     found = runner.cudagraph_dispatcher.station
     assert found.core.policy.name == "vllm"
     assert not found.core.fallbacks
+
+
+def test_a_release_that_tells_uniform_batches_apart_in_any_mode_is_asked_so(monkeypatch):
+    """0.17 runs uniform decode eager in mode FULL; later releases take the graph for any batch."""
+    installed(monkeypatch, modules := first_runner("0.33"), worker_module())
+    module = modules["vllm.v1.worker.gpu_model_runner"]
+    own = module.CudagraphDispatcher
+
+    class Apart(own):
+        __module__ = own.__module__
+
+        def dispatch(self, num_tokens, uniform_decode=False, *args, **options):
+            if uniform_decode:
+                return CUDAGraphMode.NONE, self.descriptor_type(num_tokens)
+            return super().dispatch(num_tokens, uniform_decode, *args, **options)
+
+        dispatch.__signature__ = inspect.signature(own.dispatch)
+
+    module.CudagraphDispatcher = Apart
+    plain = first_of(module, "FULL")
+    expected = [plain.execute_model(*batch) for batch in BATCHES]
+    assert {tried(one)[0] for one in expected} == {"NONE", "FULL"}
+    ask(monkeypatch, "vllm")
+    runner = first_of(module, "FULL")
+    assert [runner.execute_model(*batch) for batch in BATCHES] == expected
+    assert not runner.cudagraph_dispatcher.station.core.fallbacks
 
 
 def test_the_second_runner_s_own_rule_answers_as_vllm_does(manager_module, monkeypatch):

@@ -177,11 +177,14 @@ def _install(
             graphs[_key(each, descriptor, query_len, counts)] = (modes[each], descriptor)
     cases = sorted({key.descriptor.num_active_loras for key in graphs} - {0})
     dispatcher._largest = max((key.num_tokens for key in graphs), default=0)  # noqa: SLF001
-    dispatcher._separates = mode.separate_routine() or bool(flag)  # noqa: SLF001
     dispatcher._case = lambda has_lora, count: next(  # noqa: SLF001
         (case for case in cases if has_lora and 0 < count <= case), None
     )
     own = original.dispatch
+    dispatcher._separates = any(  # noqa: SLF001
+        _tells_apart(dispatcher, own, count)
+        for count in range(1, dispatcher._largest + 1)  # noqa: SLF001
+    )
 
     def ask(batch: Batch) -> GraphKey | None:
         loras = batch.num_active_loras
@@ -213,6 +216,18 @@ def _install(
             defined.BatchDescriptor(batch.num_tokens),
         ),
     )
+
+
+def _tells_apart(dispatcher: Any, own: Callable[..., Any], num_tokens: int) -> bool:
+    """Return whether vLLM's own class answers a uniform batch otherwise than a mixed one.
+
+    In some modes it does in one release and not in the next.
+    """
+    mixed = own(dispatcher, num_tokens, False, False)
+    try:
+        return bool(own(dispatcher, num_tokens, True, False) != mixed)
+    except AssertionError:  # its bucket is not made of whole requests
+        return True
 
 
 def _key(mode: RuntimeMode, descriptor: Any, query_len: int, counts: bool) -> GraphKey:
