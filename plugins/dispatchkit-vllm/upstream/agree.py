@@ -86,7 +86,17 @@ def questions(max_loras: int) -> list[dict[str, Any]]:
     return found
 
 
-def ask_all() -> tuple[int, int]:
+def is_mended(release: str, mode: str, query_len: int, facts: dict[str, Any]) -> bool:
+    """Return whether the facade answers as later releases, whose class takes the same arguments.
+
+    0.17 runs uniform decode of several tokens a request eager in mode FULL. From 0.18 on it
+    takes the graph for any batch, as before 0.17.
+    """
+    is_meant = mode == "FULL" and query_len > 1 and facts["uniform_decode"]
+    return bool(release.startswith("0.17.") and is_meant)
+
+
+def ask_all(release: str) -> tuple[int, int]:
     """Ask everything, print the first five differences; return numbers of questions and of them."""
     asked = differing = 0
     kinds = (
@@ -100,8 +110,9 @@ def ask_all() -> tuple[int, int]:
             one.initialize_cudagraph_keys(CUDAGraphMode[mode], query_len)
         for facts in questions(max_loras):
             answers = [answer(one, facts) for one in made]
+            own, facade, policy = answers
             asked += 1
-            if answers[1:] != answers[:1] * 2:
+            if own != policy or (own != facade and not is_mended(release, mode, query_len, facts)):
                 differing += 1
                 if differing <= 5:
                     sys.stdout.write(f"{mode} {query_len} {facts}: {answers}\n")

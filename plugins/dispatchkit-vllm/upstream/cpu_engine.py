@@ -280,10 +280,11 @@ def inside() -> bool:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    # vLLM would bind a thread to each core and have them wait for each other, spinning; on a
-    # machine that does other work, too, most of the time.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # With two threads vLLM 0.13 does not repeat itself: now and then a row of its logits differs
+    # in the last bits, and a token where two are nearly tied. They would also spin on each other
+    # where the machine does other work.
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["DISPATCHKIT_POLICY"] = "vllm"
     os.environ["DISPATCHKIT_TRACE"] = str(Path(tempfile.mkdtemp()) / "steps.csv.gz")
     import vllm
