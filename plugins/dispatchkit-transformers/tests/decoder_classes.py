@@ -89,6 +89,11 @@ FULL: dict[str, dict[str, Any]] = {
         SeedOssForCausalLM SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM
         XGLMForCausalLM
         """),
+    **_of("""
+        BartForCausalLM BigBirdPegasusForCausalLM BlenderbotForCausalLM
+        BlenderbotSmallForCausalLM MBartForCausalLM MarianForCausalLM PLBartForCausalLM
+        PegasusForCausalLM
+        """),
     **_of(
         """
         AXK1ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
@@ -132,9 +137,22 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 
 #: An encoder's states are looked at, too.
-ENCODER_DECODER: dict[str, dict[str, Any]] = _of("""
-    BlenderbotSmallForConditionalGeneration MarianMTModel PegasusForConditionalGeneration
-    """)
+ENCODER_DECODER: dict[str, dict[str, Any]] = {
+    **_of("""
+        BartForConditionalGeneration BigBirdPegasusForConditionalGeneration
+        BlenderbotForConditionalGeneration BlenderbotSmallForConditionalGeneration
+        MBartForConditionalGeneration MarianMTModel PLBartForConditionalGeneration
+        PegasusForConditionalGeneration
+        """),
+    # Its own generate() takes that token off the end, whoever said it.
+    "WhisperForConditionalGeneration": {"eos_token_id": 50},
+    # Relative positions, of which only this attention knows what each row's are.
+    **_of(
+        "MT5ForConditionalGeneration T5ForConditionalGeneration",
+        attn_implementation="dispatchkit_decode",
+        initializer_factor=4.0,
+    ),
+}
 
 
 def tiny(name: str, *, seed: int = 0, **settings: Any) -> Any:
@@ -159,4 +177,7 @@ def tiny(name: str, *, seed: int = 0, **settings: Any) -> Any:
     if given.get("layer_types", ()) is None:
         del given["layer_types"]
     torch.manual_seed(seed)
-    return cls(kind(**given)).eval()
+    config = kind(**given)
+    if config.is_encoder_decoder:
+        config.decoder_start_token_id = 1
+    return cls(config).eval()

@@ -57,11 +57,11 @@ def prompt_of(length):
     return torch.randint(3, 97, (1, length), generator=maker)
 
 
-def alone(model, inputs, number, skip):
+def alone(model, inputs, number):
     """Return what the library's own method says to one request."""
     asked = {"max_new_tokens": COUNTS[number], "do_sample": False, "pad_token_id": 0}
     ids = model.generate(**inputs, **asked, eos_token_id=None)
-    return ids[0, skip:].tolist()
+    return ids[0, -COUNTS[number] :].tolist()
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,27 @@ def alone(model, inputs, number, skip):
 def test_tokens_are_those_of_generate(name, settings):
     model = made(name, settings)
     prompts = [prompt_of(length) for length in PROMPTS]
-    want = [
-        alone(model, {"input_ids": prompt}, number, prompt.shape[1])
-        for number, prompt in enumerate(prompts)
-    ]
+    want = [alone(model, {"input_ids": one}, number) for number, one in enumerate(prompts)]
     decoder = decoder_of(model)
     assert served(decoder, lambda number: decoder.admit(prompts[number])) == want
+
+
+def source_of(model, length):
+    """Return inputs of an encoder: tokens, or sound, of which there is one length alone."""
+    if model.main_input_name == "input_ids":
+        return {"input_ids": prompt_of(length)}
+    maker = torch.Generator().manual_seed(length)
+    return {"input_features": torch.randn(1, 8, 24, generator=maker)}
+
+
+def batch_of(sources):
+    """Return several inputs of an encoder as a batch, with padding on the right."""
+    if "input_ids" not in sources[0]:
+        return {"input_features": torch.cat([one["input_features"] for one in sources])}
+    given = [one["input_ids"] for one in sources]
+    most = max(one.shape[1] for one in given)
+    ids = torch.cat([torch.nn.functional.pad(one, (0, most - one.shape[1])) for one in given])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
 @pytest.mark.parametrize(
@@ -85,18 +100,17 @@ def test_tokens_are_those_of_generate(name, settings):
 def test_tokens_of_encoder_decoders_are_those_of_generate(name, settings):
     """Each request has a source of its own length, and a batch has padding in its sources."""
     model = made(name, settings)
-    sources = [prompt_of(length) for length in PROMPTS]
+    sources = [source_of(model, length) for length in PROMPTS]
     start = torch.tensor([[model.config.decoder_start_token_id]])
-    want = [alone(model, {"input_ids": source}, n, 1) for n, source in enumerate(sources)]
+    want = [alone(model, source, number) for number, source in enumerate(sources)]
     decoder = decoder_of(model, max_source_length=12)
 
     def admit(number):
         with torch.no_grad():
-            given = model.get_encoder()(input_ids=sources[number])
+            given = model.get_encoder()(**sources[number])
         decoder.admit(start, encoder_outputs=given)
 
     assert served(decoder, admit) == want
-    ids = torch.cat([torch.nn.functional.pad(one, (0, 11 - one.shape[1])) for one in sources[:3]])
     asked = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
-    batch = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    batch = batch_of(sources[:3])
     assert torch.equal(decoder.generate(**batch, **asked), model.generate(**batch, **asked))

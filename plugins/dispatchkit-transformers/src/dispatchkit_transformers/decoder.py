@@ -147,6 +147,11 @@ class GraphDecoder:
             raise ConfigError(
                 "compile", compile, "True, False, or a function that is given the step"
             )
+        if compile and self._probe.embeddings:
+            raise ConfigError(
+                "compile", compile, "False for a model that takes no positions",
+                "What it embeds for each row is put right by a hook, which is not compiled.",
+            )  # fmt: skip
         self._compile = compile_for_any_size if compile is True else compile or None
         options = RunnerOptions() if options is None else options
         if backend == "auto" and options.device is None:

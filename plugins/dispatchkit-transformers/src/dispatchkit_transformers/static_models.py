@@ -16,6 +16,7 @@ from dispatchkit.errors import ConfigError
 from dispatchkit_transformers.decode_attention import DECODE_ATTENTION, additive
 from dispatchkit_transformers.layers.kept import KNOWN
 from dispatchkit_transformers.layers.masks import FORMS, ByLayerType
+from dispatchkit_transformers.layers.positions import one_for_each_row, position_embeddings
 from dispatchkit_transformers.slot_cache import SlotCache
 
 # Kinds of attention that take a mask of a step's own, and what it is made of.
@@ -75,6 +76,7 @@ class Probe:
         cache_name: The argument that takes the cache, which changed its name.
         takes_last: It can be asked for the logits of the last position alone.
         takes_positions: It can be told the positions of its tokens.
+        embeddings: Those of positions, where it can not.
         has_one_source_length: It looks at all positions of a source, whatever its mask says.
     """
 
@@ -86,6 +88,7 @@ class Probe:
     cache_name: str
     takes_last: bool
     takes_positions: bool
+    embeddings: Sequence[torch.nn.Module]
     layers: Sequence[Any] = ()
     cross: Sequence[Any] = ()
     form: type[Any] = ByLayerType
@@ -165,7 +168,11 @@ class Probe:
                 )
             given[f"{self.prefix}attention_mask"] = form.masks(column, ahead, self.mask_of)
             given[f"{self.prefix}input_ids"] = tokens.unsqueeze(1)
-            output = forward(**given)
+            if self.embeddings:
+                with one_for_each_row(self.embeddings, place.num_rows):
+                    output = forward(**given)
+            else:
+                output = forward(**given)
             # State that a step leaves behind would keep it from being captured.
             place.leave()
             logits: torch.Tensor = output.logits[:, -1].float()
@@ -213,6 +220,7 @@ def probe(model: Any, max_length: int) -> Probe:
     if cache_name not in parameters:
         raise ConfigError("model", name, f"one that takes {cache_name}", _ADVICE)
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    takes_positions = f"{prefix}position_ids" in parameters
     first = next(model.parameters())
     found = Probe(
         model=model,
@@ -223,7 +231,8 @@ def probe(model: Any, max_length: int) -> Probe:
         prefix=prefix,
         cache_name=cache_name,
         takes_last="logits_to_keep" in parameters,
-        takes_positions=f"{prefix}position_ids" in parameters,
+        takes_positions=takes_positions,
+        embeddings=() if takes_positions else position_embeddings(model),
     )
     with torch.no_grad():
         tokens = torch.ones(1, 1, dtype=torch.int64, device=first.device)
