@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from decoder_classes import FULL, RECURRENT, WINDOWS, tiny  # noqa: E402
 
 from dispatchkit.errors import ConfigError  # noqa: E402
 
@@ -136,6 +142,40 @@ def test_prompts_run_eager_unless_sizes_are_given(model):
     stats = decoder.stats()
     assert stats.prompts == {"no_prompt_sizes": 2}
     assert stats.graphs == {}
+
+
+# They make their masks and biases of which positions are in use, which says nothing of a chunk.
+OF_POSITIONS = {"BloomForCausalLM", "MptForCausalLM"}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_chunks_of_every_class_give_the_tokens_of_generate(name):
+    """Or its prompts run eager: two chunks for three rows, the first of them padded."""
+    model = tiny(name, **FULL[name])
+    if model is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    decoder = decoder_of(
+        model, max_batch_size=3, max_length=32, lengths=[32], sizes=[3], prompt_sizes=(4, 16)
+    )
+    ids = tokens_of(3, 5)
+    asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+    assert torch.equal(decoder.generate(ids, **asked), model.generate(ids, **asked))
+    how = "chunks_differ" if name in OF_POSITIONS else "graphs"
+    stats = decoder.stats()
+    assert stats.prompts == {how: 3}
+    if how == "graphs":
+        assert stats.graphs["prompts"].hits == {"FULL tokens=3 reqs=3 axes=4,32": 2}
+
+
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Lfm2ForCausalLM", "MambaForCausalLM"])
+def test_prompts_of_layers_that_keep_less_than_all_positions_run_eager(name):
+    """Windows, states, and both beside full attention."""
+    model = tiny(name, **{**WINDOWS, **RECURRENT}[name])
+    decoder = decoder_of(model, max_length=32, lengths=[32], prompt_sizes=(4, 16))
+    decoder.admit(tokens_of(1, 3))
+    assert decoder.stats().prompts == {"layers_without_all_positions": 1}
+    with pytest.raises(ConfigError, match="layers_without_all_positions"):
+        decoder.prompt_runner()
 
 
 def test_other_slots_stay_as_they_are(model):

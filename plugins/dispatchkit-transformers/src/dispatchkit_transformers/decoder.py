@@ -35,7 +35,11 @@ try:
         too_short,
     )
     from dispatchkit_transformers.generation import generate, left_paddings
-    from dispatchkit_transformers.prompts import PromptRunner, check_prompt_sizes
+    from dispatchkit_transformers.prompts import (
+        PromptRunner,
+        check_prompt_sizes,
+        gives_what_prompts_give,
+    )
     from dispatchkit_transformers.slot_cache import SlotCache, plan_moves
     from dispatchkit_transformers.static_models import Probe, Source, probe
 except ImportError as _error:
@@ -137,7 +141,6 @@ class GraphDecoder:
         self.model = model
         self._probe: Probe = probe(model, max_length)
         self._source_length = self._check_source_length(max_source_length)
-        self._prompt_sizes = check_prompt_sizes(prompt_sizes, max_length)
         self._forward = model if forward is None else forward
         self.max_batch_size, self.max_length = max_batch_size, max_length
         self.lengths: tuple[int, ...] = check_lengths(lengths, max_length)
@@ -179,7 +182,9 @@ class GraphDecoder:
         }
         # Tokens and logits are other graphs: whoever chooses tokens does not pay for logits.
         self._runners: dict[bool, GraphRunner] = {}
-        self._prompts: PromptRunner | None = None
+        self._prompts: PromptRunner | str = self._prompt_runner(
+            check_prompt_sizes(prompt_sizes, max_length)
+        )
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
         self._tokens = self._no_rows()
@@ -267,9 +272,12 @@ class GraphDecoder:
         self.check_fits(rows, max((width - padding for padding in paddings), default=1))
         self._check_model()
         lengths = [width - padding for padding in paddings]
-        why = self._why_eager(rows, max(lengths, default=0))
+        prompts = self._prompts
         with torch.no_grad():
-            if why:
+            if not isinstance(prompts, str) and prompts.chunks(rows, max(lengths, default=0)):
+                logits, how = prompts.run(self.num_rows, input_ids, lengths), "graphs"
+            else:
+                how = prompts if isinstance(prompts, str) else str(Reason.ABOVE_LARGEST)
                 seen = self._probe.prompt(
                     input_ids, attention_mask if any(paddings) else None, source
                 )
@@ -277,14 +285,12 @@ class GraphDecoder:
                 self.cache.fill(self.num_rows, seen.layers, paddings, width)
                 if source is not None:
                     self.cache.fill_sources(self.num_rows, seen.cross, source.mask)
-            else:
-                logits = self._chunks().run(self.num_rows, input_ids, lengths)
             at = torch.tensor(lengths, dtype=torch.int64, device=self.device)
             self._tokens = torch.cat((self._tokens, logits.argmax(-1)))
             self._positions = torch.cat((self._positions, at))
         self._lengths += lengths
         self._admitted += rows
-        self._prompt_counts[why or "graphs"] += rows
+        self._prompt_counts[how] += rows
         return logits
 
     def step(self) -> torch.Tensor:
@@ -355,8 +361,8 @@ class GraphDecoder:
             progress: Show a progress bar on stderr.
         """
         num_graphs = self.runner(logits=logits).capture(progress=progress).num_graphs
-        if self._prompt_sizes:
-            num_graphs += self._chunks().capture(progress=progress)
+        if not isinstance(self._prompts, str):
+            num_graphs += self._prompts.capture(progress=progress)
         return num_graphs
 
     def runner(self, *, logits: bool = False) -> GraphRunner:
@@ -384,20 +390,24 @@ class GraphDecoder:
         return found
 
     def prompt_runner(self) -> GraphRunner:
-        """Return the runner of chunks of prompts; made at its first use.
+        """Return the runner of chunks of prompts.
 
         Raises:
-            ConfigError: There are no ``prompt_sizes``.
+            ConfigError: All prompts run eager.
         """
-        if not self._prompt_sizes:
-            raise ConfigError("prompt_sizes", (), "given, for prompts to run through graphs")
-        return self._chunks().runner
+        if isinstance(self._prompts, str):
+            raise ConfigError(
+                "prompt_sizes",
+                self._prompts,
+                "given, for a model whose prompts can run through graphs",
+            )
+        return self._prompts.runner
 
     def invalidate(self) -> None:
         """Give up all graphs, after weights were replaced; copied in place, they need not go."""
         for runner in self._runners.values():
             runner.invalidate()
-        if self._prompts is not None:
+        if not isinstance(self._prompts, str):
             self._prompts.runner.invalidate()
 
     def bucket(self, num_rows: int) -> int:
@@ -412,7 +422,7 @@ class GraphDecoder:
             "logits" if logits else "tokens": runner.stats()
             for logits, runner in self._runners.items()
         }
-        if self._prompts is not None:
+        if not isinstance(self._prompts, str):
             graphs["prompts"] = self._prompts.runner.stats()
         return DecoderStats(
             self._steps,
@@ -474,22 +484,15 @@ class GraphDecoder:
             )
         return Source(states, mask.bool())
 
-    def _chunks(self) -> PromptRunner:
-        if self._prompts is None:
-            self._prompts = PromptRunner(
-                self._probe, self.cache, self.lengths, self._prompt_sizes, self._settings
-            )
-        return self._prompts
-
-    def _why_eager(self, rows: int, width: int) -> str:
-        """Return why prompts (B, T) run eager, as a reason; empty if they run through graphs."""
-        if not self._prompt_sizes:
+    def _prompt_runner(self, sizes: tuple[int, ...]) -> PromptRunner | str:
+        """Return what runs prompts through graphs, or the reason why all of them run eager."""
+        if not sizes:
             return "no_prompt_sizes"
         if not self.cache.keeps_all:
             return "layers_without_all_positions"
-        if not rows or not self._chunks().chunks(rows, width):
-            return str(Reason.ABOVE_LARGEST)
-        return ""
+        if not gives_what_prompts_give(self._probe, self.max_length):
+            return "chunks_differ"
+        return PromptRunner(self._probe, self.cache, self.lengths, sizes, self._settings)
 
     def _run(self, *, wants_logits: bool) -> Any:
         longest = max(self._lengths, default=self.max_length) + 1

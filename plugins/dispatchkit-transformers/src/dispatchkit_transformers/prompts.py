@@ -8,7 +8,7 @@ is their first chunk: the last token of the last chunk is the last of each promp
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from dispatchkit.keys import Axis, check_count
 
 from dispatchkit_transformers.layers import AttentionLayer, Place
 from dispatchkit_transformers.slot_cache import SlotCache
-from dispatchkit_transformers.static_models import Probe
+from dispatchkit_transformers.static_models import MISFITS, TRIALS, Probe, is_near
 
 # Up to about so many tokens a chunk takes as long as one of a few, which reads all weights.
 # Measured: docs/measurements.md, "Prompts through graphs".
@@ -108,6 +108,7 @@ def prompt_step(
         length: Cache(layers=[PromptLayer(*pair, place, length) for pair in memory.pairs])
         for length in lengths
     }
+    forms = {length: probe.masks_for(view.layers) for length, view in views.items()}
 
     def step(
         tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, length: int
@@ -115,19 +116,71 @@ def prompt_step(
         # Without a graph it is the length itself that is given.
         length = next((one for one in lengths if one >= length), lengths[-1])
         place.enter(positions, slots)
-        looks = ahead[:length] <= positions.unsqueeze(-1)  # (B, T, length)
-        output = probe.model(
-            input_ids=tokens,
-            position_ids=positions.clamp(max=last),
-            attention_mask=probe.mask_of(looks.unsqueeze(1)),
-            **probe.step_arguments(views[length]),
-        )
+        given = probe.step_arguments(views[length])
+        if probe.takes_positions:
+            given["position_ids"] = positions.clamp(max=last)
+        masks = forms[length].masks(positions, ahead, probe.mask_of)
+        output = probe.model(input_ids=tokens, attention_mask=masks, **given)
         # State that a step leaves behind would keep it from being captured.
         place.leave()
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
 
     return step
+
+
+def in_chunks(
+    input_ids: torch.Tensor, lengths: Sequence[int], chunks: Sequence[int], sink: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Yield tokens and positions (B, T) of each chunk, and how much of the cache it must read.
+
+    Args:
+        input_ids: Prompts (B, T), padded on the left.
+        lengths: Tokens of each.
+        chunks: Sizes, together no less than the longest prompt.
+        sink: The position of padding.
+    """
+    width, total = max(lengths), sum(chunks)
+    tokens = pad(input_ids[:, -width:], (total - width, 0))
+    ends = torch.tensor(lengths, dtype=torch.int64, device=input_ids.device)
+    # The last token of each prompt is in the last column.
+    positions = ends.unsqueeze(1) + torch.arange(-total, 0, device=input_ids.device)
+    positions.masked_fill_(positions < 0, sink)
+    begin = 0
+    for size in chunks:
+        end = begin + size
+        yield tokens[:, begin:end], positions[:, begin:end], end - (total - width)
+        begin = end
+
+
+def gives_what_prompts_give(probe: Probe, length: int) -> bool:
+    """Return whether chunks give the logits of whole prompts, one beside another that is shorter.
+
+    Args:
+        probe: What was found out about the model.
+        length: Positions of a cache whose layers keep all of them.
+    """
+    try:
+        with torch.no_grad():
+            return any(_gives_what_prompts_give(probe, length, trial) for trial in TRIALS)
+    except MISFITS:
+        return False
+
+
+def _gives_what_prompts_give(probe: Probe, length: int, trial: tuple[tuple[int, ...], ...]) -> bool:
+    size = probe.model.get_input_embeddings().weight.shape[0]
+    rows = [torch.tensor([one], device=probe.device)[:, :length] % size for one in trial]
+    lengths = [row.shape[1] for row in rows]
+    ids = torch.cat([pad(row, (max(lengths) - row.shape[1], 0)) for row in rows])
+    memory = probe.cache(len(rows), length)
+    step, slots = prompt_step(probe, memory, [length]), torch.arange(len(rows), device=ids.device)
+    logits = ids
+    for tokens, positions, _ in in_chunks(ids, lengths, [2] * ((max(lengths) + 1) // 2), length):
+        logits = step(tokens, positions, slots, length)
+    return all(
+        is_near(got, probe.prompt(row, None).logits[0], probe.dtype)
+        for got, row in zip(logits, rows, strict=True)
+    )
 
 
 class PromptRunner:
@@ -187,27 +240,18 @@ class PromptRunner:
         Returns:
             Logits of the next token (B, V), float32.
         """
-        rows, width = len(lengths), max(lengths)
-        chunks, device = self.chunks(rows, width), input_ids.device
+        rows = len(lengths)
         self._memory.clear(start, rows)
-        in_front = sum(chunks) - width
-        tokens = pad(input_ids[:, -width:], (in_front, 0))
-        ends = torch.tensor(lengths, dtype=torch.int64, device=device)
-        # The last token of each prompt is in the last column.
-        positions = ends.unsqueeze(1) + torch.arange(-sum(chunks), 0, device=device)
-        positions.masked_fill_(positions < 0, self._memory.sink)
-        slots = torch.arange(start, start + rows, device=device)
-        begin, logits = 0, torch.empty(0)
-        for size in chunks:
-            end = begin + size
+        slots = torch.arange(start, start + rows, device=input_ids.device)
+        chunks, logits = self.chunks(rows, max(lengths)), torch.empty(0)
+        for tokens, positions, length in in_chunks(input_ids, lengths, chunks, self._memory.sink):
             logits = self.runner(
-                tokens=tokens[:, begin:end],
-                positions=positions[:, begin:end],
+                tokens=tokens,
+                positions=positions,
                 slots=slots,
-                chunk=size,
-                length=end - in_front,
+                chunk=tokens.shape[1],
+                length=length,
             )
-            begin = end
         return logits
 
     def capture(self, *, progress: bool = False) -> int:

@@ -24,8 +24,10 @@ _ATTENTION = ("sdpa", "eager", DECODE_ATTENTION)
 _ADVICE = "Decode it with the model's own generate()."
 
 # Two sequences of different length: what is wrong for rows at positions of their own shows.
-_TRIALS = (((3, 5, 4, 6), (7, 2, 3)), ((1, 4, 2, 5), (6, 3, 1)), ((2, 7, 5, 1), (4, 6, 2)))
+TRIALS = (((3, 5, 4, 6), (7, 2, 3)), ((1, 4, 2, 5), (6, 3, 1)), ((2, 7, 5, 1), (4, 6, 2)))
 _TRIAL_SOURCE = 6
+#: What models raise where they are called in a way that they do not know.
+MISFITS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
 
 
 def _same(mask: torch.Tensor) -> torch.Tensor:
@@ -146,7 +148,7 @@ class Probe:
         layers = getattr(cache, "self_attention_cache", cache).layers
         for one in layers:
             one.past = 0 if self.takes_positions else None
-        form = self.form(_text(self.model), layers)
+        form = self.masks_for(layers)
         ahead = torch.arange(length, device=self.device)
         last = memory.length - 1
         arguments = self.step_arguments(cache)
@@ -179,6 +181,10 @@ class Probe:
             return logits
 
         return run
+
+    def masks_for(self, layers: Sequence[Any]) -> Any:
+        """Return what makes the masks of steps that see these layers."""
+        return self.form(_text(self.model), layers)
 
     def _last(self) -> dict[str, Any]:
         return {"logits_to_keep": 1} if self.takes_last else {}
@@ -255,9 +261,9 @@ def _proven(found: Probe, length: int) -> Probe:
     ]
     for made in forms:
         try:
-            if any(_gives_what_prompts_give(made, length, trial) for trial in _TRIALS):
+            if any(_gives_what_prompts_give(made, length, trial) for trial in TRIALS):
                 return made
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+        except MISFITS as error:
             wrong = wrong or error
     why = f": {type(wrong).__name__}: {wrong}" if wrong is not None else ""
     raise ConfigError(
@@ -284,16 +290,21 @@ def _gives_what_prompts_give(found: Probe, length: int, trial: tuple[tuple[int, 
         memory.fill(slot, seen.layers, [0], start)
         if source is not None:
             memory.fill_sources(slot, seen.cross, source.mask)
-    allowed = 4 * torch.finfo(found.dtype).eps ** 0.5
     for number in range(2):
         at = [start + number for start in starts]
         tokens = torch.cat([row[0, one : one + 1] for row, one in zip(rows, at, strict=True)])
         got = step(tokens, torch.tensor(at, device=found.device))
         for one, row, end, source in zip(got, rows, at, sources, strict=True):
             want = found.prompt(row[:, : end + 1], None, source).logits[0]
-            if not bool((one - want).norm() <= allowed * (want - want.mean()).norm()):
+            if not is_near(one, want, found.dtype):
                 return False
     return True
+
+
+def is_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether logits (V,) differ by no more than rounding in a type."""
+    allowed = 4 * torch.finfo(dtype).eps ** 0.5
+    return bool((got - want).norm() <= allowed * (want - want.mean()).norm())
 
 
 def _trial_source(found: Probe, length: int) -> Source | None:

@@ -30,17 +30,17 @@ class Look:
     chunk: int | None
 
     def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        """Return True where rows may look (B, 1, 1, length).
+        """Return True where tokens may look (B, 1, T, length).
 
         A ring that is not full yet is read as far as it is written, a full one whole: both are
         the places up to the row's position.
 
         Args:
-            positions: Of each row's token (B, 1).
+            positions: Of each row's tokens (B, T).
             ahead: Numbers from 0 on, ``length`` of them or more.
         """
         last = positions if self.chunk is None else positions % self.chunk
-        return (ahead[: self.length] <= last).view(-1, 1, 1, self.length)
+        return (ahead[: self.length] <= last.unsqueeze(-1)).unsqueeze(1)
 
 
 class ByLayerType:
@@ -59,7 +59,7 @@ class ByLayerType:
             self._looks.setdefault(_OF_TWO.get(name, name), _look_of(text, name, layer))
 
     def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:
-        """Return what a model takes as ``attention_mask``, for rows at positions (B, 1)."""
+        """Return what a model takes as ``attention_mask``, for tokens at positions (B, T)."""
         made = {
             look: convert(look.mask(positions, ahead))
             for look in dict.fromkeys(self._looks.values())
@@ -82,7 +82,7 @@ class OneForAll:
         self._look = looks[0] if looks else None
 
     def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:
-        """Return what a model takes as ``attention_mask``, for rows at positions (B, 1)."""
+        """Return what a model takes as ``attention_mask``, for tokens at positions (B, T)."""
         return None if self._look is None else convert(self._look.mask(positions, ahead))
 
 
