@@ -248,6 +248,8 @@ class Outcome:
         completed: It ran to its end; an outcome that did not teaches nothing.
         won: False when another policy's decision ran instead (inside a composite).
         step: How many steps had begun, measured or not, this one included; 0: not known.
+        is_first: It ran eager at a size that had not before, as far as is known. Libraries choose
+            their kernels by size then, which takes as long as many a step and comes once.
     """
 
     batch: Batch
@@ -258,6 +260,7 @@ class Outcome:
     completed: bool = True
     won: bool = True
     step: int = 0
+    is_first: bool = False
 
 
 @attrs.frozen
@@ -267,7 +270,8 @@ class CellUpdate:
     Attributes:
         batch: Names the cell: tokens, query class, adapters and allowed modes.
         decision: The new answer; None to ask ``decide`` again at the next use.
-        one_shot: The answer holds for one step, then the steady one is back.
+        one_shot: The answer holds for one step, then the steady one is back. Without an answer,
+            those that wait to be served are dropped.
         up_to: Without a decision, batches that differ from this one in being larger are asked
             again too, up to so many tokens; 0 for this one alone.
 

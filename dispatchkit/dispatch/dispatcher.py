@@ -347,6 +347,8 @@ class Dispatcher:
             if answer is None:
                 if not update.one_shot:
                     table.forget_steady(cell, update.up_to)
+                elif update.decision is None:
+                    table.drop_one_shots(cell)
                 return
             problem = broken_constraint(answer, batch, self.graphs)
             if problem is None and answer.key is None and not batch.allows(RuntimeMode.NONE):

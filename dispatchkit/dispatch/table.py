@@ -133,11 +133,15 @@ class Table:
             return None
         decision = waiting.pop(0)
         if not waiting:
-            del self.waiting[cell]
-            steady = self.steady.pop(cell, None)
-            if steady is not None:
-                self.put(cell, steady)
+            self.drop_one_shots(cell)
         return decision
+
+    def drop_one_shots(self, cell: Cell) -> None:
+        """Serve the steady decision again, and none of those that wait."""
+        self.waiting.pop(cell, None)
+        steady = self.steady.pop(cell, None)
+        if steady is not None:
+            self.put(cell, steady)
 
     def get_by_reqs(self, cell: Cell, num_reqs: int) -> Decision | None:
         """Return what is kept for a number of requests beyond the cell's bound."""

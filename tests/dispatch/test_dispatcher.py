@@ -849,6 +849,17 @@ def test_ask_again_asks_again():
     assert dispatcher.dispatch(5).key == mixed(8)
 
 
+def test_one_shots_that_wait_can_be_dropped():
+    dispatcher = make()
+    steady = dispatcher.dispatch(5)
+    for _ in range(2):
+        dispatcher.update(CellUpdate(Batch(5), Decision.eager("probe"), one_shot=True))
+    dispatcher.update(CellUpdate(Batch(5), None, one_shot=True))
+    assert dispatcher.dispatch(5) is steady
+    dispatcher.update(CellUpdate(Batch(5), None, one_shot=True))  # none waits
+    assert dispatcher.dispatch(5) is steady
+
+
 def test_ask_again_may_name_a_range_of_sizes():
     """Of one kind of batch; a one-shot decision that waits there is still served."""
     dispatcher = make(query_lens=(1, 2))

@@ -264,6 +264,26 @@ def test_steady_steps_are_measured_seldom_and_one_shot_ones_always(make_runner, 
     assert steady == [1, 8]
 
 
+@pytest.mark.parametrize(("sample_every", "firsts"), [(1, [True, False]), (2, [False])])
+def test_the_first_eager_run_of_a_size_is_told_as_such(make_runner, learning, sample_every, firsts):
+    """Tried once or the steady way; where the first was not measured, no later one is it."""
+    options = RunnerOptions(sample_every=sample_every)
+    runner = make_runner(lambda tokens: tokens + 1, policy=learning, options=options)
+    runner.capture()
+    batch, probe = runner.dispatcher.batch(5), Decision.eager("probe", timed=True)
+    for _ in range(2):
+        runner.dispatcher.update(CellUpdate(batch, probe, one_shot=True))
+        runner(torch.arange(5))
+    for _ in range(2):
+        runner(torch.arange(3), ceiling=0)
+    runner(torch.arange(3))
+    runner.drain(wait=True)
+    found = [(one.batch.num_tokens, one.is_first) for one in learning.heard]
+    assert found[:2] == [(5, True), (5, False)]
+    eager = [one.is_first for one in learning.heard[2:] if not one.decision.keys]
+    assert eager == firsts
+
+
 def test_a_step_counts_for_sampling_whether_it_was_replayed_or_eager(make_runner, learning):
     runner = make_runner(
         lambda tokens: tokens + 1, policy=learning, options=RunnerOptions(sample_every=4)

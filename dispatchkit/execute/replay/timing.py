@@ -57,6 +57,7 @@ class Measurement:
         decision: The decision it ran under.
         step: How many steps had begun, this one included.
         queued: Other work was ahead of it on its stream.
+        is_first: It runs eager, and no batch of its size has before.
         begun_ns: When the host began to submit it, nanoseconds.
         submit_us: How long the host took for that, microseconds.
         was_ahead: The host was done before the device came to it.
@@ -68,6 +69,7 @@ class Measurement:
     decision: Decision
     step: int
     queued: bool
+    is_first: bool = False
     begun_ns: int = 0
     submit_us: float = 0.0
     was_ahead: bool = False
@@ -106,6 +108,7 @@ class Timings:
         self._fault: PolicyError | None = None
         self._read: dict[tuple[tuple[GraphKey, ...] | int, bool], deque[float]] = {}
         self._submits: dict[tuple[GraphKey, ...], deque[float]] = {}
+        self._first_eager: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def begin(self, batch: Batch, decision: Decision) -> Measurement:
@@ -125,8 +128,14 @@ class Timings:
         start, end = events or (self._new_event(), self._new_event())
         step = self._lane.tick + 1
         self.due = step + self.sample_every * self._pace() - 1
+        is_first = not decision.keys and self.first_eager_step(batch) >= step
         start.record(stream)
-        return Measurement(start, end, batch, decision, step, queued, time.perf_counter_ns())
+        begun_ns = time.perf_counter_ns()
+        return Measurement(start, end, batch, decision, step, queued, is_first, begun_ns)
+
+    def first_eager_step(self, batch: Batch) -> int:
+        """Return the step that first ran eager at the batch's size: the next one if none has."""
+        return self._first_eager.setdefault(batch.num_tokens, self._lane.tick + 1)
 
     def finish(self, measurement: Measurement) -> None:
         """Mark the end of a step; then tell what has been measured before and is done.
@@ -185,7 +194,13 @@ class Timings:
                 self._spare.append((head.start, head.end))
             self._tell(
                 Outcome(
-                    head.batch, head.decision, elapsed, self._clock, head.queued, step=head.step
+                    head.batch,
+                    head.decision,
+                    elapsed,
+                    self._clock,
+                    head.queued,
+                    step=head.step,
+                    is_first=head.is_first,
                 )
             )
             told += 1
@@ -261,6 +276,8 @@ class Timer:
     def __init__(self, timings: Timings, decision: Decision, batch: Batch) -> None:
         self.timings, self._decision, self._batch = timings, decision, batch
         self.is_always_due: bool = decision.one_shot
+        if not decision.keys and not decision.one_shot:
+            timings.first_eager_step(batch)  # the plan is made in the step that runs it
 
     def is_due(self, tick: int) -> bool:
         """Return whether the step after so many is to be measured."""

@@ -181,9 +181,17 @@ def test_host_times_are_not_compared_with_device_times() -> None:
 
 @pytest.mark.parametrize(
     "facts",
-    [{"completed": False, "elapsed_us": 1.0}, {"elapsed_us": None}, {"elapsed_us": math.nan}],
+    [
+        {"completed": False, "elapsed_us": 1.0},
+        {"elapsed_us": None},
+        {"elapsed_us": math.nan},
+        {"elapsed_us": 900.0, "is_first": True},
+    ],
 )
-def test_what_did_not_run_to_its_end_teaches_nothing(facts: dict[str, Any]) -> None:
+def test_what_did_not_run_to_its_end_or_ran_for_the_first_time_teaches_nothing(
+    facts: dict[str, Any],
+) -> None:
+    """However long it took: a failure says nothing, and a first run nothing of the later ones."""
     policy = adaptive()
     table = serve(policy)
     for _ in range(50):
@@ -277,7 +285,7 @@ def test_probes_are_one_shot_and_the_steady_answer_is_back_after_them() -> None:
             assert decision.timed
             steady = device.dispatcher.decide(device.dispatcher.batch(440))
             assert steady.reason in ("hit", "eager_is_faster")
-    assert 1 <= probes <= 2000 // 20
+    assert 1 <= probes <= 2000 // 16
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_without_noise_calibration_alone_finds_every_winner() -> None:
         PLUGINS.create_policy("vllm"),
         noise=Noise(0.0, 0.0),
     )
-    assert result.over_oracle_pct < 0.5
+    assert result.over_oracle_pct < 0.3
 
 
 @pytest.mark.slow

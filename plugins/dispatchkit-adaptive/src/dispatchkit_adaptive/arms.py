@@ -20,17 +20,16 @@ __all__ = ["KNOWN", "Arm", "Watch"]
 KNOWN = 3
 #: Standard errors by which a single sample counts at most.
 CLIP = 3.0
-#: Relative noise assumed at first, how many samples that counts for, and the least believed.
-FIRST_NOISE, FIRST_WEIGHT, LEAST_NOISE = 0.10, 3.0, 0.004
-#: Samples that the noise is averaged over.
-NOISE_MEMORY = 64.0
+#: Relative noise assumed at first, with the weight of ``KNOWN`` samples, and the least believed.
+FIRST_NOISE, LEAST_NOISE = 0.10, 0.004
 #: What a band's slope is before it is measured: between constant and proportional time.
 FIRST_SLOPE, FIRST_SLOPE_ERROR = 0.5, 0.5
 #: Surprises whose mean is looked at, with the square root of how many, and how many standard errors
 #: it has to be off: once in 20,000 samples without a jump, and after three samples at a large one.
 WINDOWS = tuple((m, math.sqrt(m)) for m in (3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
 LIMIT = 4.5
-#: What is this far off (2.5 times) is as a rule an outlier; only four of them in a row are a jump.
+#: What is this far off (2.5 times) is as a rule an outlier, and counts for so many standard errors:
+#: only four of them in a row are a jump.
 OUTLIER, OUTLIER_EVIDENCE = math.log(2.5), 0.51 * LIMIT
 #: A median of k normal samples has the variance of a mean of k / 1.57.
 MEDIAN_VARIANCE = math.pi / 2.0
@@ -174,7 +173,7 @@ class Arm:
         self.surprise_error = error = math.sqrt(total)
         self.surprise = log_us - self._level - self._slope * off
         standardized = min(max(self.surprise / error, -CLIP), CLIP)
-        weight = min(FIRST_WEIGHT + self.samples, NOISE_MEMORY)
+        weight = min(KNOWN + self.samples, WINDOWS[-1][0])
         noise2 *= 1.0 + (standardized * standardized - 1.0) / weight
         self.noise = max(LEAST_NOISE, math.sqrt(noise2))
         jump, count = self.watch.add(self.evidence(LEAST_NOISE), self.surprise)
@@ -198,9 +197,9 @@ class Arm:
             return math.copysign(OUTLIER_EVIDENCE, self.surprise)
         return min(max(self.surprise / max(self.surprise_error, least_error), -CLIP), CLIP)
 
-    def borrow(self, jump: float, most: float) -> None:
-        """Expect a jump that was seen in other arms, at most so much until the next sample."""
-        believed = min(max(self._borrowed + jump, -most), most)
+    def borrow(self, jump: float) -> None:
+        """Expect a jump that was seen in other arms, at most ``OUTLIER`` until the next sample."""
+        believed = min(max(self._borrowed + jump, -OUTLIER), OUTLIER)
         jump, self._borrowed = believed - self._borrowed, believed
         self._level += jump
         self._var_level += 0.25 * jump * jump

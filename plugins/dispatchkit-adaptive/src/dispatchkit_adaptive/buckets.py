@@ -26,6 +26,9 @@ Graphs = tuple[GraphKey, ...]
 Band = BatchDescriptor
 ArmId = Graphs | Band
 
+# Probes that are taken back after one step: some microseconds.
+MOST_DROPPED = 4
+
 
 def arm_of(decision: Decision) -> Graphs | None:
     """Return the arm of a decision that replays; None for eager, and for parts of its own kind."""
@@ -106,7 +109,9 @@ class Bucket:
         graph: The graphs in use; None where there are none.
         limit: Eager is used up to so many tokens.
         sizes: Fewest and most tokens of the batches asked for.
-        waiting: Batches with a probe that has no outcome yet.
+        measured: Its arms that today's regime has samples of; None where that may have changed.
+        waiting: Batches with a probe that has no outcome yet, and the arm to try.
+        needless: Those whose arm was tried meanwhile.
         last_step: Step of the last outcome.
         last_probe: Step of the last probe that came back, 0 without any.
         unproven_us: What the base would have cost in the steps that differed since its arm
@@ -121,7 +126,9 @@ class Bucket:
     graph: Graphs | None = attrs.field(init=False)
     limit: float = attrs.field(init=False)
     sizes: tuple[int, int] = (0, 0)
-    waiting: dict[Batch, None] = attrs.field(factory=dict, repr=False)
+    measured: dict[ArmId, Arm] | None = attrs.field(default=None, repr=False)
+    waiting: dict[Batch, ArmId] = attrs.field(factory=dict, repr=False)
+    needless: list[Batch] = attrs.field(factory=list, repr=False)
     last_step: int = 0
     last_probe: int = 0
     unproven_us: float = 0.0
@@ -169,6 +176,19 @@ class Bucket:
         if decision is None:
             decision = self._answers[place] = self._decision(arm, num_tokens)
         return decision
+
+    def end_probe(self, batch: Batch) -> None:
+        """Note that a probe came back; others of the same arm are not needed any more."""
+        arm = self.waiting.pop(batch, None)
+        if arm is not None:
+            self.needless = [one for one, other in self.waiting.items() if other == arm]
+
+    def drop_probes(self) -> list[CellUpdate]:
+        """Return the changes that drop a few of the probes that are not needed any more."""
+        dropped, self.needless = self.needless[:MOST_DROPPED], self.needless[MOST_DROPPED:]
+        for batch in dropped:
+            self.waiting.pop(batch, None)
+        return [CellUpdate(batch, None, one_shot=True) for batch in dropped]
 
     def choose(self, known: Mapping[ArmId, Arm], stakes: Stakes) -> list[CellUpdate]:
         """Choose anew from what is known; return the cells whose answer changes."""

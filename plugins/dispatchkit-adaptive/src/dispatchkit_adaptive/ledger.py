@@ -23,6 +23,10 @@ NOTICED_AFTER = 4
 GRACE = 200
 #: The share of the promise that is planned with; the rest is for what is known wrongly.
 PLANNED = 0.75
+#: Standard errors by which a change has to be better.
+DOUBT = 1.5
+#: Weight of the latest outcome in averages: of about the last ten.
+AVERAGING = 0.2
 
 
 @attrs.define
@@ -36,6 +40,7 @@ class Ledger:
         base_us: What the base policy's choices would have cost.
         lead_us: That, less what was spent, over the steps that differed.
         probes_us: What probes cost over the arm that they stood in for.
+        differing: Share of the latest steady outcomes that were not the base's arm.
         spacing: Steps from one measured step to the next, on average.
     """
 
@@ -45,6 +50,7 @@ class Ledger:
     base_us: float = 0.0
     lead_us: float = 0.0
     probes_us: float = 0.0
+    differing: float = 0.0
     spacing: float = 1.0
     _last_step: int = 0
     _unaccounted: float = 0.0
@@ -64,8 +70,8 @@ class Ledger:
         """Return what probes may cost now."""
         return self.explore * self.base_us - self.probes_us
 
-    def steps_for(self, step: int, *, one_shot: bool) -> float:
-        """Return how many steps an outcome stands for.
+    def steps_for(self, step: int, *, one_shot: bool, is_base: bool) -> float:
+        """Return how many steps an outcome stands for, whose arm is the base's or not.
 
         A one-shot outcome stands for itself; a steady one for all the steps since the last,
         which were not measured but chosen alike.
@@ -78,7 +84,8 @@ class Ledger:
             self._unaccounted -= 1
             return 1.0
         steps, self._unaccounted = self._unaccounted, 0.0
-        self.spacing += 0.2 * (steps - self.spacing)
+        self.differing += AVERAGING * ((not is_base) - self.differing)
+        self.spacing += AVERAGING * (steps - self.spacing)
         return steps
 
     def account(self, steps: float, base_us: float, own_us: float) -> None:
@@ -119,7 +126,3 @@ class Stakes:
     def cover(self, base_us: float, slack: float = 1.0) -> float:
         """Return the gain over the base at which the account covers a change by ``DRIFT``."""
         return math.log(DRIFT) - math.log1p(slack * self.room_us / base_us)
-
-
-#: Standard errors by which a change has to be better.
-DOUBT = 1.5

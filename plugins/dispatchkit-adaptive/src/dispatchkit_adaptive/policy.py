@@ -49,12 +49,20 @@ from dispatchkit_adaptive.state import Regime, StateError, read_state, write_sta
 
 __all__ = ["CALIBRATION", "PROBE", "AdaptivePolicy"]
 
+#: What a probe takes the host beyond another step (a plan, events, an outcome), microseconds.
+PROBE_US = 25.0
 #: Reasons of decisions that are there to be measured.
 PROBE, CALIBRATION = "probe", "calibration"
 # Batches whose bucket is remembered.
 _MOST_ASKED = 65_536
 # Outcomes without a change after which half as many steps are measured, and how seldom at most.
 _CALM, _SLOWEST_PACE = 24, 8
+# Buckets chosen again after one outcome, beside its own.
+_CHOSEN_AT_ONCE = 3
+# Share of the account from which on a base that is not used is tried where that costs nothing.
+_PROOF_FROM = 0.8
+# Share of what probes may cost that one of them may.
+_COST_AT_ONCE = 0.25
 # Whoever measures more than one step in so many is taken to have nothing to save there.
 _WORTH_SAVING = 8.0
 # How many times what it risks has to be there before fewer steps are measured.
@@ -132,6 +140,7 @@ class AdaptivePolicy:
         self._other_regime = 0
         self._arms: dict[Regime, dict[ArmId, Arm]] = {}
         self._eager_watches: dict[Regime, Watch] = {}
+        self._arm_ids: dict[ArmId, ArmId] = {}
         self._buckets: dict[Any, Bucket] = {}
         self._bucket_of: dict[Batch, Bucket] = {}
         # What was answered for batches while the graphs stay as they are; what was learnt
@@ -210,7 +219,12 @@ class AdaptivePolicy:
             ident = (batch.allowed, kind, own, tuple(arms), where)
             bucket = self._buckets.get(ident)
             if bucket is None:
-                bucket = self._buckets[ident] = Bucket(base, base_arm, tuple(arms), band, batch)
+                # One object for each arm: looking it up then compares no descriptors.
+                one = self._arm_ids.setdefault
+                graphs_of_it = tuple(one(arm, arm) for arm in arms)
+                band = None if band is None else one(band, band)  # type: ignore[assignment]
+                bucket = Bucket(base, one(base_arm, base_arm), graphs_of_it, band, batch)  # type: ignore[arg-type]
+                self._buckets[ident] = bucket
                 self._choose(bucket)
         old = self._bucket_of.pop(batch, None)
         if old is not None and old is not bucket:
@@ -226,9 +240,11 @@ class AdaptivePolicy:
         batch, decision, us = outcome.batch, outcome.decision, outcome.elapsed_us
         bucket = self._bucket_of.get(batch)
         if bucket is not None and decision.reason == PROBE:
-            bucket.waiting.pop(batch, None)
+            bucket.end_probe(batch)
         if not outcome.completed or us is None or not math.isfinite(us) or us <= 0.0:
             return []
+        if outcome.is_first:
+            return []  # says what a size takes once, and nothing of what it takes from now on
         ran: ArmId | None = arm_of(decision)
         if decision.key is None and bucket is not None:
             ran = bucket.band
@@ -260,7 +276,7 @@ class AdaptivePolicy:
         bucket.last_step = self._step
         self._account(bucket, outcome, arm, expected, us, is_base=ran == bucket.base_arm)
         self.pace = self._next_pace(arm)
-        updates = self._choose(bucket) + self._choose_some()
+        updates = bucket.drop_probes() + self._choose(bucket) + self._choose_some()
         return updates + self._probe(bucket, batch, ran)
 
     def record(
@@ -406,6 +422,7 @@ class AdaptivePolicy:
                 was learnt stays as it was.
         """
         self._arms = read_state(Path(path), self.fingerprint, self.history_size)
+        self._forget_measured()
         for bucket in self._buckets.values():
             self._choose(bucket)
 
@@ -420,22 +437,28 @@ class AdaptivePolicy:
         if arm is None:
             is_eager = not isinstance(ident, tuple)
             arm = arms[ident] = Arm(size_of(ident), self.history_size, over_tokens=is_eager)
+            self._forget_measured()
         return arm
 
     def _measured(self, bucket: Bucket) -> dict[ArmId, Arm]:
         """Return the arms of a bucket that today's regime has samples of."""
-        arms = self._arms.get(self._regime, {})
-        return {ident: arms[ident] for ident in bucket.arms if ident in arms}
+        if bucket.measured is None:
+            arms = self._arms.get(self._regime, {})
+            bucket.measured = {ident: arms[ident] for ident in bucket.arms if ident in arms}
+        return bucket.measured
+
+    def _forget_measured(self) -> None:
+        for bucket in self._buckets.values():
+            bucket.measured = None
 
     def _known(self, bucket: Bucket) -> dict[ArmId, Arm]:
         """Return the arms of a bucket to compare: all of one regime, today's if it is known."""
-        for regime in self._regimes():
+        known = _known_of(self._measured(bucket))
+        if len(known) > 1 and bucket.base_arm in known:
+            return known
+        for regime in self._regimes()[1:]:
             arms = self._arms.get(regime, {})
-            known = {
-                ident: arm
-                for ident in bucket.arms
-                if (arm := arms.get(ident)) is not None and arm.is_known
-            }
+            known = _known_of({ident: arms[ident] for ident in bucket.arms if ident in arms})
             if len(known) > 1 and bucket.base_arm in known:
                 return known
         return {}
@@ -453,6 +476,7 @@ class AdaptivePolicy:
         if self._other_regime < _REGIME_CHANGE:
             return False
         self._regime, self._other_regime = regime, 0
+        self._forget_measured()
         return True
 
     def _learn(self, arm: Arm, ident: ArmId, regime: Regime, num_tokens: int, us: float) -> bool:
@@ -468,7 +492,7 @@ class AdaptivePolicy:
             return jump != 0.0
         for other, one in self._arms[regime].items():
             if not isinstance(other, tuple) and (one is not arm or not jump):
-                one.borrow(shared, MOST_BORROWED)
+                one.borrow(shared)
         return True
 
     # -- choosing -----------------------------------------------------------------------
@@ -501,7 +525,8 @@ class AdaptivePolicy:
     ) -> None:
         """Enter the steps that an outcome stands for into the account against the base."""
         ledger, size = self.ledger, outcome.batch.num_tokens
-        steps = ledger.steps_for(outcome.step, one_shot=outcome.decision.one_shot)
+        one_shot = outcome.decision.one_shot
+        steps = ledger.steps_for(outcome.step, one_shot=one_shot, is_base=is_base)
         if outcome.decision.reason == PROBE:
             bucket.last_probe = self._step
         if is_base:
@@ -532,7 +557,7 @@ class AdaptivePolicy:
             return 1  # an odd time: look again soon
         pace, mean_us = 1, ledger.base_us / ledger.steps
         while pace < _SLOWEST_PACE and self._calm >= _CALM * pace:
-            risk_us = ledger.horizon(2 * pace * plain) * mean_us * (DRIFT - 1.0)
+            risk_us = ledger.horizon(2 * pace * plain) * mean_us * (DRIFT - 1.0) * ledger.differing
             if ledger.allowance(mean_us) < _AFFORDED * risk_us:
                 break
             pace *= 2
@@ -546,7 +571,7 @@ class AdaptivePolicy:
             return []
         size = batch.num_tokens
         current = bucket.choice(size)
-        arms = self._arms.get(self._regime, {})
+        arms = self._measured(bucket)
         now = arms.get(current)
         if now is None:
             return []
@@ -560,7 +585,7 @@ class AdaptivePolicy:
         if base is not None and bucket.base_arm != current:
             # Somewhat before the account is used up where it costs little, and else at the last.
             behind = math.expm1(base.log_us(size) - now.log_us(size))
-            if soon > account * min(1.0, 0.8 + behind):
+            if soon > account * min(1.0, _PROOF_FROM + behind):
                 return self._send(bucket, batch, bucket.base_arm)
         for ident in bucket.arms:
             if ident == current:
@@ -576,8 +601,8 @@ class AdaptivePolicy:
             wait = max(2.0, arm.weight(size)) * (1 + len(bucket.waiting))
             if self._step - arm.last_step < wait * self._random.uniform(1.0, 1.5):
                 continue
-            cost = max(0.0, (arm.expect(size) or 0.0) - now_us)
-            if 4.0 * cost <= self.ledger.probe_allowance():
+            cost = PROBE_US + max(0.0, (arm.expect(size) or 0.0) - now_us)
+            if cost <= _COST_AT_ONCE * self.ledger.probe_allowance():
                 self.ledger.probes_us += cost
                 return self._send(bucket, batch, ident)
         return []
@@ -599,7 +624,7 @@ class AdaptivePolicy:
         return _UNKNOWN_COST
 
     def _send(self, bucket: Bucket, batch: Batch, ident: ArmId) -> list[CellUpdate]:
-        bucket.waiting[batch] = None
+        bucket.waiting[batch] = ident
         if isinstance(ident, tuple):
             decision = replay_of(ident, batch.num_tokens, PROBE)
         else:
@@ -607,15 +632,13 @@ class AdaptivePolicy:
         return [CellUpdate(batch, decision, one_shot=True)]
 
 
-#: How far changes of others may move an arm that is not measured itself: ``log`` of 2.5 times.
-MOST_BORROWED = math.log(2.5)
-# Buckets chosen again after one outcome, beside its own.
-_CHOSEN_AT_ONCE = 3
-
-
 def _at_risk_us(bucket: Bucket) -> float:
     """Return what was lost unnoticed, had the base become faster right after its last sample."""
     return bucket.unproven_us * (1.0 - 1.0 / DRIFT)
+
+
+def _known_of(measured: Mapping[ArmId, Arm]) -> dict[ArmId, Arm]:
+    return {ident: arm for ident, arm in measured.items() if arm.is_known}
 
 
 def _most_like(ident: ArmId, arms: Mapping[ArmId, Arm]) -> Arm | None:
