@@ -86,26 +86,28 @@ class OwnRows(dict[str, torch.Tensor]):
         self[name].copy_(value)
 
 
-def by_hand(model: VoiceDetector, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    rows = OwnRows({name: spec.full(number, DEVICE) for name, spec in BANKS.items()})
-    given = torch.zeros(number, HOP, device=DEVICE)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        model(given, rows)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = model(given, rows)
-    for name, spec in BANKS.items():
-        rows[name] = spec.full(number, DEVICE)
+class ByHand:
+    """A graph of all sessions, with whatever it reads and writes."""
 
-    def run(audio: torch.Tensor) -> torch.Tensor:
-        given.copy_(audio)
-        graph.replay()
-        return made.clone()
+    def __init__(self, model: VoiceDetector, number: int) -> None:
+        self.rows = OwnRows({name: spec.full(number, DEVICE) for name, spec in BANKS.items()})
+        self.given = torch.zeros(number, HOP, device=DEVICE)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            model(self.given, self.rows)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.made = model(self.given, self.rows)
+        for name, spec in BANKS.items():
+            self.rows[name] = spec.full(number, DEVICE)
 
-    return run
+    def __call__(self, audio: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities of a hop."""
+        self.given.copy_(audio)
+        self.graph.replay()
+        return self.made.clone()
 
 
 def by_runner(
@@ -121,14 +123,16 @@ def coming_and_going(model: VoiceDetector, number: int) -> Callable[[torch.Tenso
     """A tenth is late each time, one leaves and one joins: no hop has the slots of another."""
     state = state_of(number)
     runner, chance = runner_of(model, state), random.Random(0)
-    newest = number
+    there, newest = list(range(number)), number
 
     def run(audio: torch.Tensor) -> torch.Tensor:
         nonlocal newest
-        state.leave(chance.choice(state.sessions))
+        chance.shuffle(there)
+        state.leave(there[-1])
         state.join(newest)
+        there[-1] = newest
         newest += 1
-        ready = chance.sample(state.sessions, number - number // 10)
+        ready = there[number // 10 :]
         return runner(audio=audio[: len(ready)], slots=state.slots_of(ready))
 
     return run
@@ -154,7 +158,7 @@ def main() -> None:
     with torch.no_grad():
         cases = {"eager": eager(model, number)}
         if HAS_GPU:
-            cases["by hand"] = by_hand(model, number)
+            cases["by hand"] = ByHand(model, number)
         cases |= {
             "runner": by_runner(model, number),
             "runner, compact": by_runner(model, number, compact=True),

@@ -192,7 +192,7 @@ class SlotState:
         self._sessions: list[Hashable | None] = [None] * num_slots
         self._is_taken = numpy.zeros(num_slots, dtype=bool)
         self._numbers = numpy.arange(num_slots)
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free: list[int] = list(range(num_slots - 1, -1, -1))
         # Free slots that dummy rows write to for the time of a proof.
         self._lent: set[int] = set()
         lock = threading.RLock()
@@ -296,7 +296,7 @@ class SlotState:
     @property
     def sessions(self) -> tuple[Hashable, ...]:
         """The sessions that have slots, in their order."""
-        return tuple(sorted(self._slots, key=self._slots.__getitem__))
+        return tuple(self._sessions[slot] for slot in self._is_taken.nonzero()[0])
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -451,11 +451,8 @@ class SlotState:
 
     def _find_free(self) -> None:
         """Find the slots that sessions can take, lowest last, and wake waiting threads."""
-        self._free = [
-            slot
-            for slot in reversed(range(self.num_slots))
-            if not self._is_taken[slot] and slot not in self._lent
-        ]
+        free = (~self._is_taken).nonzero()[0][::-1].tolist()
+        self._free = [slot for slot in free if slot not in self._lent] if self._lent else free
         self._changed.notify_all()
 
     def _close_gaps(self) -> list[SlotMove]:

@@ -85,6 +85,8 @@ def host_array(value: Any, dtype: torch.dtype) -> Any:
 
 def _exactly(np: Any, given: Any, wanted: Any, value: Any) -> Any:
     """Return a list's numbers in the dtype wanted, or the list if it cannot hold them."""
+    if given.dtype == wanted:
+        return given
     if not given.size:
         return given.astype(wanted)
     if given.dtype.kind not in "biuf" or not np.can_cast(given.dtype, wanted, "same_kind"):
