@@ -22,7 +22,12 @@ PROMPTS, COUNTS = (3, 11, 4, 6, 2), (4, 9, 14, 19, 4)
 MAX_LENGTH = 32
 
 
+HAS_ONE_CACHE = hasattr(transformers.cache_utils, "LinearAttentionLayer")
+
+
 def made(name, settings):
+    if not HAS_ONE_CACHE and (name in RECURRENT or name in ENCODER_DECODER):
+        pytest.skip(f"transformers {transformers.__version__} has other caches for {name}")
     model = tiny(name, **settings)
     if model is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
@@ -114,3 +119,25 @@ def test_tokens_of_encoder_decoders_are_those_of_generate(name, settings):
     asked = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
     batch = batch_of(sources[:3])
     assert torch.equal(decoder.generate(**batch, **asked), model.generate(**batch, **asked))
+
+
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Qwen3_5ForCausalLM", "MambaForCausalLM"])
+def test_a_capture_amid_live_sequences_leaves_their_states_as_they_were(name):
+    """Its warmup runs dummy rows, in the slots of the sequences that are there."""
+    model = made(name, {})
+    prompts = [prompt_of(length) for length in PROMPTS[1:3]]
+    asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    want = [model.generate(one, **asked)[0, one.shape[1] :].tolist() for one in prompts]
+    decoder = decoder_of(model, max_batch_size=2, sizes=[1, 2])
+    said = [[] for _ in prompts]
+    for number, prompt in enumerate(prompts):  # a size is captured behind each of them
+        decoder.admit(prompt)
+        said[number].append(int(decoder.tokens[-1]))
+        for row, token in enumerate(decoder.step().tolist()):
+            said[row].append(token)
+    decoder.capture(logits=True)
+    for _ in range(5):
+        for row, token in enumerate(decoder.step().tolist()):
+            said[row].append(token)
+    assert [len(one) for one in said] == [8, 7]
+    assert said == [want[0], want[1][:7]]

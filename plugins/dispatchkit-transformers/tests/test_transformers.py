@@ -613,6 +613,7 @@ def window_by_length():
     ids=["without-layers", "sparse", "window-by-length", "other-module", "training"],
 )
 def test_a_model_that_cannot_be_cached_statically_is_refused(make, message):
+    """What it keeps, or what its steps give, is not what a static cache has."""
     with pytest.raises(ConfigError, match=message):
         GraphDecoder(make(), max_batch_size=2, max_length=16)
 
