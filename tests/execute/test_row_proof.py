@@ -573,3 +573,30 @@ def test_a_mask_that_is_added_to_scores_hides_nothing_from_the_proof(step, reaso
         warnings.simplefilter("ignore", EagerStepWarning)
         torch.testing.assert_close(runner(x, mask), step(shown_of(x, mask)))
     assert runner.stats().eager_by_reason == ({} if reason is None else {reason: 1})
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize(
+    ("after", "reason"), [(lambda y: y, None), (lambda y: y - y.mean(0), "rows_depend")]
+)
+def test_flags_that_hide_all_of_a_row_prove_nothing_by_themselves(after, reason, hidden):
+    """torch's encoder gives nan for such rows in evaluation, and numbers where it is watched."""
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+
+    def step(x, mask):
+        return after(encoder(x, src_key_padding_mask=mask if hidden else ~mask))
+
+    inputs = {
+        "x": StaticInput((None, 5, 8), "float32"),
+        "mask": StaticInput((None, 5), "bool", fill=hidden),
+    }
+    runner = GraphRunner(step, inputs, sizes=[4], backend="tape")
+    runner.capture()
+    x, mask = torch.randn(3, 5, 8), torch.full((3, 5), not hidden)
+    mask[1, 3:] = hidden
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", EagerStepWarning)
+        for _ in range(2):
+            torch.testing.assert_close(runner(x, mask), step(x, mask), rtol=1e-4, atol=1e-5)
+    assert runner.stats().eager_by_reason == ({} if reason is None else {reason: 2})
