@@ -147,7 +147,10 @@ class Controls:
             found = itself()
             return 0 if found is None else found.num_bytes
 
-        return BackgroundCapture(sorted(places, key=largest_first), capture_one, num_bytes)
+        background = BackgroundCapture(sorted(places, key=largest_first), capture_one, num_bytes)
+        for member in self._executors:
+            member.lifecycle.background = background
+        return background
 
     def _capture_one(
         self,

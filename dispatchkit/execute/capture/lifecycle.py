@@ -21,6 +21,7 @@ import torch
 from dispatchkit.backends.capture_errors import clear_traceback
 from dispatchkit.dispatch import Reason
 from dispatchkit.errors import CaptureError, RegistryError
+from dispatchkit.execute.capture.background import BackgroundCapture
 from dispatchkit.execute.capture.budget import MemoryBudget, OverBudgetError
 from dispatchkit.execute.capture.capture import Capturer
 from dispatchkit.execute.capture.captured import CapturedKey, RowProof
@@ -102,6 +103,8 @@ class Lifecycle:
         self.graphs: LiveGraphs = graphs
         self._budget = budget
         self.is_frozen = False
+        #: The last capture in the background of its keys.
+        self.background: BackgroundCapture | None = None
         self._capturer, self._lane, self._registry = capturer, lane, registry
         self._modes, self._counters = modes, counters
         self._capture_after = capture_after
@@ -122,6 +125,11 @@ class Lifecycle:
         """Return whether a key has no graph, and neither backend nor switches forbid one."""
         is_live = self.graphs.entry(key).state is KeyState.CAPTURED
         return not is_live and key.mode in self._modes and self._registry.is_enabled(key)
+
+    def is_under_way(self, key: GraphKey) -> bool:
+        """Return whether a capture in the background is going to capture a key."""
+        background = self.background
+        return background is not None and key in background.keys and not background.is_done()
 
     def problem_of(self, key: GraphKey) -> str:
         """Return why a key has no graph: a word, a colon, and more; empty if nothing is known."""

@@ -165,7 +165,7 @@ class EagerRunner:
         Raises:
             NoGraphError: The runner is strict.
         """
-        if not self.strict and not self._once.first(reason):
+        if not self.strict and (self._is_under_way(reason, missed) or not self._once.first(reason)):
             return
         near = sorted(self._lifecycle.live(), key=lambda key: abs(key.num_tokens - num_tokens))
         nearest = tuple(str(key) for key in near[:3])
@@ -184,6 +184,12 @@ class EagerRunner:
             "Warned once; runner.stats() counts them, runner.explain() says why.",
             EagerStepWarning,
         )
+
+    def _is_under_way(self, reason: str, missed: GraphKey | None) -> bool:
+        """Return whether the graph that a step would use is being captured in the background."""
+        if reason != Reason.NOT_CAPTURED or missed is None:
+            return False
+        return self._lifecycle.is_under_way(missed)
 
     def _what_to_do(self, reason: str, missed: GraphKey | None) -> str:
         """Return what to do about a downgrade; with what was found, where a key has no graph."""
