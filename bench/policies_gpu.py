@@ -58,6 +58,7 @@ from dispatchkit import (
     GraphRunner,
     RunnerOptions,
     StaticInput,
+    load_plugins,
 )
 from dispatchkit.observe.trace import read_trace
 
@@ -300,7 +301,7 @@ class Model:
         small = SMALLER if self.options.device == "cpu" else 1
         return [max(1, size // small) for size in steps]
 
-    def runner(self, policy: str) -> tuple[GraphRunner, float]:
+    def runner(self, policy: Any) -> tuple[GraphRunner, float]:
         """Return a captured runner, and the seconds that the policy's runs at capture took."""
         on_gpu = self.options.device == "cuda"
         runner = GraphRunner(
@@ -453,7 +454,9 @@ class Model:
     def serve(self, trace: str, steps: Sequence[int], times: dict[str, Times]) -> None:
         """Serve one kind of traffic with both policies and in hindsight; say what came of it."""
         sizes, rows, vllm = self.case.sizes, self.rows, self.vllm
-        adaptive, seed_s = self.runner("adaptive")
+        policy = load_plugins().create_policy("adaptive")
+        learning = Learning(policy)  # before a runner takes its methods
+        adaptive, seed_s = self.runner(policy)
         start = time.perf_counter()
         for runner in (vllm, adaptive):
             for size in set(steps):
@@ -461,7 +464,7 @@ class Model:
         fill_s = time.perf_counter() - start
         told: list[Decision] = []
         adaptive.taps.on_decision(told.append)
-        learning = Learning(adaptive.dispatcher.policy)
+        learning.start()
         cases: dict[str, Callable[[int], Any]] = {
             "vllm": lambda size: vllm(rows[:size]),
             "adaptive": lambda size: adaptive(rows[:size]),
@@ -555,7 +558,7 @@ class Learning:
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
-        self.told = self.asked = self.emptied = self.ns = self.most_ns = 0
+        self.start()
         observe, decide = policy.observe, policy.decide
 
         def observed(outcome: Any) -> Any:
@@ -575,6 +578,10 @@ class Learning:
             return answer
 
         policy.observe, policy.decide = observed, decided
+
+    def start(self) -> None:
+        """Count from here on."""
+        self.told = self.asked = self.emptied = self.ns = self.most_ns = 0
 
     def end(self) -> None:
         """Count no more."""
@@ -627,7 +634,8 @@ def print_summary(line: dict[str, Any]) -> None:
         f"gain {line['gain']:.4f} ({line['early_gain']:.4f}) over {line['over']:.4f} "
         f"({line['early_over']:.4f}); {clocks}; probes {line['probes']}; "
         f"learn {line['learn_us']:.1f} us/step, most {line['learn_most_us']:.0f}: told "
-        f"{line['told']} emptied {line['emptied']} asked {line['asked']}; seed {line['seed_s']:.1f} s; {arms[:120]}",
+        f"{line['told']} emptied {line['emptied']} asked {line['asked']}; "
+        f"seed {line['seed_s']:.1f} s; {arms[:120]}",
         flush=True,
     )
 
