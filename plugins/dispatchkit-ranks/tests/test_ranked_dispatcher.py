@@ -278,6 +278,31 @@ def test_the_leaders_table_travels_between_two_steps():
         assert found == (["hit", "hit", "hit", "hit", "probe", "learnt"], 1)
 
 
+def test_a_range_of_sizes_is_asked_again_on_every_rank():
+    """What was made known of them is forgotten, and what was wanted before it is not made known."""
+    learner = Wilful()
+    answers = iter(
+        [
+            [CellUpdate(Batch(size), Decision.eager("learnt")) for size in (2, 3, 5)],
+            [CellUpdate(Batch(4), Decision.eager("old")), CellUpdate(Batch(3), None, up_to=4)],
+        ]
+    )
+    learner.observe = lambda outcome: next(answers)
+    learner.decide = lambda batch, graphs: None
+    leader, other = LeaderPolicy(Smallest(), learner), LeaderPolicy(Smallest())
+    tables = {policy: make_dispatcher(policy) for policy in (leader, other)}
+    leader.is_listening = True
+    for _ in range(2):
+        leader.observe(Outcome(Batch(3), Decision.eager("x"), elapsed_us=5.0))
+        news = leader.take_news()
+        for policy, table in tables.items():
+            policy.put_news(news, table)
+    assert not leader.has_news
+    for table in tables.values():
+        found = {size: table.dispatch(size).reason for size in (2, 3, 4, 5)}
+        assert found == {2: "learnt", 3: "hit", 4: "hit", 5: "learnt"}
+
+
 def test_outcomes_of_start_up_teach_nothing():
     """While others are still starting, a step's time is no measure of it."""
 
