@@ -263,6 +263,8 @@ def _proven(found: Probe, length: int) -> Probe:
         try:
             if any(_gives_what_prompts_give(made, length, trial) for trial in TRIALS):
                 return made
+        except torch.OutOfMemoryError:
+            raise  # it says nothing of the model
         except MISFITS as error:
             wrong = wrong or error
     why = f": {type(wrong).__name__}: {wrong}" if wrong is not None else ""
