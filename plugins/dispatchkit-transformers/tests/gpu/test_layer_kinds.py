@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -46,7 +48,11 @@ def served(decoder, admit):
 def model(request):
     """In float32 without TF32: the static and the growing cache round alike, nearly."""
     torch.manual_seed(0)
-    return request.param().to(DEVICE).eval()
+    made = request.param()
+    if "past_key_values" not in inspect.signature(made.forward).parameters:
+        # Such a release keeps the states of Mamba in a cache of another kind: refused by name.
+        pytest.skip(f"{type(made).__name__} takes no past_key_values here")
+    return made.to(DEVICE).eval()
 
 
 def test_tokens_are_those_of_generate(model):
