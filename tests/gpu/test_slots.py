@@ -27,7 +27,7 @@ def test_sessions_together_are_what_each_is_alone():
     """Sessions come, go, move and step in any order, beside each of them alone."""
     run_state_machine_as_test(
         SessionsOnADevice,
-        settings=settings(max_examples=300, stateful_step_count=10, deadline=None),
+        settings=settings(max_examples=250, stateful_step_count=10, deadline=None),
     )
 
 
