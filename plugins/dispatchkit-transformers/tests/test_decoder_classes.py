@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
 from decoder_classes import ENCODER_DECODER, FULL, RECURRENT, WINDOWS, tiny  # noqa: E402
 
-from dispatchkit_transformers import GraphDecoder, static_models  # noqa: E402
+from dispatchkit_transformers import GraphDecoder, prompts, static_models  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -143,10 +143,15 @@ def test_a_capture_amid_live_sequences_leaves_their_states_as_they_were(name):
     assert said == [want[0], want[1][:7]]
 
 
-def test_a_device_without_memory_for_the_trial_is_no_fault_of_the_model(monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "settings"), [(static_models, {}), (prompts, {"prompt_sizes": (4,)})]
+)
+def test_a_device_without_memory_for_a_trial_is_no_fault_of_the_model(
+    monkeypatch, module, settings
+):
     def without_memory(*given):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(static_models, "_gives_what_prompts_give", without_memory)
+    monkeypatch.setattr(module, "_gives_what_prompts_give", without_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        decoder_of(made("LlamaForCausalLM", {}))
+        decoder_of(made("LlamaForCausalLM", {}), **settings)

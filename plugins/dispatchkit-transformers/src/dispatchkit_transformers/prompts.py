@@ -163,6 +163,8 @@ def gives_what_prompts_give(probe: Probe, length: int) -> bool:
     try:
         with torch.no_grad():
             return any(_gives_what_prompts_give(probe, length, trial) for trial in TRIALS)
+    except torch.OutOfMemoryError:
+        raise  # it says nothing of the model
     except MISFITS:
         return False
 
