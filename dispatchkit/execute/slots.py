@@ -120,9 +120,20 @@ class SlotRows:
         """Write the rows of a bank.
 
         Raises:
-            InputError: They are of another type than the bank.
+            InputError: They are of another type or shape than the rows of the bank.
         """
         bank = self._state.get_bank(name)
+        if not isinstance(value, torch.Tensor):
+            got = type(value).__name__
+            raise InputError(name, f"Rows of {name!r} must be a tensor, got a value of type {got}.")
+        want = list(bank.tensor.shape)
+        want[bank.dim] = self.index.shape[0]
+        if list(value.shape) != want:
+            raise InputError(
+                name,
+                f"Rows of {name!r} must have shape {tuple(want)} in this step, "
+                f"got {tuple(value.shape)}.",
+            )
         if value.dtype is not bank.tensor.dtype:
             raise InputError(
                 name,
@@ -178,27 +189,33 @@ class SlotState:
         self.num_slots: int = check_count(num_slots, "num_slots")
         self.compact: bool = check_flag(compact, "compact")
         _check_banks(banks)
-        place = torch.get_default_device() if device is None else torch.device(device)
+        place = _device_of(device)
         with inference_mode(False):
             self._banks = {
-                name: Bank(spec.full(num_slots + 2, place), spec.batch_dim or 0, spec.fill_value)
+                name: Bank(
+                    spec.full(self.num_slots + 2, place), spec.batch_dim or 0, spec.fill_value
+                )
                 for name, spec in banks.items()
             }
         self.static_input: SlotInput = SlotInput(
-            (None,), torch.int64, fill=num_slots + 1, host=check_flag(host, "host")
+            (None,), torch.int64, fill=self.num_slots + 1, host=check_flag(host, "host")
         )
         numpy = numpy_module()
         self._slots: dict[Hashable, int] = {}
-        self._sessions: list[Hashable | None] = [None] * num_slots
-        self._is_taken = numpy.zeros(num_slots, dtype=bool)
-        self._numbers = numpy.arange(num_slots)
-        self._free: list[int] = list(range(num_slots - 1, -1, -1))
+        self._sessions: list[Hashable | None] = [None] * self.num_slots
+        self._is_taken = numpy.zeros(self.num_slots, dtype=bool)
+        self._numbers = numpy.arange(self.num_slots)
+        self._free: list[int] = list(range(self.num_slots - 1, -1, -1))
         # Free slots that dummy rows write to for the time of a proof.
         self._lent: set[int] = set()
         lock = threading.RLock()
         free_in_children(lock)
         self._changed = threading.Condition(lock)
-        self._declared = (dict(banks), num_slots, compact, host, device)
+        self._declared = (dict(banks), self.num_slots, compact, host, device)
+
+    def __repr__(self) -> str:
+        banks = ", ".join(self._banks)
+        return f"<SlotState of {banks}: {len(self)} of {self.num_slots} slots taken>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy, or send to another process: the same banks, and no sessions."""
@@ -263,7 +280,8 @@ class SlotState:
             while slot in self._lent:
                 self._changed.wait()
             if slot not in self._free:
-                raise DescriptorError("slot", slot, f"a free one of 0..{self.num_slots - 1}")
+                hint = "slots_of() says which are taken; the others are free."
+                raise DescriptorError("slot", slot, f"a free one of 0..{self.num_slots - 1}", hint)
             self._take(session, source)
             self._put(session, slot)
             made = SlotMove(session, source, slot)
@@ -290,7 +308,7 @@ class SlotState:
             return [self._slots[session] for session in sessions]
         except KeyError as error:
             raise DescriptorError(
-                "session", error.args[0], "one that has joined and not left"
+                "session", error.args[0], "one that has joined and not left", "join() it first."
             ) from None
 
     @property
@@ -516,6 +534,17 @@ def _remake(
     banks: Mapping[str, StaticInput], num_slots: int, compact: bool, host: bool, device: Any
 ) -> SlotState:
     return SlotState(banks, num_slots, compact=compact, host=host, device=device)
+
+
+def _device_of(device: Any) -> torch.device:
+    """Return the device for banks, on which torch can make a tensor."""
+    try:
+        place = torch.get_default_device() if device is None else torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last: built without CUDA
+        allowed = "a device that torch can use here"
+        raise ConfigError("device", device, allowed, str(error).partition("\n")[0]) from error
+    return place
 
 
 def _check_banks(banks: Any) -> None:

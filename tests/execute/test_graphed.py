@@ -161,6 +161,21 @@ def test_the_batch_may_be_another_dimension():
         graphed(lambda x: x, batch_dims={"y": 0})(torch.ones(2))
     with pytest.raises(ConfigError, match="batch_dims"):
         graphed(lambda x: x, batch_dims=3)(torch.ones(2))
+    for odd in ([0], "0", {"x": "0"}, True):
+        with pytest.raises(ConfigError, match=r"batch_dims\['x'\] must be 0..0 or None"):
+            graphed(lambda x: x, batch_dims=odd)(torch.ones(2))
+
+
+def test_settings_are_refused_before_a_call():
+    with pytest.raises(ConfigError, match=r"setting of graphed must be one of: .*mean 'sizes'"):
+        graphed(lambda x: x, size=[1])
+    with pytest.raises(ConfigError, match="inputs must be left out"):
+        graphed(lambda x: x, inputs={})
+    for example in (3, torch.ones(2)):
+        with pytest.raises(ConfigError, match=r"example must be the arguments .*\(x,\)"):
+            graphed(lambda x: x, example=example)
+    with pytest.raises(ConfigError, match="sizes must be a list of whole numbers, got 4"):
+        graphed(lambda x: x, sizes=4)(torch.ones(2))
 
 
 def test_rows_that_depend_on_each_other_are_found_out_and_run_eager():

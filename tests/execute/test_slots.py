@@ -148,7 +148,7 @@ def test_sessions_say_what_is_wrong_with_them():
         state.join("a")
     with pytest.raises(DescriptorError, match=r"at most num_slots \(2\) at a time, got 'c'"):
         state.join("c")
-    with pytest.raises(DescriptorError, match="one that has joined and not left, got 'c'"):
+    with pytest.raises(DescriptorError, match=r"joined and not left, got 'c'. join\(\) it first"):
         state.slots_of(["a", "c"])
     with pytest.raises(DescriptorError, match="sessions must be named once each"):
         state.leave("a", "a")
@@ -158,6 +158,18 @@ def test_sessions_say_what_is_wrong_with_them():
         state.move("a", 1)
     with pytest.raises(DescriptorError, match="bank must be one of: total, got 'sum'"):
         state.rows(torch.tensor([0]))["sum"]
+    assert str(state) == "<SlotState of total: 2 of 2 slots taken>"
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, 3), torch.ones(2), torch.ones(3, 2), 0.0])
+@pytest.mark.parametrize("compact", [False, True])
+def test_rows_of_another_shape_are_refused(value, compact):
+    state = state_of(compact=compact)
+    for session in "ab":
+        state.join(session)
+    with pytest.raises(InputError, match=r"Rows of 'total' must (have shape \(2, 2\)|be a tensor)"):
+        state.rows(torch.tensor([0, 1]))["total"] = value
+    assert totals(state) == {"a": 0, "b": 0}
     assert state.sessions == ("a", "b")
 
 
@@ -448,6 +460,10 @@ def test_bad_declarations_are_refused():
         SlotState({"h": StaticInput((3,), "float32")}, 4)
     with pytest.raises(ConfigError, match="num_slots"):
         state_of(0)
+    assert state_of("4").num_slots == 4
+    for device in ("cdua", "cuda:99", 0.5):
+        with pytest.raises(ConfigError, match="device must be a device that torch can use here"):
+            state_of(device=device)
     with pytest.raises(ConfigError, match="one SlotState at most"):
         GraphRunner(
             lambda x, a, b: x, {"x": ROWS, "a": state_of(), "b": state_of()}, backend="tape"

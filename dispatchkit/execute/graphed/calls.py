@@ -29,6 +29,7 @@ from dispatchkit.execute.replay.plans import AGAIN
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.step.guard import place_of
 from dispatchkit.execute.step.reasons import EagerStepWarning
+from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.records import given_in
 from dispatchkit.observe.counters import RunnerStats
 from dispatchkit.once import Once, warn_at_call
@@ -512,7 +513,7 @@ class GraphedCalls:
         else:
             dims = [declared if one.dim() else None for one in tensors]  # type: ignore[misc]
         for name, one, dim in zip(names, tensors, dims, strict=True):
-            if dim is not None and not 0 <= dim < one.dim():
+            if dim is not None and (whole_number(dim) is None or not 0 <= dim < one.dim()):
                 raise ConfigError(f"batch_dims[{name!r}]", dim, f"0..{one.dim() - 1} or None")
         return dims if any(dim is not None for dim in dims) else Reason.NO_BATCH
 

@@ -7,15 +7,17 @@ changes the rows serves full buckets alone.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dispatchkit.dispatch import Policy
-from dispatchkit.errors import ConfigError
+from dispatchkit.errors import ConfigError, UnknownNameError
 from dispatchkit.execute.graphed.calls import GraphedCalls
 from dispatchkit.execute.graphed.module import graphed_module
 from dispatchkit.execute.memory import GraphMemory, MemoryGroup
+from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.keys.checks import check_flag
 from dispatchkit.keys.records import given_in
 from dispatchkit.options import RunnerOptions, refuse_moved
@@ -96,6 +98,8 @@ def graphed(
         ConfigError: A setting cannot be used, or it is no module and no function.
     """
     refuse_moved(settings)
+    _check_settings(settings)
+    _check_example(example)
     options = settings.pop("options", RunnerOptions())
     if not isinstance(options, RunnerOptions):
         raise ConfigError("options", options, "RunnerOptions")
@@ -108,7 +112,7 @@ def graphed(
         **settings,
         "options": options,
         "outputs": outputs,
-        **({} if sizes is None else {"sizes": tuple(sizes)}),
+        **({} if sizes is None else {"sizes": sizes if isinstance(sizes, int) else tuple(sizes)}),
         **({} if policy is None else {"policy": policy}),
         **({} if lanes is None else {"lanes": lanes}),
         **({} if memory is None else {"memory": memory}),
@@ -124,3 +128,25 @@ def graphed(
         args, kwargs = ((), example) if isinstance(example, Mapping) else (example, {})
         made.graphed.capture(*args, **kwargs)
     return made
+
+
+#: What a call gives: it is not set.
+_OF_CALLS = frozenset({"step", "inputs", "example"})
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    known = set(inspect.signature(GraphRunner).parameters) - _OF_CALLS
+    for name in settings:
+        if name in _OF_CALLS:
+            allowed = "left out: the calls show what the inputs are"
+            raise ConfigError(name, type(settings[name]).__name__, allowed, "example= gives one.")
+        if name not in known:
+            own = inspect.signature(graphed).parameters
+            raise UnknownNameError("setting of graphed", name, known.union(own) - {"settings"})
+
+
+def _check_example(example: Any) -> None:
+    # A tensor is a sequence of its rows.
+    if example is not None and not isinstance(example, tuple | list | Mapping):
+        allowed = "the arguments of a call: a tuple, or a dictionary by name"
+        raise ConfigError("example", type(example).__name__, allowed, "One argument: (x,).")
