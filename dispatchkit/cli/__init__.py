@@ -121,7 +121,7 @@ _OLDEST_TYPER = (0, 20)
 def main() -> NoReturn:
     """Run the command line on ``sys.argv`` and exit with its code.
 
-    Codes: 0 done, 1 done and found wanting, 2 bad input, 130 stopped by Ctrl-C, 141 the
+    Codes: 0 done, 1 done but a check failed, 2 bad input, 130 stopped by Ctrl-C, 141 the
     reader of the output went away, 143 terminated.
     """
     _open_missing_streams()

@@ -177,7 +177,7 @@ def help_of(command: Callable[..., None]) -> str:
 app: typer.Typer = typer.Typer(
     cls=Commands,
     help="Decide which captured CUDA graph serves a batch, and see why.",
-    epilog="Exit codes: 0 done, 1 done and found wanting, 2 bad input, 130 stopped by Ctrl-C, "
+    epilog="Exit codes: 0 done, 1 done but a check failed, 2 bad input, 130 stopped by Ctrl-C, "
     "143 terminated.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -200,13 +200,15 @@ def _top(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="Read settings from this TOML file, rather than the nearest pyproject.toml.",
+            help="Read settings from this TOML file, not the nearest pyproject.toml.",
         ),
     ] = None,
     sets: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=VALUE", help="Give any setting; see `dispatchkit config show`."
+            "--set",
+            metavar="NAME=VALUE",
+            help="Set any setting; `dispatchkit config show` lists them.",
         ),
     ] = None,
     version: Annotated[
@@ -283,14 +285,14 @@ def run(args: Sequence[str] | None = None) -> int:
     except OSError as error:
         _let_go_of_stdout()
         if error.errno == errno.ENOSPC:
-            complain("There is no room left where the output goes; nothing more was written.")
+            complain("No space is left on the device of the output; nothing more was written.")
         else:
             # The system refuses something that no command foresaw: still no defect of ours.
             where = f"{error.filename}: " if error.filename is not None else ""
             complain(f"{where}{error.strerror or error}.")
         return BAD_INPUT
     except MemoryError:
-        complain("There is not enough memory for this. Next: smaller sizes, or a shorter trace.")
+        complain("Not enough memory. Next: use smaller sizes or a shorter trace.")
         return BAD_INPUT
     except SystemExit as done:  # from completion, and from commands of plugins
         if isinstance(done.__context__, BrokenPipeError):  # rich would have it that this is code 1
@@ -348,7 +350,7 @@ def _as_ours(error: Any) -> Exception:
         hint = ""
         before = ctx.find_root().command
         if any(error.option_name in one.opts for one in before.get_params(ctx.find_root())):
-            hint = f"It stands before the command: dispatchkit {error.option_name} ..."
+            hint = f"Give it before the command: dispatchkit {error.option_name} ..."
         return UnknownNameError("option", error.option_name, known, hint)
     text = _with_value(error, " ".join(error.format_message().split()).removesuffix("."))
     hint = f" Next: {ctx.command_path} --help." if ctx is not None else ""

@@ -18,14 +18,16 @@ from dispatchkit.errors import BackendUnavailableError, UnknownNameError
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Which; all by default.", show_default=False),
+        typer.Argument(
+            metavar="[NAME]...", help="Benchmarks to run; all by default.", show_default=False
+        ),
     ] = None,
     list_only: Annotated[
-        bool, typer.Option("--list", metavar="", help="List them, and run none.")
+        bool, typer.Option("--list", metavar="", help="List the benchmarks without running them.")
     ] = False,
     checkout: Annotated[
         Path | None,
-        typer.Option("--checkout", metavar="FOLDER", help="Where bench/ lies."),
+        typer.Option("--checkout", metavar="FOLDER", help="Checkout that has the folder bench/."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -83,8 +85,8 @@ def find_scripts(checkout: Path | None) -> dict[str, Path]:
     scripts = {path.stem: path for path in found if not path.stem.startswith("_")}
     if not scripts:
         raise BackendUnavailableError(
-            f"There are no benchmarks in {folder}: they are scripts of a checkout, and not part of "
-            "an installed package. Next: clone the repository, then "
+            f"There are no benchmarks in {folder}: they are scripts in a checkout and are not part "
+            "of an installed package. Next: clone the repository, then "
             "`dispatchkit bench --checkout FOLDER`."
         )
     return scripts

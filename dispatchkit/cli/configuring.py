@@ -22,7 +22,7 @@ from dispatchkit.cli.output import JsonOption, console, print_json, table
 from dispatchkit.settings import Settings, shown
 
 config: typer.Typer = typer.Typer(
-    help="Settings: what holds, and where it came from.", no_args_is_help=False
+    help="Show settings and where each comes from.", no_args_is_help=False
 )
 
 

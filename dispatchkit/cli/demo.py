@@ -47,7 +47,7 @@ def demo(
         ),
     ] = None,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", help="Most steps to run.")
+        int, typer.Option("--steps", metavar="N", help="Maximum number of steps to run.")
     ] = DEFAULT_STEPS,
     sizes: SizesOption = None,
     mode: ModeOption = None,
@@ -164,7 +164,7 @@ def _capture_lines(report: DemoReport) -> Iterator[str]:
     for key, reason in list(failed.items())[:MAX_SHOWN]:
         yield f"failed: {key}: {reason}"
     if len(failed) > MAX_SHOWN:
-        yield f"{len(failed) - MAX_SHOWN} more failed; --json has them all"
+        yield f"{len(failed) - MAX_SHOWN} more failed; --json lists all"
 
 
 def _times(report: DemoReport) -> Table:

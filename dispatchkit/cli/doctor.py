@@ -67,11 +67,18 @@ def doctor(as_json: JsonOption = False) -> None:
         settings = settings_of()
         settings.dispatch_config()
         given = facts.given_settings(settings)
-        findings.append(Finding(Level.OK, "settings", f"{given or 'All are as by default'}."))
+        findings.append(
+            Finding(Level.OK, "settings", f"{given or 'All settings have their defaults'}.")
+        )
     except DispatchkitError as error:
         text = " ".join([str(error), *getattr(error, "__notes__", [])])
         findings.append(
-            Finding(Level.PROBLEM, "settings", text, "see `dispatchkit config show`; correct it.")
+            Finding(
+                Level.PROBLEM,
+                "settings",
+                text,
+                "correct it; `dispatchkit config show` lists the settings.",
+            )
         )
         plugins = load_installed_plugins(Settings())  # the rest is looked at all the same
     findings += examine(plugins, os.environ)
@@ -161,7 +168,7 @@ def _decisions(plugins: PluginSet) -> Iterator[Finding]:
             "default policy",
             f"Policy {DEFAULT_POLICY!r}, the default, is not installed.",
             f"pip install {distribution_of('policy', DEFAULT_POLICY)}, or name another policy "
-            "each time.",
+            "with each command.",
         )
         return
     try:

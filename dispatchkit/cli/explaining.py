@@ -44,11 +44,13 @@ def explain_batch(
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="FILE", help="Explain a whole trace instead; any file `plan` takes."
+            "--trace",
+            metavar="FILE",
+            help="Explain a whole trace instead; any file that `plan` reads.",
         ),
     ] = None,
     num_reqs: Annotated[
-        int, typer.Option("--num-reqs", metavar="N", help="Requests of the batch; 0: not known.")
+        int, typer.Option("--num-reqs", metavar="N", help="Requests of the batch; 0 if unknown.")
     ] = 0,
     uniform: Annotated[
         bool,
@@ -75,7 +77,7 @@ def explain_batch(
     show_all: Annotated[
         bool,
         typer.Option(
-            "--all", metavar="", help="Show every decision of a trace, not the costliest."
+            "--all", metavar="", help="Show every decision of a trace, not only the costliest."
         ),
     ] = False,
     policy: PolicyOption = None,
@@ -125,9 +127,9 @@ def explain_batch(
         facts |= {"--loras": loras, "--value": values}
         for flag, value in facts.items():
             if value:
-                raise ConfigError(flag, value, "left out beside --trace, which has its own")
+                raise ConfigError(flag, value, "left out with --trace, which has its own")
         if highest is not RuntimeMode.FULL:
-            raise ConfigError("--ceiling", ceiling, "left out beside --trace")
+            raise ConfigError("--ceiling", ceiling, "left out with --trace")
         explain_trace = load_attribute("explain_trace", "explain --trace")
         explain_trace(trace, settings, show_all=show_all, as_json=as_json)
         return
@@ -208,7 +210,7 @@ def show(answer: Explanation, out: Console) -> None:
         out.print(Text(f"Cost     {answer.cost}"))
     out.print(Text(f"Policy   {answer.policy}"))
     if not answer.candidates:
-        out.print("No graph is large enough for it.")
+        out.print("No declared graph is large enough.")
         return
     rows = [
         [

@@ -50,11 +50,11 @@ _WORDS = {
 
 
 def new_policy(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What the policy is chosen by.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name that selects the policy.")],
     directory: Annotated[
         Path,
         typer.Option(
-            "--directory", metavar="FOLDER", help="Where the folder dispatchkit-NAME is made."
+            "--directory", metavar="FOLDER", help="Folder in which dispatchkit-NAME is made."
         ),
     ] = Path(),
     learning: Annotated[
@@ -110,10 +110,10 @@ def write_distribution(name: str, directory: Path, *, learning: bool = False) ->
     if len(name) > _LONGEST_NAME:
         raise ConfigError("NAME", name, f"at most {_LONGEST_NAME} characters")
     if keyword.iskeyword(name):
-        raise ConfigError("NAME", name, "a word that means nothing to Python itself")
+        raise ConfigError("NAME", name, "a word that is not a Python keyword")
     if name.startswith("dispatchkit-"):
-        hint = f"That of the distribution is made from it; give {name.partition('-')[2]!r}."
-        raise ConfigError("NAME", name, "the name of the policy alone", hint)
+        hint = f"The prefix is added for the distribution; give {name.partition('-')[2]!r}."
+        raise ConfigError("NAME", name, "the name of the policy without the prefix", hint)
     target = directory / f"dispatchkit-{name}"
     if os.path.lexists(target):
         hint = "Nothing is overwritten; choose another name or directory."

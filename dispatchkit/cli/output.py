@@ -22,7 +22,7 @@ Tell = Callable[[str, int, int], None]
 JsonOption = Annotated[
     bool,
     # Without a metavar some releases of typer show a flag as if it took a value.
-    typer.Option("--json", metavar="", help="Print JSON, and nothing else, on standard output."),
+    typer.Option("--json", metavar="", help="Print only JSON on standard output."),
 ]
 
 
@@ -108,4 +108,4 @@ def mention_problems(plugins: PluginSet) -> None:
     """Say on standard error that plugins were left out, if any were."""
     if plugins.problems:
         names = ", ".join(dict.fromkeys(problem.origin.plugin for problem in plugins.problems))
-        complain(f"Left out, see `dispatchkit plugins`: {names}.")
+        complain(f"Plugins left out: {names}. Next: `dispatchkit plugins` says why.")

@@ -41,13 +41,14 @@ def record(
         Path,
         typer.Argument(
             metavar="OUTPUT",
-            help="The trace to write: CSV, or JSON lines with .jsonl in the name; .gz packs it.",
+            help="The trace to write: CSV, or JSON lines with "
+            ".jsonl in the name; .gz compresses it.",
         ),
     ],
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or -m MODULE.")],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ARGS]...", help="What the script is given.", show_default=False),
+        typer.Argument(metavar="[ARGS]...", help="Arguments of the script.", show_default=False),
     ] = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
@@ -105,7 +106,10 @@ def record(
         _print_traceback(end.error)
     elif not steps and not end.code:
         raise ConfigError(
-            "script", target, "one that dispatches batches in this process", "It did not."
+            "script",
+            target,
+            "one that dispatches batches in this process",
+            "No batch was dispatched.",
         )
     _report(output, steps, end, left_out, as_json=as_json)
     if end.code in (STOPPED, TERMINATED):
@@ -141,8 +145,8 @@ def _report(output: Path, steps: int, end: _End, left_out: Counter[str], *, as_j
         console().print(Text(f"{steps:,} steps written to {output}."))
     if left_out:
         complain(
-            f"Note: {sum(left_out.values()):,} steps of runners with other axes than the first "
-            f"({', '.join(left_out)}) are left out: a trace has one set of columns."
+            f"Note: {sum(left_out.values()):,} steps of runners whose axes differ from the first's "
+            f"({', '.join(left_out)}) are left out, because a trace has one set of columns."
         )
 
 

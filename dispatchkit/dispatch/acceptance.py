@@ -73,7 +73,7 @@ def accepted_keys(
     for method in ("declare", "decide"):
         if not callable(getattr(policy, method, None)):
             raise PolicyError(
-                name, method, "is missing; a policy has declare and decide.", origin=origin
+                name, method, "is missing; a policy needs declare and decide.", origin=origin
             )
     try:
         answer: Any = policy.declare(config)
@@ -86,7 +86,11 @@ def accepted_keys(
     for key in keys:
         if not isinstance(key, GraphKey):
             raise PolicyError(
-                name, "declare", f"returned {key!r}; only GraphKeys.", origin=origin, value=key
+                name,
+                "declare",
+                f"returned {key!r}; only GraphKeys are allowed.",
+                origin=origin,
+                value=key,
             )
         if key.num_tokens > config.max_num_tokens:
             problem = f"returned {key}; no batch has more than {config.max_num_tokens} tokens."

@@ -18,7 +18,7 @@ _MORE_TOKENS = (
     "For larger batches set a larger max_num_tokens; those above every capture size then run eager."
 )
 _MORE_LORAS = "For more adapters set a larger max_loras."
-_CODES = "RuntimeMode.PIECEWISE is one; allowed_modes_code makes one of a set of modes."
+_CODES = "Give a RuntimeMode, or allowed_modes_code(modes)."
 
 
 def cell_of_call(
@@ -34,13 +34,13 @@ def cell_of_call(
     which = "max_num_seqs" if most == config.max_num_seqs else "the batch has no more tokens"
     variants = ("max_loras", _MORE_LORAS)
     if config.axes:
-        variants = ("of the configured axes", "DispatchConfig.variant makes one.")
+        variants = ("of the configured axes", "DispatchConfig.variant returns it.")
     for field, value, limit, limit_name, hint in (
         ("num_tokens", num_tokens, config.max_num_tokens, "max_num_tokens", _MORE_TOKENS),
         ("loras", loras, config.variants.count - 1, *variants),
         ("uniform", uniform, classes, "the number of query lengths", ""),
         ("ceiling", ceiling, len(ALLOWED_MODES) - 1, "the codes of allowed modes", _CODES),
-        ("num_reqs", num_reqs, most, which, "Give 0 where they are not known."),
+        ("num_reqs", num_reqs, most, which, "Give 0 if unknown."),
     ):
         if (type(value) is not int and not _is_whole(value)) or not 0 <= value <= limit:
             allowed = f"a whole number from 0 to {limit} ({limit_name})"

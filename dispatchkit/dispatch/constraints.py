@@ -15,16 +15,16 @@ from dispatchkit.keys.modes import RuntimeMode
 def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | None:
     """Return which hard constraint an answer breaks, in words; None if it may stand."""
     if not isinstance(answer, Decision):
-        how = " Decision.replay(key) makes one." if isinstance(answer, GraphKey) else ""
-        return f"answered {answer!r}; a Decision or None is allowed.{how}"
+        how = " Use Decision.replay(key)." if isinstance(answer, GraphKey) else ""
+        return f"returned {answer!r}; a Decision or None is allowed.{how}"
     if not answer.reason:
-        return f"answered {answer!r} without a reason; each step is counted by one."
+        return f"returned {answer!r} without a reason; steps are counted by reason."
     if answer.parts:
         return _broken_by_split(answer, batch, graphs)
     key = answer.key
     if key is None:
         if answer.mode is not RuntimeMode.NONE:
-            return f"chose mode {answer.mode.name} without a key; only NONE has no key."
+            return f"chose mode {answer.mode.name} without a key; only mode NONE has no key."
         return None
     if answer.mode is not key.mode:
         return f"chose mode {answer.mode.name} with a key of mode {key.mode.name}."
@@ -50,18 +50,24 @@ def _broken_by_split(answer: Decision, batch: Batch, graphs: GraphView) -> str |
     shown = " + ".join(map(str, parts))
     if not graphs.may_split:
         return (
-            f"split a batch into {shown}, and nothing says that its rows are independent. "
-            "GraphView.may_split tells; a runner does that by RunnerOptions(rows_independent=True)."
+            f"split a batch into {shown}, but its rows are not declared independent. Check "
+            "GraphView.may_split first; RunnerOptions(rows_independent=True) declares them so."
         )
     if not may_be_split(batch):
-        return f"split {batch}; only mixed batches are split."
+        return f"split {batch}; only mixed batches may be split."
     if len(parts) < 2:
-        return f"split a batch into {shown}; parts are at least two. Decision.replay is for one."
+        return (
+            f"split a batch into {shown}; a split has at least two "
+            "parts. Use Decision.replay for one."
+        )
     for part in parts:
         if part.key.mode is not answer.mode:
-            return f"split a batch into {shown}; all parts have mode {answer.mode.name}."
+            return f"split a batch into {shown}; all parts must have mode {answer.mode.name}."
     if key != parts[0].key:
-        return f"split a batch into {shown} with the key {key}; it is that of the first part."
+        return (
+            f"split a batch into {shown} with the key {key}; the "
+            "key must be that of the first part."
+        )
     total = sum(part.num_tokens for part in parts)
     if total != batch.num_tokens:
         odd = "are in no part" if total < batch.num_tokens else "would be in two parts"
@@ -79,12 +85,14 @@ def _broken_by_split(answer: Decision, batch: Batch, graphs: GraphView) -> str |
 
 def _broken_by_key(key: GraphKey, batch: Batch, graphs: GraphView) -> str | None:
     if key not in graphs:
-        return f"chose {key}, which is not in the registry. Return one it declared, or None."
+        return f"chose {key}, which is not in the registry. Return a declared key, or None."
     if not batch.allows(key.mode):
         names = ", ".join(sorted(mode.name for mode in batch.allowed_modes))
         return f"chose {key}, but this batch allows only {names}."
     if key.num_tokens < batch.num_tokens:
-        return f"chose {key} for {batch.num_tokens} tokens; a bucket is never smaller."
+        return (
+            f"chose {key} for {batch.num_tokens} tokens; a bucket is never smaller than its batch."
+        )
     if not key.covers(batch):
         return f"chose {key}, which cannot serve {batch}."
     why = graphs.why_not(key)

@@ -87,7 +87,7 @@ class Reason(enum.StrEnum):
 
 def _word(reason: Any) -> str:
     if not isinstance(reason, str) or not reason:
-        raise DescriptorError("reason", reason, "a short word to count the step by")
+        raise DescriptorError("reason", reason, "a short word that steps are counted by")
     return str(reason)
 
 
@@ -288,7 +288,7 @@ class CellUpdate:
     def _check_up_to(self, attribute: object, value: object) -> None:
         if type(value) is not int or value < 0 or (value and self.decision is not None):
             allowed = "a whole number of 0 or more, and 0 with a decision"
-            raise DescriptorError("up_to", value, allowed, "Give each batch its own update.")
+            raise DescriptorError("up_to", value, allowed, "Return one update per batch.")
 
     def is_about(self, batch: Batch) -> bool:
         """Return whether it names a batch, whatever the number of requests."""

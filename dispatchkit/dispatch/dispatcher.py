@@ -314,7 +314,9 @@ class Dispatcher:
         try:
             for update in learn(outcome) or ():
                 if not isinstance(update, CellUpdate):
-                    raise self._fault("observe", f"answered {update!r}; only CellUpdates.")
+                    raise self._fault(
+                        "observe", f"returned {update!r}; only CellUpdates are allowed."
+                    )
                 self.update(
                     update_with_axes(update, axes) if self._epoch.proposal.adds_axes else update
                 )

@@ -102,9 +102,12 @@ class Explanation:
         if reason in _BEHIND:
             return _BEHIND[reason]
         if reason == Reason.ABOVE_LARGEST and self.batch.num_tokens <= self.largest:
-            return "constraint: no graph for this kind of batch is as large"
+            return "constraint: no graph for this kind of batch is large enough"
         if reason == Reason.ABOVE_LARGEST:
-            return f"constraint: a bucket is never smaller, and the largest has {self.largest}"
+            return (
+                "constraint: a bucket is never smaller than its "
+                f"batch; the largest has {self.largest}"
+            )
         return f"policy {self.policy}" + ("" if reason == Reason.HIT else f", reason {reason!r}")
 
     @property
@@ -172,16 +175,16 @@ class Explanation:
             f"{', '.join(facts)}; allowed: {names}",
             f"-> {self.decision}{', for one step only' if self.decision.one_shot else ''}",
             f"   decided by policy {self.policy}; padding {self.decision.padding} tokens",
-            f"   behind it: {self.because}",
+            f"   because: {self.because}",
         ]
         if self.nearest:
-            lines.append(f"   nearest that would have caught it: {self.nearest}")
+            lines.append(f"   nearest graph: {self.nearest}")
         if self.cost is not None:
             lines.append(f"   cost: {self.cost}")
         if self.note:
             lines.append(f"   note: {self.note}")
         if self.times is not None:
-            told = "; ".join(map(str, self.times)) or "no such step was timed yet"
+            told = "; ".join(map(str, self.times)) or "no such step has been timed yet"
             lines.append(f"   measured here: {told}")
         for each in self.candidates:
             verdict = "chosen" if each.chosen else each.why_not or "ready, not preferred"
@@ -235,7 +238,7 @@ def explain(
     problem = ""
     if decision.reason == Reason.CAPTURE_FAILED and candidates:
         entry = dispatcher.registry.get(candidates[0].key)
-        problem = "for no reason given" if entry is None else entry.reason
+        problem = "for an unknown reason" if entry is None else entry.reason
     return Explanation(
         batch,
         decision,
@@ -258,14 +261,14 @@ _BEHIND: Mapping[str, str] = {
     Reason.CEILING: "constraint: the caller allows no mode that has a graph for it",
     Reason.NO_KEY: "configuration: no graph is declared for this kind of batch",
     Reason.NOT_CAPTURED: "state: its graph is declared and not captured yet",
-    Reason.EVICTED: "state: its graph was given up for room",
-    Reason.STALE: "state: its graph was captured before what it reads was replaced",
-    Reason.DISABLED: "state: its graph, or the mode, is switched off",
+    Reason.EVICTED: "state: its graph was evicted to stay within the budget",
+    Reason.STALE: "state: its graph reads memory that was replaced after its capture",
+    Reason.DISABLED: "state: its graph or its mode is switched off",
     Reason.TOO_MANY_REQS: "constraint: a graph serves no more requests than it was captured for",
     Reason.OUTSIDE_AXIS: "constraint: a value lies outside all buckets of its axis",
-    Reason.ROWS_NOT_INDEPENDENT: "constraint: rows of a split batch depend on nothing else",
-    Reason.OUTPUTS_NOT_JOINED: "executor: what parts of a batch return cannot be joined",
+    Reason.ROWS_NOT_INDEPENDENT: "constraint: only batches of independent rows may be split",
+    Reason.OUTPUTS_NOT_JOINED: "executor: the outputs of the parts cannot be joined",
     Reason.PIECEWISE_UNSUPPORTED: "executor: the step is not split, so PIECEWISE cannot run",
-    Reason.NOT_MINE: "policy: none of them answered for this batch",
+    Reason.NOT_MINE: "policy: no policy decided this batch",
     Reason.POLICY_ERROR: "policy: it raised, or its answer broke a constraint",
 }

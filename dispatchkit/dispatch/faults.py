@@ -10,8 +10,8 @@ from dispatchkit.errors import PolicyError
 from dispatchkit.once import Once
 
 _CONSEQUENCES = {
-    "observe": "The table keeps what it had learnt before.",
-    "pace": "Steps are measured as often as without it.",
+    "observe": "The table keeps what it learned before.",
+    "pace": "Steps are measured as if the policy had no `pace`.",
 }
 
 
@@ -43,7 +43,7 @@ class PolicyFaults:
         if self._strict:
             raise error
         if self._once.first((error.policy, error.hook)):
-            after = "Steps concerned run eager with reason policy_error."
+            after = "Affected steps run eager, with reason policy_error."
             message = f"{error} {_CONSEQUENCES.get(error.hook, after)}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 

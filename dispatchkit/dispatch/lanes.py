@@ -127,9 +127,9 @@ def needs_key(policy: object) -> bool:
 def lane_fault(answer: Any, num_lanes: int) -> str:
     """Return what is wrong with a chosen lane; empty if nothing is."""
     if whole_number(answer) is None:
-        return f"answered {answer!r:.60}, which is no index of a lane (0..{num_lanes - 1})"
+        return f"returned {answer!r:.60}, not the index of a lane (0..{num_lanes - 1})"
     if not 0 <= answer < num_lanes:
-        return f"answered lane {answer}, and there are 0..{num_lanes - 1}"
+        return f"returned lane {answer}; lanes are 0..{num_lanes - 1}"
     return ""
 
 
@@ -152,7 +152,7 @@ def lane_homes(
             raise PolicyError(name, "homes", problem, origin=origin) from error
         faults = [fault for one in homes if (fault := lane_fault(one, num_lanes))]
         if faults or not homes:
-            problem = faults[0] if faults else f"answered no lane for {key}"
+            problem = faults[0] if faults else f"returned no lane for {key}"
             raise PolicyError(name, "homes", problem, origin=origin, value=homes)
         found[key] = tuple(sorted(set(homes)))
     return found
@@ -220,6 +220,6 @@ def lane_priorities(
         raise PolicyError(name, "stream_priorities", problem, origin=origin) from error
     found = tuple(number for one in answer if (number := whole_number(one)) is not None)
     if len(answer) != num_lanes or len(found) != num_lanes or min(found, default=0) < 0:
-        problem = f"answered {answer!r:.60}, not {num_lanes} whole numbers from 0"
+        problem = f"returned {answer!r:.60}, not {num_lanes} whole numbers of at least 0"
         raise PolicyError(name, "stream_priorities", problem, origin=origin, value=answer)
     return found

@@ -53,7 +53,7 @@ def _read_axes(record: Any) -> None:
     else:
         value_fits = isinstance(value, tuple)
     if not value_fits:
-        raise DescriptorError("axes", value, "a tuple of values that can be hashed")
+        raise DescriptorError("axes", value, "a tuple of hashable values")
 
 
 _DESCRIPTOR_COUNTS: tuple[_Count, ...] = (

@@ -149,7 +149,9 @@ class DispatchConfig:
         default=(),
         converter=_axes,
         metadata=described(
-            About("Further facts that graphs are made for, with their buckets.", read=read_axes)
+            About(
+                "Further axes of a batch to capture graphs for, with their buckets.", read=read_axes
+            )
         ),
     )
     mode: CUDAGraphMode = attrs.field(init=False)
@@ -174,7 +176,7 @@ class DispatchConfig:
                     "max_num_tokens",
                     None,
                     "given when sizes are empty",
-                    "Without sizes nothing says how large a batch may be.",
+                    "Without capture sizes the largest batch is unknown.",
                 )
             limit = sizes[-1]
         if sizes is None:

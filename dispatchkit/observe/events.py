@@ -213,7 +213,7 @@ class Subscription:
         self._faults_in_a_row += 1
         self.last_fault = f"{type(error).__name__}: {error}"
         _log.error(
-            "Observer %s raised on %s; the step and the other observers go on.",
+            "Observer %s raised on %s; the step and the other observers continue.",
             self.source,
             self.event_type.__name__,
             exc_info=error,

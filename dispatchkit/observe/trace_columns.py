@@ -115,7 +115,7 @@ def check_header(
     unknown = tuple(column for column in header if column not in known)
     doubled = sorted({column for column in header if header.count(column) > 1})
     if doubled:
-        raise TraceError(name, line, f"column {doubled[0]!r} is there twice.")
+        raise TraceError(name, line, f"column {doubled[0]!r} is given twice.")
     for column in unknown:
         if _LIKE_AN_AXIS.match(column):
             raise TraceError(

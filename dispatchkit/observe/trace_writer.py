@@ -161,7 +161,7 @@ class TraceWriter:
             self.num_lost += 1
             warnings.warn(
                 f"{self.path}: cannot be written any more ({error.strerror}). Steps from "
-                f"{self.num_steps} on are counted in num_lost; the program goes on.",
+                f"{self.num_steps} on are only counted, in num_lost; the program continues.",
                 TraceWarning,
                 stacklevel=2,
             )
@@ -284,7 +284,9 @@ class _Rows:
             raise TraceError(self._path, None, problem)
         if num_axes is not None and num_axes != len(step.axes):
             differ = ", ".join(sorted(step.axes))
-            raise TraceError(self._path, None, f"a step has axes that the first had not: {differ}.")
+            raise TraceError(
+                self._path, None, f"a step has axes that differ from the first step's: {differ}."
+            )
         self._header, self._num_axes = header, num_axes
         begin = "" if self._has_begun else self._first_line(header)
         self._has_begun = True

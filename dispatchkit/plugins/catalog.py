@@ -102,7 +102,7 @@ class Catalog:
             problem = f"its factory raised {type(error).__name__}: {error}"
             if kind == "backend" and isinstance(error, ImportError):
                 raise BackendUnavailableError(
-                    f"{what} is not available here: {error}. The built-in ones need torch: "
+                    f"{what} is not available here: {error}. Built-in backends need torch: "
                     "pip install 'dispatchkit[torch]'."
                 ) from error
             raise _made_wrong(kind, registered, problem, None) from error

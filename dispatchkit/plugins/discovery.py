@@ -168,7 +168,10 @@ class Filter:
         for name in sorted(self.blocked - present):
             hint = did_you_mean(name, present)
             if hint:
-                yield Origin(name, is_there=False), f"blocked by name, but not there.{hint}"
+                yield (
+                    Origin(name, is_there=False),
+                    f"blocked by name, but there is no such plugin.{hint}",
+                )
 
 
 def _names(listed: Collection[str]) -> frozenset[str]:

@@ -166,5 +166,8 @@ def _is_built_in(loaded: Loaded) -> bool:
 
 def _taken(kind: str, name: str, winner: Loaded) -> str:
     if _is_built_in(winner):
-        return f"{kind} {name!r} is built in and kept; ask for it with replace=[{name!r}]."
-    return f"{kind} {name!r} comes from {winner.origin} too, and that one is used.{_HOW}"
+        return (
+            f"{kind} {name!r} is built in, and the built-in one is used; "
+            f"to replace it, give replace=[{name!r}]."
+        )
+    return f"{kind} {name!r} also comes from {winner.origin}, which is used.{_HOW}"

@@ -81,7 +81,7 @@ class HookManager(pluggy.PluginManager):
             ) from error
         for caller in callers:
             if sum(one.plugin is hooks for one in caller.get_hookimpls()) > 1:
-                raise PluginFault(f"two of its functions implement {caller.name}; keep one.")
+                raise PluginFault(f"two of its functions implement {caller.name}; keep only one.")
 
     def _records(self, hooks: Hooks, doing: list[str]) -> Iterator[Spec]:
         for record in RECORDS:
@@ -143,12 +143,13 @@ def _check_function(name: str, function: Any) -> None:
     marks = getattr(function, _MARK)
     if marks["hookwrapper"] or marks["wrapper"]:
         raise PluginFault(
-            f"{name} is a wrapper; each plugin answers for itself. Write a function that returns."
+            f"{name} is a wrapper; hooks of dispatchkit take none. "
+            "Write a function that returns its result."
         )
     if inspect.isgeneratorfunction(function):
         raise PluginFault(f"{name} yields, so its body would not run; return a value instead.")
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise PluginFault(f"{name} is async, and nothing would await it; make it a function.")
+        raise PluginFault(f"{name} is async, and nothing would await it; make it a plain function.")
     for parameter in inspect.signature(function).parameters.values():
         # Releases of pluggy differ: some pass the value, others keep the default.
         plain = (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)

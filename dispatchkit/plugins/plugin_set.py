@@ -235,8 +235,8 @@ class PluginSet:
             if not isinstance(name, str):
                 raise PluginError(
                     origin,
-                    f"{hook} answered {name!r:.60} ({type(name).__name__}); answer with a "
-                    "policy's name or None.",
+                    f"{hook} returned {name!r:.60} ({type(name).__name__}); return a policy's "
+                    "name or None.",
                 )
             try:
                 return self.get_policy(name).name
@@ -277,7 +277,7 @@ class PluginSet:
                     self._manager.unregister(name=name)
                     raise PluginError(
                         loaded.origin,
-                        f"{spec.kind} {spec.name!r} comes from {taken.origin} already; choose "
+                        f"{spec.kind} {spec.name!r} already comes from {taken.origin}; choose "
                         "another name, or load without that plugin (`block`).",
                     )
             self._commit(loaded)

@@ -283,4 +283,4 @@ def test_full_device_is_told_in_one_line(run: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("dispatchkit.cli.app._let_go_of_stdout", lambda: None)
     done = run("policies", "--json")
     assert (done.code, done.out) == (2, "")
-    assert "no room left" in done.err
+    assert "No space is left" in done.err

@@ -83,7 +83,7 @@ def test_other_commands_mention_a_broken_plugin_in_one_line(run: Any, plugins_wi
     done = run("policies", "--json")
     assert done.code == 0
     assert "vllm" in {row["name"] for row in json.loads(done.out)}
-    assert done.err == "Left out, see `dispatchkit plugins`: bad.\n"
+    assert done.err == "Plugins left out: bad. Next: `dispatchkit plugins` says why.\n"
 
 
 def test_a_blocked_plugin_is_shown_and_is_no_fault(

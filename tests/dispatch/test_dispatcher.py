@@ -659,7 +659,7 @@ FAULTS = [
     (Decision(FULL, None, "x"), "chose mode FULL without a key"),
     (Decision(FULL, mixed(16), "x"), "chose mode FULL with a key of mode PIECEWISE"),
     ((PIECEWISE, mixed(16)), "a Decision or None is allowed"),
-    (mixed(16), r"a Decision or None is allowed. Decision.replay\(key\) makes one"),
+    (mixed(16), r"a Decision or None is allowed. Use Decision.replay\(key\)"),
     (True, "a Decision or None is allowed"),
     (ZeroDivisionError("by zero"), "raised ZeroDivisionError on .*: by zero"),
 ]
@@ -759,7 +759,9 @@ def test_bad_declaration_is_refused(declare, said):
 def test_policy_without_a_method_is_refused(method):
     policy = AskedPolicy()
     setattr(policy, method, None)
-    with pytest.raises(PolicyError, match=f"{method}: is missing; a policy has declare and decide"):
+    with pytest.raises(
+        PolicyError, match=f"{method}: is missing; a policy needs declare and decide"
+    ):
         make(policy)
 
 
@@ -1485,7 +1487,9 @@ def test_update_that_is_none_is_the_policys_fault():
     policy = Learner()
     policy.observe = lambda outcome: [3]
     dispatcher = make(policy)
-    with pytest.warns(RuntimeWarning, match=r"observe: answered 3; only CellUpdates\. The table"):
+    with pytest.warns(
+        RuntimeWarning, match=r"observe: returned 3; only CellUpdates are allowed\. The table"
+    ):
         dispatcher.observe(Outcome(dispatcher.batch(8), dispatcher.dispatch(8)))
 
 

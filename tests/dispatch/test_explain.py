@@ -32,7 +32,7 @@ def test_measured_times_say_how_many_and_how_busy_the_stream_was():
     assert str(more) == "3.0 µs, median of 2 steps, idle (host time)"
     lines = str(attrs.evolve(EAGER, times=(one, more))).splitlines()
     assert f"   measured here: {one}; {more}" in lines
-    assert "measured here: no such step was timed yet" in str(attrs.evolve(EAGER, times=()))
+    assert "measured here: no such step has been timed yet" in str(attrs.evolve(EAGER, times=()))
     assert "measured here" not in str(EAGER)
 
 
@@ -47,8 +47,8 @@ def test_batch_without_a_graph_is_told_whether_size_or_kind_is_why(largest, abov
         assert last == "   no graph is declared for this kind of batch"
         assert told.nearest == "none declared for this kind of batch"
     too_large = attrs.evolve(told, decision=Decision.eager(Reason.ABOVE_LARGEST))
-    by_size = f"constraint: a bucket is never smaller, and the largest has {largest}"
-    by_kind = "constraint: no graph for this kind of batch is as large"
+    by_size = f"constraint: a bucket is never smaller than its batch; the largest has {largest}"
+    by_kind = "constraint: no graph for this kind of batch is large enough"
     assert too_large.because == (by_size if above else by_kind)
 
 
@@ -57,7 +57,7 @@ def test_nearest_is_the_graph_that_could_run_and_then_the_least_padding():
     told = attrs.evolve(EAGER, candidates=(evicted, ready))
     assert told.nearest == f"{LARGER}: ready, not preferred"
     lines = str(told).splitlines()
-    assert f"   nearest that would have caught it: {told.nearest}" in lines
+    assert f"   nearest graph: {told.nearest}" in lines
     assert f"   {KEY}: evicted (padding 0)" in lines
     assert f"   {LARGER}: ready, not preferred (padding 8)" in lines
     assert not any("no graph" in line or "no declared" in line for line in lines[4:])

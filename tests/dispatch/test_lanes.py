@@ -20,7 +20,7 @@ class Urgent:
 def test_lane_that_exists_is_no_fault():
     assert lane_fault(0, 2) == ""
     assert lane_fault(1, 2) == ""
-    assert "there are 0..1" in lane_fault(2, 2)
+    assert "lanes are 0..1" in lane_fault(2, 2)
 
 
 def test_step_has_usual_priority_and_no_key_unless_told():
@@ -38,5 +38,5 @@ def test_stream_priorities_are_as_the_policy_says():
 
 @pytest.mark.parametrize("answer", [(0, -1), (True, 0), (0, "1"), (0, 1.0), (0,), (0, 0, 0)])
 def test_priorities_that_are_not_whole_numbers_from_0_for_each_lane_are_refused(answer):
-    with pytest.raises(PolicyError, match="not 2 whole numbers from 0"):
+    with pytest.raises(PolicyError, match="not 2 whole numbers of at least 0"):
         lane_priorities(Urgent(answer), 2, name="mine")

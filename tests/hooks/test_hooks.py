@@ -137,7 +137,7 @@ def test_hook_select_policy() -> None:
     with pytest.raises(UnknownNameError, match=r"smal.*Did you mean 'small'") as unknown:
         plugins.select_policy(SimpleNamespace(choice="smal"))
     assert "passed in as 'mine'" in unknown.value.__notes__[0]
-    with pytest.raises(PluginError, match="answered 7"):
+    with pytest.raises(PluginError, match="returned 7"):
         plugins.select_policy(SimpleNamespace(choice=7))
     with pytest.raises(PluginError, match="raised AttributeError"):
         plugins.select_policy(SimpleNamespace())

@@ -129,7 +129,7 @@ def test_one_policy_name_of_two_plugins(reverse: bool, site: Any, policy_source:
     assert loaded.policies["rule"].origin.distribution == "alpha"
     (problem,) = loaded.problems
     assert problem.origin.distribution == "beta"
-    assert "policy 'rule' comes from alpha 1.0" in str(problem)
+    assert "policy 'rule' also comes from alpha 1.0" in str(problem)
     assert [(one.name, one.registers) for one in loaded.describe()][1:] == [
         ("aa", ("policy rule",)),
         ("bb", ()),
@@ -193,7 +193,10 @@ def test_built_in_names_are_kept_unless_replacement_is_asked_for(site: Any) -> N
     assert loaded.backends["tape"].origin.distribution == "dispatchkit"
     (problem,) = loaded.problems
     assert "acme" in str(problem)
-    assert "'tape' is built in and kept; ask for it with replace=['tape']" in str(problem)
+    assert (
+        "'tape' is built in, and the built-in one is used; to replace it, give replace=['tape']"
+        in str(problem)
+    )
 
     replaced = site.load(replace=["tape"], strict=True)
     assert replaced.backends["tape"].origin.distribution == "acme"

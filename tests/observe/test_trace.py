@@ -121,7 +121,7 @@ def test_a_slice_is_a_trace():
         ("step,num_token\n1,2\n", 1, "Did you mean 'num_tokens'"),
         ("a,b\n1,2\n", 1, "no column 'num_tokens'"),
         ("num_tokens;num_reqs\n1;1\n", 1, "separated by commas"),
-        ("num_tokens,num_tokens\n1,1\n", 1, "is there twice"),
+        ("num_tokens,num_tokens\n1,1\n", 1, "is given twice"),
         (f"{HEADER}\n0,0,3,3,1,1,0\n1,1,4,4\n", 3, "cut off"),
         (f"{HEADER}\n0,0,3,3,1,1,0\n1,1,4,4,1,1,0,9\n", 3, "8 columns"),
         (f"{HEADER}\n0,0,-3,3,1,1,0\n", 2, "num_tokens must be 0 to"),
@@ -357,7 +357,7 @@ def test_steps_with_other_axes_than_the_first_are_refused(tmp_path):
         for axes in ({}, {"b": 1}):
             with pytest.raises(TraceError, match=r"axis\.a"):
                 out.write(attrs.evolve(first, axes=axes))
-        with pytest.raises(TraceError, match="axes that the first had not: a, b"):
+        with pytest.raises(TraceError, match="axes that differ from the first step's: a, b"):
             out.write(attrs.evolve(first, axes=more))
     with pytest.raises(TraceError, match=r"axis\.b"):
         StepTrace.from_steps([first, attrs.evolve(first, axes=more)])
@@ -365,7 +365,7 @@ def test_steps_with_other_axes_than_the_first_are_refused(tmp_path):
 
 def test_axes_of_later_steps_alone_are_refused_and_leave_no_file(tmp_path):
     path = tmp_path / "t.csv"
-    with pytest.raises(TraceError, match="axes that the first had not: length"):
+    with pytest.raises(TraceError, match="axes that differ from the first step's: length"):
         write_trace(path, [TraceStep(4), TraceStep(4, axes={"length": 3})])
     assert list(tmp_path.iterdir()) == []
 

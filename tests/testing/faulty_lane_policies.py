@@ -31,7 +31,7 @@ class InTurn:
         return (self._next - 1) % len(lanes)
 
 
-@planted("every step gets a lane", r"answered lane (\d), and there are 0\.\.")
+@planted("every step gets a lane", r"returned lane (\d); lanes are 0\.\.")
 class CountsFromOne(InTurn):
     """Lanes are numbered from 0."""
 
@@ -39,7 +39,7 @@ class CountsFromOne(InTurn):
         return super().choose(step, lanes) + 1
 
 
-@planted("every step gets a lane", r"answered <lane 0: .*>, which is no index")
+@planted("every step gets a lane", r"returned <lane 0: .*>, not the index")
 class ReturnsTheLane(InTurn):
     """The index is asked for, not the lane."""
 
@@ -47,7 +47,7 @@ class ReturnsTheLane(InTurn):
         return lanes[super().choose(step, lanes)]
 
 
-@planted("every step gets a lane", r"answered lane -1, and there are")
+@planted("every step gets a lane", r"returned lane -1; lanes are")
 class PriorityAsIndex(InTurn):
     """Takes the priority for the number of a lane: it may be negative, or large."""
 
@@ -75,7 +75,7 @@ class ForgetsEagerSteps(InTurn):
         return step.key.num_tokens % len(lanes)
 
 
-@planted("every step gets a lane", r"answered None, which is no index")
+@planted("every step gets a lane", r"returned None, not the index")
 class ForgetsToReturn(InTurn):
     """Falls off the end where no case matches."""
 
@@ -134,7 +134,7 @@ class ForgetsNeedsKey(InTurn):
         return 0 if step.key is None else step.key.num_tokens % len(lanes)
 
 
-@planted("homes are lanes and stay", r"answered no lane for FULL tokens=128")
+@planted("homes are lanes and stay", r"returned no lane for FULL tokens=128")
 class NoHomeForLargeKeys(InTurn):
     """Large graphs are left out, by mistake."""
 
@@ -142,7 +142,7 @@ class NoHomeForLargeKeys(InTurn):
         return [lane for lane in range(num_lanes) if key.num_tokens <= 64]
 
 
-@planted("homes are lanes and stay", r"homes: answered lane 1, and there are 0\.\.0")
+@planted("homes are lanes and stay", r"homes: returned lane 1; lanes are 0\.\.0")
 class HomesBySize(InTurn):
     """The number of lanes is left out of the sum."""
 
@@ -169,7 +169,7 @@ class ChoosesWithoutHomes(InTurn):
         return [key.num_tokens % num_lanes]
 
 
-@planted("stream priorities fit the lanes", r"stream_priorities: answered \(1,\), not 2 whole")
+@planted("stream priorities fit the lanes", r"stream_priorities: returned \(1,\), not 2 whole")
 class OnePriority(InTurn):
     """One for all lanes, where each needs one."""
 
