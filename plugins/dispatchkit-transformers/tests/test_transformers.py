@@ -570,6 +570,25 @@ def test_a_batch_above_the_limit_is_an_error(one_model, prompts):
         decoder.generate(**prompts, max_new_tokens=5, pad_token_id=PAD)
 
 
+def test_arguments_of_another_kind_are_errors(one_model):
+    for sizes in ("16", 16):
+        with pytest.raises(ConfigError, match=r"prompt_sizes must be .* such as \(16, 64, 256\)"):
+            decoder_of(one_model, prompt_sizes=sizes)
+        with pytest.raises(ConfigError, match=r"lengths that end with max_length, such as \(16,\)"):
+            decoder_of(one_model, max_length=16, lengths=sizes)
+    decoder = decoder_of(one_model)
+    for ids in ([[5, 6]], torch.ones(1, 2)):
+        with pytest.raises(InputError, match=r"tensor of tokens \(B, T\), int64, got"):
+            decoder.admit(ids)
+    with pytest.raises(InputError, match=r"got \(2,\). One prompt: input_ids\[None\]"):
+        decoder.admit(torch.tensor([5, 6]))
+    with pytest.raises(
+        DescriptorError, match=r"rows must be a list of rows, got 0. One row: \[0\]"
+    ):
+        decoder.drop(0)
+    assert decoder.num_rows == 0
+
+
 def test_a_step_without_rows_is_an_error(one_model):
     with pytest.raises(DescriptorError, match=r"admit\(\) prompts first"):
         decoder_of(one_model).step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def compile_for_any_size(step: Callable[..., Any], **options: Any) -> Callable[.
     return run
 
 
-def check_lengths(lengths: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
+def check_lengths(lengths: Sequence[int] | str | None, max_length: int) -> tuple[int, ...]:
     """Return the lengths of the cache to capture for, ascending.
 
     Raises:
@@ -100,6 +100,10 @@ def check_lengths(lengths: Sequence[int] | None, max_length: int) -> tuple[int, 
             found.add(length)
             length *= 2
         return tuple(sorted(found))
+    if isinstance(lengths, str) or not isinstance(lengths, Iterable):
+        raise ConfigError(
+            "lengths", lengths, f"lengths that end with max_length, such as ({max_length},)"
+        )
     made = tuple(sorted({check_count(length, "lengths") for length in lengths}))
     if not made or made[-1] != max_length:
         raise ConfigError(

@@ -326,6 +326,8 @@ class GraphDecoder:
         Raises:
             DescriptorError: There is no such row.
         """
+        if not isinstance(rows, Iterable):
+            raise DescriptorError("rows", rows, "a list of rows", f"One row: [{rows!r}].")
         gone = set(rows)
         for row in gone:
             if not 0 <= row < self.num_rows:

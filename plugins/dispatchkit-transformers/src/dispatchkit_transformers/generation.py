@@ -335,11 +335,20 @@ class _Loop:
         return self.full
 
 
-def left_paddings(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
+def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[int]:
     """Return the padding in front of each prompt; waits for the device if there is a mask."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
+        got = getattr(input_ids, "dtype", type(input_ids).__name__)
+        raise InputError(
+            "input_ids",
+            f"input_ids must be a tensor of tokens (B, T), int64, got {got}. "
+            "Of a list of tokens: torch.tensor([tokens]).",
+        )
     if input_ids.dim() != 2 or not input_ids.shape[1]:
         raise InputError(
-            "input_ids", f"input_ids must be of shape (B, T), got {tuple(input_ids.shape)}."
+            "input_ids",
+            f"input_ids must be of shape (B, T), got {tuple(input_ids.shape)}. "
+            "One prompt: input_ids[None].",
         )
     rows, width = input_ids.shape
     if attention_mask is None:

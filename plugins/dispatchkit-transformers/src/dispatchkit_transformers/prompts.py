@@ -28,13 +28,13 @@ from dispatchkit_transformers.static_models import MISFITS, TRIALS, Probe, is_ne
 _SAME_TIME = 512
 
 
-def check_prompt_sizes(sizes: Sequence[int], max_length: int) -> tuple[int, ...]:
+def check_prompt_sizes(sizes: Sequence[int] | str, max_length: int) -> tuple[int, ...]:
     """Return the sizes of chunks, ascending.
 
     Raises:
         ConfigError: They are no sizes, or above the longest prompt.
     """
-    if not isinstance(sizes, Iterable):
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
         raise ConfigError("prompt_sizes", sizes, "sizes of chunks in tokens, such as (16, 64, 256)")
     made = tuple(sorted({check_count(size, "prompt_sizes") for size in sizes}))
     if made and made[-1] > max_length:
