@@ -49,7 +49,7 @@ def test_a_failed_launch_does_not_run_eager_instead(make_runner, backend, keys):
     decision = runner.dispatcher.dispatch(3)
     ran.reset_mock()
     backend.replay_fault = "before"
-    with pytest.raises(ReplayError, match="decided for several ranks"):
+    with pytest.raises(ReplayError, match="shared by several ranks"):
         runner.decisions.run(decision, {"tokens": torch.arange(3)})
     ran.assert_not_called()
     assert runner.registry.get(keys.full(4)).state.name == "FAILED"

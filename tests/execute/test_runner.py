@@ -138,7 +138,7 @@ def test_each_downgrade_says_the_next_step(make_runner, model, backend, monkeypa
     with pytest.warns(EagerStepWarning, match=r"Call runner.capture\(\), or .*lazy=True"):
         make_runner(model, TWO)(**batch(3))
     monkeypatch.setattr(backend, "capture_segments", None)
-    with pytest.raises(NoGraphError, match="make the runner with mode='FULL'"):
+    with pytest.raises(NoGraphError, match="Make the runner with mode='FULL'"):
         make_runner(model, TWO, mode="PIECEWISE", options=RunnerOptions(strict=True))(**batch(3))
 
 

@@ -244,7 +244,7 @@ class MemoryBudget:
         """
         limit = self.limits.max_graphs
         if limit == 0:
-            raise CaptureError("max_graphs is 0: no graph may live.", reason="over_budget")
+            raise CaptureError("max_graphs is 0, so no graph may be kept.", reason="over_budget")
         while not self.has_slot():
             self._evict_one(self._graphs.by_key().values())
 

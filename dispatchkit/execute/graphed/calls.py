@@ -51,7 +51,7 @@ _NEXT_STEPS: Mapping[str, str] = {
         "No tensor of the call has a batch dimension; batch_dims= of graphed declares one."
     ),
     Reason.SEVERAL_DEVICES: "Move all tensors of the call to one device.",
-    Reason.TENSOR_KIND: "Pass dense tensors, and convert inside of what is graphed.",
+    Reason.TENSOR_KIND: "Pass dense tensors, and convert them inside the graphed function.",
     Reason.UNHASHABLE_VALUE: "Pass numbers, strings, tuples or tensors.",
 }
 _TRAINING = (
@@ -59,7 +59,7 @@ _TRAINING = (
     "inference call model.eval(); in a training loop there is nothing to do."
 )
 _REQUIRES_GRAD = (
-    "A tensor of the call requires gradients, and a replay has none. Where nobody needs them, "
+    "A tensor of the call requires gradients, and a replay has none. If gradients are not needed, "
     "detach it, or call under torch.no_grad()."
 )
 _PADDING_CHANGES = (
@@ -571,7 +571,7 @@ class GraphedCalls:
             found = max(values.values(), key=len)
             varied.append(f"a value came as {_some(found)}: pass it as a tensor")
         return (
-            f"{len(forms)} forms of calls have graphs, and there may be no more: "
+            f"{len(forms)} forms of calls have graphs, which is the limit: "
             f"{'; '.join(varied)}. For sizes, declare GraphRunner(..., axes=[Axis(...)])."
         )
 
@@ -591,8 +591,8 @@ class GraphedCalls:
         if self._once.first("held weights"):
             self._warn(
                 "Calls run without graphs, reason gradients: the function holds weights that "
-                "require gradients, and so do its results. Call it under torch.no_grad() where "
-                "nobody needs them."
+                "require gradients, and so do its results. Call it under torch.no_grad() if "
+                "gradients are not needed."
             )
         return result
 

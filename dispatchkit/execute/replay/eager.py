@@ -154,8 +154,8 @@ class EagerRunner:
             raise InputError(
                 name,
                 f"Host input {name!r} was given inside a capture that is not the runner's own: "
-                "every replay of that graph would use the value of now. Declare it without "
-                "host=True and give a tensor of the device, or call the runner outside.",
+                "every replay would use the value at its capture. Declare it without "
+                "host=True and give a device tensor, or call the runner outside the capture.",
             )
         return self.run_for(Reason.INSIDE_CAPTURE, tensors, num_tokens, None)
 
@@ -175,7 +175,7 @@ class EagerRunner:
         if self.strict:
             raise NoGraphError(
                 f"A step of {what} has no graph to run: {reason}. {have} "
-                "With strict=False in its options such steps run eager.",
+                "Set strict=False in its options to run such steps eager.",
                 reason=reason,
                 nearest=nearest,
             )
@@ -205,9 +205,9 @@ class EagerRunner:
         """Warn once that a step which draws random numbers is padded."""
         if self._once.first(PADDED_DRAWS):
             warn_at_call(
-                f"{PADDED_DRAWS} The first had {num_tokens} tokens, in {key}. Where that matters, "
-                "capture the sizes that come, or draw outside of the step. Warned once; "
-                "runner.explain() says it of a batch.",
+                f"{PADDED_DRAWS} The first had {num_tokens} tokens, in {key}. If that matters, "
+                "capture the exact sizes, or draw outside the step. Warned once; "
+                "runner.explain() reports it for a batch.",
                 PaddedDrawsWarning,
             )
 
@@ -219,8 +219,8 @@ class EagerRunner:
         """
         if self.exact is not None:
             raise ReplayError(
-                f"A step was to run by {self.exact.key or 'eager'}, and could not: {why}. It was "
-                "decided for several ranks, so that it does not run another way on one of them."
+                f"A step decided to run as {self.exact.key or 'eager'} cannot: {why}. The decision "
+                "is shared by several ranks, so no rank may run the step another way."
             )
 
     def replaced(self, step: CapturedKey) -> str:
@@ -247,8 +247,8 @@ class EagerRunner:
         if error.has_effect:
             raise ReplayError(
                 f"Replay of {step.key} failed: {error.cause}. The step changes state and may "
-                "have done so in part, so that it was not run again; its graph is not used any "
-                "more. Restore the state before the next step."
+                "have done so in part, so it was not run again, and its graph is no longer used. "
+                "Restore the state before the next step."
             ) from error.cause
         return self.run_for(Reason.REPLAY_FAILED, tensors, num_tokens, step.key)
 
@@ -269,13 +269,13 @@ class EagerRunner:
         if has_effect:
             raise ReplayError(
                 f"A replay of {step.key} stopped at {different.line}: {different.problem}. The "
-                "step changes state and has done so in part, so that it was not run again."
+                "step changes state and has done so in part, so it was not run again."
             ) from different
         if self._once.first(different.line):
             warn_at_call(
-                f"What runs eager at {different.line} returned something else than in the capture "
-                f"({different.problem}), so that a step of {num_tokens} tokens ran eager. Return "
-                "the same shapes, types and strides every time, or have more of the step run eager "
+                f"What runs eager at {different.line} returned something different in the capture "
+                f"({different.problem}), so a step of {num_tokens} tokens ran eager. Return "
+                "the same shapes, types and strides every time, or run more of the step eager "
                 "there. Warned once for each line; runner.stats().differing_calls counts them.",
                 EagerStepWarning,
             )
@@ -288,8 +288,8 @@ class EagerRunner:
         count.steps += 1
         count.tokens += num_tokens
         warn_at_call(
-            f"Replay of {step.key} gave something else than eager for {num_tokens} tokens, and "
-            f"is not used any more: {difference} A graph has Python values built in, and reads "
+            f"Replay of {step.key} differed from eager for {num_tokens} tokens, and the graph "
+            f"is no longer used: {difference} A graph has Python values built in, and reads "
             "the memory of its capture; call invalidate() after replacing what it reads."
             + _ABOUT_PADDING
             * (num_tokens < step.key.num_tokens),

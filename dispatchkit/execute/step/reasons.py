@@ -55,26 +55,28 @@ DOWNGRADES = frozenset(
 )
 
 
-_CAPTURE_ANEW = "Put that back, or let runner.invalidate() and runner.capture() make new graphs."
+_CAPTURE_ANEW = "Undo that, or call runner.invalidate() and runner.capture() for new graphs."
 #: What to do about a downgrade, in words; docs/how-to/operate.md has more.
 NEXT_STEPS: Mapping[str, str] = {
     Reason.ABOVE_LARGEST: "A larger capture size would serve them.",
     Reason.NO_KEY: "The mode and the sizes have no graph for this kind of batch.",
     Reason.NOT_CAPTURED: "Call runner.capture(), or make the runner with lazy=True.",
     Reason.CAPTURE_FAILED: "print(runner) says why its capture failed.",
-    Reason.EVICTED: "runner.capture() brings it back, within max_graphs and max_bytes.",
-    Reason.STALE: "runner.capture() captures it anew.",
+    Reason.EVICTED: "runner.capture() captures it again, within max_graphs and max_bytes.",
+    Reason.STALE: "runner.capture() captures it again.",
     Reason.TOO_MANY_REQS: "A larger max_num_seqs would serve them.",
     Reason.OUTSIDE_AXIS: "More buckets on the axis would serve them.",
     Reason.PIECEWISE_UNSUPPORTED: (
-        "The step is not split, so that mixed batches have no graph in this mode: make the runner "
-        "with mode='FULL' if one graph serves any batch of its size, or say uniform=True for "
-        "batches of decode alone, or split the step."
+        "The step is not split, so mixed batches have no graph in this mode. Make the runner with "
+        "mode='FULL' if one graph serves any batch of its size, pass uniform=True for decode-only "
+        "batches, or split the step."
     ),
-    Reason.NOT_MINE: "The policy answered None for them; vllm behind it in a composite would not.",
+    Reason.NOT_MINE: (
+        "The policy returned None for them; put it before vllm in a composite, which decides them."
+    ),
     Reason.POLICY_ERROR: "The policy broke the contract; runner.explain() says how.",
     Reason.REPLAY_FAILED: "print(runner) says what the replay raised.",
-    Reason.CHECK_FAILED: "print(runner) says what the replay gave other than eager.",
+    Reason.CHECK_FAILED: "print(runner) says how the replay differed from eager.",
     Reason.CALL_DIFFERS: (
         "A function under @eager_region returned other shapes, types, strides or values than in "
         "the capture; runner.stats().differing_calls says where."
@@ -85,34 +87,34 @@ NEXT_STEPS: Mapping[str, str] = {
     ),
     Reason.FIRST_CALL: "Nothing to do: the key is captured after this call.",
     Reason.GRADIENTS: (
-        "The step differentiates: put that under torch.enable_grad() inside it, or outside of it."
+        "The step differentiates: do so under torch.enable_grad() inside the step, or outside it."
     ),
     Reason.CONTAINER_WRITTEN: (
         "print(runner) names the key or index; return the new value instead, and write it outside "
-        "of the step."
+        "the step."
     ),
     Reason.ROWS_DEPEND: (
-        "Padding changes what this step computes, print(runner) says where: capture the sizes that "
-        "come, have the step mask rows of fill (row_count), or, if you know that padding does not "
+        "Padding changes what this step computes; print(runner) says where. Capture the exact "
+        "sizes, mask padding rows in the step (row_count), or, if you know that padding does not "
         "matter, set CaptureOptions(prove_rows=False)."
     ),
     Reason.ROWS_NOT_THE_BUCKET: (
-        "An output has other rows than the batch, so that padding cannot be cut off, print(runner) "
-        "says which: capture the sizes that come, or declare output_batch_dims."
+        "The rows of an output are not those of the batch, so padding cannot be cut off; "
+        "print(runner) says which output. Capture the exact sizes, or declare output_batch_dims."
     ),
     Reason.ROWS_NOT_INDEPENDENT: (
-        "Rows depend on each other, or the step changes something with each run, print(runner) "
-        "says what: a graph as large as the batch serves it, or leave out rows_independent."
+        "Rows depend on each other, or each run of the step changes something; print(runner) "
+        "says what. Capture a graph as large as the batch, or leave out rows_independent."
     ),
     Reason.OUTPUTS_NOT_JOINED: (
-        "An output has no dimension of rows, so that those of two parts cannot be joined: return "
-        "it for each row, or capture a graph as large as the batch."
+        "An output has no row dimension, so the outputs of two parts cannot be joined. Return it "
+        "per row, or capture a graph as large as the batch."
     ),
     Reason.WEIGHTS_REPLACED: "A lazy runner captures anew; otherwise call runner.capture().",
     Reason.VALUE_CHANGED: "A lazy runner captures anew; otherwise call runner.capture().",
     Reason.AUTOCAST: "Capture under the autocast that steps run under.",
-    Reason.TRAINING_MODE: f"A module was switched to training, or back. {_CAPTURE_ANEW}",
-    Reason.MOVED_MODULE: f"A module was moved, or has another type. {_CAPTURE_ANEW}",
+    Reason.TRAINING_MODE: f"A module was switched to or from training mode. {_CAPTURE_ANEW}",
+    Reason.MOVED_MODULE: f"A module was moved, or its dtype changed. {_CAPTURE_ANEW}",
 }
 
 
