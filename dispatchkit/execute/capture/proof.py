@@ -417,8 +417,6 @@ class RowProver:
         self, trial: _Trial, count: int, noisy: list[Any], filled: list[Any]
     ) -> int | None:
         """Return the first output whose rows change with those behind them, if there is one."""
-        if all(bits_equal(one, other) for _, one, other in _pairs(noisy, filled)):
-            return None
         repeats = _Repeats(
             lambda: (trial.with_noise_behind([count])[count], trial.with_fill_behind(count))
         )
