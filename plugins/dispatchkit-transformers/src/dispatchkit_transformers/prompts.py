@@ -21,7 +21,7 @@ from dispatchkit.keys import Axis, check_count
 
 from dispatchkit_transformers.layers import AttentionLayer, Place
 from dispatchkit_transformers.slot_cache import SlotCache
-from dispatchkit_transformers.static_models import MISFITS, TRIALS, Probe, is_near
+from dispatchkit_transformers.static_models import MISFITS, TRIALS, Probe, is_near, trial_prompts
 
 # Up to about so many tokens a chunk takes as long as one of a few, which reads all weights.
 # Measured: docs/measurements.md, "Prompts through graphs".
@@ -170,8 +170,7 @@ def gives_what_prompts_give(probe: Probe, length: int) -> bool:
 
 
 def _gives_what_prompts_give(probe: Probe, length: int, trial: tuple[tuple[int, ...], ...]) -> bool:
-    size = probe.model.get_input_embeddings().weight.shape[0]
-    rows = [torch.tensor([one], device=probe.device)[:, :length] % size for one in trial]
+    rows = trial_prompts(probe, trial, length)
     lengths = [row.shape[1] for row in rows]
     ids = torch.cat([pad(row, (max(lengths) - row.shape[1], 0)) for row in rows])
     memory = probe.cache(len(rows), length)

@@ -279,9 +279,7 @@ def _proven(found: Probe, length: int) -> Probe:
 
 def _gives_what_prompts_give(found: Probe, length: int, trial: tuple[tuple[int, ...], ...]) -> bool:
     """Return whether two steps behind two prompts give the logits of the sequences as prompts."""
-    size = found.model.get_input_embeddings().weight.shape[0]
-    rows = [torch.tensor([one], device=found.device) % size for one in trial]
-    rows = [row[:, : length - 1] for row in rows]
+    rows = trial_prompts(found, trial, length - 1)
     memory = found.cache(len(rows), length, _TRIAL_SOURCE if found.cross else 0)
     step = found.step(memory, length, found.model)
     starts = [row.shape[1] - 2 for row in rows]
@@ -301,6 +299,14 @@ def _gives_what_prompts_give(found: Probe, length: int, trial: tuple[tuple[int, 
             if not is_near(one, want, found.dtype):
                 return False
     return True
+
+
+def trial_prompts(
+    found: Probe, trial: tuple[tuple[int, ...], ...], most: int
+) -> list[torch.Tensor]:
+    """Return the tokens (1, T) of each sequence of a trial, T being ``most`` at most."""
+    size = found.model.get_input_embeddings().weight.shape[0]
+    return [torch.tensor([one], device=found.device)[:, :most] % size for one in trial]
 
 
 def is_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
