@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 sys.path.insert(0, str(Path(__file__).parent))
 from decoder_classes import ENCODER_DECODER, FULL, RECURRENT, WINDOWS, tiny  # noqa: E402
+from serving import served  # noqa: E402
 
 from dispatchkit_transformers import GraphDecoder, prompts, static_models  # noqa: E402
 
@@ -39,24 +40,6 @@ def decoder_of(model, **settings):
     return GraphDecoder(model, **{**given, **settings})
 
 
-def served(decoder, admit):
-    """Return the tokens of each request, of which there are more than slots."""
-    waiting, rows, said = list(range(len(PROMPTS))), [], [[] for _ in PROMPTS]
-    while waiting or rows:
-        while waiting and decoder.num_rows < decoder.max_batch_size:
-            number = waiting.pop(0)
-            admit(number)
-            rows.append(number)
-            said[number].append(int(decoder.tokens[-1]))
-        for number, token in zip(rows, decoder.step().tolist(), strict=True):
-            said[number].append(token)
-        done = [row for row, number in enumerate(rows) if len(said[number]) >= COUNTS[number]]
-        rows = [rows[row] for row in decoder.drop(done)]
-    assert decoder.stats().moved > 0
-    assert not decoder.stats().graphs["tokens"].eager_by_reason
-    return said
-
-
 def prompt_of(length):
     maker = torch.Generator().manual_seed(length)
     return torch.randint(3, 97, (1, length), generator=maker)
@@ -78,7 +61,7 @@ def test_tokens_are_those_of_generate(name, settings):
     prompts = [prompt_of(length) for length in PROMPTS]
     want = [alone(model, {"input_ids": one}, number) for number, one in enumerate(prompts)]
     decoder = decoder_of(model)
-    assert served(decoder, lambda number: decoder.admit(prompts[number])) == want
+    assert served(decoder, lambda number: decoder.admit(prompts[number]), COUNTS) == want
 
 
 def source_of(model, length):
@@ -115,7 +98,7 @@ def test_tokens_of_encoder_decoders_are_those_of_generate(name, settings):
             given = model.get_encoder()(**sources[number])
         decoder.admit(start, encoder_outputs=given)
 
-    assert served(decoder, admit) == want
+    assert served(decoder, admit, COUNTS) == want
     asked = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
     batch = batch_of(sources[:3])
     assert torch.equal(decoder.generate(**batch, **asked), model.generate(**batch, **asked))

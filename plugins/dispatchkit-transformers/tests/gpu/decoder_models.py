@@ -6,34 +6,34 @@ from typing import Any
 
 import transformers
 
+_COMMON = {"vocab_size": 997, "initializer_range": 0.2}
+_LLAMA_LIKE = {
+    **_COMMON,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
 
 def llama(**settings: Any) -> Any:
     """Return a Llama-like model whose heads share keys."""
-    config = {
-        "vocab_size": 997,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        **settings,
-    }
+    config = {**_LLAMA_LIKE, **settings}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
 
 
 def gpt2(**settings: Any) -> Any:
     """Return a GPT-2-like model."""
     config = {
-        "vocab_size": 997,
+        **_COMMON,
         "n_positions": 512,
         "n_embd": 128,
         "n_layer": 3,
         "n_head": 4,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "initializer_range": 0.2,
         **settings,
     }
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**config))
@@ -42,17 +42,10 @@ def gpt2(**settings: Any) -> Any:
 def gemma3(**settings: Any) -> Any:
     """Return a model with windows in all layers but the last."""
     config = {
-        "vocab_size": 997,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **_LLAMA_LIKE,
         "head_dim": 32,
-        "max_position_embeddings": 512,
         "sliding_window": 24,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "initializer_range": 0.2,
         **settings,
     }
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**config))
@@ -61,19 +54,13 @@ def gemma3(**settings: Any) -> Any:
 def qwen35(**settings: Any) -> Any:
     """Return a hybrid of linear and full attention."""
     config = {
-        "vocab_size": 997,
-        "hidden_size": 128,
-        "intermediate_size": 256,
+        **_LLAMA_LIKE,
         "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 32,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
         **settings,
     }
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**config))
@@ -82,14 +69,13 @@ def qwen35(**settings: Any) -> Any:
 def mamba(**settings: Any) -> Any:
     """Return a state-space model."""
     config = {
-        "vocab_size": 997,
+        **_COMMON,
         "hidden_size": 128,
         "state_size": 16,
         "num_hidden_layers": 3,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
-        "initializer_range": 0.2,
         **settings,
     }
     return transformers.MambaForCausalLM(transformers.MambaConfig(**config))

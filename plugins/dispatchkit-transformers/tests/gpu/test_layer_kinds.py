@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from decoder_models import gemma3, mamba, marian, qwen35  # noqa: E402
+from serving import served  # noqa: E402
 
 from dispatchkit_transformers import GraphDecoder  # noqa: E402
 
@@ -24,24 +25,6 @@ PROMPTS, COUNTS = (3, 40, 7, 25, 2, 16), (40, 9, 30, 50, 12, 24)
 def prompt_of(length):
     maker = torch.Generator().manual_seed(length)
     return torch.randint(3, 997, (1, length), generator=maker).to(DEVICE)
-
-
-def served(decoder, admit):
-    """Return the tokens of each request, of which there are more than slots."""
-    waiting, rows, said = list(range(len(PROMPTS))), [], [[] for _ in PROMPTS]
-    while waiting or rows:
-        while waiting and decoder.num_rows < decoder.max_batch_size:
-            number = waiting.pop(0)
-            admit(number)
-            rows.append(number)
-            said[number].append(int(decoder.tokens[-1]))
-        for number, token in zip(rows, decoder.step().tolist(), strict=True):
-            said[number].append(token)
-        done = [row for row, number in enumerate(rows) if len(said[number]) >= COUNTS[number]]
-        rows = [rows[row] for row in decoder.drop(done)]
-    assert decoder.stats().moved > 0
-    assert not decoder.stats().graphs["tokens"].eager_by_reason
-    return said
 
 
 @pytest.fixture(params=[gemma3, qwen35, mamba], ids=lambda make: make.__name__)
@@ -63,7 +46,7 @@ def test_tokens_are_those_of_generate(model):
     ]
     decoder = GraphDecoder(model, max_batch_size=4, max_length=96, lengths=[32, 96], sizes=[2, 4])
     for _ in range(2):  # captured on the way, then all there
-        assert served(decoder, lambda number: decoder.admit(prompts[number])) == want
+        assert served(decoder, lambda number: decoder.admit(prompts[number]), COUNTS) == want
 
 
 def test_a_capture_amid_live_sequences_leaves_their_states_as_they_were(model):
@@ -110,4 +93,4 @@ def test_an_encoder_decoder_keeps_what_each_source_gave():
             encoded = model.get_encoder()(sources[number])
         decoder.admit(start, encoder_outputs=encoded)
 
-    assert served(decoder, admit) == want
+    assert served(decoder, admit, COUNTS) == want
