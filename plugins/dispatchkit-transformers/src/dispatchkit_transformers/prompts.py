@@ -24,7 +24,7 @@ from dispatchkit_transformers.slot_cache import SlotCache
 from dispatchkit_transformers.static_models import MISFITS, TRIALS, Probe, is_near, trial_prompts
 
 # Up to about so many tokens a chunk takes as long as one of a few, which reads all weights.
-# Measured: docs/measurements.md, "Prompts through graphs".
+# Measured: docs/measurements/decoding.md, "Prompts through graphs".
 _SAME_TIME = 512
 
 
