@@ -331,6 +331,7 @@ def test_check_mode_finds_memory_that_has_moved_since(quiet):
 
 
 def test_call_inside_the_callers_capture_passes_straight_through(step):
+    """A call in a capture of the caller becomes part of the graph that is captured there."""
     runner = runner_of(step)
     runner.capture()
     static = rows_of(5)

@@ -1,4 +1,4 @@
-"""The page on hazards names tests that exist, and each of them says what must hold."""
+"""The pages on hazards name tests that exist, and each of them says what must hold."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "hazards.md").read_text()
-ROW = re.compile(r"^\|(?P<hazard>[^|]+)\|(?P<done>[^|]+)\|(?P<tests>.+)\|$", re.MULTILINE)
+PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "hazards").glob("*.md")}
+#: An entry: the hazard in bold, what is done about it, a line break, its tests.
+ENTRY = re.compile(
+    r"^- \*\*(?P<hazard>[^*]+)\*\*\s+(?P<done>.+?)\\\n  Tests: (?P<tests>.+?)\.$",
+    re.MULTILINE | re.DOTALL,
+)
+ENTRIES = [entry for page in PAGES.values() for entry in ENTRY.finditer(page)]
 NAME = re.compile(r"`(test_\w+)(?:\[[^`]*\])?`")
 PLACES = (
     "tests/**/test_*.py",
@@ -22,8 +27,8 @@ PLACES = (
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, list[tuple[bool, bool]]]:
-    """For each name on the page and each function of it: is it for a device, has it a docstring."""
-    named = set(NAME.findall(PAGE))
+    """For each name on the pages, its functions: is it for a device, has it a docstring."""
+    named = set(NAME.findall("".join(PAGES.values())))
     found: dict[str, list[tuple[bool, bool]]] = {}
     for path in (path for place in PLACES for path in ROOT.glob(place)):
         source = path.read_text()
@@ -37,22 +42,34 @@ def known() -> dict[str, list[tuple[bool, bool]]]:
     return found
 
 
-def test_every_test_that_the_page_names_exists_and_says_what_it_requires(known) -> None:
-    named = set(NAME.findall(PAGE))
+def test_every_test_that_the_pages_name_exists_and_says_what_it_requires(known) -> None:
+    named = set(NAME.findall("".join(PAGES.values())))
     assert len(named) > 120
     assert sorted(named - known.keys()) == []
     assert sorted(name for name in named if not all(words for _, words in known[name])) == []
 
 
 def test_every_hazard_has_an_answer_and_a_test() -> None:
-    rows = [row for row in ROW.finditer(PAGE) if row["hazard"].strip() not in ("hazard", "---")]
-    assert len(rows) > 60
-    assert [row["hazard"] for row in rows if not NAME.search(row["tests"])] == []
-    assert [row["hazard"] for row in rows if not row["done"].strip()] == []
+    bullets = {
+        name: len(re.findall(r"^- \*\*", page, re.MULTILINE)) for name, page in PAGES.items()
+    }
+    answered = {
+        name: sum("- **" not in entry["done"] for entry in ENTRY.finditer(page))
+        for name, page in PAGES.items()
+    }
+    assert answered == bullets
+    assert sum(bullets.values()) > 120
+    assert [entry["hazard"] for entry in ENTRIES if not NAME.search(entry["tests"])] == []
+
+
+def test_every_page_of_hazards_has_a_row_of_the_summary() -> None:
+    summary = (ROOT / "docs" / "hazards.md").read_text()
+    linked = set(re.findall(r"^\| \[[^]]+\]\(hazards/(\w+)\.md\) \|", summary, re.MULTILINE))
+    assert linked == PAGES.keys()
 
 
 def test_tests_that_are_said_to_need_a_device_do_and_the_others_run_anywhere(known) -> None:
-    for row in ROW.finditer(PAGE):
-        anywhere, _, device = row["tests"].partition("gpu:")
+    for entry in ENTRIES:
+        anywhere, _, device = entry["tests"].partition("gpu:")
         for names, wanted in ((NAME.findall(anywhere), False), (NAME.findall(device), True)):
             assert [name for name in names if wanted not in dict(known[name])] == []
