@@ -26,7 +26,7 @@ PACKAGE = Path(dispatchkit.__file__).resolve().parent
 def listed(way: str) -> list[list[str]]:
     """Return the lists of ``file: function`` that the page has for a way."""
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    passage = page.partition(f"### The way of {way}\n")[2].partition("\n#")[0]
+    passage = page.partition(f"### The path of {way}\n")[2].partition("\n#")[0]
     lists: list[list[str]] = []
     for number, name in re.findall(r"^(\d+)\. `([\w/]+\.py: \w+)`", passage, re.MULTILINE):
         if number == "1":
