@@ -132,7 +132,7 @@ def test_a_capture_amid_live_sequences_leaves_their_states_as_they_were(name):
 def test_a_device_without_memory_for_a_trial_is_no_fault_of_the_model(
     monkeypatch, module, settings
 ):
-    def without_memory(*given):
+    def without_memory(*given, **settings):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(module, "_gives_what_prompts_give", without_memory)

@@ -16,11 +16,16 @@ from decoder_classes import FULL, RECURRENT, WINDOWS, tiny  # noqa: E402
 
 from dispatchkit.errors import ConfigError  # noqa: E402
 
-from dispatchkit_transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
+from dispatchkit_transformers import DECODE_ATTENTION, GraphDecoder, prompts  # noqa: E402
 from dispatchkit_transformers.prompts import plan_chunks  # noqa: E402
 
 # Loading the library takes longer than all other quick tests of a worker together.
 pytestmark = pytest.mark.slow
+
+HAS_ONE_CACHE = hasattr(transformers.cache_utils, "LinearAttentionLayer")
+needs_one_cache = pytest.mark.skipif(
+    not HAS_ONE_CACHE, reason=f"transformers {transformers.__version__} has other caches for it"
+)
 
 PAD = 0
 LENGTHS = (16, 64)
@@ -62,9 +67,9 @@ def tokens_of(*shape, seed=1):
     return torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def said_by(model, prompts, count):
+def said_by(model, ids, count):
     return model.generate(
-        prompts, max_new_tokens=count, do_sample=False, pad_token_id=PAD, eos_token_id=None
+        ids, max_new_tokens=count, do_sample=False, pad_token_id=PAD, eos_token_id=None
     )
 
 
@@ -81,11 +86,11 @@ def test_padded_prompts_of_a_batch_run_together(make, attention):
     mask = torch.ones_like(ids)
     mask[2, :3] = mask[4, :8] = 0
     asked = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
-    prompts = {"input_ids": ids * mask, "attention_mask": mask}
+    given = {"input_ids": ids * mask, "attention_mask": mask}
     decoder = decoder_of(model, prompt_sizes=(4, 16, 64))
     for block in decoder.cache.memory:
         block.fill_(float("nan"))
-    assert torch.equal(model.generate(**prompts, **asked), decoder.generate(**prompts, **asked))
+    assert torch.equal(model.generate(**given, **asked), decoder.generate(**given, **asked))
     stats = decoder.stats()
     assert stats.prompts == {"graphs": 5}
     # Three chunks of 4 tokens for 8 rows: 16 for each would be more than 64 together.
@@ -94,12 +99,12 @@ def test_padded_prompts_of_a_batch_run_together(make, attention):
 
 
 def test_sampled_tokens_and_logits_are_those_of_generate(model):
-    prompts, asked = tokens_of(3, 20), {"max_new_tokens": 8, "pad_token_id": PAD}
+    ids, asked = tokens_of(3, 20), {"max_new_tokens": 8, "pad_token_id": PAD}
     wants = {"return_dict_in_generate": True, "output_logits": True, "do_sample": True}
     results = []
     for run in (model.generate, decoder_of(model, prompt_sizes=(8, 16, 64)).generate):
         torch.manual_seed(5)
-        results.append(run(prompts, **asked, **wants))
+        results.append(run(ids, **asked, **wants))
     want, got = results
     assert torch.equal(want.sequences, got.sequences)
     torch.testing.assert_close(want.logits, got.logits, rtol=1e-4, atol=1e-4)
@@ -145,49 +150,111 @@ def test_prompts_run_eager_unless_sizes_are_given(model):
     assert stats.graphs == {}
 
 
-@pytest.mark.parametrize("name", FULL)
-def test_chunks_of_every_class_give_the_tokens_of_generate(name):
-    """Two chunks for three rows, the first of them padded; or its prompts run eager.
+# These begin anew with every chunk, whatever state they find.
+ONE_CHUNK = {"FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM"}
 
-    That is where a model cannot be told which positions its tokens have.
+
+def alone(model, prompt, count):
+    return said_by(model, prompt, count)[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [pytest.param(*one, id=one[0]) for kind in (FULL, WINDOWS, RECURRENT) for one in kind.items()],
+)
+def test_chunks_of_every_class_give_the_tokens_of_generate(name, settings):
+    """One chunk that is longer than windows, then shorter ones for prompts of several lengths.
+
+    These are beside a sequence that goes on, and in slots with what is no number in them. Some
+    prompts have no token in the first chunk, and windows are passed in the last.
     """
-    model = tiny(name, **FULL[name])
-    if model is None:
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    model = tiny(name, **settings)
+    if model is None or (name in RECURRENT and not HAS_ONE_CACHE):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}, or another cache")
     decoder = decoder_of(
-        model, max_batch_size=3, max_length=32, lengths=[32], sizes=[3], prompt_sizes=(4, 16)
+        model, max_batch_size=4, max_length=32, lengths=[32], sizes=[4], prompt_sizes=(4, 32)
     )
-    ids = tokens_of(3, 5)
-    asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
-    assert torch.equal(decoder.generate(ids, **asked), model.generate(ids, **asked))
-    is_told = "position_ids" in inspect.signature(model.forward).parameters
-    how = "graphs" if is_told else "chunks_differ"
+    for block in decoder.cache.memory:
+        block.fill_(float("nan"))
+    waiting = [tokens_of(1, width, seed=width) for width in (20, 9, 2, 6)]
+    wanted = [alone(model, prompt, 6) for prompt in waiting]
+    decoder.admit(waiting[0])
+    said = [[int(decoder.tokens[0])], [], [], []]
+    said[0] += decoder.step().tolist()
+    ids = torch.cat([torch.nn.functional.pad(one, (9 - one.shape[1], 0)) for one in waiting[1:]])
+    decoder.admit(ids, (ids != PAD).long())
+    for row, token in enumerate(decoder.tokens[1:].tolist(), 1):
+        said[row].append(token)
+    for _ in range(4):
+        for row, token in enumerate(decoder.step().tolist()):
+            said[row].append(token)
+    assert said == [wanted[0], *(one[:5] for one in wanted[1:])]
     stats = decoder.stats()
-    assert stats.prompts == {how: 3}
-    if how == "graphs":
-        assert stats.graphs["prompts"].hits == {"FULL tokens=3 reqs=3 axes=4,32": 2}
+    if name in ONE_CHUNK:
+        assert stats.prompts == {"graphs": 1, "states_not_continued": 3}
+    elif name in RECURRENT or "position_ids" in inspect.signature(model.forward).parameters:
+        assert stats.prompts == {"graphs": 4}
+        assert stats.graphs["prompts"].hits["FULL tokens=4 reqs=4 axes=4,32"] == 3
+    else:  # a model that cannot be told which positions its tokens have
+        assert stats.prompts == {"chunks_differ": 4}
+    if "prompts" in stats.graphs:
+        assert stats.graphs["prompts"].hits["FULL tokens=1 reqs=1 axes=32,32"] == 1
+        assert not stats.graphs["prompts"].eager_by_reason
 
 
-@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Lfm2ForCausalLM", "MambaForCausalLM"])
-def test_prompts_of_layers_that_keep_less_than_all_positions_run_eager(name):
-    """Windows, states, and both beside full attention."""
-    model = tiny(name, **{**WINDOWS, **RECURRENT}[name])
-    decoder = decoder_of(model, max_length=32, lengths=[32], prompt_sizes=(4, 16))
-    decoder.admit(tokens_of(1, 3))
-    assert decoder.stats().prompts == {"layers_without_all_positions": 1}
-    with pytest.raises(ConfigError, match="layers_without_all_positions"):
+@needs_one_cache
+def test_states_that_no_chunk_continues_are_found_where_logits_do_not_show_it(monkeypatch):
+    """In 16 bits they differ by rounding too much to tell."""
+    monkeypatch.setattr(prompts, "is_near", lambda *given: True)
+    model = tiny("MambaForCausalLM").to(torch.bfloat16)
+    decoder = decoder_of(model, max_batch_size=4, prompt_sizes=(4, 16))
+    decoder.admit(tokens_of(1, 9))
+    decoder.admit(tokens_of(3, 5))
+    assert decoder.stats().prompts == {"graphs": 1, "states_not_continued": 3}
+
+
+@needs_one_cache
+def test_prompts_of_an_encoder_decoder_run_eager():
+    model = tiny("MarianMTModel")
+    decoder = decoder_of(model, max_source_length=8, prompt_sizes=(4, 16))
+    with torch.no_grad():
+        encoded = model.get_encoder()(tokens_of(1, 5))
+    decoder.admit(torch.ones(1, 1, dtype=torch.int64), encoder_outputs=encoded)
+    assert decoder.stats().prompts == {"encoder_decoder": 1}
+    with pytest.raises(ConfigError, match="encoder_decoder"):
         decoder.prompt_runner()
 
 
-def test_other_slots_stay_as_they_are(model):
-    """A chunk of four rows with three prompts, the first of which is live already."""
-    decoder = decoder_of(model, max_batch_size=4, prompt_sizes=(16, 64))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLM",
+        "Gemma3ForCausalLM",
+        pytest.param("Qwen3_5ForCausalLM", marks=needs_one_cache),
+        pytest.param("Mamba2ForCausalLM", marks=needs_one_cache),
+    ],
+)
+def test_other_slots_stay_as_they_are(name):
+    """A chunk of four rows with three prompts, behind one that is live and before free slots."""
+    model = tiny(name, **{**FULL, **WINDOWS, **RECURRENT}[name])
+    decoder = decoder_of(model, max_batch_size=6, prompt_sizes=(16, 64))
     decoder.admit(tokens_of(1, 5))
-    before = [block[:, :1, :, : decoder.max_length].clone() for block in decoder.cache.memory]
+    others = [0, 4, 5]
+
+    def content():
+        # Behind the positions that are kept is one that is never read.
+        kept = [one.tensor[:, others, ..., : one.capacity, :] for one in banks]
+        return [*kept, *(one[:, others] for one in decoder.cache.states)]
+
+    banks = [one for one in decoder.cache.blocks if one.capacity is not None]
+    for block in decoder.cache.memory:
+        block[:, 4:].normal_(generator=torch.Generator().manual_seed(1))
+    before = [one.clone() for one in content()]
     decoder.admit(tokens_of(3, 6))
-    assert decoder.stats().graphs["prompts"].hits["FULL tokens=4 reqs=4 axes=16,16"] == 1
-    for block, then in zip(decoder.cache.memory, before, strict=True):
-        assert torch.equal(block[:, :1, :, : decoder.max_length], then)
+    hits = decoder.stats().graphs["prompts"].hits
+    assert [count for key, count in hits.items() if key.startswith("FULL tokens=4")] == [1]
+    for found, then in zip(content(), before, strict=True):
+        assert torch.equal(found, then)
 
 
 def test_capture_ahead_leaves_nothing_to_capture_later(model):
@@ -221,6 +288,8 @@ def test_chunks_take_the_least_time_and_are_few():
         first, *others = plan[width]
         assert 0 < width - sum(others) <= first, f"{width}: padding in more than the first"
     assert plan_chunks((16,), 64, 40)[40] == (16, 16, 16)
+    assert plan_chunks(sizes, 1, 2048, whole=True)[513] == (2048,)
+    assert plan_chunks((16, 64), 1, 256, whole=True)[65] == ()
 
 
 @pytest.mark.parametrize("sizes", [(0,), (128,), ("long",), 64, True])

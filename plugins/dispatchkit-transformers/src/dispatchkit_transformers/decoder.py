@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import torch
 
-from dispatchkit.dispatch import Policy, Reason
+from dispatchkit.dispatch import Policy
 from dispatchkit.errors import BackendUnavailableError, ConfigError, DescriptorError, InputError
 from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput, StepState
 from dispatchkit.keys import Axis, check_count
@@ -36,9 +36,10 @@ try:
     )
     from dispatchkit_transformers.generation import generate, left_paddings
     from dispatchkit_transformers.prompts import (
+        GRAPHS,
         PromptRunner,
         check_prompt_sizes,
-        gives_what_prompts_give,
+        prompt_runner,
     )
     from dispatchkit_transformers.slot_cache import SlotCache, plan_moves
     from dispatchkit_transformers.static_models import Probe, Source, probe
@@ -182,8 +183,12 @@ class GraphDecoder:
         }
         # Tokens and logits are other graphs: whoever chooses tokens does not pay for logits.
         self._runners: dict[bool, GraphRunner] = {}
-        self._prompts: PromptRunner | str = self._prompt_runner(
-            check_prompt_sizes(prompt_sizes, max_length)
+        self._prompts: PromptRunner | str = prompt_runner(
+            self._probe,
+            self.cache,
+            self.lengths,
+            check_prompt_sizes(prompt_sizes, max_length),
+            self._settings,
         )
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
@@ -273,11 +278,12 @@ class GraphDecoder:
         self._check_model()
         lengths = [width - padding for padding in paddings]
         prompts = self._prompts
+        longest = max(lengths, default=0)
+        how = prompts if isinstance(prompts, str) else prompts.how(rows, longest)
         with torch.no_grad():
-            if not isinstance(prompts, str) and prompts.chunks(rows, max(lengths, default=0)):
-                logits, how = prompts.run(self.num_rows, input_ids, lengths), "graphs"
+            if how == GRAPHS and not isinstance(prompts, str):
+                logits = prompts.run(self.num_rows, input_ids, lengths)
             else:
-                how = prompts if isinstance(prompts, str) else str(Reason.ABOVE_LARGEST)
                 seen = self._probe.prompt(
                     input_ids, attention_mask if any(paddings) else None, source
                 )
@@ -485,16 +491,6 @@ class GraphDecoder:
                 f"got {tuple(mask.shape)}.",
             )
         return Source(states, mask.bool())
-
-    def _prompt_runner(self, sizes: tuple[int, ...]) -> PromptRunner | str:
-        """Return what runs prompts through graphs, or the reason why all of them run eager."""
-        if not sizes:
-            return "no_prompt_sizes"
-        if not self.cache.keeps_all:
-            return "layers_without_all_positions"
-        if not gives_what_prompts_give(self._probe, self.max_length):
-            return "chunks_differ"
-        return PromptRunner(self._probe, self.cache, self.lengths, sizes, self._settings)
 
     def _run(self, *, wants_logits: bool) -> Any:
         longest = max(self._lengths, default=self.max_length) + 1

@@ -1,8 +1,9 @@
 """Prompts through graphs: cut in chunks, each of which is one replay for some rows.
 
 A chunk is a step of T tokens for each of B prompts. It writes their keys and values into the slots
-of these prompts and attends to what the slots hold by then. Prompts are padded on the left, and so
-is their first chunk: the last token of the last chunk is the last of each prompt.
+of these prompts and attends to what the slots hold by then; recurrent layers continue from the
+states in the slots. Prompts are padded on the left, and so is their first chunk: the last token of
+the last chunk is the last of each prompt, and padding meets no state yet.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
+from dispatchkit.dispatch import Reason
 from dispatchkit.errors import ConfigError
 from dispatchkit.execute import GraphRunner, StaticInput
 from dispatchkit.keys import Axis, check_count
 
-from dispatchkit_transformers.layers import AttentionLayer, Place
+from dispatchkit_transformers.layers import ChunkStates, chunk_layer
 from dispatchkit_transformers.slot_cache import SlotCache
 from dispatchkit_transformers.static_models import MISFITS, TRIALS, Probe, is_near, trial_prompts
+
+#: How prompts run that do not run eager.
+GRAPHS = "graphs"
 
 # Up to about so many tokens a chunk takes as long as one of a few, which reads all weights.
 # Measured: docs/measurements/decoding.md, "Prompts through graphs".
@@ -43,8 +48,10 @@ def check_prompt_sizes(sizes: Sequence[int] | str, max_length: int) -> tuple[int
 
 
 @functools.lru_cache(maxsize=64)
-def plan_chunks(sizes: tuple[int, ...], rows: int, most: int) -> list[tuple[int, ...]]:
-    """Return the chunks to run prompts in, by the tokens of each prompt.
+def plan_chunks(
+    sizes: tuple[int, ...], rows: int, most: int, *, whole: bool = False
+) -> list[tuple[int, ...]]:
+    """Return the chunks to run prompts in, by the tokens of each prompt; none if they do not fit.
 
     They take the least time, as far as sizes say that, and are the fewest that do. The first one is
     padded to its size.
@@ -53,38 +60,21 @@ def plan_chunks(sizes: tuple[int, ...], rows: int, most: int) -> list[tuple[int,
         sizes: Sizes that chunks may have.
         rows: Prompts that run together.
         most: Most tokens of a prompt.
+        whole: A prompt has one chunk alone.
     """
     times = {size: max(size * rows, _SAME_TIME) for size in sizes}
     best: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
     for tokens in range(1, most + 1):
         found = []
         for size in sizes:
+            if whole and tokens > size:
+                continue
             time, number, rest = best[max(tokens - size, 0)]
             # What is behind the padded one is full.
             chunks = (*rest, size) if tokens > size else (size,)
             found.append((time + times[size], number + 1, chunks))
-        best.append(min(found))
+        best.append(min(found, default=best[0]))
     return [chunks for _, _, chunks in best]
-
-
-class PromptLayer(AttentionLayer):
-    """One layer of the cache as a chunk of prompts sees it."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a chunk into the slots of its prompts; return what these may read.
-
-        Shapes: states (B, heads, T, head size), results (B, heads, length, head size).
-        """
-        slots, written = self.place.slots, self.place.written(self.capacity)
-        for memory, states in ((self.keys, key_states), (self.values, value_states)):
-            memory[slots.unsqueeze(1), :, written] = states.transpose(1, 2)
-        keys, values = (
-            memory[:, :, : self.length].index_select(0, slots)
-            for memory in (self.keys, self.values)
-        )
-        return keys, values
 
 
 def prompt_step(
@@ -103,30 +93,52 @@ def prompt_step(
     """
     last = memory.length - 1
     ahead = torch.arange(memory.length, device=probe.device)
-    place = Place(ahead, memory.sink, [memory.length])
-    views = {
-        length: Cache(layers=[PromptLayer(*pair, place, length) for pair in memory.pairs])
-        for length in lengths
-    }
-    forms = {length: probe.masks_for(view.layers) for length, view in views.items()}
+    views, forms, places = {}, {}, {}
+    for length in lengths:
+        view, places[length] = memory.view(length)
+        views[length] = Cache(layers=[chunk_layer(one) for one in view.layers])
+        forms[length] = probe.masks_for(views[length].layers)
 
     def step(
         tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, length: int
     ) -> torch.Tensor:
         # Without a graph it is the length itself that is given.
         length = next((one for one in lengths if one >= length), lengths[-1])
+        place, cache = places[length], views[length]
+        states = [one for one in cache.layers if isinstance(one, ChunkStates)]
         place.enter(positions, slots)
-        given = probe.step_arguments(views[length])
+        for one in states:
+            one.enter()
+        given = probe.step_arguments(cache)
         if probe.takes_positions:
             given["position_ids"] = positions.clamp(max=last)
         masks = forms[length].masks(positions, ahead, probe.mask_of)
+        if states:
+            masks = _with_padding(masks, positions < memory.sink)
         output = probe.model(input_ids=tokens, attention_mask=masks, **given)
+        for one in states:
+            one.leave()
         # State that a step leaves behind would keep it from being captured.
         place.leave()
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
 
     return step
+
+
+def _with_padding(masks: Any, tokens: torch.Tensor) -> Any:
+    """Return masks in which layers without keys have that of their padding.
+
+    Padding comes before a prompt, where states are zero: without input they stay so. It is how
+    the library's own ``generate`` pads them.
+
+    Args:
+        masks: For the layers that have keys, as the model takes them.
+        tokens: False where padding is (B, T).
+    """
+    if isinstance(masks, dict):
+        return {name: tokens if mask is None else mask for name, mask in masks.items()}
+    return tokens if masks is None else masks
 
 
 def in_chunks(
@@ -153,35 +165,70 @@ def in_chunks(
         begin = end
 
 
-def gives_what_prompts_give(probe: Probe, length: int) -> bool:
+def gives_what_prompts_give(probe: Probe, length: int, *, whole: bool) -> bool:
     """Return whether chunks give the logits of whole prompts, one beside another that is shorter.
 
     Args:
         probe: What was found out about the model.
-        length: Positions of a cache whose layers keep all of them.
+        length: Positions of a cache.
+        whole: Try one chunk for a prompt, and not two.
     """
     try:
         with torch.no_grad():
-            return any(_gives_what_prompts_give(probe, length, trial) for trial in TRIALS)
+            return any(
+                _gives_what_prompts_give(probe, length, trial, whole=whole) for trial in TRIALS
+            )
     except torch.OutOfMemoryError:
         raise  # it says nothing of the model
     except MISFITS:
         return False
 
 
-def _gives_what_prompts_give(probe: Probe, length: int, trial: tuple[tuple[int, ...], ...]) -> bool:
+def _gives_what_prompts_give(
+    probe: Probe, length: int, trial: tuple[tuple[int, ...], ...], *, whole: bool
+) -> bool:
     rows = trial_prompts(probe, trial, length)
     lengths = [row.shape[1] for row in rows]
     ids = torch.cat([pad(row, (max(lengths) - row.shape[1], 0)) for row in rows])
     memory = probe.cache(len(rows), length)
     step, slots = prompt_step(probe, memory, [length]), torch.arange(len(rows), device=ids.device)
-    logits = ids
-    for tokens, positions, _ in in_chunks(ids, lengths, [2] * ((max(lengths) + 1) // 2), length):
-        logits = step(tokens, positions, slots, length)
+    size = max(lengths) if whole else (max(lengths) + 1) // 2
+    *first, last = in_chunks(ids, lengths, [size] * (1 if whole else 2), length)
+    for tokens, positions, _ in first:
+        step(tokens, positions, slots, length)
+    found = [one.clone() for one in memory.states]
+    logits = step(*last[:2], slots, length)
+    if first and not _continues(memory, found, lambda: step(*last[:2], slots, length), logits):
+        return False
     return all(
         is_near(got, probe.prompt(row, None).logits[0], probe.dtype)
         for got, row in zip(logits, rows, strict=True)
     )
+
+
+def _continues(
+    memory: SlotCache,
+    found: Sequence[torch.Tensor],
+    run: Callable[[], torch.Tensor],
+    logits: torch.Tensor,
+) -> bool:
+    """Return whether a chunk's logits depend on each kind of state that it found.
+
+    Some classes take a state for single tokens alone, and begin anew with every chunk. Logits
+    in 16 bits differ too much for other reasons to show it; what is ignored changes no bit.
+
+    Args:
+        memory: The cache.
+        found: What states were when the chunk began.
+        run: Runs it again, and returns its logits.
+        logits: Those it gave.
+    """
+    for ignored in range(len(found)):
+        for number, (states, before) in enumerate(zip(memory.states, found, strict=True)):
+            states.copy_(before).mul_(number != ignored)
+        if torch.equal(run(), logits):
+            return False
+    return True
 
 
 class PromptRunner:
@@ -194,6 +241,7 @@ class PromptRunner:
         sizes: Tokens of a chunk, ascending; the largest is also how many tokens all prompts of
             one chunk have together.
         settings: Settings of the ``GraphRunner``.
+        whole: A prompt has one chunk alone: layers do not continue from the state of another.
 
     Attributes:
         runner: What runs the chunks.
@@ -206,8 +254,10 @@ class PromptRunner:
         lengths: Sequence[int],
         sizes: tuple[int, ...],
         settings: Mapping[str, Any],
+        *,
+        whole: bool = False,
     ) -> None:
-        self._memory, self._sizes = memory, sizes
+        self._memory, self._sizes, self._whole = memory, sizes, whole
         most = memory.num_slots
         self._rows = (*(1 << one for one in range(most.bit_length()) if 1 << one < most), most)
         self.runner: GraphRunner = GraphRunner(
@@ -221,14 +271,22 @@ class PromptRunner:
             **{**settings, "sizes": self._rows},
         )
 
-    def chunks(self, rows: int, width: int) -> tuple[int, ...]:
+    def how(self, rows: int, width: int) -> str:
+        """Return how prompts (B, T) run: through graphs, or the reason why eager."""
+        if self._chunks(rows, width, whole=self._whole):
+            return GRAPHS
+        if self._chunks(rows, width, whole=False):
+            return "states_not_continued"
+        return str(Reason.ABOVE_LARGEST)
+
+    def _chunks(self, rows: int, width: int, *, whole: bool) -> tuple[int, ...]:
         """Return the chunks for prompts (B, T); none where they do not fit into graphs."""
         largest = self._sizes[-1]
         bucket = next(one for one in self._rows if one >= rows)
         fitting = tuple(size for size in self._sizes if size * bucket <= largest)
         if not fitting or rows * width > largest:
             return ()
-        return plan_chunks(fitting, bucket, largest)[width]
+        return plan_chunks(fitting, bucket, largest, whole=whole)[width]
 
     def run(self, start: int, input_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Put prompts into the slots from ``start`` on.
@@ -244,7 +302,8 @@ class PromptRunner:
         rows = len(lengths)
         self._memory.clear(start, rows)
         slots = torch.arange(start, start + rows, device=input_ids.device)
-        chunks, logits = self.chunks(rows, max(lengths)), torch.empty(0)
+        chunks = self._chunks(rows, max(lengths), whole=self._whole)
+        logits = torch.empty(0)
         for tokens, positions, length in in_chunks(input_ids, lengths, chunks, self._memory.sink):
             logits = self.runner(
                 tokens=tokens,
@@ -263,3 +322,25 @@ class PromptRunner:
             if key.num_tokens * key.descriptor.axes[0] <= self._sizes[-1]
         ]
         return self.runner.capture(keys, progress=progress).num_graphs
+
+
+def prompt_runner(
+    probe: Probe,
+    memory: SlotCache,
+    lengths: Sequence[int],
+    sizes: tuple[int, ...],
+    settings: Mapping[str, Any],
+) -> PromptRunner | str:
+    """Return what runs prompts through graphs, or the reason why all of them run eager.
+
+    The arguments are those of ``PromptRunner``; without sizes they run eager.
+    """
+    if not sizes:
+        return "no_prompt_sizes"
+    if probe.cross:
+        # Keys and values of the source are computed with the prompt, and a chunk has no source.
+        return "encoder_decoder"
+    for whole in (False, True):
+        if gives_what_prompts_give(probe, memory.length, whole=whole):
+            return PromptRunner(probe, memory, lengths, sizes, settings, whole=whole)
+    return "chunks_differ"

@@ -154,11 +154,6 @@ class SlotCache:
         return EncoderDecoderCache(Cache(layers=layers), Cache(layers=cross)), place
 
     @property
-    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's keys and values, of the layers that have them."""
-        return [(one["keys"], one["values"]) for one in self._memory if "keys" in one]
-
-    @property
     def tensors(self) -> list[torch.Tensor]:
         """What each layer has of the memory, as steps reach it."""
         return [one for memory in (*self._memory, *self._cross) for one in memory.values()]
@@ -167,11 +162,6 @@ class SlotCache:
     def has_sources(self) -> bool:
         """Whether it keeps what a decoder needs of an encoder's states."""
         return bool(self._cross)
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether every layer keeps keys and values of all positions, and nothing else."""
-        return all(one.capacity == self.length for one in self.blocks)
 
     def clear(self, start: int, rows: int) -> None:
         """Clear slots from ``start`` on.

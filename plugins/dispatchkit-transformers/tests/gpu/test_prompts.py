@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from decoder_models import gpt2, llama  # noqa: E402
+from decoder_models import gemma3, gpt2, llama, qwen35  # noqa: E402
 
 from dispatchkit_transformers import DECODE_ATTENTION, GraphDecoder  # noqa: E402
 
@@ -21,6 +21,7 @@ pytestmark = [
 
 DEVICE = "cuda:0"
 PAD = 0
+ASKED = {"do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", DECODE_ATTENTION])
@@ -31,7 +32,7 @@ def test_tokens_after_prompts_through_graphs_are_those_of_generate(make, attenti
     model = make().to(DEVICE).eval()
     model.set_attn_implementation(attention)
     decoder = GraphDecoder(model, max_batch_size=8, max_length=256, prompt_sizes=(16, 64, 256))
-    asked = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": PAD}
+    asked = {"max_new_tokens": 40, **ASKED}
     for number, (rows, width) in enumerate(((5, 9), (1, 140), (2, 70), (5, 9), (1, 1))):
         maker = torch.Generator().manual_seed(number)
         ids = torch.randint(3, 997, (rows, width), generator=maker).to(DEVICE)
@@ -50,9 +51,11 @@ def test_tokens_after_prompts_through_graphs_are_those_of_generate(make, attenti
     }  # fmt: skip
 
 
-def test_prompts_that_join_others_get_what_they_would_get_alone():
+@pytest.mark.parametrize("make", [llama, gemma3, qwen35], ids=lambda make: make.__name__)
+def test_prompts_that_join_others_get_what_they_would_get_alone(make):
+    """In chunks shorter and longer than windows of 24, and in several."""
     torch.manual_seed(0)
-    model = llama().to(DEVICE).eval()
+    model = make().to(DEVICE).eval()
     decoder = GraphDecoder(model, max_batch_size=6, max_length=128, prompt_sizes=(16, 64))
     prompts = [
         torch.randint(3, 997, (1, 5 + 9 * number), generator=torch.Generator().manual_seed(number))
@@ -65,11 +68,35 @@ def test_prompts_that_join_others_get_what_they_would_get_alone():
         for row, token in enumerate(decoder.step().tolist()):
             said[row].append(token)
     for one, tokens in zip(prompts, said, strict=True):
-        want = model.generate(
-            one.to(DEVICE), max_new_tokens=len(tokens), do_sample=False, pad_token_id=PAD
-        )
+        want = model.generate(one.to(DEVICE), max_new_tokens=len(tokens), **ASKED)
         assert want[0, one.shape[1] :].tolist() == tokens
     assert decoder.stats().prompts == {"graphs": 6}
+    assert not decoder.stats().graphs["prompts"].eager_by_reason
+
+
+@pytest.mark.parametrize("make", [gemma3, qwen35], ids=lambda make: make.__name__)
+def test_prompts_of_several_lengths_in_chunks_leave_other_slots_alone(make):
+    """Three together in chunks of 16, in slots with what is no number in them."""
+    torch.manual_seed(0)
+    model = make().to(DEVICE).eval()
+    decoder = GraphDecoder(model, max_batch_size=4, max_length=256, prompt_sizes=(16, 192))
+    for block in decoder.cache.memory:
+        block.fill_(float("nan"))
+    prompts = [
+        torch.randint(3, 997, (1, width), generator=torch.Generator().manual_seed(width))
+        for width in (60, 50, 7, 33)
+    ]
+    decoder.admit(prompts[0].to(DEVICE))
+    ids = torch.cat([torch.nn.functional.pad(one, (50 - one.shape[1], 0)) for one in prompts[1:]])
+    decoder.admit(ids.to(DEVICE), (ids != PAD).long().to(DEVICE))
+    said = [decoder.tokens.tolist(), *(decoder.step().tolist() for _ in range(20))]
+    for row, prompt in enumerate(prompts):
+        want = model.generate(prompt.to(DEVICE), max_new_tokens=21, **ASKED)
+        assert want[0, prompt.shape[1] :].tolist() == [tokens[row] for tokens in said]
+    stats = decoder.stats()
+    assert stats.prompts == {"graphs": 4}
+    assert stats.graphs["prompts"].hits["FULL tokens=4 reqs=4 axes=16,128"] == 4
+    assert not stats.graphs["prompts"].eager_by_reason
 
 
 def test_logits_in_16_bits_are_as_near_to_float32_as_those_of_eager_prompts():

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dispatchkit_transformers.layers.attention import AttentionLayer
+from dispatchkit_transformers.layers.chunk import ChunkStates, chunk_layer
 from dispatchkit_transformers.layers.cross import CrossLayer
 from dispatchkit_transformers.layers.place import Place
 from dispatchkit_transformers.layers.recurrent import HybridLayer, RecurrentLayer
 
-__all__ = ["AttentionLayer", "CrossLayer", "HybridLayer", "Place", "RecurrentLayer"]
+__all__ = [
+    "AttentionLayer",
+    "ChunkStates",
+    "CrossLayer",
+    "HybridLayer",
+    "Place",
+    "RecurrentLayer",
+    "chunk_layer",
+]

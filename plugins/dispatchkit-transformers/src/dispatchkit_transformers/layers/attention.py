@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from dispatchkit_transformers.layers.masks import LayerLook, Look
 from dispatchkit_transformers.layers.place import Place
 
 
@@ -72,6 +73,10 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
             # Compiled code does this in place; for a scatter it copies all rows, there and back.
             memory[slots, :, written] = states.squeeze(2)
         return self.keys[:rows, :, : self.length], self.values[:rows, :, : self.length]
+
+    def look(self, chunk: int | None) -> LayerLook:
+        """Return what a step may look at here: all, or what there is since a multiple of chunk."""
+        return Look(self.length, chunk)
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return length and offset of what is read; the step brings its own mask, though."""

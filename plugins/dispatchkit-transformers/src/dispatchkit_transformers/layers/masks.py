@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
-
-from dispatchkit_transformers.layers.attention import AttentionLayer
 
 #: Makes the mask that a model's attention takes of one that is True where a token may look.
 Converter = Callable[[torch.Tensor], torch.Tensor]
@@ -17,9 +15,17 @@ Converter = Callable[[torch.Tensor], torch.Tensor]
 _OF_TWO = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
 
+class LayerLook(Protocol):
+    """What the layers of one kind may look at; equal ones have one mask."""
+
+    def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+        """Return True where tokens at positions (B, T) may look (B, 1, T, what is read)."""
+        ...
+
+
 @attrs.frozen
 class Look:
-    """What the layers of one kind may look at.
+    """What a step may look at in layers of one kind.
 
     Attributes:
         length: Positions that they read.
@@ -52,7 +58,7 @@ class ByLayerType:
     """
 
     def __init__(self, text: Any, layers: Sequence[Any]) -> None:
-        self._looks: dict[str, Look | None] = {}
+        self._looks: dict[str, LayerLook | None] = {}
         for name, layer in zip(text.layer_types, layers, strict=False):
             if name in _OF_TWO:
                 self._looks["linear_attention"] = None
@@ -78,8 +84,8 @@ class OneForAll:
 
     def __init__(self, text: Any, layers: Sequence[Any]) -> None:
         kind = "chunked_attention" if getattr(text, "attention_chunk_size", None) else ""
-        looks = [_look_of(text, kind, one) for one in layers if isinstance(one, AttentionLayer)]
-        self._look = looks[0] if looks else None
+        looks = (_look_of(text, kind, one) for one in layers)
+        self._look = next((one for one in looks if one is not None), None)
 
     def masks(self, positions: torch.Tensor, ahead: torch.Tensor, convert: Converter) -> Any:
         """Return what a model takes as ``attention_mask``, for tokens at positions (B, T)."""
@@ -95,7 +101,7 @@ class OfPositions:
     """
 
     def __init__(self, text: Any, layers: Sequence[Any]) -> None:
-        attention = [one for one in layers if isinstance(one, AttentionLayer)]
+        attention = [one for one in layers if hasattr(one, "look")]
         self._length = attention[0].length
         for one in attention:
             # The token may look at all positions, but for those that the mask has none of.
@@ -114,7 +120,8 @@ FORMS: tuple[type[ByLayerType | OneForAll | OfPositions], ...] = (
 )
 
 
-def _look_of(text: Any, kind: str, layer: Any) -> Look | None:
-    if not isinstance(layer, AttentionLayer):
+def _look_of(text: Any, kind: str, layer: Any) -> LayerLook | None:
+    if not hasattr(layer, "look"):
         return None
-    return Look(layer.length, text.attention_chunk_size if kind == "chunked_attention" else None)
+    look: LayerLook = layer.look(text.attention_chunk_size if kind == "chunked_attention" else None)
+    return look

@@ -20,15 +20,17 @@ class Place:
         capacities: The numbers of positions that layers keep.
 
     Attributes:
+        sink: The position of rows without a sequence.
         positions: Positions of each row's tokens, (B,) or (B, T); of none between steps.
     """
 
+    sink: int
     positions: torch.Tensor
     _slots: torch.Tensor
     _written: dict[int, torch.Tensor]
 
     def __init__(self, slots: torch.Tensor, sink: int, capacities: Iterable[int]) -> None:
-        self._all, self._sink = slots, sink
+        self._all, self.sink = slots, sink
         self._capacities = tuple(capacities)
         self.leave()
 
@@ -53,11 +55,16 @@ class Place:
         """The slots of the rows (B,)."""
         return self._slots
 
+    @property
+    def has_tokens(self) -> torch.Tensor:
+        """True for rows that have a token among the T of each (B,): the last one is."""
+        return self.positions[:, -1] < self.sink
+
     def written(self, capacity: int) -> torch.Tensor:
         """Return where a layer of a capacity keeps the tokens of the step, as ``positions``."""
         return self._written[capacity]
 
     def _written_at(self, positions: torch.Tensor, capacity: int) -> torch.Tensor:
-        if capacity == self._sink:
+        if capacity == self.sink:
             return positions
-        return torch.where(positions < self._sink, positions % capacity, capacity)
+        return torch.where(positions < self.sink, positions % capacity, capacity)

@@ -44,6 +44,11 @@ class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]  # the library
         self.record_past = False
 
     @property
+    def banks(self) -> tuple[States, States]:
+        """The states of all slots, of convolutions and of recurrences."""
+        return self._conv_states, self._recurrent_states
+
+    @property
     def conv_states(self) -> dict[int, torch.Tensor]:
         """The convolutions' states of the step's rows."""
         rows = self.place.num_rows
