@@ -1,4 +1,4 @@
-"""Who decides, and how: policies, decisions, hard constraints and the dispatcher."""
+"""Policies, decisions, hard constraints and the dispatcher."""
 
 from dispatchkit.dispatch.axes import PlainView, knows_axes
 from dispatchkit.dispatch.constraints import broken_constraint

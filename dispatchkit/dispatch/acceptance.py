@@ -1,4 +1,4 @@
-"""Whether a policy may be installed: its keys, after a trial on batches around their sizes."""
+"""Trial of a policy before it is installed, on batches around the sizes it declares."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _MAX_SIZES_TRIED = 16
 
 @attrs.frozen(eq=False)
 class Proposal:
-    """A policy and a configuration that passed their trial and may be installed.
+    """A policy and a configuration that passed the trial and may be installed.
 
     Attributes:
         parts: The policy, with its optional parts.
-        config: What it decides under.
+        config: The configuration it decides under.
         origin: Where it comes from, for messages.
-        keys: What it declares, in order; once for each combination of buckets where it knows
-            nothing of axes.
-        adds_axes: That is so.
+        keys: The keys it declares, in order; each once per combination of buckets if it does not
+            declare axes itself.
+        adds_axes: The policy does not declare axes itself.
     """
 
     parts: PolicyParts
@@ -53,18 +53,18 @@ def accepted_keys(
     *,
     may_split: bool = False,
 ) -> list[GraphKey]:
-    """Return the keys a policy declares, after asking it about batches around their sizes.
+    """Return the keys a policy declares, after trying it on batches around their sizes.
 
     Args:
-        policy: The policy; nothing of it is kept.
-        config: What it is to decide under.
+        policy: The policy; no reference to it is kept.
+        config: The configuration to decide under.
         origin: Where it comes from, for messages.
-        modes: Runtime modes the executor can do.
+        modes: Runtime modes the executor supports.
         may_split: Mixed batches may be split over several graphs.
 
     Raises:
-        PolicyError: A method is missing or raises, a key is none, or an answer breaks a hard
-            constraint though every declared graph is there.
+        PolicyError: A method is missing or raises, a declared key is invalid, or an answer breaks a
+            hard constraint even with all declared graphs captured.
     """
     if isinstance(policy, type):
         problem = f"is a class; give an instance: {policy.__name__}(...)."
@@ -73,7 +73,10 @@ def accepted_keys(
     for method in ("declare", "decide"):
         if not callable(getattr(policy, method, None)):
             raise PolicyError(
-                name, method, "is missing; a policy needs declare and decide.", origin=origin
+                name,
+                method,
+                "is missing; a policy needs the methods declare and decide.",
+                origin=origin,
             )
     try:
         answer: Any = policy.declare(config)
@@ -131,13 +134,13 @@ def _check_axes(keys: list[GraphKey], config: DispatchConfig, name: str, origin:
 
 
 def raised(error: Exception, batch: Batch | None = None) -> str:
-    """Return what a method of a policy raised as a sentence."""
+    """Describe in a sentence what a policy's method raised."""
     where = "" if batch is None else f" on {batch}"
     return f"raised {type(error).__name__}{where}: {error}".rstrip(":. ") + "."
 
 
 def _probes(keys: list[GraphKey], config: DispatchConfig) -> Iterator[Batch]:
-    """Yield batches at and beside some of the sizes: that is where rules go wrong."""
+    """Yield batches at and next to some of the sizes, where rules tend to go wrong."""
     sizes = sorted({key.num_tokens for key in keys})
     smallest = tuple(axis.buckets[0] for axis in config.axes)
     step = max(1, len(sizes) // _MAX_SIZES_TRIED)

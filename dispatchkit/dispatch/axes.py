@@ -1,7 +1,7 @@
-"""Policies that know nothing of axes, used where there are some.
+"""Use policies that are unaware of axes under configurations that have some.
 
-Such a policy declares keys and decides as ever; each of its keys exists once for each
-combination of buckets, and what it sees when it decides are those of the batch's own.
+Such a policy declares and decides as if there were no axes. Each of its keys exists once per
+combination of buckets, and when it decides it sees only the keys of the batch's combination.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dispatchkit.keys.modes import RuntimeMode
 
 
 def knows_axes(keys: Iterable[GraphKey]) -> bool:
-    """Return whether a policy declares keys by their axes itself."""
+    """Return whether a policy declares keys with axes itself."""
     return any(key.descriptor.axes for key in keys)
 
 
 def expanded(keys: Iterable[GraphKey], config: DispatchConfig) -> list[GraphKey]:
-    """Return keys without axes, once for each combination of buckets."""
+    """Return each key once per combination of buckets."""
     combinations = config.variants.combinations()
     return [_with_axes(key, axes) for key in keys for axes in combinations]
 
@@ -36,7 +36,7 @@ def is_outside(batch: Batch) -> bool:
 
 
 class PlainView(GraphView):
-    """The graphs of one combination of buckets, without their axes.
+    """The graphs of one combination of buckets, shown without axes.
 
     Args:
         view: All graphs.
@@ -50,7 +50,7 @@ class PlainView(GraphView):
 
     @property
     def revision(self) -> tuple[object, ...]:
-        """What stays equal as long as everything that it shows stays as it is."""
+        """A value that stays equal as long as the view's contents do not change."""
         return self._axes, *self._view.revision
 
     def why_not(self, key: GraphKey) -> str | None:
@@ -76,13 +76,13 @@ class PlainView(GraphView):
 
 
 def without_axes(batch: Batch) -> Batch:
-    """Return a batch as a policy without axes sees it."""
+    """Return a batch as a policy unaware of axes sees it."""
     return attrs.evolve(batch, axes=())
 
 
 def answer_with_axes(decision: Decision, axes: AxisBuckets) -> Decision:
-    """Return a policy's answer with the keys of a batch's own buckets."""
-    key = getattr(decision, "key", None)  # an answer that is none is named by who checks it
+    """Return a policy's answer with the batch's buckets added to its keys."""
+    key = getattr(decision, "key", None)  # the validator reports invalid answers
     if key is None:
         return decision
     parts = tuple(attrs.evolve(part, key=_with_axes(part.key, axes)) for part in decision.parts)
@@ -90,13 +90,13 @@ def answer_with_axes(decision: Decision, axes: AxisBuckets) -> Decision:
 
 
 def outcome_without_axes(outcome: Outcome) -> Outcome:
-    """Return an outcome as a policy without axes sees it."""
+    """Return an outcome as a policy unaware of axes sees it."""
     plain = answer_with_axes(outcome.decision, ())
     return attrs.evolve(outcome, batch=without_axes(outcome.batch), decision=plain)
 
 
 def update_with_axes(update: CellUpdate, axes: AxisBuckets) -> CellUpdate:
-    """Return what such a policy learnt, for the buckets that it learnt it from."""
+    """Return a policy's update for the buckets of the batch it learned from."""
     answer = update.decision
     return attrs.evolve(
         update,

@@ -1,4 +1,4 @@
-"""Hard constraints: what no policy may choose, whatever it prefers."""
+"""Hard constraints: choices that no policy may make."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatchkit.keys.modes import RuntimeMode
 
 
 def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | None:
-    """Return which hard constraint an answer breaks, in words; None if it may stand."""
+    """Describe the hard constraint that an answer breaks; None if it is allowed."""
     if not isinstance(answer, Decision):
         how = " Use Decision.replay(key)." if isinstance(answer, GraphKey) else ""
         return f"returned {answer!r}; a Decision or None is allowed.{how}"
@@ -32,15 +32,16 @@ def broken_constraint(answer: Any, batch: Batch, graphs: GraphView) -> str | Non
 
 
 def may_be_split(batch: Batch) -> bool:
-    """Return whether a batch is of the kind that may be split: mixed.
+    """Return whether a batch is of the kind that may be split, which is mixed.
 
-    Rows of a uniform batch belong together by requests, whose number a graph has built in.
+    Rows of a uniform batch are grouped by request, and the number of requests is built into a
+    graph.
     """
     return not batch.uniform and batch.max_query_len is None
 
 
 def part_of(batch: Batch, num_tokens: int) -> Batch:
-    """Return some rows of a batch as a batch of their own; any of the requests may be in it."""
+    """Return part of a batch's rows as a batch; it may contain any of the requests."""
     reqs = None if batch.num_reqs is None else min(batch.num_reqs, num_tokens)
     return attrs.evolve(batch, num_tokens=num_tokens, num_reqs=reqs)
 
@@ -75,7 +76,7 @@ def _broken_by_split(answer: Decision, batch: Batch, graphs: GraphView) -> str |
         return f"split {batch.num_tokens} rows into {shown}: {number} of them {odd}."
     sizes = [part.key.num_tokens for part in parts]
     if sizes != sorted(sizes, reverse=True):
-        # One name for one set of graphs: two orders would be counted and timed as two.
+        # One order for each set of graphs: two orders would be counted and timed separately.
         return f"split a batch into {shown}; larger graphs go first."
     for part in parts:
         if broken := _broken_by_key(part.key, part_of(batch, part.num_tokens), graphs):

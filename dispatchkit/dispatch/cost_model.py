@@ -1,7 +1,7 @@
-"""What a step costs: the contract with a cost model, and the price of a decision by one.
+"""The protocol of cost models, and the cost of a decision by such a model.
 
-A model may be any object that has what ``CostModel`` asks for. dispatchkit-plan measures such
-models (``dispatchkit calibrate``), keeps them in files, and has some that are ready.
+Any object that implements ``CostModel`` will do. dispatchkit-plan measures cost models
+(``dispatchkit calibrate``), stores them in files, and comes with some.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ALLOWED = "an object with name, step_us and covers (see dispatchkit.dispatch.Co
 
 @runtime_checkable
 class CostModel(Protocol):
-    """How long a step takes, eager at its own size or replayed at a captured one."""
+    """Step times, eager at the batch's size or replayed at a captured size."""
 
     @property
     def name(self) -> str:
@@ -33,25 +33,25 @@ class CostModel(Protocol):
         Args:
             num_tokens: Tokens of the step, at least 1.
             captured: Size of the graph that serves it; None runs eager.
-            piecewise: The graph is pieces with eager work between them.
+            piecewise: The graph consists of pieces with eager work between them.
         """
         ...
 
     def covers(self, num_tokens: int) -> bool:
-        """Return whether the model was measured up to that size, rather than extended to it."""
+        """Return whether the model was measured up to that size, rather than extrapolated."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class StepCost:
-    """What a step costs by a cost model.
+    """The cost of a step by a cost model.
 
     Attributes:
         model: Name of the model.
         step_us: Microseconds of the step as decided.
-        eager_us: Of the same step run eager.
-        lost_us: How much more the step takes than a graph of exactly its size; not below 0.
-        measured: The model was measured up to that size, rather than extended to it.
+        eager_us: Microseconds of the same step run eager.
+        lost_us: Microseconds that the step takes beyond a graph of exactly its size; at least 0.
+        measured: The model was measured up to that size, rather than extrapolated.
     """
 
     model: str
@@ -62,12 +62,12 @@ class StepCost:
 
     @classmethod
     def of(cls, model: CostModel, decision: Decision, num_tokens: int) -> StepCost:
-        """Return what a decided step costs, against eager and a graph of exactly its size.
+        """Return the cost of a decided step, compared with eager and with an exact-size graph.
 
         Args:
             model: Where the times come from.
-            decision: Which graph serves the step, or eager.
-            num_tokens: Tokens of the step; one without any costs nothing.
+            decision: The graph that serves the step, or eager.
+            num_tokens: Tokens of the step; a step of 0 tokens costs nothing.
         """
         is_pieces = decision.mode is RuntimeMode.PIECEWISE
         sizes = [key.num_tokens for key in decision.keys]
@@ -92,7 +92,7 @@ class StepCost:
 
 
 def decided_us(model: CostModel, decision: Decision, num_tokens: int) -> float:
-    """Return the microseconds of a decided step; of a split one, those of its parts together."""
+    """Return the microseconds of a decided step, summed over the parts if it is split."""
     is_pieces = decision.mode is RuntimeMode.PIECEWISE
     if decision.parts:
         return sum(
@@ -109,7 +109,7 @@ def find_cost_model(model: CostModel | str) -> CostModel:
     Raises:
         ConfigError: It is neither a cost model nor text, or the file is not a cost model.
         MissingDistributionError: It is text, and dispatchkit-plan is not installed.
-        UnknownNameError: No model and no file has that name.
+        UnknownNameError: There is no model and no file of that name.
     """
     if isinstance(model, str):
         load = load_attribute("load_cost_model", f"Looking up cost model {model!r}")

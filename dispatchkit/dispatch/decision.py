@@ -1,4 +1,4 @@
-"""What a policy answers, what the executor obeys, and what came of it."""
+"""Decisions of policies, their outcomes, and the changes that policies ask for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dispatchkit.keys.modes import RuntimeMode
 
 
 class Reason(enum.StrEnum):
-    """Why a step replays, or runs eager. Policies may give reasons of their own.
+    """Why a step replays or runs eager. Policies may define further reasons.
 
-    The first are the dispatcher's and its policy's, the others the executor's.
+    The first ones come from the dispatcher and its policy, the others from the executor.
     """
 
     HIT = "hit"
@@ -36,40 +36,39 @@ class Reason(enum.StrEnum):
     PIECEWISE_UNSUPPORTED = "piecewise_unsupported"
     NOT_MINE = "no_policy_answered"
     POLICY_ERROR = "policy_error"
-    #: The key has not been asked for often enough to be captured yet.
+    #: The key has not been requested often enough to be captured.
     CAPTURE_PENDING = "capture_pending"
-    #: The step runs inside a capture that somebody else began, and is recorded there.
+    #: The step runs inside a capture begun by other code, and is recorded there.
     INSIDE_CAPTURE = "inside_capture"
     #: The replay failed before it had any effect.
     REPLAY_FAILED = "replay_failed"
-    #: What runs eager between two segments returned something else than in the capture.
+    #: An eager call between two segments returned a different structure than in the capture.
     CALL_DIFFERS = "call_differs"
-    #: The replay gave something else than eager, whose result was taken.
+    #: The replay differed from eager, whose result was returned.
     CHECK_FAILED = "check_failed"
-    #: The graph was captured under another autocast.
+    #: The graph was captured under a different autocast state.
     AUTOCAST = "autocast"
     #: A module of the step was switched to training, or back, since the capture.
     TRAINING_MODE = "training_mode"
-    #: A module of the step was moved, or has another type, since the capture.
+    #: A module of the step was moved or converted to another dtype since the capture.
     MOVED_MODULE = "moved_module"
-    #: Every call of the step changes Python state, which no replay would.
+    #: Every call of the step changes Python state, which a replay would not.
     PYTHON_STATE = "python_state"
-    #: The one call that runs eager because a first call computes something else.
+    #: The one call that runs eager because a first call computes something different.
     FIRST_CALL = "first_call"
-    #: The step writes to a container that it was given, which no replay would.
+    #: The step writes to a container in its arguments, which a replay would not.
     CONTAINER_WRITTEN = "container_written"
     #: Real rows of a padded step were seen to depend on padding.
     ROWS_DEPEND = "rows_depend"
-    #: Outputs of a padded step were seen to have other rows than those of the batch.
+    #: Outputs of a padded step were seen to have rows other than those of the batch.
     ROWS_NOT_THE_BUCKET = "rows_not_the_bucket"
-    #: The batch was to be split, and rows were seen to depend on each other, or are not proven not
-    #: to.
+    #: The batch was to be split, but its rows depend on each other or were not proven independent.
     ROWS_NOT_INDEPENDENT = "rows_not_independent"
-    #: The batch was to be split, and an output of its parts cannot be joined.
+    #: The batch was to be split, but an output of its parts cannot be joined.
     OUTPUTS_NOT_JOINED = "outputs_not_joined"
-    #: A weight, buffer or submodule was found to be replaced.
+    #: A weight, buffer or submodule was replaced.
     WEIGHTS_REPLACED = "weights_replaced"
-    #: A value that Python reads was found to be another.
+    #: A value that Python code reads has changed.
     VALUE_CHANGED = "value_changed"
     #: Of a graphed call: no tensor has a batch dimension,
     NO_BATCH = "no_batch"
@@ -77,11 +76,11 @@ class Reason(enum.StrEnum):
     GRADIENTS = "gradients"
     #: its tensors are on several devices,
     SEVERAL_DEVICES = "several_devices"
-    #: a tensor is of a kind that no graph takes: nested, sparse, quantized, a subclass,
+    #: a tensor is of an unsupported kind: nested, sparse, quantized, a subclass,
     TENSOR_KIND = "tensor_kind"
-    #: a value cannot be part of a graph's name,
+    #: a value cannot be part of a graph's key,
     UNHASHABLE_VALUE = "unhashable_value"
-    #: or as many other forms of calls as there may be have graphs.
+    #: or the limit of call forms with graphs is reached.
     TOO_MANY_FORMS = "too_many_forms"
 
 
@@ -91,7 +90,7 @@ def _word(reason: Any) -> str:
     return str(reason)
 
 
-# A bound that no number of requests passes, where a decision does not depend on them.
+# A bound that no number of requests exceeds, for decisions that do not depend on it.
 ANY_NUM_REQS = 1 << 62
 
 
@@ -104,7 +103,7 @@ class Part:
         num_tokens: How many rows, at least 1.
 
     Raises:
-        DescriptorError: They are none.
+        DescriptorError: The key or the number of rows is invalid.
     """
 
     key: GraphKey
@@ -132,23 +131,23 @@ def _part(value: Any) -> Part:
 
 @attrs.frozen
 class Decision:
-    """One answer: replay the graph of a key, or of several, or run eager, and why.
+    """Replay the graph of one or several keys, or run eager, and the reason.
 
-    A policy makes it with ``Decision.replay``, ``Decision.split`` or ``Decision.eager``; the
-    dispatcher then binds it to one cell of its table and fills in the rest.
+    Policies create it with ``Decision.replay``, ``Decision.split`` or ``Decision.eager``. The
+    dispatcher then binds it to one cell of its table and fills in the other fields.
 
     Attributes:
         mode: Runtime mode to run in.
-        key: The graph to replay, of a split batch that of its first part; None for eager.
-        reason: Why, a short word for counters.
+        key: The graph to replay (of a split batch, that of its first part); None for eager.
+        reason: A short word that counters use.
         timed: Measure the device time of this step.
         num_tokens: Unpadded number of tokens of the cell it is bound to.
-        max_num_reqs: It holds for batches of at most so many requests.
-        policy: Name of the policy that answered.
-        revision: Number of this binding; each change of the cell gives a larger one.
+        max_num_reqs: The decision holds for batches of up to this many requests.
+        policy: Name of the policy that decided.
+        revision: Number of this binding; it grows with each change of the cell.
         one_shot: It holds for one step; the steady decision is already back in place.
-        plan: What the executor made of it, ready to run.
-        parts: Of a split batch, its rows from the first to the last; empty for all others.
+        plan: The plan that the executor prepared for it.
+        parts: The parts of a split batch, from the first row to the last; empty otherwise.
     """
 
     mode: RuntimeMode
@@ -178,17 +177,17 @@ class Decision:
     ) -> Decision:
         """Choose several graphs, each for some rows of a batch whose rows are independent.
 
-        ``GraphView.may_split`` says whether that is so. Results are joined in order, and the
-        whole is one step.
+        ``GraphView.may_split`` tells whether rows are independent. Results are joined in order; the
+        whole counts as one step.
 
         Args:
-            parts: Graphs of one mode, larger ones first, and how many rows each serves: at
-                least two, which add up to the batch.
-            reason: Why, a short word for counters.
+            parts: At least two graphs of one mode, larger ones first, each with the number of rows
+                it serves; the rows add up to the batch.
+            reason: A short word that counters use.
             timed: Measure the device time of the whole step.
 
         Raises:
-            DescriptorError: There are no parts, or they are none.
+            DescriptorError: There are no parts, or a part is invalid.
         """
         found = tuple(map(_part, parts))
         if not found:
@@ -198,19 +197,19 @@ class Decision:
 
     @classmethod
     def eager(cls, reason: str, *, timed: bool = False) -> Decision:
-        """Choose eager, at the exact size, for a reason that is counted."""
+        """Choose eager, at the exact size, with the reason to count."""
         return cls(RuntimeMode.NONE, None, _word(reason), timed)
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
-        """The graphs that are replayed: none for eager, several for a split batch."""
+        """The graphs that are replayed: empty for eager, several for a split batch."""
         if self.parts:
             return tuple(part.key for part in self.parts)
         return () if self.key is None else (self.key,)
 
     @property
     def graphs(self) -> str:
-        """Those graphs in words; empty for eager."""
+        """A description of the graphs; empty for eager."""
         return named_graphs(self.keys)
 
     @property
@@ -231,25 +230,25 @@ class Decision:
 
 
 def named_graphs(keys: Iterable[GraphKey]) -> str:
-    """Return graphs that serve one step together, in words."""
+    """Describe the graphs that serve one step together."""
     return " + ".join(map(str, keys))
 
 
 @attrs.frozen
 class Outcome:
-    """What came of one executed step; given to ``Policy.observe``.
+    """The outcome of one executed step, passed to ``Policy.observe``.
 
     Attributes:
-        batch: The facts of the step.
+        batch: The batch of the step.
         decision: The bound decision it ran under.
-        elapsed_us: Microseconds on its stream, or None where it was not measured.
+        elapsed_us: Microseconds on its stream, or None if not measured.
         clock: ``device`` for timing events, ``host`` for a host clock.
         queued: Other work was ahead of it on the stream when it was launched.
-        completed: It ran to its end; an outcome that did not teaches nothing.
+        completed: The step completed; nothing can be learned from one that did not.
         won: False when another policy's decision ran instead (inside a composite).
-        step: How many steps had begun, measured or not, this one included; 0: not known.
-        is_first: It ran eager at a size that had not before, as far as is known. Libraries choose
-            their kernels by size then, which takes as long as many a step and comes once.
+        step: Number of steps begun so far, measured or not, including this one; 0 if unknown.
+        is_first: As far as is known, it was the first eager run of its size. Libraries then choose
+            kernels for the size, which happens once and may take as long as many steps.
     """
 
     batch: Batch
@@ -265,18 +264,18 @@ class Outcome:
 
 @attrs.frozen
 class CellUpdate:
-    """A change that a learning policy asks for: what this batch gets from now on.
+    """A change of a table cell, requested by a learning policy.
 
     Attributes:
-        batch: Names the cell: tokens, query class, adapters and allowed modes.
+        batch: Identifies the cell: tokens, query class, adapters and allowed modes.
         decision: The new answer; None to ask ``decide`` again at the next use.
-        one_shot: The answer holds for one step, then the steady one is back. Without an answer,
-            those that wait to be served are dropped.
-        up_to: Without a decision, batches that differ from this one in being larger are asked
-            again too, up to so many tokens; 0 for this one alone.
+        one_shot: The decision holds for one step, after which the steady one applies again. Without
+            a decision, one-shot decisions that wait are dropped.
+        up_to: Without a decision, ``decide`` is also called again for otherwise equal batches of up
+            to this many tokens; 0 for this batch only.
 
     Raises:
-        DescriptorError: ``up_to`` is no size of a batch, or comes with a decision.
+        DescriptorError: ``up_to`` is not the size of a batch, or is given with a decision.
     """
 
     batch: Batch
@@ -291,7 +290,7 @@ class CellUpdate:
             raise DescriptorError("up_to", value, allowed, "Return one update per batch.")
 
     def is_about(self, batch: Batch) -> bool:
-        """Return whether it names a batch, whatever the number of requests."""
+        """Return whether it applies to a batch, ignoring the number of requests."""
         first = self.batch.num_tokens
         like = attrs.evolve(self.batch, num_tokens=batch.num_tokens, num_reqs=batch.num_reqs)
         return like == batch and first <= batch.num_tokens <= max(first, self.up_to)
@@ -302,9 +301,9 @@ class CalibrationRun:
     """Timed runs of one batch that a learning policy asks for after a capture.
 
     Attributes:
-        batch: What to run; any input of that size serves.
-        decision: How to run it; ``timed`` or not, it is measured.
-        runs: How often, at least once. Each outcome goes to ``observe``.
+        batch: The batch to run; any input of that size will do.
+        decision: How to run it; it is measured whether or not it is ``timed``.
+        runs: Number of runs, at least 1. Each outcome is passed to ``observe``.
     """
 
     batch: Batch

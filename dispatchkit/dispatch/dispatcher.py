@@ -1,15 +1,15 @@
 """The dispatcher: a table of ready decisions in front of a policy.
 
-A step costs four sign tests, four list indexings and one comparison. The policy is asked
-on first use of a cell; everything that can change an answer empties just the cells it
-could change. Four devices keep branches off that path:
+A step costs four sign tests, four list indexings and one comparison. The policy is asked on first
+use of a cell; any change that could affect an answer empties exactly the cells it could affect.
+Four techniques keep branches off that path:
 
 * an empty cell holds ``EMPTY``, whose bound no number of requests meets, so that "not
   filled" and "too many requests" leave through the same comparison;
-* where a batch has more requests than its cell's decision holds for, another dictionary has
-  what was decided for that number;
-* a row that was never used is an empty tuple, and a batch above the table runs off the end
-  of its row: both leave as IndexError;
+* if a batch has more requests than its cell's decision holds for, a separate dictionary has the
+  decision for that number;
+* a row that was never used is an empty tuple, and a batch above the table exceeds the end of its
+  row, so both raise IndexError;
 * a one-shot decision waits beside an emptied cell. The next step finds the cell empty,
   puts the steady decision back and takes the one-shot one.
 """
@@ -63,35 +63,34 @@ _ALL_MODES = frozenset({RuntimeMode.PIECEWISE, RuntimeMode.FULL})
 
 
 class Dispatcher:
-    """Choose, for every batch, the graph to replay or eager, by a policy.
+    """Choose by a policy, for every batch, the graph to replay or eager.
 
     Args:
-        policy: The rule. Anything with ``declare`` and ``decide``.
+        policy: Any object with ``declare`` and ``decide``.
         config: Sizes, limits and modes.
-        registry: Where the keys and their graphs are; a new one by default. The policy's
-            keys are declared in it.
-        modes: Runtime modes the executor can do (without PIECEWISE where it cannot split).
-        lazy: Declared keys may be dispatched too; the executor captures them on first use.
-        strict: An impossible answer of the policy raises, rather than running eager.
+        registry: Holds the keys and their graphs, and gets the policy's keys; a new one by default.
+        modes: Runtime modes the executor supports (without PIECEWISE if it cannot split).
+        lazy: Declared keys may be dispatched, too; the executor captures them on first use.
+        strict: Raise on an invalid answer of the policy, rather than running eager.
         may_split: The executor can split a mixed batch over several graphs (``Decision.split``).
         origin: Where the policy comes from, for error messages.
         bind: Called once for each decision put into the table; its result becomes
-            ``Decision.plan``. The executor prepares there what a step needs. It may be set
-            later as an attribute, before the first ``dispatch``.
-        on_swap: Told when a policy or configuration is in force: its name, the name of the
-            policy before (None for the first) and the epoch. No lock is held.
-        on_fault: Told of a fault of the policy, with the tokens of the batch (None where there
-            is none) and the epoch, before the call that met it returns or raises. A step
+            ``Decision.plan``. This is where the executor prepares a step. It may be set later as an
+            attribute, before the first ``dispatch``.
+        on_swap: Called after a policy or configuration took effect, with the policy's name, the
+            previous policy's name (None for the first) and the epoch. No lock is held.
+        on_fault: Called with a fault of the policy, the tokens of the batch (None if there is no
+            batch) and the epoch, before the call that encountered it returns or raises. The step
             waits; no lock of the dispatcher is held.
 
     Raises:
-        PolicyError: The policy raises, declares what are not keys, or answers a probe
+        PolicyError: The policy raises, declares something other than keys, or answers a trial batch
             with a decision that breaks a hard constraint.
 
     Attributes:
         registry: The keys and their graphs.
         config: The configuration in force.
-        graphs: What the policy in force sees of the registry.
+        graphs: The view of the registry that the policy in force has.
 
     Thread safety: ``dispatch`` may be called from any thread.
     """
@@ -115,7 +114,8 @@ class Dispatcher:
         self._modes = frozenset(modes)
         self._readiness = Readiness(lazy=lazy)
         self.bind, self._on_swap = bind, on_swap
-        # One lock with the registry: its listeners come here under it, and a swap goes there.
+        # Shared with the registry: its listeners are called here under the lock, and a swap changes
+        # the registry.
         self._lock = self.registry.lock
         self._revisions = itertools.count(1)
         self._faults = PolicyFaults(strict=strict, on_fault=on_fault)
@@ -146,27 +146,26 @@ class Dispatcher:
 
         Args:
             num_tokens: Unpadded tokens, 0 to ``max_num_tokens``; 0 is always eager.
-            num_reqs: Requests in the batch; 0 where they are not known.
-            uniform: False for a mixed batch, True for a uniform decode batch: every request is
-                past its prompt and brings exactly the configured query length; with several
-                query lengths, 1 + its index. A batch with the last chunk of a prompt is mixed,
-                whatever the chunk's length. It is taken at its word: that ``num_reqs`` times
-                the query length are the tokens is not checked, since engines pad requests and
-                drop rows before they ask.
-            loras: Active adapters; where there are axes, ``DispatchConfig.variant`` of the
-                adapters and the value of each axis.
+            num_reqs: Requests in the batch; 0 if unknown.
+            uniform: False for a mixed batch, True for a uniform decode batch: every request is past
+                its prompt and has exactly the configured query length; with several query lengths,
+                1 + its index. A batch with the last chunk of a prompt is mixed, whatever the
+                chunk's length. Whether ``num_reqs`` times the query length equals the tokens is not
+                checked, since engines pad requests and drop rows before they call.
+            loras: Active adapters; with axes, ``DispatchConfig.variant`` of the adapters and the
+                value of each axis.
             ceiling: Highest runtime mode allowed, or a code of ``allowed_modes_code``.
                 Cascade attention allows at most PIECEWISE.
 
         Returns:
-            A ready, shared decision; nothing is built on the way.
+            A ready, shared decision; nothing is allocated.
 
         Raises:
             DescriptorError: A fact is negative, above its limit or contradicts another.
             NoGraphError: No graph serves the batch and eager is not allowed.
         """
-        # A negative index would quietly read the table from its end. The union of two whole
-        # numbers is negative as soon as one is; of anything else it is a TypeError.
+        # A negative index would silently read the table from its end. The bitwise or of two ints is
+        # negative if either is; for other types it raises TypeError.
         try:
             if num_tokens | num_reqs >= 0 and uniform >= 0 and loras >= 0 and ceiling >= 0:
                 decision: Decision = self._rows[ceiling][uniform][loras][num_tokens]
@@ -175,7 +174,7 @@ class Dispatcher:
                 if decision is not EMPTY:
                     return self._by_reqs[ceiling, uniform, loras, num_tokens][num_reqs]
         except (LookupError, TypeError, ValueError, OverflowError, RuntimeError):
-            pass  # an unused row, a batch above the table, or a wrong type: told apart below
+            pass  # an unused row, a batch above the table, or a wrong type: handled below
         return self._dispatch_cold(num_tokens, num_reqs, uniform, loras, ceiling)
 
     def dispatch_anew(
@@ -186,9 +185,9 @@ class Dispatcher:
         loras: int = 0,
         ceiling: int = 2,
     ) -> Decision:
-        """Return the decision for a batch whose cell of the table proved out of date.
+        """Return the decision for a batch whose table cell turned out to be outdated.
 
-        What changes an answer empties its cells; an interrupt in the middle of that may leave one.
+        Changes empty the cells they affect; an interrupt in the middle may leave one filled.
 
         Raises:
             DescriptorError: As ``dispatch``.
@@ -201,15 +200,14 @@ class Dispatcher:
         return self.dispatch(num_tokens, num_reqs, uniform, loras, ceiling)
 
     def row(self, uniform: int = 0, loras: int = 0, ceiling: int = 2) -> Row:
-        """Return what ``dispatch`` looks up for one kind of batch, by number of tokens.
+        """Return the table row for one kind of batch, indexed by number of tokens.
 
-        For an engine that has no time for a call. An entry is what ``dispatch`` returns for a
-        batch of at most its ``max_num_reqs`` requests; for others ``dispatch`` must be called,
-        and it fills the row. That bound is -1 where nothing is decided yet, or a one-shot
-        decision waits. A negative number of tokens must not be looked up, and one above
-        ``max_num_tokens`` raises IndexError.
+        For engines that cannot afford a call. An entry is what ``dispatch`` returns for a batch of
+        up to ``max_num_reqs`` requests. For other batches ``dispatch`` must be called, which fills
+        the row. The bound is -1 if nothing is decided yet or a one-shot decision waits. Never index
+        with a negative number of tokens; a number above ``max_num_tokens`` raises IndexError.
 
-        The row follows every change until ``swap``, which puts other rows in force.
+        The row follows every change until ``swap``, which replaces the rows.
 
         Args:
             uniform: As for ``dispatch``.
@@ -217,7 +215,7 @@ class Dispatcher:
             ceiling: As for ``dispatch``.
 
         Raises:
-            DescriptorError: A fact is negative or above its limit.
+            DescriptorError: A number is negative or above its limit.
         """
         with self._lock:
             cell = cell_of_call(self.config, 0, 0, uniform, loras, ceiling)
@@ -229,7 +227,7 @@ class Dispatcher:
     ) -> Decision:
         try:
             with self._lock:
-                # Under the lock, so that limits and table are of one epoch.
+                # Under the lock, so that limits and table belong to the same epoch.
                 table = self._epoch.table
                 if not self.config.has_token_limit and self._is_beyond(num_tokens):
                     return self._decide_beyond(num_tokens, num_reqs, uniform, loras, ceiling)
@@ -255,10 +253,10 @@ class Dispatcher:
     def _decide_beyond(
         self, num_tokens: int, num_reqs: int, uniform: int, loras: int, ceiling: int
     ) -> Decision:
-        """Return an eager decision for a batch above every size, which no policy is asked about.
+        """Return an eager decision for a batch above every size, without asking a policy.
 
         Raises:
-            DescriptorError: Another fact is wrong.
+            DescriptorError: Another number is invalid.
             NoGraphError: Eager is not allowed.
         """
         facts = (num_tokens, num_reqs, uniform, loras, ceiling)
@@ -285,10 +283,10 @@ class Dispatcher:
     # -- learning -----------------------------------------------------------------------
 
     def observe(self, outcome: Outcome) -> None:
-        """Give an outcome to the policy and put the changes it answers into the table.
+        """Pass an outcome to the policy and apply the updates it returns to the table.
 
-        What came of a decision of an earlier policy is nothing to this one, nor what came of a
-        batch that the configuration in force does not have.
+        Outcomes of an earlier policy's decisions are ignored, as are those of batches outside the
+        configuration in force.
         """
         if not self._epoch.proposal.parts.learns:
             return
@@ -299,14 +297,14 @@ class Dispatcher:
                 try:
                     cell_of_batch(self.config, outcome.batch)
                 except DescriptorError:
-                    return  # of limits that were swapped since; no answer to it could be used
+                    return  # outside the limits since a swap; no answer could be used
                 self._learn(outcome)
         finally:
             self._faults.report()
 
     def _learn(self, outcome: Outcome) -> None:
         learn = self._epoch.proposal.parts.observe
-        if learn is None:  # there was a swap just now
+        if learn is None:  # a swap happened meanwhile
             return
         axes = outcome.batch.axes
         if self._epoch.proposal.adds_axes:
@@ -328,13 +326,14 @@ class Dispatcher:
             self._blame(fault)
 
     def update(self, update: CellUpdate) -> None:
-        """Change one cell: a new steady decision, a one-shot one, or ask again.
+        """Change one cell: set a steady or one-shot decision, or ask again.
 
-        Asking again may be for a range of sizes.
+        Asking again may cover a range of sizes.
 
-        A steady change leaves one-shot decisions that wait in front of it. A choice that
-        cannot run any more (its graph was evicted, say, since the step it was learnt from)
-        is no fault: the steady one is asked for again, a one-shot one is dropped.
+        A steady decision is served after the one-shot decisions that wait. A choice that can no
+        longer run (for example, because its graph was evicted since the step it was learned from)
+        is not a fault: for a steady decision the policy is asked again, a one-shot decision is
+        dropped.
 
         Raises:
             DescriptorError: The batch is impossible or outside the configured limits.
@@ -359,7 +358,7 @@ class Dispatcher:
                 )
             if problem is not None:
                 raise self._fault("observe", problem, answer)
-            # Before the plan is made, which measures a one-shot decision in any case.
+            # Before the plan is made: plans of one-shot decisions are always measured.
             answer = attrs.evolve(answer, one_shot=update.one_shot)
             decision = self._bound(answer, batch)
             if update.one_shot:
@@ -375,8 +374,8 @@ class Dispatcher:
     ) -> int:
         """Install another policy or configuration with an empty table: a new epoch.
 
-        Steps that already have their decision finish under it. If the new policy is
-        refused, the old one stays as it was.
+        Steps that already have their decision finish under it. If the new policy is refused, the
+        old one stays in force.
 
         Returns:
             The number of the new epoch.
@@ -394,10 +393,10 @@ class Dispatcher:
         return epoch
 
     def propose(self, policy: Policy, config: DispatchConfig, origin: str = "") -> Proposal:
-        """Return a policy and configuration that may be installed, after a trial.
+        """Try a policy and configuration; return a proposal that may be installed.
 
-        Nothing changes here; the policy must be another object than the one in force, which
-        declares and decides in the trial.
+        Nothing changes here. The policy declares and decides in the trial, so it must not be the
+        object in force.
 
         Raises:
             PolicyError: The policy is refused.
@@ -405,21 +404,21 @@ class Dispatcher:
         return self._epochs.propose(policy, config, origin)
 
     def reserve(self, proposal: Proposal) -> list[GraphKey]:
-        """Declare a proposal's keys, unseen by the policy in force; return those that are new.
+        """Declare a proposal's keys, hidden from the policy in force; return the new ones.
 
-        They can be captured from now on, and are neither chosen nor answered about.
+        They can be captured from now on, but are neither chosen nor shown to the policy.
         """
         with self._lock:
             return self._epochs.reserve(proposal)
 
     def install(self, proposal: Proposal) -> list[GraphKey]:
-        """Put a proposal in force, at once and with an empty table: a new epoch.
+        """Install a proposal with an empty table, as a new epoch.
 
-        ``on_swap`` is not called; the caller does that once it holds no lock.
+        ``on_swap`` is not called here; the caller calls it once it holds no lock.
 
         Returns:
-            The keys that policies before had declared and this one does not. They are in the
-            registry still, unseen; the caller is to forget them.
+            The keys that earlier policies declared and this one does not. They are still in the
+            registry, hidden; the caller must forget them.
         """
         with self._lock:
             retired = self._epochs.retire(proposal)
@@ -427,12 +426,12 @@ class Dispatcher:
         return [key for key in retired if key in self.registry]
 
     def show_all(self) -> None:
-        """Hide no key any more: a proposal was dropped, or what retired is forgotten."""
+        """Stop hiding keys, after a proposal was dropped or retired keys were forgotten."""
         with self._lock:
             self._epochs.show_all()
 
     def set_lazy(self, lazy: bool) -> None:
-        """Let keys without a graph be dispatched, or no longer; cells are decided anew."""
+        """Set whether keys without a graph may be dispatched; all cells are decided again."""
         with self._lock:
             self._readiness.lazy = lazy
             self.graphs.num_changes += 1
@@ -467,7 +466,7 @@ class Dispatcher:
 
     @property
     def pace(self) -> int:
-        """How many times fewer steps than usual the policy wants measured, 1 or more.
+        """Factor, at least 1, by which fewer steps than usual are measured for the policy.
 
         Raises:
             PolicyError: In strict mode, the policy's ``pace`` is not such a number.
@@ -485,12 +484,12 @@ class Dispatcher:
 
     @property
     def num_policy_errors(self) -> int:
-        """How often the policies in force answered or raised what they must not."""
+        """How many faults there were: invalid answers and exceptions of policies."""
         return self._faults.count
 
     @property
     def modes(self) -> frozenset[RuntimeMode]:
-        """Runtime modes the executor can do."""
+        """Runtime modes the executor supports."""
         return self._modes
 
     @property
@@ -505,7 +504,7 @@ class Dispatcher:
 
     @property
     def num_filled_cells(self) -> int:
-        """How many cells have been decided in this epoch."""
+        """Number of cells decided in this epoch."""
         return self._epoch.table.num_filled
 
     def batch(
@@ -525,10 +524,10 @@ class Dispatcher:
             self._faults.report()
 
     def foresee(self, batch: Batch) -> tuple[Decision, PolicyError | None]:
-        """Return what the next step of a batch would get, and the policy's fault if it has one.
+        """Return the decision that a batch's next step would get, and the policy's fault if any.
 
-        Nothing changes by it: no cell is filled, no one-shot decision taken, no fault counted
-        or warned of.
+        Nothing changes: no cell is filled, no one-shot decision is taken, and no fault is counted
+        or warned about.
 
         Raises:
             DescriptorError: The batch is impossible or outside the configured limits.
@@ -556,25 +555,25 @@ class Dispatcher:
     # -- inside -------------------------------------------------------------------------
 
     def _serve(self, epoch: Epoch) -> None:
-        """Let steps read the table of an epoch."""
+        """Make steps read the table of an epoch."""
         self._epoch: Epoch = epoch
         self._beyond: dict[Any, Decision] = {}
-        # Kept beside the epoch: steps and refills read them without a further attribute.
+        # Stored outside the epoch too: it saves steps and refills an attribute lookup.
         self.config: DispatchConfig = epoch.proposal.config
         self.graphs: GraphView = epoch.graphs
         self._by_reqs = epoch.table.by_reqs
-        self._rows = epoch.table.rows  # last, and at once: readers see the old epoch or the new
+        self._rows = epoch.table.rows  # last, and atomic: readers see either epoch
 
     def _fill(self, table: Table, cell: Cell) -> Decision:
         batch = batch_of_cell(self.config, cell, 0)
         decision = self._bound(self._decide(batch), batch)
-        # Where eager is not allowed, a miss is no decision to serve: it raises each time.
+        # If eager is not allowed, a miss is not stored: it raises each time.
         if decision.key is not None or batch.allows(RuntimeMode.NONE):
             table.put(cell, decision)
         return decision
 
     def _decide_by_reqs(self, table: Table, cell: Cell, num_reqs: int) -> Decision:
-        """Answer for more requests than the cell's decision holds for; kept, up to a bound."""
+        """Decide for more requests than the cell's decision holds for; stored up to a bound."""
         decision = table.get_by_reqs(cell, num_reqs)
         if decision is None:
             batch = batch_of_cell(self.config, cell, num_reqs)
@@ -595,7 +594,7 @@ class Dispatcher:
             return Decision.eager(Reason.POLICY_ERROR)
 
     def _ask(self, batch: Batch) -> Decision:
-        """Return the policy's answer if it may stand; raise the PolicyError if not."""
+        """Return the policy's answer if it is valid; raise PolicyError if not."""
         try:
             proposal = self._epoch.proposal
             if proposal.adds_axes:
@@ -627,7 +626,7 @@ class Dispatcher:
         return attrs.evolve(decision, plan=self.bind(decision, batch))
 
     def _limited(self, decision: Decision, batch: Batch, revision: int = 0) -> Decision:
-        """Return an answer with the facts of its cell, and the requests it holds for."""
+        """Return an answer with its cell's tokens and the number of requests it holds for."""
         bound = ANY_NUM_REQS
         if decision.parts:
             bound = _most_reqs(decision.parts)
@@ -636,7 +635,7 @@ class Dispatcher:
         return attrs.evolve(
             decision,
             num_tokens=batch.num_tokens,
-            # A number that no batch may have leaves by the same comparison, for the checks.
+            # Numbers above the limit fail the same comparison and are then validated.
             max_num_reqs=min(
                 bound, decision.max_num_reqs, batch.num_tokens, self.config.max_num_seqs
             ),
@@ -645,7 +644,7 @@ class Dispatcher:
         )
 
     def _is_lost(self, answer: Any) -> bool:
-        """Tell a choice that was possible once from one that never was."""
+        """Distinguish a choice that was possible before from one that never was."""
         keys = answer.keys if isinstance(answer, Decision) else ()
         return any(key in self.graphs and not self.graphs.is_ready(key) for key in keys)
 
@@ -677,7 +676,7 @@ class Dispatcher:
 
 
 def _most_reqs(parts: Iterable[Part]) -> int:
-    """Return for how many requests a split holds: in a part are at most as many as its rows."""
+    """Return for how many requests a split holds: a part has at most one per row."""
     limits = (
         part.key.descriptor.num_reqs
         for part in parts
@@ -690,8 +689,8 @@ def _most_reqs(parts: Iterable[Part]) -> int:
 def _weakly(listener: Callable[[RegistryEvent], None]) -> Callable[[RegistryEvent], None]:
     """Return a listener that does not keep the owner of a method alive.
 
-    A dispatcher holds its registry: held by it in turn, its graphs would outlive their runner
-    until a garbage collection.
+    A dispatcher references its registry. If the registry referenced it in turn, graphs would
+    outlive their runner until a garbage collection.
     """
     method = weakref.WeakMethod(listener)
 

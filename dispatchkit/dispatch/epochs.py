@@ -1,7 +1,7 @@
-"""What is in force in a dispatcher, and how another policy or configuration takes its place.
+"""The policy and configuration in force in a dispatcher, and how they are replaced.
 
-An executor swaps in parts, so that it can capture the new graphs in between: propose, reserve,
-install, show all. What is captured ahead, or about to go, is hidden from the policy in force.
+An executor swaps in stages, so that it can capture the new graphs in between: propose, reserve,
+install, show all. Keys captured ahead, or about to be removed, are hidden from the policy in force.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dispatchkit.registry import GraphEntry, GraphRegistry
 
 @attrs.frozen(eq=False)
 class Epoch:
-    """What decides from one swap to the next.
+    """What decides between two swaps.
 
     Attributes:
         proposal: The policy, its configuration and its keys.
-        graphs: What the policy sees of the registry.
+        graphs: The policy's view of the registry.
         table: The decisions made so far.
-        first_revision: Decisions with a smaller revision were another policy's.
+        first_revision: Decisions with a smaller revision belong to an earlier policy.
     """
 
     proposal: Proposal
@@ -39,17 +39,17 @@ class Epoch:
 
 
 class Epochs:
-    """Put policies and configurations in force, one after another, over one registry.
+    """Install policies and configurations, one after another, over one registry.
 
     Args:
         registry: Where the keys are declared; its lock is held for each change.
-        modes: Runtime modes the executor can do.
+        modes: Runtime modes the executor supports.
         is_dispatchable: Whether a declared key may run now.
-        revisions: Numbers for bound decisions, which only grow.
+        revisions: Ascending numbers for bound decisions.
         may_split: Mixed batches may be split over several graphs.
 
     Attributes:
-        current: The epoch in force; there is none before the first ``install``.
+        current: The epoch in force; unset before the first ``install``.
         hidden: Keys of the registry that the policy in force does not see.
     """
 
@@ -71,10 +71,10 @@ class Epochs:
         self._declared: frozenset[GraphKey] = frozenset()
 
     def propose(self, policy: Policy, config: DispatchConfig, origin: str = "") -> Proposal:
-        """Return a policy and configuration that may be installed, after a trial.
+        """Try a policy and configuration; return a proposal that may be installed.
 
-        Nothing changes here; the policy must be another object than the one in force, which
-        declares and decides in the trial.
+        Nothing changes here. The policy declares and decides in the trial, so it must not be the
+        object in force.
 
         Raises:
             PolicyError: The policy is refused.
@@ -87,7 +87,7 @@ class Epochs:
         return Proposal(parts, config, origin, tuple(dict.fromkeys(keys)), adds_axes)
 
     def reserve(self, proposal: Proposal) -> list[GraphKey]:
-        """Declare a proposal's keys, unseen by the policy in force; return those that are new."""
+        """Declare a proposal's keys, hidden from the policy in force; return the new ones."""
         new = [key for key in proposal.keys if key not in self._registry]
         self._hide(self.hidden.union(new))
         self._registry.declare(new)
@@ -101,7 +101,7 @@ class Epochs:
         return retired
 
     def install(self, proposal: Proposal, number: int) -> Epoch:
-        """Put a proposal in force, with an empty table, and return its epoch."""
+        """Install a proposal with an empty table and return its epoch."""
         first_revision = 0
         if number:
             first_revision = self.current.first_revision
@@ -123,7 +123,7 @@ class Epochs:
         return self.current
 
     def show_all(self) -> None:
-        """Hide no key any more."""
+        """Stop hiding keys."""
         self._hide(frozenset())
 
     def _hide(self, keys: frozenset[GraphKey]) -> None:

@@ -1,4 +1,4 @@
-"""Why a batch is decided as it is, in words."""
+"""Explain in words why a batch is decided as it is."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Candidate:
 
     Attributes:
         key: Its name.
-        chosen: It is what was decided.
+        chosen: Whether it was chosen.
         why_not: Why it cannot run now, or why it is not allowed; None if it could run.
-        padding: Tokens it would compute for nothing.
+        padding: Padding tokens it would compute.
     """
 
     key: GraphKey
@@ -33,11 +33,11 @@ class Candidate:
 
 @attrs.frozen(kw_only=True)
 class MeasuredTime:
-    """What steps that ran as decided took, in a running program.
+    """Measured times of steps that ran as decided, in a running program.
 
     Attributes:
-        steps: How many were timed, of the latest ones.
-        median_us: Median of their microseconds on the stream.
+        steps: Number of recent steps that were timed.
+        median_us: Their median time on the stream, in microseconds.
         clock: ``device`` or ``host``.
         queued: Other work was ahead of them on the stream when they were launched.
     """
@@ -55,20 +55,20 @@ class MeasuredTime:
 
 @attrs.frozen
 class Explanation:
-    """A decision, the policy behind it and the graphs that were near.
+    """A decision, the policy behind it and the nearest graphs.
 
     Attributes:
         batch: The batch asked about.
-        decision: What would happen now.
-        policy: Name of the policy, with where it comes from, and of its member that decided.
+        decision: The decision that a step would get now.
+        policy: Name and origin of the policy, and the name of its member that decided.
         candidates: Per runtime mode, the smallest graphs that cover the batch.
-        largest: Tokens of the largest declared graph; 0 where there is none.
-        fault: What the policy did wrong, where it did; nothing is counted for it here.
-        problem: Why the smallest graph that covers the batch failed, where that is the reason.
-        cost: What the step costs, where a cost model was given.
-        times: What a runner measured of such steps; None where nobody measures.
+        largest: Tokens of the largest declared graph; 0 if no graph is declared.
+        fault: The policy's fault, if any; it is not counted here.
+        problem: Why the smallest graph that covers the batch failed, if that is the reason.
+        cost: The cost of the step, if a cost model was given.
+        times: Times that a runner measured for equal steps; None if nothing measures.
         axes: The bucket of each axis by name; None for a value outside all of its buckets.
-        note: What else a runner knows of such a step; empty where it is nothing.
+        note: Anything else a runner knows about the step; may be empty.
     """
 
     batch: Batch
@@ -85,7 +85,7 @@ class Explanation:
 
     @property
     def axes_in_words(self) -> list[str]:
-        """What the batch has for each axis."""
+        """The bucket of each axis, in words."""
         return [
             f"{name} in {'no bucket' if bucket is None else f'bucket {bucket}'}"
             for name, bucket in self.axes.items()
@@ -93,7 +93,7 @@ class Explanation:
 
     @property
     def because(self) -> str:
-        """What is behind the decision: a constraint, the configuration, a state or the policy."""
+        """The cause of the decision: a constraint, the configuration, a state or the policy."""
         reason = self.decision.reason
         if self.fault:
             return f"policy: {self.fault}"
@@ -112,7 +112,7 @@ class Explanation:
 
     @property
     def nearest(self) -> str:
-        """The nearest graph that would have caught an eager batch; empty for a replay."""
+        """The nearest graph that could serve an eager batch; empty for a replay."""
         if self.decision.key is not None or not self.batch.num_tokens:
             return ""
         if self.candidates:
@@ -123,7 +123,7 @@ class Explanation:
         return "none declared for this kind of batch"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the explanation as plain values, ready for JSON."""
+        """Return the explanation as plain values for JSON."""
         batch, decision = self.batch, self.decision
         return {
             "batch": {
@@ -208,7 +208,7 @@ def explain(
     *,
     per_mode: int = 2,
 ) -> Explanation:
-    """Say what would happen to a batch and why, without touching table or counters.
+    """Explain what would happen to a batch, without changing table or counters.
 
     Raises:
         DescriptorError: The batch is impossible.
@@ -254,9 +254,9 @@ def explain(
     )
 
 
-# What stands behind the reasons that are not a policy's own choice.
+# The causes of reasons that are not a policy's own choice.
 _BEHIND: Mapping[str, str] = {
-    Reason.EMPTY_BATCH: "constraint: without tokens there is nothing to replay",
+    Reason.EMPTY_BATCH: "constraint: a batch without tokens needs no graph",
     Reason.MODE_NONE: "configuration: the mode runs this kind of batch eager",
     Reason.CEILING: "constraint: the caller allows no mode that has a graph for it",
     Reason.NO_KEY: "configuration: no graph is declared for this kind of batch",

@@ -1,4 +1,4 @@
-"""What a policy does wrong: counted, warned about once, reported, or raised in strict mode."""
+"""Faults of policies: counted, warned about once and reported, or raised in strict mode."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class PolicyFaults:
 
     Args:
         strict: Raise each fault.
-        on_fault: Called with each fault, the tokens of its batch (None where there is none)
-            and the epoch, by ``report``.
+        on_fault: Called by ``report`` with each fault, the tokens of its batch (None if there is no
+            batch) and the epoch.
 
     Attributes:
-        count: How many there were.
+        count: Number of faults.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PolicyFaults:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def report(self) -> None:
-        """Call back with the faults added since; hold no lock, since the callee may wait."""
+        """Call ``on_fault`` with new faults; hold no lock, since the callee may wait."""
         while self._unreported and self._on_fault is not None:
             try:
                 fault = self._unreported.popleft()

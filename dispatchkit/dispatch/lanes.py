@@ -1,7 +1,7 @@
-"""The protocol of a lane policy: on which lane does a step run?
+"""The protocol of lane policies, which choose the lane of each submitted step.
 
-A lane is a stream with its own pool, buffers and graphs. What a step runs as is another
-rule's business: a lane policy combines with any policy.
+A lane is a stream with its own pool, buffers and graphs. A lane policy can be combined with any
+policy, which decides what a step runs as.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dispatchkit.errors import PolicyError
 from dispatchkit.keys.batch import GraphKey
 from dispatchkit.keys.checks import whole_number
 
-#: What a lane policy may claim of itself, to be tested: a key always goes to the lanes that hold
-#: it (``sticky``), every lane gets steps (``spreads``), and no lane is chosen while another has
-#: less unfinished work (``balances``).
+#: Properties that a lane policy may claim, for tests to check: a key always goes to the lanes that
+#: hold it (``sticky``), every lane gets steps (``spreads``), and no lane is chosen while another
+#: has less unfinished work (``balances``).
 LANE_TRAITS = frozenset({"sticky", "spreads", "balances"})
 
 
@@ -28,9 +28,9 @@ class LaneStep:
 
     Attributes:
         num_tokens: Its tokens, before padding.
-        key: The graph that would serve it if all declared ones were there; None where it
-            runs eager, and for lane policies that do not ask for it (``needs_key``).
-        priority: How urgent the caller says it is: 0 is usual, more is more urgent.
+        key: The graph that would serve it if all declared graphs were captured; None if it runs
+            eager, and for lane policies that do not ask for the key (``needs_key``).
+        priority: Urgency given by the caller: 0 is normal, larger is more urgent.
     """
 
     num_tokens: int
@@ -39,7 +39,7 @@ class LaneStep:
 
 
 class LaneView(Protocol):
-    """What a lane policy may know of a lane."""
+    """A lane policy's view of a lane."""
 
     @property
     def index(self) -> int:
@@ -48,7 +48,7 @@ class LaneView(Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Steps given to the lane that are not done on the device."""
+        """Steps submitted to the lane that have not finished on the device."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class LaneView(Protocol):
         ...
 
     def holds(self, key: GraphKey) -> bool:
-        """Return whether the lane has a graph of a key now."""
+        """Return whether the lane has a graph for a key now."""
         ...
 
 
@@ -66,8 +66,8 @@ class LanePolicy(Protocol):
     """A rule that chooses lanes. It never touches a device.
 
     ``choose`` is asked once for each submitted step, under the runner's lock. Everything else is
-    optional, and each part has a protocol of its own: ``KeyedLanePolicy``, ``HomedLanePolicy``,
-    ``PrioritizedLanePolicy``, and ``DescribedPolicy``'s name and traits, of ``LANE_TRAITS``.
+    optional, and each part has its own protocol: ``KeyedLanePolicy``, ``HomedLanePolicy``,
+    ``PrioritizedLanePolicy``, and ``DescribedPolicy`` for name and traits (from ``LANE_TRAITS``).
     """
 
     def choose(self, step: LaneStep, lanes: Sequence[LaneView]) -> int:
@@ -81,37 +81,37 @@ class KeyedLanePolicy(Protocol):
 
     @property
     def needs_key(self) -> bool:
-        """Steps tell their key, at the price of one more table look-up."""
+        """Whether steps carry their key, which costs one more table look-up."""
         ...
 
 
 @runtime_checkable
 class HomedLanePolicy(Protocol):
-    """A lane policy that says on which lanes a key is captured: all of them without it."""
+    """A lane policy that chooses the lanes on which a key is captured (default: all)."""
 
     def homes(self, key: GraphKey, num_lanes: int) -> Iterable[int]:
-        """Return the indices of the lanes, at least one, and the same ones every time."""
+        """Return the indices of the lanes: at least one, and always the same."""
         ...
 
 
 @runtime_checkable
 class PrioritizedLanePolicy(Protocol):
-    """A lane policy that says how urgent each lane's stream is: 0 without it."""
+    """A lane policy that sets the urgency of each lane's stream (default: 0)."""
 
     def stream_priorities(self, num_lanes: int) -> Iterable[int]:
-        """Return a whole number from 0 for each lane; more is more urgent."""
+        """Return a whole number of at least 0 per lane; larger is more urgent."""
         ...
 
 
 @attrs.frozen
 class Lanes:
-    """A number of lanes, and the objects that they work with.
+    """The number of lanes and the objects they work with.
 
     Attributes:
         count: How many.
-        policy: Chooses the lane of each submitted step; None: the one that options name.
-        memory: A ``GraphMemory``, or a group of one: a pool, a budget and an account that runners
-            share. By default each lane has a pool of its own.
+        policy: Chooses the lane of each submitted step; None: the policy named by the options.
+        memory: A ``GraphMemory``, or one of its groups: a pool, a budget and an account that
+            runners share. By default each lane has its own pool.
     """
 
     count: int = 1
@@ -125,7 +125,7 @@ def needs_key(policy: object) -> bool:
 
 
 def lane_fault(answer: Any, num_lanes: int) -> str:
-    """Return what is wrong with a chosen lane; empty if nothing is."""
+    """Describe what is wrong with a chosen lane; empty if it is valid."""
     if whole_number(answer) is None:
         return f"returned {answer!r:.60}, not the index of a lane (0..{num_lanes - 1})"
     if not 0 <= answer < num_lanes:
@@ -136,10 +136,10 @@ def lane_fault(answer: Any, num_lanes: int) -> str:
 def lane_homes(
     policy: object, keys: Iterable[GraphKey], num_lanes: int, *, name: str, origin: str = ""
 ) -> dict[GraphKey, tuple[int, ...]]:
-    """Return on which lanes each key is captured.
+    """Return the lanes on which each key is captured.
 
     Raises:
-        PolicyError: The policy raised, named a lane that is none, or no lane for a key.
+        PolicyError: The policy raised, or returned an invalid lane or no lane for a key.
     """
     if not isinstance(policy, HomedLanePolicy):
         return dict.fromkeys(keys, tuple(range(num_lanes)))
@@ -159,16 +159,16 @@ def lane_homes(
 
 
 class KeyHomes:
-    """Tell on which lanes each key is captured.
+    """Determine on which lanes each key is captured.
 
     Args:
-        policy: The lane policy; one without ``homes`` has every key on every lane.
-        keys: The declared keys, as they are when asked.
+        policy: The lane policy; without ``homes``, every key is on every lane.
+        keys: The declared keys at the time of the call.
         num_lanes: How many lanes there are.
         origin: Where the lane policy comes from, for error messages.
 
     Attributes:
-        are_chosen: The lane policy chooses; otherwise each lane has all keys.
+        are_chosen: Whether the lane policy chooses; otherwise each lane has all keys.
     """
 
     def __init__(
@@ -182,13 +182,13 @@ class KeyHomes:
         """Return the lanes of each key.
 
         Raises:
-            PolicyError: The policy raised, named a lane that is none, or no lane for a key.
+            PolicyError: The policy raised, or returned an invalid lane or no lane for a key.
         """
         name = policy_name(self._policy)
         return lane_homes(self._policy, self._keys, self._num_lanes, name=name, origin=self._origin)
 
     def by_lane(self, keys: Sequence[GraphKey] | None = None) -> list[Sequence[GraphKey] | None]:
-        """Return which of some keys each lane is to capture; None stands for all.
+        """Return the keys that each lane must capture; None stands for all.
 
         Raises:
             PolicyError: As ``by_key``.
@@ -206,10 +206,10 @@ class KeyHomes:
 def lane_priorities(
     policy: object, num_lanes: int, *, name: str, origin: str = ""
 ) -> tuple[int, ...]:
-    """Return how urgent each lane's stream is: 0 is usual, more is more urgent.
+    """Return the urgency of each lane's stream: 0 is normal, larger is more urgent.
 
     Raises:
-        PolicyError: The policy raised, or answered with something else.
+        PolicyError: The policy raised or returned something else.
     """
     if not isinstance(policy, PrioritizedLanePolicy):
         return (0,) * num_lanes

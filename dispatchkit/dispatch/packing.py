@@ -1,7 +1,7 @@
-"""Packing: items of different length put into steps, before any of them is dispatched.
+"""Packing: group items of different lengths into steps before dispatch.
 
-A list of lengths fits no cell of the dispatcher's table. So a packer divides the items of a call
-into bins first, and each bin is an ordinary step.
+The dispatcher's table has no cell for a list of lengths. So a packer first divides the items of a
+call into bins, and each bin runs as an ordinary step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dispatchkit.errors import PolicyError
 
 @attrs.frozen
 class PackingLimits:
-    """What a bin may hold, and which bins replay without padding.
+    """The limits of a bin, and the sizes of bins that replay without padding.
 
     Attributes:
         sizes: Captured numbers of tokens, ascending; a bin is padded to the next one.
-        max_items: Most items of a bin; None: no limit.
+        max_items: Most items in a bin; None means no limit.
     """
 
     sizes: tuple[int, ...]
@@ -28,7 +28,7 @@ class PackingLimits:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a bin that a graph serves; a longer item has a bin of its own."""
+        """Most tokens of a bin that a graph serves; a longer item gets its own bin."""
         return self.sizes[-1] if self.sizes else 0
 
 
@@ -38,14 +38,14 @@ class Packer(Protocol):
     def __call__(
         self, lengths: Sequence[int], limits: PackingLimits
     ) -> Iterable[Sequence[int]]:  # pragma: no cover - a contract
-        """Return the items of each bin, as positions in ``lengths``.
+        """Return the items of each bin, as indices into ``lengths``.
 
-        Each item is in one bin. A bin has at most ``limits.max_tokens`` tokens, unless it holds one
-        item alone, and at most ``limits.max_items`` items.
+        Each item is in one bin. A bin has at most ``limits.max_tokens`` tokens, unless it holds a
+        single item, and at most ``limits.max_items`` items.
 
         Args:
             lengths: Tokens of each item, at least 1.
-            limits: What a bin may hold.
+            limits: The limits of a bin.
         """
 
 
@@ -55,7 +55,7 @@ def checked_bins(
     """Return the bins of a packer.
 
     Raises:
-        PolicyError: It raised, an item is missing or in two bins, or a bin holds more than it may.
+        PolicyError: It raised, an item is missing or in two bins, or a bin exceeds its limits.
     """
     name = getattr(packer, "__name__", type(packer).__name__)
     try:
@@ -71,7 +71,7 @@ def checked_bins(
 
 
 def _problem(bins: Sequence[Sequence[Any]], lengths: Sequence[int], limits: PackingLimits) -> str:
-    """Return what is wrong with bins, empty if nothing is."""
+    """Describe what is wrong with bins; empty if they are valid."""
     found = [item for one in bins for item in one]
     if any(type(item) is not int for item in found) or sorted(found) != list(range(len(lengths))):
         return f"returned {bins!r}, not each of {len(lengths)} items once."

@@ -1,4 +1,4 @@
-"""What a policy must have and may have, and the read-only view of the graphs it decides from."""
+"""The protocols of policies, and the read-only view of the graphs they decide from."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WHY_NOT = {
 
 
 class Readiness:
-    """Tell which entries of the registry may be dispatched.
+    """Determine which entries of the registry may be dispatched.
 
     Attributes:
-        lazy: Keys without a graph may be, too: the executor captures them on first use.
+        lazy: Keys without a graph may be dispatched, too: the executor captures them on first use.
     """
 
     def __init__(self, *, lazy: bool) -> None:
@@ -43,15 +43,16 @@ class Readiness:
 
 
 class GraphView:
-    """What a policy may know of the graphs: which keys exist and which can run now.
+    """A policy's view of the graphs: which keys exist and which can run now.
 
     Attributes:
         config: The configuration in force.
         hidden: Keys of the registry that it does not show: those captured ahead for the next
-            policy, and those of the last one that are about to go.
-        num_changes: How often what may run has changed apart from the registry.
-        may_split: A mixed batch may be split over several graphs: its rows are independent. A
-            graph that is too small for a batch counts then, too.
+            policy, and those of the previous policy that are about to be removed.
+        num_changes: How often the set of runnable keys changed other than by changes of the
+            registry.
+        may_split: A mixed batch may be split over several graphs, since its rows are independent.
+            Graphs that are too small for a batch can then be used, too.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class GraphView:
         self._dispatchable = dispatchable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphView:
-        """Copy a policy that keeps it, not the graphs that it shows."""
+        """Return itself: a copy of a policy that holds the view must not copy the graphs."""
         return self
 
     @property
     def revision(self) -> tuple[object, ...]:
-        """What stays equal as long as everything that it shows stays as it is."""
+        """A value that stays equal as long as the view's contents do not change."""
         return self, self._registry.num_changes, self.hidden, self.num_changes
 
     def why_not(self, key: GraphKey) -> str | None:
@@ -101,7 +102,7 @@ class GraphView:
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
         """Yield the known keys of a mode that can compute the batch, smallest first.
 
-        They need not be ready; ask ``is_ready`` or ``why_not``.
+        They may not be ready; check with ``is_ready`` or ``why_not``.
         """
         return (key for key in self._registry.covering(batch, mode) if key not in self.hidden)
 
@@ -117,15 +118,15 @@ class GraphView:
 
 @runtime_checkable
 class Policy(Protocol):
-    """A rule that decides. It never touches a device.
+    """A rule that decides how batches run. It never touches a device.
 
-    ``decide`` is asked once for each cell of the dispatcher's table, on a cold path, and
-    its answer is then served until something that could change it happens. It must be a
-    function of the batch, the view and what ``observe`` has taught.
+    ``decide`` is called once per cell of the dispatcher's table, on a cold path. Its answer is
+    served until something happens that could change it. It must depend only on the batch, the view
+    and what ``observe`` has learned.
 
-    Everything else is optional, and each part has a protocol of its own: ``DescribedPolicy``,
+    Everything else is optional, and each part has its own protocol: ``DescribedPolicy``,
     ``LearningPolicy``, ``CalibratedPolicy``, ``PacedPolicy`` and ``ExplainingPolicy``.
-    ``PolicyParts`` reads them, when the policy is installed.
+    ``PolicyParts`` reads them when the policy is installed.
     """
 
     def declare(self, config: DispatchConfig) -> Iterable[GraphKey]:
@@ -133,22 +134,22 @@ class Policy(Protocol):
         ...
 
     def decide(self, batch: Batch, graphs: GraphView) -> Decision | None:
-        """Return the decision for a batch, or None for "not mine"."""
+        """Return the decision for a batch, or None to leave it to others."""
         ...
 
 
 @runtime_checkable
 class DescribedPolicy(Policy, Protocol):
-    """A policy that says what it is called, or which properties it always keeps."""
+    """A policy that states its name, or properties it guarantees."""
 
     @property
     def name(self) -> str:
-        """The name in counters and messages; without it, the name of the class."""
+        """The name in counters and messages; by default the name of the class."""
         ...
 
     @property
     def traits(self) -> Collection[str]:
-        """Properties that it keeps, of ``TRAITS``; the test kit checks them."""
+        """Properties it guarantees, from ``TRAITS``; the test kit checks them."""
         ...
 
 
@@ -157,39 +158,39 @@ class LearningPolicy(Policy, Protocol):
     """A policy that receives the outcomes of measured steps."""
 
     def observe(self, outcome: Outcome) -> Iterable[CellUpdate] | None:
-        """Learn from an executed step; return the cells whose answer changes."""
+        """Learn from an executed step; return updates for the cells whose answers change."""
         ...
 
 
 @runtime_checkable
 class CalibratedPolicy(LearningPolicy, Protocol):
-    """A learning policy that has steps timed before the first batch is served."""
+    """A learning policy that requests timed runs before the first batch is served."""
 
     def calibration_runs(self, graphs: GraphView) -> Iterable[CalibrationRun]:
-        """Return the runs to time now; empty once it knows enough.
+        """Return the runs to time now; empty once it has learned enough.
 
-        It is called after a capture, and again after the outcomes of the runs it asked for
-        went to ``observe``, until it returns none.
+        It is called after a capture, and again each time ``observe`` has received the outcomes of
+        the requested runs, until it returns no runs.
         """
         ...
 
 
 @runtime_checkable
 class PacedPolicy(LearningPolicy, Protocol):
-    """A learning policy that says how many measured steps it needs just now."""
+    """A learning policy that adjusts how many steps are measured."""
 
     @property
     def pace(self) -> int:
-        """How many times fewer steps than usual are to be measured, 1 or more.
+        """Factor, at least 1, by which fewer steps than usual are measured.
 
-        It is read at each measured step, so that it may change while serving.
+        It is read at each measured step, so it may change while serving.
         """
         ...
 
 
 @runtime_checkable
 class ExplainingPolicy(Policy, Protocol):
-    """A policy that reports what it has learnt."""
+    """A policy that reports what it has learned."""
 
     def explain(self) -> Iterable[Any]:
         """Return one attrs record for each range of sizes; live reports show their fields."""
@@ -198,14 +199,14 @@ class ExplainingPolicy(Policy, Protocol):
 
 @attrs.frozen(eq=False)
 class PolicyParts:
-    """The optional parts of one policy, read when it is installed.
+    """The optional parts of a policy, read when it is installed.
 
     Attributes:
         policy: The policy.
         name: Its ``name``, or the name of its class.
         traits: The traits it claims.
         observe: Its method of that name; None if it does not learn.
-        calibration_runs: Its method of that name; None if it has no runs to time.
+        calibration_runs: Its method of that name; None if it requests no runs.
         explain: Its method of that name; None if it has nothing to report.
     """
 
@@ -225,7 +226,7 @@ class PolicyParts:
             origin: Where it comes from, for error messages.
 
         Raises:
-            PolicyError: An optional part is there and cannot be used.
+            PolicyError: An optional part is invalid.
         """
         name = policy_name(policy)
         methods: dict[str, Any] = {}
@@ -251,12 +252,12 @@ class PolicyParts:
 
     @property
     def pace(self) -> Any:
-        """What the policy's ``pace`` is now, unchecked; 1 if it has none."""
+        """The policy's current ``pace``, not validated; 1 if it has none."""
         return getattr(self.policy, "pace", 1)
 
 
 def pace_fault(pace: object) -> str:
-    """Return what is wrong with a policy's ``pace``; empty if nothing is."""
+    """Describe what is wrong with a policy's ``pace``; empty if it is valid."""
     number = whole_number(pace)
     if number is not None and number >= 1:
         return ""
@@ -264,7 +265,7 @@ def pace_fault(pace: object) -> str:
 
 
 def policy_name(policy: object) -> str:
-    """Return the name a policy goes by: its ``name``, or that of its class."""
+    """Return a policy's ``name``, or the name of its class."""
     return str(getattr(policy, "name", "") or type(policy).__name__)
 
 

@@ -1,6 +1,6 @@
-"""Splitting: which graphs a mixed batch of independent rows is cut over.
+"""Splitting: choose the graphs over which a mixed batch of independent rows is split.
 
-What policies may use that split; the dispatcher checks whatever they answer (``constraints``).
+For policies that split; the dispatcher validates their answers (``constraints``).
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from dispatchkit.dispatch.policy import GraphView
 from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 
-#: Each part is a launch, and copies of its own.
+#: Each part costs a launch and copies.
 MAX_PARTS = 8
 
 
 def greedy_parts(
     batch: Batch, graphs: GraphView, mode: RuntimeMode, *, max_parts: int = MAX_PARTS
 ) -> tuple[Part, ...]:
-    """Return a batch cut over graphs that can run now: full ones, and one for what is left.
+    """Split a batch over graphs that can run now: full ones, and one for the rest.
 
-    The full ones are of the largest size that the batch fills, and the last is the smallest that
-    covers the rest: the fewest launches, not the least padding.
+    The full graphs have the largest size that the batch fills, and the last one is the smallest
+    that covers the rest. This minimizes launches, not padding.
 
     Args:
-        batch: What is to run.
+        batch: The batch to split.
         graphs: The graphs.
-        mode: Of the graphs.
-        max_parts: Most parts.
+        mode: The mode of the graphs.
+        max_parts: Largest number of parts.
 
     Returns:
-        The parts in their order; none where the batch may not be split, a graph would be missing,
-        or one alone would do.
+        The parts in order; empty if the batch may not be split, a graph is missing, or one graph
+        would suffice.
     """
     if not graphs.may_split or not may_be_split(batch) or not batch.allows(mode):
         return ()
@@ -55,7 +55,7 @@ def greedy_parts(
 
 
 def _by_size(batch: Batch, graphs: GraphView, mode: RuntimeMode) -> dict[int, GraphKey]:
-    """Return a graph of each size for parts of a batch, those with the fewest adapters."""
+    """Return one graph per size for parts of a batch, each with the fewest adapters."""
     found: dict[int, GraphKey] = {}
     for key in graphs.covering(part_of(batch, 1), mode):
         if graphs.is_ready(key):

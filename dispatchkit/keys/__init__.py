@@ -1,4 +1,4 @@
-"""What a batch is, what a graph is named by, and the sizes graphs are captured at."""
+"""Batches, the keys that name graphs, and capture sizes."""
 
 from dispatchkit.keys.axes import Axis, AxisBuckets
 from dispatchkit.keys.batch import Batch, BatchDescriptor, GraphKey

@@ -1,8 +1,9 @@
-"""Axes of one's own: host values that a graph is made for, beside tokens, requests and adapters.
+"""User-defined axes: host values that graphs are captured for, besides tokens and adapters.
 
-A sequence length, an image size, or any number that steers what a step does. Each value goes
-to a bucket, the buckets of all axes and the adapters to one number, the variant: it takes the
-place of the adapters in the table, so that those without axes pay nothing for them.
+An axis may be a sequence length, an image size, or any number that changes what a step does. Each
+value is mapped to a bucket. The buckets of all axes and the number of adapters together are mapped
+to one number, the variant, which takes the place of the adapters in the table, so that
+configurations without axes pay nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import attrs
 from dispatchkit.errors import ConfigError, DescriptorError
 from dispatchkit.keys.checks import check_count, whole_number
 
-#: Buckets of the axes in their order; None where a value lies outside all of its axis.
+#: The bucket of each axis, in order; None where a value is outside all buckets of its axis.
 AxisBuckets = tuple[int | None, ...]
 
-# Up to here a value's bucket is looked up, and not searched for.
+# Buckets of values up to this one are looked up in a list; larger ones are searched for.
 _MAX_LOOKUP = 1 << 16
 
 
@@ -31,16 +32,17 @@ def _buckets(value: Any) -> tuple[int, ...]:
 
 @attrs.frozen
 class Axis:
-    """One more fact of a batch that a graph is made for.
+    """A user-defined property of a batch that graphs are captured for.
 
     Attributes:
-        name: What callers, and the step, know it by.
-        buckets: Values that graphs are made for, ascending.
-        exact: A graph serves just its own value; otherwise all values up to it, from the
-            bucket below on, and inputs that have the axis as a dimension are padded.
+        name: The name that callers and the step use.
+        buckets: Values to capture graphs for, ascending.
+        exact: A graph serves its own value only. Otherwise it serves all values above the next
+            smaller bucket and up to its own, and inputs that have the axis as a dimension are
+            padded.
 
     Raises:
-        ConfigError: The name is no identifier, or the buckets are no whole numbers.
+        ConfigError: The name is not an identifier, or the buckets are not whole numbers.
     """
 
     name: str
@@ -59,10 +61,10 @@ class Axis:
         object.__setattr__(self, "_lookup", tuple(table))
 
     def index(self, value: int) -> int:
-        """Return the number of a value's bucket from 1, or 0 where it has none.
+        """Return the position of a value's bucket, counted from 1, or 0 if it has no bucket.
 
         Raises:
-            DescriptorError: It is no whole number of at least 0.
+            DescriptorError: It is not a whole number of at least 0.
         """
         number = whole_number(value)
         if number is None or number < 0:
@@ -77,24 +79,24 @@ class Axis:
 
 
 class Variant(int):
-    """The number of a variant, with the values that it was made of.
+    """The number of a variant, with the axis values behind it.
 
     Attributes:
-        values: The value of each axis, in their order.
+        values: The value of each axis, in order.
     """
 
     values: tuple[int, ...] = ()
 
 
 class Variants:
-    """The numbers that stand for adapters and buckets together.
+    """Map numbers of adapters and axis buckets to one number, the variant.
 
     Args:
-        axes: The axes in their order.
+        axes: The axes, in order.
         max_loras: Most adapters.
 
     Attributes:
-        count: How many there are, numbers with a value outside its axis included.
+        count: How many variants there are, including those with a value outside all buckets.
     """
 
     def __init__(self, axes: tuple[Axis, ...], max_loras: int) -> None:
@@ -109,13 +111,13 @@ class Variants:
         self.count = stride
 
     def of_values(self, loras: int, values: Mapping[str, int]) -> Variant:
-        """Return the variant of so many adapters and a value for each axis.
+        """Return the variant for a number of adapters and a value of each axis.
 
         Raises:
-            DescriptorError: An axis is missing or unknown, or a value is none.
+            DescriptorError: An axis is missing or unknown, or a value is invalid.
         """
         if values.keys() != self._names:
-            allowed = f"given for each of {sorted(self._names)} and no other"
+            allowed = f"given for exactly the axes {sorted(self._names)}"
             raise DescriptorError("axes", sorted(values), allowed)
         loras = self._checked(loras)
         found = []
@@ -128,17 +130,18 @@ class Variants:
         return made
 
     def of_buckets(self, loras: int, buckets: AxisBuckets) -> int:
-        """Return the variant of so many adapters and a bucket of each axis.
+        """Return the variant for a number of adapters and a bucket of each axis.
 
         Raises:
-            DescriptorError: Not one for each axis, or not one of its buckets.
+            DescriptorError: There is not one bucket per axis, or a value is not a bucket of its
+                axis.
         """
         if not self.axes:
-            return loras  # what such a batch has for axes is its maker's own
+            return loras  # such a batch keeps the axes that its maker set
         loras = self._checked(loras)
         if len(buckets) != len(self.axes):
             names = ", ".join(axis.name for axis in self.axes)
-            raise DescriptorError("axes", buckets, f"one bucket for each axis ({names})")
+            raise DescriptorError("axes", buckets, f"one bucket per axis ({names})")
         for axis, stride, bucket in zip(self.axes, self._strides, buckets, strict=True):
             if bucket is None:
                 continue
@@ -155,7 +158,7 @@ class Variants:
         return number
 
     def facts(self, variant: int) -> tuple[int, AxisBuckets]:
-        """Return the adapters and the buckets of a variant."""
+        """Return the number of adapters and the buckets of a variant."""
         rest, loras = divmod(variant, self._num_loras)
         buckets: list[int | None] = []
         for axis in self.axes:
@@ -164,10 +167,10 @@ class Variants:
         return loras, tuple(buckets)
 
     def values(self, variant: int) -> tuple[int, ...]:
-        """Return the value of each axis, or ones that mean the same where they are not known.
+        """Return the value of each axis, or an equivalent one where it is not known.
 
-        Of a plain number these are the buckets, and the number above the last bucket for a
-        value outside.
+        For a plain number these are the buckets, and for a value outside all buckets the last
+        bucket plus 1.
         """
         if isinstance(variant, Variant):
             return variant.values
@@ -178,5 +181,5 @@ class Variants:
         )
 
     def combinations(self) -> list[tuple[int, ...]]:
-        """Return the buckets that graphs are made for: each of an axis with each of the others."""
+        """Return every combination of buckets that graphs are captured for."""
         return list(itertools.product(*(axis.buckets for axis in self.axes)))

@@ -1,4 +1,4 @@
-"""What is about to run (Batch), what a graph is named by (BatchDescriptor, GraphKey)."""
+"""Batches that are about to run, and the descriptors and keys that name graphs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dispatchkit.errors import DescriptorError
 from dispatchkit.keys.checks import whole_number
 from dispatchkit.keys.modes import ALLOWED_MODES, RuntimeMode
 
-#: Name of a field, its smallest number, and whether it may be None.
+#: Name of a field, its minimum, and whether it may be None.
 _Count = tuple[str, int, bool]
 
 
 def _read_counts(record: Any, counts: tuple[_Count, ...]) -> None:
-    """Read whole numbers into ints, also those of numpy and torch.
+    """Convert whole numbers, including those of numpy and torch, to ints.
 
-    For all fields at once: a dispatcher makes a batch for each cell that it fills.
+    All fields are converted in one call, since a dispatcher makes a batch for each cell it fills.
 
     Raises:
-        DescriptorError: One is none, or too small.
+        DescriptorError: A value is not a whole number, or is too small.
     """
     for name, minimum, is_optional in counts:
         value = getattr(record, name)
@@ -35,10 +35,10 @@ def _read_counts(record: Any, counts: tuple[_Count, ...]) -> None:
 
 
 def _read_axes(record: Any) -> None:
-    """Read the values of axes into a tuple.
+    """Convert the values of axes to a tuple.
 
     Raises:
-        DescriptorError: They are none, or cannot be hashed.
+        DescriptorError: They are not a tuple of values, or cannot be hashed.
     """
     value = record.axes
     if value == ():
@@ -49,7 +49,7 @@ def _read_axes(record: Any) -> None:
     try:
         hash(value)
     except TypeError:
-        value_fits = False  # it would be found where the key is first looked up
+        value_fits = False  # otherwise the first lookup of the key would raise
     else:
         value_fits = isinstance(value, tuple)
     if not value_fits:
@@ -74,23 +74,22 @@ _BATCH_COUNTS: tuple[_Count, ...] = (
 
 @attrs.frozen(cache_hash=True)
 class BatchDescriptor:
-    """The facts of a captured batch that decide what a graph may serve.
+    """The properties of a captured batch that determine which batches its graph may serve.
 
     Attributes:
-        num_tokens: Padded number of tokens; the graph serves batches of at most so many.
-        num_reqs: Number of requests it was captured with, an upper bound for the batches
-            it serves; None where requests do not matter (piecewise graphs).
+        num_tokens: Padded number of tokens; the graph serves batches of up to this many.
+        num_reqs: Number of requests it was captured with, an upper bound for the batches it serves;
+            None if requests do not matter (piecewise graphs).
         uniform: Uniform decode: every request is past its prompt and brings exactly
             ``query_len`` tokens.
         num_active_loras: Adapters it was captured with, an upper bound; 0 means none.
-        query_len: Tokens per request of a uniform graph, 1 where it is not given; 0 for any
-            mixture.
+        query_len: Tokens per request of a uniform graph, 1 by default; 0 for mixed batches.
         max_query_len: Upper bound of tokens per request for a decode graph that accepts
-            varying query lengths; None where there is no such bound.
-        axes: Buckets of the configuration's axes, in their order.
+            varying query lengths; None if there is no bound.
+        axes: Buckets of the configuration's axes, in order.
 
     Raises:
-        DescriptorError: A fact is impossible, or two contradict each other.
+        DescriptorError: A property is impossible, or two contradict each other.
     """
 
     num_tokens: int
@@ -109,12 +108,12 @@ class BatchDescriptor:
                 "num_reqs",
                 self.num_reqs,
                 f"1..num_tokens ({self.num_tokens})",
-                "A request without tokens does not belong in the batch.",
+                "Leave requests without tokens out of the batch.",
             )
         if self.query_len and not self.uniform:
             raise DescriptorError("query_len", self.query_len, "0 for a graph that is not uniform")
         if self.uniform and not self.query_len:
-            # One name per graph: equal facts must be equal keys.
+            # One name per graph: equal properties must give equal keys.
             object.__setattr__(self, "query_len", 1)
 
     @property
@@ -123,7 +122,7 @@ class BatchDescriptor:
         return self.num_active_loras > 0
 
     def relaxed(self) -> BatchDescriptor:
-        """Return the form that serves any mixture: no request count, not uniform."""
+        """Return the descriptor for mixed batches: no request count, not uniform."""
         return attrs.evolve(self, num_reqs=None, uniform=False, query_len=0, max_query_len=None)
 
     def __str__(self) -> str:
@@ -149,7 +148,7 @@ class GraphKey:
     descriptor: BatchDescriptor
 
     def __attrs_post_init__(self) -> None:
-        # By type too: a plain 2 equals FULL, but nothing that looks for FULL would find it.
+        # Check the type too: a plain 2 equals FULL, but identity checks for FULL would miss it.
         mode: Any = self.mode
         descriptor: Any = self.descriptor
         if not isinstance(mode, RuntimeMode) or mode is RuntimeMode.NONE:
@@ -163,7 +162,7 @@ class GraphKey:
         return self.descriptor.num_tokens
 
     def covers(self, batch: Batch) -> bool:
-        """Return whether this graph can compute the batch at all, whatever is preferred.
+        """Return whether this graph can compute the batch at all, regardless of preference.
 
         A graph with adapters serves a batch without any, since an unused adapter adds
         nothing; a uniform graph serves only uniform batches of its own query length.
@@ -187,20 +186,20 @@ class GraphKey:
 
 @attrs.frozen
 class Batch:
-    """The facts of a batch about to run, as a policy sees them. Made on cold paths only.
+    """The properties of a batch about to run, as a policy sees them. Created on cold paths only.
 
     Attributes:
         num_tokens: Unpadded number of tokens (rows); a policy is never asked about 0.
-        num_reqs: Number of requests, or None where the caller does not say.
-        uniform: Uniform decode: every request is past its prompt and brings exactly
-            ``query_len`` tokens. A batch with the last chunk of a prompt is mixed, also where the
-            chunk has as many tokens: the caller says so, no shape can tell.
+        num_reqs: Number of requests, or None if the caller does not specify it.
+        uniform: Uniform decode: every request is past its prompt and has exactly ``query_len``
+            tokens. A batch with the last chunk of a prompt is mixed, even if the chunk has that
+            many tokens. Only the caller knows; shapes cannot tell.
         query_len: Tokens per request if uniform, else 0.
-        max_query_len: Most tokens of any request, where it is known, else None.
+        max_query_len: Most tokens of any request, or None if unknown.
         num_active_loras: Adapters in use.
         allowed: Code of the allowed runtime modes, an index of ``ALLOWED_MODES``.
-        axes: Buckets of the configuration's axes, in their order; None where the value lies
-            outside all buckets of its axis.
+        axes: Buckets of the configuration's axes, in order; None where the value is outside all
+            buckets of its axis.
     """
 
     num_tokens: int
@@ -218,7 +217,10 @@ class Batch:
         code, last = whole_number(self.allowed), len(ALLOWED_MODES) - 1
         if code is None or not 0 <= code <= last:
             raise DescriptorError(
-                "allowed", self.allowed, f"a code from 0 to {last}", "allowed_modes_code makes one."
+                "allowed",
+                self.allowed,
+                f"a code from 0 to {last}",
+                "Use allowed_modes_code(modes).",
             )
         if code is not self.allowed:
             object.__setattr__(self, "allowed", code)

@@ -1,9 +1,8 @@
-"""Capture sizes: checking a list, deriving one, and the table that pads a batch to it.
+"""Capture sizes: validate a list, derive one, and build the padding table.
 
-Two kinds of derivation live here. ``default_capture_sizes`` is the project's own: the stated
-maximum is always a size. ``derive_capture_sizes`` reproduces, per generation, what vLLM's
-configuration layer does with the same settings; the generations share one function and
-differ in the data of ``SIZE_RULES``.
+There are two derivations. ``default_capture_sizes`` is the project's own: the given maximum is
+always a size. ``derive_capture_sizes`` reproduces, per generation, what vLLM's configuration layer
+does with the same settings; the generations share one function and differ in ``SIZE_RULES``.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ __all__ = [
     "rounds_for_query_len",
 ]
 
-_COARSE_FROM = 256  # Above it, sizes are twice as far apart.
+_COARSE_FROM = 256  # Above it, the distance between sizes doubles.
 MAX_CAPTURE_SIZE = 1 << 22
-"""Largest capture size: tables hold an entry for each number of tokens up to it."""
+"""Largest capture size: tables have an entry for each number of tokens up to it."""
 
 
 class CaptureSizeWarning(UserWarning):
-    """A list of capture sizes was changed, or leaves batches without a graph."""
+    """A list of capture sizes was changed, or leaves some batches without a graph."""
 
 
 # -- checking what a user wrote -----------------------------------------------------------
@@ -56,27 +55,27 @@ def check_capture_sizes(
     """Return a user's capture sizes in ascending order, each once.
 
     Args:
-        sizes: The sizes, or text of them separated by commas.
+        sizes: The sizes, or a comma-separated string of them.
         setting: Name of the setting, for messages.
         limit: Largest batch in tokens that the buffers are meant for.
-        over_limit: What happens to sizes above the limit: ``"refuse"`` raises, ``"trim"``
-            leaves them out with a warning.
+        over_limit: What happens to sizes above the limit: ``"refuse"`` raises, ``"trim"`` drops
+            them with a warning.
 
     Returns:
-        The sizes; empty if the list was, or if trimming left nothing.
+        The sizes; empty if the list was empty or trimming removed all of them.
 
     Raises:
-        ConfigError: A size is zero, negative, fractional, boolean, no number, or larger than
-            any batch can be; or it is over the limit and that is refused.
+        ConfigError: A size is zero, negative, fractional, boolean, not a number, or larger than any
+            batch can be, or it is over the limit and ``over_limit`` is ``"refuse"``.
 
     Warns:
-        CaptureSizeWarning: Sizes were trimmed, or batches between the last size and the
-            limit have no graph.
+        CaptureSizeWarning: Sizes were trimmed, or batches between the last size and the limit have
+            no graph.
     """
     if isinstance(sizes, str):
         sizes = [part for part in sizes.split(",") if part.strip()]
     elif not isinstance(sizes, Iterable):
-        raise ConfigError(setting, sizes, "a list of whole numbers", "One size: [8].")
+        raise ConfigError(setting, sizes, "a list of whole numbers", "For one size, give [8].")
     checked = sorted({check_count(size, setting) for size in sizes})
     if checked and checked[-1] > MAX_CAPTURE_SIZE:
         raise ConfigError(setting, checked[-1], f"at most {MAX_CAPTURE_SIZE:,} tokens")
@@ -93,20 +92,20 @@ def check_capture_sizes(
                 "Raise max_num_tokens, or leave these sizes out.",
             )
         warnings.warn(
-            f"{setting}: {beyond} trimmed, since max_num_tokens is {limit}.",
+            f"{setting}: dropped {beyond}, above max_num_tokens ({limit}).",
             CaptureSizeWarning,
             stacklevel=2,
         )
     if not kept:
         warnings.warn(
-            f"{setting} are empty: no graph is captured and every batch runs eager.",
+            f"{setting} is empty: no graph is captured and every batch runs eager.",
             CaptureSizeWarning,
             stacklevel=2,
         )
     elif kept[-1] < limit:
         warnings.warn(
-            f"{setting} end at {kept[-1]}: batches of {kept[-1] + 1} to {limit} tokens run "
-            f"eager, if no policy splits them. Add {limit} to cover them.",
+            f"{setting} ends at {kept[-1]}: batches of {kept[-1] + 1} to {limit} tokens run eager "
+            f"unless the policy splits them. Add {limit} to cover them.",
             CaptureSizeWarning,
             stacklevel=2,
         )
@@ -121,9 +120,9 @@ def default_capture_sizes(
 ) -> tuple[int, ...]:
     """Return a ladder of sizes up to a maximum, which is itself a size.
 
-    The ladder is 1, 2, 4, then steps of 8 below 256 and of 16 above. With a query length
-    above one, the sizes that so many requests fill are added, so that uniform batches have
-    whole-request sizes too; the size of a full batch of requests is added likewise.
+    The ladder is 1, 2, 4, then steps of 8 below 256 and of 16 above. With a query length above one,
+    each of these numbers of requests also adds the size that it fills, so that uniform batches have
+    whole-request sizes. The size of a full batch of requests is added as well.
 
     Args:
         max_size: Largest size, in tokens.
@@ -145,7 +144,7 @@ def default_capture_sizes(
 
 
 def _ladder(top: int, small: Iterable[int] = (1, 2, 4)) -> list[int]:
-    """1, 2, 4, steps of 8 below 256, steps of 16 from there; nothing above ``top``."""
+    """Return 1, 2, 4, then steps of 8 below 256 and of 16 from there, up to ``top``."""
     return [
         *(size for size in small if size <= top),
         *range(8, min(top + 1, _COARSE_FROM), 8),
@@ -166,14 +165,14 @@ class SizeRules:
         eager_empties_user_list: Enforced eager also drops a list that the user gave.
         query_len_in_base: The default maximum counts the tokens of a full decode batch.
         coarse_above: Steps double from 256 on.
-        small_sizes_always: 1, 2, 4 stay though the maximum is smaller.
-        filters_user_list: A user's list loses what is over the token limit and, where the
-            tensor-parallel filter applies, what it cannot divide.
+        small_sizes_always: 1, 2 and 4 are kept even if the maximum is smaller.
+        filters_user_list: Sizes above the token limit are removed from a user's list and, where the
+            tensor-parallel filter applies, those that TP does not divide.
         tensor_parallel_filter: With sequence parallelism sizes are multiples of TP.
         adds_limits: The token limit and the sizes of decode batches are sizes too.
         rounds: Which modes get sizes rounded to the query length (None: no rounding).
-        rounding_with_tensor_parallel: Rounding also makes multiples of TP: with sequence
-            parallelism, always when TP is above one, or never.
+        rounding_with_tensor_parallel: Rounding also makes multiples of TP: only with sequence
+            parallelism, whenever TP is above one, or never.
         empty_rounding: What happens when rounding leaves nothing.
     """
 
@@ -209,11 +208,11 @@ _RULES_0_11 = SizeRules(
     rounds=None,
 )
 
-#: The generations that are known, by name. ``newest`` is 0.33.
+#: The known generations, by name. ``newest`` is 0.33.
 SIZE_RULES: Mapping[str, SizeRules] = MappingProxyType(
     {"0.11": _RULES_0_11, "0.13": _RULES_0_13, "0.33": _RULES_0_33, "newest": _RULES_0_33}
 )
-#: Rounding alone is known for one generation more: it came with 0.11.1.
+#: For rounding alone there is one more known generation: it was added in 0.11.1.
 _ROUNDING_RULES: Mapping[str, SizeRules] = MappingProxyType(
     {
         **SIZE_RULES,
@@ -226,12 +225,12 @@ _ROUNDING_RULES: Mapping[str, SizeRules] = MappingProxyType(
 
 @attrs.frozen
 class CaptureSizes:
-    """Sizes derived as a generation of vLLM does.
+    """Sizes derived by the rules of one generation of vLLM.
 
     Attributes:
         sizes: In the order in which that generation stores them.
-        max_size: The largest; 0 when there is none.
-        notes: What was changed of the user's settings, one sentence each.
+        max_size: The largest; 0 if there are no sizes.
+        notes: Changes made to the user's settings, one sentence each.
     """
 
     sizes: tuple[int, ...]
@@ -277,7 +276,7 @@ def derive_capture_sizes(
         small_steps: 0.33's "interactivity" mode: every size up to 32.
 
     Raises:
-        ConfigError: The list is empty, or list and maximum disagree.
+        ConfigError: The list is empty, or the list and the maximum disagree.
         UnknownNameError: The generation is not known.
     """
     rules = _rules(generation, SIZE_RULES)
@@ -345,22 +344,22 @@ def round_sizes_for_query_len(
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
 ) -> CaptureSizes:
-    """Return sizes raised to multiples of a query length, none above the maximum.
+    """Return sizes rounded up to multiples of a query length, up to the maximum.
 
-    A uniform batch padded to such a size is made of whole requests. Whether a mode needs it
-    is told by ``rounds_for_query_len``.
+    A uniform batch padded to such a size consists of whole requests. ``rounds_for_query_len``
+    returns whether a mode needs this.
 
     Args:
         sizes: Capture sizes.
         query_len: Tokens per request of a uniform decode batch.
-        generation: Whose rule for tensor parallelism applies.
-        max_size: Largest size allowed; None: the largest given.
+        generation: The generation whose rule for tensor parallelism applies.
+        max_size: Largest size allowed; None means the largest given.
         tensor_parallel_size: Ranks that share one layer.
         sequence_parallel: Sequence parallelism is on.
 
     Raises:
-        ConfigError: The query length does not fit below the maximum, or does not divide
-            with the number of ranks.
+        ConfigError: The query length exceeds the maximum, or is neither a multiple nor a divisor of
+            the number of ranks.
     """
     rules = _rules(generation, _ROUNDING_RULES)
     given = tuple(sizes)
@@ -410,10 +409,10 @@ def rounds_for_query_len(mode: CUDAGraphMode, query_len: int, generation: str = 
 
 
 def padding_table(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return, for every batch from 0 to the largest size, the size it is padded to.
+    """Return the padded size of every batch from 0 to the largest size.
 
-    Entry n is the smallest size of at least n; entry 0 is 0. Without sizes the table holds
-    entry 0 only.
+    Entry n is the smallest size of at least n; entry 0 is 0. Without sizes the table has entry 0
+    only.
     """
     ordered = sorted(set(sizes))
     table = [0] * (ordered[-1] + 1 if ordered else 1)

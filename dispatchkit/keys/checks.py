@@ -16,14 +16,14 @@ _WORDS: Final = {
 
 
 def is_flag(value: object) -> bool:
-    """Return whether a value is True or False, of Python or numpy."""
+    """Return whether a value is a Python or numpy boolean."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def whole_number(value: Any) -> int | None:
-    """Return a whole number as an int, and None for anything else.
+    """Return a whole number as an int, or None for anything else.
 
-    Integers of numpy and torch are whole numbers. Flags, floats and text are not.
+    Integers of numpy and torch are whole numbers. Booleans, floats and strings are not.
     """
     if type(value) is int:
         return value
@@ -31,7 +31,7 @@ def whole_number(value: Any) -> int | None:
         return None
     try:
         return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # of arrays and tensors with several values
+    except (TypeError, ValueError, RuntimeError):  # e.g. multi-element tensors
         return None
 
 
@@ -43,13 +43,13 @@ def check_count(
     Text is accepted, so that the command line, the environment and Python agree.
 
     Args:
-        value: A whole number, also one of numpy, or text of one.
+        value: A whole number, possibly of numpy, or a string of one.
         setting: Name of the setting, for the message.
-        minimum: Smallest number allowed; None: any.
-        maximum: Largest number allowed; None: any.
+        minimum: Smallest number allowed; None means any.
+        maximum: Largest number allowed; None means any.
 
     Raises:
-        ConfigError: It is a boolean, has a fraction, is no number, or is too small or large.
+        ConfigError: It is a boolean, has a fraction, is not a number, or is too small or too large.
     """
     allowed = "a whole number"
     if minimum is not None:
@@ -78,7 +78,7 @@ def _read_whole(text: str) -> int | None:
 def check_flag(value: Any, setting: str) -> bool:
     """Return True or False that a user gave for a setting.
 
-    Text is refused: every word, even "no", would count as true.
+    Text is refused: every non-empty string, even "no", would count as true.
 
     Raises:
         ConfigError: It is neither.
@@ -89,10 +89,10 @@ def check_flag(value: Any, setting: str) -> bool:
 
 
 def read_flag(value: Any, setting: str) -> bool:
-    """Return a flag from where settings are text: a file, the environment, the command line.
+    """Return a flag read from a file, the environment or the command line.
 
     Raises:
-        ConfigError: It is neither True, False nor a word for one of them.
+        ConfigError: It is not True, False or a word for one of them.
     """
     if is_flag(value):
         return bool(value)

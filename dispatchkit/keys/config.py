@@ -53,41 +53,38 @@ def _list_of_sizes(value: Any, name: str) -> tuple[int, ...]:
 class DispatchConfig:
     """Sizes, limits and modes of one dispatcher.
 
-    Two are equal if the same holds under both: equal sizes, given or derived, and equal limits,
-    stated or not. ``attrs.evolve``
-    keeps what was asked for: what was derived is derived again from the changed settings.
+    Two configurations are equal if they have the same effect: equal sizes, given or derived, and
+    equal limits, stated or not. ``attrs.evolve`` keeps the settings that were given and derives the
+    others again from the changed settings.
 
     Attributes:
-        mode: Which runtime modes decode and mixed batches use (vLLM's cudagraph mode). Where it
-            is not given it is FULL_AND_PIECEWISE as vLLM's, and in a runner whose step is not
-            split FULL.
-        sizes: Ascending numbers of tokens to capture. Derived from
-            ``max_num_tokens``, ``max_num_seqs`` and ``query_lens`` when not given, and then
-            at most 512.
-        max_num_tokens: Largest batch in tokens; a larger one is a caller's error. Where it is not
-            given nothing is: batches above the largest capture size run eager, and this is that
-            size.
-        max_num_seqs: Most requests of a batch. Defaults to ``max_num_tokens``.
-        query_lens: Tokens per request of uniform decode batches, all of whose requests are past
-            their prompts and bring exactly so many; one number, or several where a drafter
-            runs with other lengths. ``uniform`` indexes it from 1.
+        mode: Which runtime modes decode and mixed batches use (vLLM's cudagraph mode). If not
+            given, it is FULL_AND_PIECEWISE as in vLLM, or FULL in a runner whose step is not split.
+        sizes: Ascending numbers of tokens to capture. If not given, derived from
+            ``max_num_tokens``, ``max_num_seqs`` and ``query_lens``, up to 512.
+        max_num_tokens: Largest batch in tokens; a larger one raises. If not given, it is the
+            largest capture size, and larger batches run eager instead of raising.
+        max_num_seqs: Most requests in a batch. Defaults to ``max_num_tokens``.
+        query_lens: Tokens per request of uniform decode batches, in which every request is past its
+            prompt and has exactly this many; one number, or several if a drafter runs with other
+            lengths. ``uniform`` indexes it from 1.
         varlen_decode: Decode graphs accept requests of varying length up to the first
             query length; adds one more class of batches after the uniform ones.
         uniform_sizes: Sizes for uniform batches of more than one token per
-            request, where they differ from ``sizes``; None: the same.
-        max_loras: Most adapters active at once; 0 where there are none.
-        specialize_lora: Capture graphs without adapters too, beside those with.
-        specialize_active_loras: Capture a graph for several counts of adapters (powers of
-            two), rather than one for all counts.
-        axes: Further facts that graphs are made for, such as a sequence length.
+            request, if they differ from ``sizes``; None means the same sizes.
+        max_loras: Most adapters active at once; 0 means no adapters.
+        specialize_lora: Also capture graphs without adapters.
+        specialize_active_loras: Capture a graph for each of several numbers of adapters (powers of
+            two), rather than one for all.
+        axes: User-defined axes to capture graphs for, such as a sequence length.
 
-    Numbers may be given as text, as a command line or the environment has them.
+    Numbers may be given as strings, as they come from a command line or the environment.
 
     Raises:
-        ConfigError: A setting has a value that cannot be used.
+        ConfigError: A setting has an invalid value.
     """
 
-    # As they were asked for; None where they are derived.
+    # As given; None if derived.
     _mode: CUDAGraphMode | None = attrs.field(
         default=None,
         converter=_mode,
@@ -158,14 +155,14 @@ class DispatchConfig:
     sizes: tuple[int, ...] = attrs.field(init=False)
     max_num_tokens: int = attrs.field(init=False)
     max_num_seqs: int = attrs.field(init=False)
-    # Lists of sizes that were held against a limit, and warned of where they end below it:
-    # attrs.evolve hands them on, and the copy does not warn again.
+    # Lists of sizes that were already compared with a limit, with a warning if they end below it.
+    # attrs.evolve passes them on, so that the copy does not warn again.
     _checked: frozenset[tuple[str, Any, Any]] = attrs.field(
         default=frozenset(), alias="_checked", eq=False, repr=False
     )
 
     def __attrs_post_init__(self) -> None:
-        set_ = object.__setattr__  # the class is frozen; these fill what is derived
+        set_ = object.__setattr__  # the class is frozen; set the derived values
         default = CUDAGraphMode.FULL_AND_PIECEWISE
         set_(self, "mode", default if self._mode is None else self._mode)
         asked: Any = self._sizes  # a tuple, once converted
@@ -180,7 +177,8 @@ class DispatchConfig:
                 )
             limit = sizes[-1]
         if sizes is None:
-            # vLLM's own ceiling; only a list that the user wrote is warned about its end.
+            # vLLM's own ceiling; only a list that the user gave is warned about ending below the
+            # limit.
             top = _DEFAULT_CEILING if limit is None else min(limit, _DEFAULT_CEILING)
             ladders = (
                 default_capture_sizes(top, max_num_seqs=self._max_num_seqs, query_len=query_len)
@@ -206,12 +204,12 @@ class DispatchConfig:
 
     @property
     def query_len(self) -> int:
-        """Tokens per request of a uniform batch (the first, usually only, length)."""
+        """Tokens per request of a uniform batch (the first, and usually the only, length)."""
         return self.query_lens[0]
 
     @property
     def is_mode_given(self) -> bool:
-        """Whether a mode was asked for; a runner derives it from its step where none was."""
+        """Whether a mode was given; if not, a runner derives it from its step."""
         return self._mode is not None
 
     @property
@@ -221,41 +219,42 @@ class DispatchConfig:
 
     @property
     def has_request_limit(self) -> bool:
-        """Whether a batch of more than ``max_num_seqs`` requests is an error by itself."""
+        """Whether a batch of more than ``max_num_seqs`` requests is an error in itself."""
         return self._max_num_seqs is not None
 
     @property
     def num_query_classes(self) -> int:
-        """How many values the ``uniform`` argument of a dispatch takes: 0 is mixed."""
+        """How many values the ``uniform`` argument of ``dispatch`` takes: 0 is mixed."""
         return 1 + len(self.query_lens) + self.varlen_decode
 
     @property
     def max_capture_size(self) -> int:
-        """Largest capture size, 0 where there is none."""
+        """Largest capture size, or 0 if there are no sizes."""
         return self.sizes[-1] if self.sizes else 0
 
     @functools.cached_property
     def variants(self) -> Variants:
-        """The numbers that stand for adapters and axes together."""
+        """The variants: numbers that stand for adapters and axes together."""
         return Variants(self.axes, self.max_loras)
 
     def variant(self, loras: int = 0, **values: int) -> int:
-        """Return what takes the place of ``loras`` in a dispatch where there are axes.
+        """Return the ``loras`` argument of ``dispatch`` for a configuration with axes.
 
         Args:
             loras: Active adapters.
-            values: The value of each axis, by its name.
+            values: The value of each axis, by name.
 
         Raises:
-            DescriptorError: An axis is missing or unknown, or a value is none.
+            DescriptorError: An axis is missing or unknown, or a value is invalid.
         """
         return self.variants.of_values(loras, values)
 
     def query_class(self, uniform: int) -> tuple[bool, int, int | None]:
         """Return (uniform, query_len, max_query_len) for a ``uniform`` argument.
 
-        0 is any mixture, 1.. the uniform query lengths in order, and the one after them
-        (with ``varlen_decode``) requests of at most the first query length each.
+        0 is a mixed batch, 1 and up are the uniform query lengths in order, and the number after
+        them (with ``varlen_decode``) is a batch whose requests each have at most the first query
+        length.
         """
         if 1 <= uniform <= len(self.query_lens):
             query_len = self.query_lens[uniform - 1]

@@ -1,4 +1,4 @@
-"""Runtime modes, configured modes, and which of them a backend can honour.
+"""Runtime modes, configured modes, and which of them a backend supports.
 
 A *runtime mode* is what one batch runs as: eager (NONE), PIECEWISE or FULL. A *configured
 mode* may be a pair: one mode for uniform decode batches, another for everything else.
@@ -30,16 +30,16 @@ __all__ = [
 
 
 class ModeError(ConfigError, AssertionError):
-    """A configured mode stands where only a runtime mode can.
+    """A configured mode was given where a runtime mode is required.
 
-    Also an AssertionError, since that is what vLLM's enum raises for it.
+    Also an AssertionError, which is what vLLM's enum raises.
     """
 
 
 class RuntimeMode(enum.IntEnum):
-    """What one batch runs as; the order is that of how much one graph holds.
+    """What one batch runs as, ordered by how much of the step one graph covers.
 
-    Ranks that disagree take the smallest value, the most careful mode.
+    Ranks that disagree take the smallest value, the most conservative mode.
     """
 
     NONE = 0
@@ -58,8 +58,8 @@ class RuntimeMode(enum.IntEnum):
                 own), a name, or 0, 1, 2.
 
         Raises:
-            ModeError: It is a mode for configurations, made of two runtime modes.
-            UnknownNameError: No mode goes by that name.
+            ModeError: It is a configured mode that pairs two runtime modes.
+            UnknownNameError: No mode has that name.
         """
         if isinstance(value, cls):
             return value
@@ -82,7 +82,7 @@ class CUDAGraphMode(enum.Enum):
     FULL_DECODE_ONLY = (2, 0)
     FULL_AND_PIECEWISE = (2, 1)
 
-    # Filled below the class: an enum body would turn the set into a member.
+    # Assigned below the class: in the enum body it would become a member.
     valid_runtime_modes: ClassVar[frozenset[CUDAGraphMode]]
 
     @classmethod
@@ -94,7 +94,7 @@ class CUDAGraphMode(enum.Enum):
                 ``"full_and_piecewise"``, or a member's value.
 
         Raises:
-            UnknownNameError: No mode goes by that name; it names the nearest ones.
+            UnknownNameError: No mode has that name; the message lists the closest ones.
         """
         if isinstance(value, cls):
             return value
@@ -113,7 +113,7 @@ class CUDAGraphMode(enum.Enum):
 
     @property
     def runtime_mode(self) -> RuntimeMode:
-        """The runtime mode of a member that is one.
+        """The runtime mode of a member that is not a pair.
 
         Raises:
             ModeError: The member is a pair.
@@ -162,7 +162,7 @@ class CUDAGraphMode(enum.Enum):
         return isinstance(self.value, tuple)
 
     def without_piecewise(self) -> CUDAGraphMode:
-        """Return what is left of this mode where nothing can be split."""
+        """Return this mode without its PIECEWISE part, for steps that cannot be split."""
         return _WITHOUT_PIECEWISE.get(self, self)
 
     @classmethod
@@ -188,9 +188,9 @@ _WITHOUT_PIECEWISE = {
 
 # -- allowed modes as one small int -------------------------------------------------------
 
-#: What each code allows. 0, 1 and 2 are ceilings and equal the runtime mode's own value, so
-#: "at most PIECEWISE" is simply ``RuntimeMode.PIECEWISE``; 3 to 6 are the sets that exclude
-#: eager or skip a mode, as ranks need that have agreed on one mode.
+#: The modes that each code allows. 0, 1 and 2 are ceilings equal to the runtime mode's value, so
+#: "at most PIECEWISE" is simply ``RuntimeMode.PIECEWISE``. 3 to 6 are the sets that exclude eager
+#: or skip a mode; ranks that have agreed on one mode need them.
 ALLOWED_MODES: tuple[frozenset[RuntimeMode], ...] = (
     frozenset((RuntimeMode.NONE,)),
     frozenset((RuntimeMode.NONE, RuntimeMode.PIECEWISE)),
@@ -208,7 +208,7 @@ def allowed_modes_code(
 ) -> int:
     """Return the code of the runtime modes that a batch may run as.
 
-    The arguments are those of vLLM's dispatcher and are only read.
+    The arguments are those of vLLM's dispatcher and are not modified.
 
     Args:
         valid: Modes to choose from (members or names); None means all three.
@@ -218,8 +218,8 @@ def allowed_modes_code(
         An index into ``ALLOWED_MODES``.
 
     Raises:
-        ConfigError: Nothing is left to choose from.
-        UnknownNameError: A name is none of a mode.
+        ConfigError: No mode is left.
+        UnknownNameError: No mode has that name.
     """
     given = frozenset(RuntimeMode if valid is None else map(RuntimeMode.parse, valid))
     excluded = frozenset(map(RuntimeMode.parse, invalid))
@@ -250,10 +250,10 @@ class AttentionSupport(enum.IntEnum):
 
     @classmethod
     def parse(cls, value: object) -> AttentionSupport:
-        """Return the level that a member, an enum member of that name or a name stands for.
+        """Return the level that a member, an enum member of the same name, or a name stands for.
 
         Raises:
-            UnknownNameError: No level goes by that name.
+            UnknownNameError: No level has that name.
         """
         if isinstance(value, cls):
             return value
@@ -264,17 +264,17 @@ class AttentionSupport(enum.IntEnum):
         return cls[name]
 
 
-#: The same levels under the word that callers of a graph runner look for.
+#: The same levels under the name that users of graph runners look for.
 CUDAGraphSupport = AttentionSupport
 
 
 @attrs.frozen
 class ModeResolution:
-    """The mode that will be used, and an account of every step down from the one asked for.
+    """The mode that will be used, with the reason for each downgrade from the one requested.
 
     Attributes:
-        mode: What can be honoured.
-        reasons: One sentence per downgrade, in order; empty when nothing changed.
+        mode: The mode that is supported.
+        reasons: One sentence per downgrade, in order; empty if nothing changed.
         rounds_sizes: Capture sizes must become multiples of the query length, because
             uniform decode batches of several tokens per request run FULL.
     """
@@ -294,20 +294,20 @@ def resolve_mode(
     captures_piecewise: bool = True,
     rounds_sizes: bool = True,
 ) -> ModeResolution:
-    """Return the closest mode to the one asked for that attention and compiler support.
+    """Return the supported mode closest to the one requested.
 
     Args:
-        mode: The mode asked for.
+        mode: The mode requested.
         support: Level of the attention backend, or of each attention group; the least counts.
         query_len: Tokens per request of a uniform decode batch.
         splits_attention: The model can be cut at attention.
-        fully_compiled: The pieces are compiled (or are otherwise ready to be captured).
-        captures_piecewise: Pieces can be captured at all; a runner without pieces says no.
-        rounds_sizes: The caller shares one size list between modes, so that a query length
-            above one asks for rounding (vLLM's second model runner does not).
+        fully_compiled: The pieces are compiled (or otherwise ready to be captured).
+        captures_piecewise: Pieces can be captured at all; False for a runner without pieces.
+        rounds_sizes: The caller shares one size list between modes, so that a query length above
+            one requires rounding (vLLM's second model runner does not share one).
 
     Raises:
-        ConfigError: FULL was asked for mixed batches, and attention can never be captured.
+        ConfigError: FULL was requested for mixed batches, and attention can never be captured.
 
     Source: behaviour of vLLM 0.33 before its keys are initialised.
     """
@@ -355,7 +355,7 @@ def resolve_mode(
 
 
 def _iterable(value: object) -> bool:
-    """Tell a collection of levels from one level of somebody else's enum."""
+    """Distinguish a collection of levels from one level of a foreign enum."""
     return isinstance(value, Iterable) and not isinstance(value, enum.Enum)
 
 

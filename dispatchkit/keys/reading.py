@@ -1,7 +1,7 @@
-"""Read settings from where they are text: a file, the environment, the command line.
+"""Read settings given as text: in a file, the environment or on the command line.
 
-Each function takes a value, native or text, and the name of the setting. It returns what the check
-of the setting takes, so that one mistake has one text wherever it is made.
+Each function takes a value, native or text, and the name of the setting. It returns a value for the
+setting's check, so that a mistake gets the same message wherever it is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _AXES_ALLOWED = (
 
 
 def read_number(value: Any, name: str) -> Any:
-    """Return text of a number as the number; anything else unchanged."""
+    """Convert the text of a number to the number; return anything else unchanged."""
     if not isinstance(value, str):
         return value
     text = value.strip()
@@ -30,14 +30,14 @@ def read_number(value: Any, name: str) -> Any:
             number = read(text)
         except ValueError:
             continue
-        if isinstance(number, int):  # of any size: isfinite would make a float of it
+        if isinstance(number, int):  # ints of any size: isfinite would convert them to float
             return number
         return number if math.isfinite(number) else text
     return text
 
 
 def read_numbers(value: Any, name: str) -> Any:
-    """Return the items of a list, or of text with commas, as numbers where they are such."""
+    """Return the items of a list or of comma-separated text, converting numbers."""
     if isinstance(value, str):
         return [read_number(part, name) for part in value.split(",") if part.strip()]
     if isinstance(value, Iterable) and not isinstance(value, Mapping):
@@ -46,13 +46,13 @@ def read_numbers(value: Any, name: str) -> Any:
 
 
 def read_number_or_numbers(value: Any, name: str) -> Any:
-    """Return a list of numbers; one number alone is a list, too."""
+    """Return a list of numbers; a single number becomes a list of one."""
     value = read_number(value, name)
     return [value] if isinstance(value, int) else read_numbers(value, name)
 
 
 def read_flag(value: Any, name: str) -> bool:
-    """Return a flag, or what a word for one means.
+    """Return a flag, converting a word for one.
 
     Raises:
         ConfigError: It is neither.
@@ -64,17 +64,17 @@ def read_flag(value: Any, name: str) -> bool:
 
 
 def read_word(value: Any, name: str) -> str:
-    """Return one of several words in lower case, without spaces around it."""
+    """Return a word in lower case, stripped of whitespace."""
     return str(value).strip().lower()
 
 
 def read_options(value: Any, name: str) -> dict[str, Any]:
-    """Return a table of options, from text a JSON object.
+    """Return a table of options, parsing text as a JSON object.
 
     Raises:
         ConfigError: It is neither.
     """
-    allowed = "a table of options, as text a JSON object"
+    allowed = "a table of options, or a JSON object as text"
     if isinstance(value, str):
         import json  # most programs write a table
 

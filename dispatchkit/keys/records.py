@@ -1,4 +1,4 @@
-"""Records of settings: how a field is declared, and how a record prints."""
+"""Declare the fields of settings records, and print the records."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import attrs
 
 from dispatchkit.keys.reading import read_number
 
-#: Where the metadata of a field holds its ``About``.
+#: The key of a field's ``About`` in its metadata.
 ABOUT: Final = "dispatchkit"
 
 
 @attrs.frozen
 class About:
-    """What is said of a setting where it is listed.
+    """How a setting is described where settings are listed, and how it is read.
 
     Attributes:
-        help: What it is, in a sentence.
-        derived: In words, what holds where nobody gives it and its default is None.
-        read: Takes a value as a file, the environment or the command line has it, and the name
-            of the setting; returns what the check takes.
+        help: A one-sentence description.
+        derived: A description of the value used if the setting is not given and its default is
+            None.
+        read: Converts a value from a file, the environment or the command line, given with the name
+            of the setting, to what the check takes.
     """
 
     help: str
@@ -38,10 +39,10 @@ def setting(
     """Return the field of a setting.
 
     Args:
-        default: What holds where nobody gives it; ``attrs.Factory`` for one of its own.
-        check: Takes a value and the name of the setting; returns what is kept, or raises.
-        about: For settings that a file, the environment and the command line may give.
-        options: Those of ``attrs.field``.
+        default: The default; ``attrs.Factory`` for a new object per record.
+        check: Takes a value and the name of the setting; returns the value to store, or raises.
+        about: For settings that a file, the environment or the command line may set.
+        options: Further arguments of ``attrs.field``.
     """
 
     def convert(value: Any, instance: Any, field: attrs.Attribute[Any]) -> Any:
@@ -56,32 +57,32 @@ def setting(
 
 
 def described(about: About) -> dict[str, Any]:
-    """Return the metadata of a field that is declared by ``attrs.field`` itself.
+    """Return the metadata for a field declared with ``attrs.field`` itself.
 
-    That is for converters which type checkers must see, where text is taken for another type.
+    Needed for converters that type checkers must see because they accept text for another type.
     """
     return {ABOUT: about}
 
 
 def or_none(check: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    """Return the same check for a setting that may be None."""
+    """Return a check that also accepts None."""
     return lambda value, name: None if value is None else check(value, name)
 
 
 def default_of(field: attrs.Attribute[Any]) -> Any:
-    """Return what a setting is where nobody gives it."""
+    """Return the default of a setting."""
     default: Any = field.default
     return default.factory() if hasattr(default, "factory") else default
 
 
 def check_setting(field: attrs.Attribute[Any], value: Any) -> Any:
-    """Return what a record would keep for one of its settings, alone.
+    """Return the value that a record would store for one setting.
 
     Raises:
-        ConfigError: The value cannot be used.
+        ConfigError: The value is invalid.
     """
     converter: Any = field.converter
-    wrapped = getattr(converter, "converter", None)  # where it is made by ``setting``
+    wrapped = getattr(converter, "converter", None)  # if it was declared with ``setting``
     return converter(value) if wrapped is None else wrapped(value, None, field)
 
 
@@ -97,9 +98,9 @@ def given_in(record: Any) -> dict[str, Any]:
 
 
 def repr_of_given(record: Any) -> str:
-    """Return the call that makes an equal record, without what equals the defaults.
+    """Return the call that makes an equal record, leaving out defaults.
 
-    The ``__repr__`` of records of settings. A field with a ``repr`` of its own prints by it.
+    The ``__repr__`` of settings records. Fields with their own ``repr`` are printed with it.
     """
     shown = {field.alias: field.repr for field in attrs.fields(type(record)) if field.init}
     arguments = []

@@ -1,4 +1,4 @@
-"""What may be dispatched: keys, their graphs and the life of each."""
+"""The keys that may be dispatched, with the state and graph of each."""
 
 from dispatchkit.registry.entry import GraphEntry, KeyState
 from dispatchkit.registry.registry import GraphRegistry, RegistryEvent

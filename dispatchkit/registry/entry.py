@@ -11,7 +11,7 @@ from dispatchkit.keys.batch import GraphKey
 
 
 class KeyState(enum.StrEnum):
-    """Where a key is in its life.
+    """The state of a key's graph.
 
     DECLARED → CAPTURED → EVICTED, STALE or FAILED; all of these may be captured again.
     """
@@ -25,15 +25,15 @@ class KeyState(enum.StrEnum):
 
 @attrs.frozen
 class GraphEntry:
-    """A key with its graph. Immutable: each transition makes a new entry.
+    """A key with its graph. Immutable: each transition creates a new entry.
 
     Attributes:
-        key: Its name.
-        state: Where it is in its life.
-        graph: What the executor replays, and all that its graph reads; opaque here.
-        num_bytes: Memory it is charged with, 0 where it shares another's.
-        reason: Why it is failed, evicted or stale.
-        attempts: Captures tried since the last success.
+        key: The key.
+        state: The state of its graph.
+        graph: What the executor replays, with everything it reads; opaque here.
+        num_bytes: Memory it is charged with; 0 if it shares another's.
+        reason: Why it failed, was evicted or became stale.
+        attempts: Capture attempts since the last success.
     """
 
     key: GraphKey

@@ -16,9 +16,10 @@ from dispatchkit.keys.batch import Batch, GraphKey
 from dispatchkit.keys.modes import RuntimeMode
 from dispatchkit.registry.entry import GraphEntry, KeyState
 
-# (mode, uniform query length, max query length, adapters, axes): keys that differ in size only.
+# (mode, uniform query length, max query length, adapters, axes): groups keys that differ only in
+# size.
 _Family = tuple[RuntimeMode, int, int | None, int, tuple[int, ...]]
-# Size, order of declaration, key. The serial keeps keys themselves from being compared.
+# Size, order of declaration, key. The serial number prevents keys from being compared.
 _Member = tuple[int, int, GraphKey]
 
 
@@ -37,14 +38,14 @@ def _family(key: GraphKey) -> _Family:
 
 @attrs.frozen
 class RegistryEvent:
-    """A key changed: ``before`` is None when it is new, ``after`` when it is gone.
+    """A key changed: ``before`` is None if it is new, ``after`` if it was removed.
 
     Attributes:
         key: The key.
         before: Its state before.
-        after: Its state now; that before where it was switched on or off.
-        reason: Why, as its entry has it; ``enabled`` or ``disabled`` where it was switched.
-        by_mode: Not this key was switched but its whole mode.
+        after: Its state now; unchanged if the key was switched on or off.
+        reason: The reason stored in its entry; ``enabled`` or ``disabled`` if it was switched.
+        by_mode: The key's whole mode was switched, not only this key.
     """
 
     key: GraphKey
@@ -61,10 +62,10 @@ class GraphRegistry:
     lock; listeners are called under it, in order, and must not write.
 
     Attributes:
-        lock: What writers hold. Whoever keeps tables of the registry's contents shares it:
-            with a lock of its own it would take the two in one order in a listener and in
-            the other when it declares keys, and two threads could wait for each other.
-        num_changes: How often a key came, went, changed or was switched.
+        lock: The lock that writers hold. Tables derived from the registry must share it: with a
+            separate lock they would take the two in one order in a listener and in the opposite
+            order when declaring keys, and two threads could deadlock.
+        num_changes: How often a key was added, removed, changed or switched.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class GraphRegistry:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[GraphKey]:
-        return iter(self._entries.copy())  # at once: writers go on meanwhile
+        return iter(self._entries.copy())  # copied in one step: writers may run meanwhile
 
     def get(self, key: GraphKey) -> GraphEntry | None:
         """Return the entry of a key, or None."""
@@ -109,8 +110,8 @@ class GraphRegistry:
     def covering(self, batch: Batch, mode: RuntimeMode) -> Iterator[GraphKey]:
         """Yield the keys of a mode that can compute the batch, smallest first.
 
-        Of two equally large, the one captured for fewer adapters comes first, then the
-        more special one (uniform before mixed).
+        Of two equally large keys, the one captured for fewer adapters comes first, then the more
+        specific one (uniform before mixed).
         """
         streams = []
         for family, members in self._families.copy().items():
@@ -124,7 +125,7 @@ class GraphRegistry:
     # -- writing ----------------------------------------------------------------------
 
     def subscribe(self, listener: Callable[[RegistryEvent], None]) -> Callable[[], None]:
-        """Call a listener on every change; returns what ends the subscription."""
+        """Call a listener on every change; return a function that unsubscribes it."""
         with self.lock:
             self._listeners = (*self._listeners, listener)
 
@@ -135,7 +136,7 @@ class GraphRegistry:
         return unsubscribe
 
     def declare(self, keys: Iterable[GraphKey]) -> None:
-        """Make keys known. A key that is known already stays as it is."""
+        """Declare keys. A key that is already declared stays as it is."""
         with self.lock:
             grown: dict[_Family, list[_Member]] = {}
             new = [key for key in dict.fromkeys(keys) if key not in self._entries]
@@ -150,14 +151,14 @@ class GraphRegistry:
                 self._tell(key, None, KeyState.DECLARED)
 
     def captured(self, key: GraphKey, graph: Any, *, num_bytes: int = 0) -> GraphEntry:
-        """Give a key its graph; from now on it may be dispatched."""
+        """Give a key its graph, so that it may be dispatched."""
         entry = self._move(
             key, KeyState.CAPTURED, graph=graph, num_bytes=num_bytes, reason="", attempts=0
         )
         return entry
 
     def failed(self, key: GraphKey, reason: str) -> GraphEntry:
-        """Mark that a capture or a replay of the key failed; its graph is let go."""
+        """Mark that a capture or a replay of the key failed; its graph is released."""
         with self.lock:
             attempts = self._require(key).attempts + 1
             return self._move(
@@ -165,13 +166,13 @@ class GraphRegistry:
             )
 
     def evicted(self, key: GraphKey, reason: str = "budget") -> GraphEntry:
-        """Let go of the graph of a key; only one that is captured or stale has any."""
+        """Release the graph of a key; only captured and stale keys have one."""
         with self.lock:
             self._require(key, KeyState.CAPTURED, KeyState.STALE)
             return self._move(key, KeyState.EVICTED, graph=None, num_bytes=0, reason=reason)
 
     def stale(self, key: GraphKey, reason: str) -> GraphEntry:
-        """Mark that what the graph reads has changed; it may not be replayed."""
+        """Mark that memory the graph reads was replaced, so that it must not be replayed."""
         with self.lock:
             self._require(key, KeyState.CAPTURED)
             return self._move(key, KeyState.STALE, reason=reason)
@@ -228,8 +229,8 @@ class GraphRegistry:
     # -- inside -----------------------------------------------------------------------
 
     def _largest_first(self) -> list[GraphKey]:
-        # A table empties all that the largest key could serve at its first event; the events
-        # of smaller keys then find little left to do.
+        # Largest key first: its event empties every cell it could serve, which leaves little to do
+        # for the events of smaller keys.
         return sorted(self._entries, key=lambda key: -key.num_tokens)
 
     def _require(self, key: GraphKey, *states: KeyState) -> GraphEntry:

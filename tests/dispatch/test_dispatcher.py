@@ -760,7 +760,7 @@ def test_policy_without_a_method_is_refused(method):
     policy = AskedPolicy()
     setattr(policy, method, None)
     with pytest.raises(
-        PolicyError, match=f"{method}: is missing; a policy needs declare and decide"
+        PolicyError, match=f"{method}: is missing; a policy needs the methods declare and decide"
     ):
         make(policy)
 

@@ -254,7 +254,7 @@ def test_observer_that_raises_disturbs_nothing(policy, caplog):
         ({"inputs": [StaticInput((None,), "int64")]}, "inputs must be a dictionary .* got 'list'"),
         ({"inputs": None, "example": torch.zeros(2)}, "example must be a dictionary"),
         ({"inputs": None, "example": (torch.zeros(2),)}, "example must be a dictionary"),
-        ({"sizes": 8}, r"sizes must be a list .* One size: \[8\]"),
+        ({"sizes": 8}, r"sizes must be a list .* For one size, give \[8\]"),
         ({"options": {"strict": True}}, "options must be RunnerOptions"),
         ({"state": torch.zeros(3)}, r"state must be a list of tensors.*state=\[cache\]"),
     ],

@@ -88,14 +88,14 @@ def test_adapters_beyond_the_limit_have_no_variant(loras):
 
 @pytest.mark.parametrize("values", [{}, {"length": 1}, {"length": 1, "kind": 1, "more": 1}])
 def test_a_value_is_given_for_each_axis_and_no_other(values):
-    with pytest.raises(DescriptorError, match=r"for each of \['kind', 'length'\] and no other"):
+    with pytest.raises(DescriptorError, match=r"for exactly the axes \['kind', 'length'\]"):
         Variants(AXES, 0).of_values(0, values)
 
 
 @pytest.mark.parametrize(
     ("buckets", "said"),
     [
-        ((16,), r"one bucket for each axis \(length, kind\)"),
+        ((16,), r"one bucket per axis \(length, kind\)"),
         ((17, 1), r"one of its buckets \(16, 64\)"),
         ((None, 2), r"one of its buckets \(1, 3\)"),
     ],

@@ -86,7 +86,7 @@ def test_key_takes_a_descriptor():
 
 @pytest.mark.parametrize("code", [-1, len(ALLOWED_MODES), True, None, "FULL", 1.0])
 def test_batch_takes_a_code_of_allowed_modes(code):
-    with pytest.raises(DescriptorError, match="allowed_modes_code makes one"):
+    with pytest.raises(DescriptorError, match="Use allowed_modes_code"):
         Batch(8, allowed=code)
 
 

@@ -65,7 +65,7 @@ def test_sizes_over_the_limit_are_refused():
 
 def test_sizes_over_the_limit_can_be_trimmed_with_a_warning():
     """Or trimmed, where the caller asks for that, and said."""
-    with pytest.warns(CaptureSizeWarning, match=r"\[64\] trimmed"):
+    with pytest.warns(CaptureSizeWarning, match=r"dropped \[64\], above max_num_tokens"):
         assert check_capture_sizes([8, 32, 64], limit=32, over_limit="trim") == (8, 32)
 
 
