@@ -91,7 +91,8 @@ OLDEST := .rivals/transformers-4.57.1
 oldest-transformers: $(READY) ## Fetch the oldest transformers served into .rivals/, and test with it
 	test -d $(OLDEST) || $(VENV_PY) -m pip install --quiet --disable-pip-version-check \
 		--target $(OLDEST) transformers==4.57.1
-	PYTHONPATH=$(OLDEST) $(PYTEST) plugins/dispatchkit-transformers/tests/test_transformers.py $(ARGS)
+	PYTHONPATH=$(OLDEST) $(PYTEST) plugins/dispatchkit-transformers/tests/test_transformers.py \
+		plugins/dispatchkit-transformers/tests/test_generate_options.py $(ARGS)
 
 wheels: $(READY) ## Build core and every plugin into .wheels/ (needs no network)
 	@rm -rf .wheels

@@ -20,7 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
-from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
+from dispatchkit.errors import (  # noqa: E402
+    ConfigError,
+    DescriptorError,
+    InputError,
+    UnknownNameError,
+)
 
 from dispatchkit_transformers import (  # noqa: E402
     DECODE_ATTENTION,
@@ -371,7 +376,8 @@ def test_processors_and_sampling_are_the_librarys(model, prompts, asked):
     decoder = decoder_of(model)
     want, got = both(model, decoder, prompts, max_new_tokens=20, **asked)
     assert torch.equal(want, got)
-    assert set(decoder.stats().graphs) == {"logits"}
+    graphs = decoder.stats().graphs
+    assert graphs["logits"].steps == decoder.stats().steps > graphs["tokens"].steps == 0
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
@@ -589,6 +595,64 @@ def test_arguments_of_another_kind_are_errors(one_model):
     assert decoder.num_rows == 0
 
 
+@pytest.mark.parametrize("settings", [{}, {"prompt_sizes": (4,)}], ids=["eager", "graphs"])
+@pytest.mark.parametrize("token", [97, -1])
+def test_a_token_outside_the_vocabulary_is_an_error(one_model, token, settings):
+    """Before anything runs, whether prompts run through graphs or not."""
+    decoder = decoder_of(one_model, **settings)
+    with pytest.raises(InputError, match=rf"tokens from 0 to 96, .*, got {token}\."):
+        decoder.admit(torch.tensor([[5, token, 6]]))
+    assert decoder.num_rows == 0
+
+
+def test_prompts_of_an_encoder_decoder_are_tokens_of_its_decoder():
+    """Of two vocabularies, where the larger one is the encoder's."""
+    config = transformers.MarianConfig(
+        vocab_size=97, decoder_vocab_size=40, share_encoder_decoder_embeddings=False, d_model=16,
+        encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32, pad_token_id=0,
+        decoder_start_token_id=1, eos_token_id=2, forced_eos_token_id=None,
+    )  # fmt: skip
+    decoder = GraphDecoder(
+        transformers.MarianMTModel(config).eval(),
+        max_batch_size=2, max_length=16, max_source_length=8,
+    )  # fmt: skip
+    with torch.no_grad():
+        encoded = decoder.model.get_encoder()(torch.tensor([[50, 60]]))
+    decoder.admit(torch.tensor([[39]]), encoder_outputs=encoded)
+    with pytest.raises(InputError, match=r"tokens from 0 to 39, .*, got 40"):
+        decoder.admit(torch.tensor([[40]]), encoder_outputs=encoded)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"prompt_size": (4,)}, UnknownNameError, "setting of GraphDecoder .*prompt_sizes"),
+        ({"axes": []}, UnknownNameError, "setting of GraphDecoder"),
+        ({"max_num_tokens": 4}, UnknownNameError, "setting of GraphDecoder .*max_batch_size"),
+        ({"max_graphs": 4}, ConfigError, "max_graphs must be given in another place"),
+        ({"policy": "vlm"}, UnknownNameError, "policy .*Did you mean 'vllm'"),
+        ({"backend": "cudda"}, UnknownNameError, "backend .*Did you mean 'cuda'"),
+        ({"mode": "HALF"}, ConfigError, "mode"),
+        ({"sizes": [0]}, ConfigError, "sizes"),
+    ],
+)
+def test_a_setting_that_there_is_not_is_refused_when_a_decoder_is_made(
+    one_model, settings, error, message
+):
+    with pytest.raises(error, match=message):
+        decoder_of(one_model, **settings)
+
+
+def test_a_decoder_prints_its_model_rows_and_graphs(one_model):
+    decoder = decoder_of(one_model, sizes=[2, 8], lengths=[64])
+    decoder.admit(torch.tensor([[5, 6, 7]]))
+    decoder.step()
+    assert repr(decoder) == (
+        "<GraphDecoder LlamaForCausalLM on tape, 1 of 8 rows, 1 of 2 keys captured>"
+    )
+
+
 def test_a_step_without_rows_is_an_error(one_model):
     with pytest.raises(DescriptorError, match=r"admit\(\) prompts first"):
         decoder_of(one_model).step()
@@ -642,24 +706,6 @@ def test_a_model_that_cannot_be_cached_statically_is_refused(make, message):
 def test_more_positions_than_the_model_has_are_refused(one_model):
     with pytest.raises(ConfigError, match="max_length must be at most 128"):
         GraphDecoder(one_model, max_batch_size=2, max_length=129)
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"num_beams": 2}, "num_beams must be 1"),
-        ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "penalty_alpha"),
-        ({"dola_layers": "high", "trust_remote_code": True}, "dola_layers"),
-        ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens"),
-        ({"assistant_early_exit": 1}, "assistant_early_exit"),
-        ({"assistant_model": torch.nn.Identity()}, "assistant_model"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"streamer": object()}, "streamer"),
-    ],
-)
-def test_what_a_step_does_not_give_is_refused(one_model, prompts, asked, message):
-    with pytest.raises(ConfigError, match=message):
-        decoder_of(one_model).generate(**prompts, max_new_tokens=3, pad_token_id=PAD, **asked)
 
 
 def test_padding_on_the_right_is_refused(one_model):

@@ -13,18 +13,26 @@ run eager, or with ``prompt_sizes`` through graphs, too.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
 from dispatchkit.dispatch import Policy
-from dispatchkit.errors import BackendUnavailableError, ConfigError, DescriptorError, InputError
+from dispatchkit.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    DescriptorError,
+    InputError,
+    UnknownNameError,
+)
 from dispatchkit.execute import GraphRunner, RunnerStats, StaticInput, StepState
 from dispatchkit.keys import Axis, check_count
-from dispatchkit.options import DERIVED, RunnerOptions, with_settings
+from dispatchkit.options import DERIVED, RunnerOptions, refuse_moved, with_settings
+from dispatchkit.registry import KeyState
 
 try:
     from dispatchkit_transformers.decode_attention import DECODE_ATTENTION
@@ -34,7 +42,12 @@ try:
         decode_step,
         too_short,
     )
-    from dispatchkit_transformers.generation import generate, left_paddings
+    from dispatchkit_transformers.generation import (
+        check_options,
+        check_tokens,
+        generate,
+        left_paddings,
+    )
     from dispatchkit_transformers.prompts import (
         GRAPHS,
         PromptRunner,
@@ -102,7 +115,7 @@ class GraphDecoder:
         options: Options of the runners.
         backend: ``auto``, a backend's name, or an object.
         lazy: Capture a graph when a step asks for it; False: only ``capture()`` does.
-        settings: Further settings of ``GraphRunner``.
+        settings: ``lanes`` and ``mode``, as for ``GraphRunner``.
 
     Attributes:
         model: The model.
@@ -111,6 +124,7 @@ class GraphDecoder:
 
     Raises:
         ConfigError: The model cannot be cached statically, or a setting cannot be used.
+        UnknownNameError: No setting, policy or backend goes by a given name.
 
     Thread safety: one thread at a time.
     """
@@ -137,6 +151,7 @@ class GraphDecoder:
         options: RunnerOptions | None = None,
         **settings: Any,
     ) -> None:
+        _check_settings(settings)
         max_batch_size = check_count(max_batch_size, "max_batch_size")
         max_length = check_count(max_length, "max_length")
         self.model = model
@@ -195,6 +210,7 @@ class GraphDecoder:
         self._tokens = self._no_rows()
         self._positions = self._no_rows()
         self._steps = self._admitted = self._dropped = self._moved = self._moved_bytes = 0
+        self.runner()  # which refuses settings that it cannot use
 
     # -- one call -----------------------------------------------------------------------
 
@@ -205,14 +221,9 @@ class GraphDecoder:
             DescriptorError: The batch is above the limit, or the cache is too short.
             ConfigError: Something is asked for that a step here does not give, such as beams.
         """
-        if kwargs.get("streamer") is not None:
-            raise ConfigError("streamer", kwargs["streamer"], "None", "Use admit() and step().")
-        if kwargs.get("assistant_model") is not None:
-            # The library hands it to no custom_generate.
-            raise ConfigError(
-                "assistant_model", type(kwargs["assistant_model"]).__name__, "None",
-                "Drafts are not verified here: leave it out, or call the model's own generate().",
-            )  # fmt: skip
+        # Of some options the library hears alone, and decodes without its custom_generate.
+        config = kwargs.get("generation_config") or self.model.generation_config
+        check_options({**vars(config), **kwargs})
         return self.model.generate(*args, custom_generate=self, **kwargs)
 
     def __call__(self, model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
@@ -268,11 +279,13 @@ class GraphDecoder:
 
         Raises:
             DescriptorError: There are not so many free slots, or a prompt is too long.
-            InputError: Padding is not on the left, a prompt is empty, or what the encoder gave is
-                missing, or longer than ``max_source_length``.
+            InputError: Padding is not on the left, a prompt is empty, a token is outside the
+                vocabulary, or what the encoder gave is missing, or longer than
+                ``max_source_length``.
         """
         source = self._source(input_ids, encoder_outputs, encoder_attention_mask)
         paddings = left_paddings(input_ids, attention_mask)
+        check_tokens(input_ids, self._probe.vocabulary)
         rows, width = input_ids.shape
         self.check_fits(rows, max((width - padding for padding in paddings), default=1))
         self._check_model()
@@ -420,8 +433,7 @@ class GraphDecoder:
 
     def bucket(self, num_rows: int) -> int:
         """Return the smallest captured batch size for so many rows, or that number itself."""
-        runner = next(iter(self._runners.values()), None)
-        sizes = () if runner is None else runner.config.sizes
+        sizes = self.runner().config.sizes
         return next((size for size in sizes if size >= num_rows), num_rows)
 
     def stats(self) -> DecoderStats:
@@ -440,6 +452,17 @@ class GraphDecoder:
             self._moved_bytes,
             graphs,
             dict(self._prompt_counts),
+        )
+
+    def __repr__(self) -> str:
+        runners = [*self._runners.values()]
+        if not isinstance(self._prompts, str):
+            runners.append(self._prompts.runner)
+        states = [entry.state for one in runners for entry in one.registry.entries.values()]
+        return (
+            f"<GraphDecoder {type(self.model).__name__} on {self.runner().backend.name}, "
+            f"{self.num_rows} of {self.max_batch_size} rows, "
+            f"{states.count(KeyState.CAPTURED)} of {len(states)} keys captured>"
         )
 
     # -- inside -------------------------------------------------------------------------
@@ -532,3 +555,15 @@ class GraphDecoder:
     def _no_rows(self) -> torch.Tensor:
         with torch.inference_mode(False):
             return torch.empty(0, dtype=torch.int64, device=self.device)
+
+
+#: Settings of its runners that it has no parameters of its own for.
+_OF_RUNNERS = ("lanes", "mode")
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    refuse_moved(settings)
+    for name in settings:
+        if name not in _OF_RUNNERS:
+            own = set(inspect.signature(GraphDecoder).parameters) - {"model", "settings"}
+            raise UnknownNameError("setting of GraphDecoder", name, own.union(_OF_RUNNERS))

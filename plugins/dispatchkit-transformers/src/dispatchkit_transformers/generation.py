@@ -7,7 +7,7 @@ only the model's own work is done on the live rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -34,17 +34,65 @@ _UNDERSTOOD = frozenset(
 )
 
 
-# What makes generate() choose tokens otherwise than by sampling or the likeliest one.
-_OTHER_WAYS = (
-    "assistant_early_exit",
-    "assistant_model",
-    "constraints",
-    "dola_layers",
-    "force_words_ids",
-    "penalty_alpha",
-    "prompt_lookup_num_tokens",
-    "use_mtp",
+_ANOTHER_WAY = (
+    "It chooses tokens in another way than one step after the other. Leave it out, or call the "
+    "model's own generate()."
 )
+_COUNTS = ("num_beams", "num_beam_groups")
+_NO_RESULT = "A step's graph gives tokens and logits alone."
+
+#: Options that are not served, and what to do instead.
+_REFUSED = {
+    **dict.fromkeys(
+        (
+            "assistant_early_exit",
+            "assistant_model",
+            "constraints",
+            "dola_layers",
+            "force_words_ids",
+            "penalty_alpha",
+            "prompt_lookup_num_tokens",
+            "speculation_type",
+            "use_mtp",
+        ),
+        _ANOTHER_WAY,
+    ),
+    **dict.fromkeys(_COUNTS, "Beams are not decoded here."),
+    **dict.fromkeys(
+        ("output_attentions", "output_hidden_states", "return_legacy_cache"), _NO_RESULT
+    ),
+    "compile_config": "GraphDecoder(..., compile=...) compiles the step.",
+    "prefill_chunk_size": "GraphDecoder(..., prompt_sizes=...) runs prompts in chunks.",
+    "stop_strings": "Give stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] instead.",
+    "streamer": "Use admit() and step().",
+    "synced_gpus": "Call the model's own generate().",
+    "token_healing": "Give model.heal_tokens(input_ids, tokenizer) as input_ids.",
+}
+#: Caches of the library whose place or form is what is asked for; all others are like ours.
+_OTHER_CACHES = ("paged", "quantized", "offloaded")
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Check that all options of ``generate`` are served.
+
+    Args:
+        given: Its arguments and its configuration.
+
+    Raises:
+        ConfigError: One is not; with what to do instead.
+    """
+    for name, hint in _REFUSED.items():
+        value = given.get(name)
+        if value is None or value is False or (name in _COUNTS and value == 1):
+            continue
+        allowed = "1" if name in _COUNTS else "left out"
+        plain = isinstance(value, str | int | float | list)
+        raise ConfigError(name, value if plain else type(value).__name__, allowed, hint)
+    cache = given.get("cache_implementation")
+    if cache is not None and str(cache).startswith(_OTHER_CACHES):
+        raise ConfigError(
+            "cache_implementation", cache, "left out", "A step reads the decoder's own cache alone."
+        )
 
 
 class RowDecoder(Protocol):
@@ -172,19 +220,7 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
         raise ConfigError(
             "rows", decoder.num_rows, "0 when generate() is called", "drop() them or reset()."
         )
-    for name in ("num_beams", "num_beam_groups"):
-        if (getattr(config, name, None) or 1) != 1:
-            raise ConfigError(name, getattr(config, name), "1", "Beams are not decoded here.")
-    for name in _OTHER_WAYS:
-        given = prepared.get(name, getattr(config, name, None))
-        if given is not None and given is not False:
-            raise ConfigError(
-                name, given, "left out", "It chooses tokens in another way than one step after "
-                "the other. Leave it out, or call the model's own generate().",
-            )  # fmt: skip
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name):
-            raise ConfigError(name, True, "False", "A step's graph gives tokens and logits alone.")
+    check_options({**vars(config), **prepared})
     for name in ("cache", "past_key_values"):
         given = prepared.get(name)
         if given is not None and _has_seen(given):
@@ -369,3 +405,22 @@ def left_paddings(input_ids: Any, attention_mask: torch.Tensor | None) -> list[i
             "with padding_side='left', and leave empty prompts out.",
         )
     return [width - int(count) for count in counts.tolist()]
+
+
+def check_tokens(input_ids: torch.Tensor, vocabulary: int) -> None:
+    """Check that all tokens are in a vocabulary; waits for the device.
+
+    On a CUDA device a token outside of it would be an assertion that ends the process's use of it.
+
+    Raises:
+        InputError: A token is not from 0 to ``vocabulary`` - 1.
+    """
+    if not input_ids.numel():
+        return
+    least, most = torch.stack(torch.aminmax(input_ids)).tolist()
+    if least < 0 or most >= vocabulary:
+        raise InputError(
+            "input_ids",
+            f"input_ids must be tokens from 0 to {vocabulary - 1}, the vocabulary of the model, "
+            f"got {least if least < 0 else most}. Does the tokenizer belong to the model?",
+        )

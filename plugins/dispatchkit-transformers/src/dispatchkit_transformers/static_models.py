@@ -96,6 +96,13 @@ class Probe:
     form: type[Any] = ByLayerType
     has_one_source_length: bool = False
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the decoder has embeddings of."""
+        owner = self.model.get_decoder() if self.prefix else self.model
+        size: int = owner.get_input_embeddings().weight.shape[0]
+        return size
+
     def cache(self, num_slots: int, length: int, source_length: int = 0) -> SlotCache:
         """Return memory for so many sequences, and positions of each."""
         return SlotCache(
@@ -305,8 +312,7 @@ def trial_prompts(
     found: Probe, trial: tuple[tuple[int, ...], ...], most: int
 ) -> list[torch.Tensor]:
     """Return the tokens (1, T) of each sequence of a trial, T being ``most`` at most."""
-    size = found.model.get_input_embeddings().weight.shape[0]
-    return [torch.tensor([one], device=found.device)[:, :most] % size for one in trial]
+    return [torch.tensor([one], device=found.device)[:, :most] % found.vocabulary for one in trial]
 
 
 def is_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
