@@ -9,6 +9,7 @@ the last chunk is the last of each prompt, and padding meets no state yet.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ GRAPHS = "graphs"
 # Up to about so many tokens a chunk takes as long as one of a few, which reads all weights.
 # Measured: docs/measurements/decoding.md, "Prompts through graphs".
 _SAME_TIME = 512
+
+# What the library makes masks of windows and of chunks with.
+_WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
 def check_prompt_sizes(sizes: Sequence[int] | str, max_length: int) -> tuple[int, ...]:
@@ -340,7 +344,26 @@ def prompt_runner(
     if probe.cross:
         # Keys and values of the source are computed with the prompt, and a chunk has no source.
         return "encoder_decoder"
+    if _passes_windows(probe, memory.length) and not _masks_windows(probe.model):
+        return "windows_not_masked"
     for whole in (False, True):
         if gives_what_prompts_give(probe, memory.length, whole=whole):
             return PromptRunner(probe, memory, lengths, sizes, settings, whole=whole)
     return "chunks_differ"
+
+
+def _passes_windows(probe: Probe, length: int) -> bool:
+    """Return whether sequences may be longer than a window of the model."""
+    return any(
+        one.sliding_window < length for one in probe.layers if getattr(one, "is_sliding", False)
+    )
+
+
+def _masks_windows(model: Any) -> bool:
+    """Return whether the model's own prompts look at no more than its windows have.
+
+    Moshi's look at all positions, and its single tokens at a window. A trial of a few tokens
+    passes no window, so that it is the code that says what masks are made.
+    """
+    modules = [sys.modules[kind.__module__] for kind in type(model).__mro__]
+    return any(hasattr(one, name) for one in modules for name in _WINDOW_MASKS)
