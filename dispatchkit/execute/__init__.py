@@ -34,7 +34,7 @@ from dispatchkit.execute.preserve import preserved_state
 from dispatchkit.execute.replay.check import CheckWarning
 from dispatchkit.execute.runner import GraphRunner
 from dispatchkit.execute.setup import make_backend
-from dispatchkit.execute.slots import SlotMove, SlotRows, SlotState
+from dispatchkit.execute.slots import RawBank, SlotMove, SlotRows, SlotState
 from dispatchkit.execute.step.breaks import eager_region, graph_break
 from dispatchkit.execute.step.guard import Guard, Watched
 from dispatchkit.execute.step.pieces import Piece, eager_piece, graph_piece
@@ -71,6 +71,7 @@ __all__ = [
     "Piece",
     "PlainCodeWarning",
     "PoolAccount",
+    "RawBank",
     "RunnerStats",
     "SlotMove",
     "SlotRows",

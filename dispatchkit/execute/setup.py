@@ -180,9 +180,13 @@ def check_slot_state(
         options: Those of the runner.
 
     Raises:
-        ConfigError: It is on another device; or batches may be split, and sessions are compact.
+        ConfigError: It is on another device; steps address its banks; or batches may be split, and
+            sessions are compact.
     """
     setting = f"inputs[{name!r}]"
+    if state.is_raw:
+        hint = "Declare GraphRunner(..., state=slots.step_state), and let the step address them."
+        raise ConfigError(setting, state, "a SlotState without RawBanks", hint)
     if state.device != device:
         hint = f"SlotState(..., device={str(device)!r})."
         raise ConfigError(setting, str(state.device), f"on {device}, as the steps are", hint)

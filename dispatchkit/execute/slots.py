@@ -10,6 +10,9 @@ Behind the slots each bank has two more rows: the *blank* row, which always hold
 starts with, and the *sink*. Rows of padding read the blank row and write to the sink; so do all
 rows of runs on dummy rows (warmup, capture, proof), so that no bank is ever saved around them.
 Free slots hold what a session starts with: joining costs nothing on the device.
+
+Banks may be left to the steps instead (``RawBank``), as a decoder's key-value cache is: these have
+rows for slots alone, steps address them as they need, and a slot is cleared when a session joins.
 """
 
 from __future__ import annotations
@@ -27,12 +30,32 @@ from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.errors import CaptureError, ConfigError, DescriptorError, InputError
 from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
+from dispatchkit.execute.step.state import StepState
 from dispatchkit.keys.checks import check_count, check_flag
 
 
 @attrs.frozen
 class SlotInput(StaticInput):
     """The input that names the slots of a step; only rows of a call hold anything but fill."""
+
+
+@attrs.frozen
+class RawBank(StaticInput):
+    """A bank that steps read and write by themselves; its rows are those of the slots alone.
+
+    The sessions of a step are in the first slots, or in those that an input of its own names. Rows
+    of padding must change no session. What they change, by the fields:
+
+    Attributes:
+        positions: The dimension of the positions of a session, of which each step writes some.
+            Rows of padding write the last one, which is never read. Moves copy the positions that
+            are in use. None: steps change whole rows in place, and rows of padding change those
+            of free slots.
+        is_read_only: Steps do not change it.
+    """
+
+    positions: int | None = attrs.field(default=None, kw_only=True)
+    is_read_only: bool = attrs.field(default=False, kw_only=True)
 
 
 @attrs.frozen
@@ -43,11 +66,13 @@ class SlotMove:
         session: Which.
         source: The slot it was in.
         target: The slot it is in now.
+        num_bytes: Bytes that were copied.
     """
 
     session: Hashable
     source: int
     target: int
+    num_bytes: int
 
 
 @attrs.frozen(eq=False)
@@ -56,17 +81,42 @@ class Bank:
 
     Attributes:
         tensor: All rows: one for each slot, the blank row, the sink.
-        dim: The dimension of the slots.
-        initial: What a session starts with.
+        spec: What was declared of it.
     """
 
     tensor: torch.Tensor
-    dim: int
-    initial: float | int | bool
+    spec: StaticInput
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the slots."""
+        return self.spec.shape.index(None)
 
     def row(self, slot: int) -> torch.Tensor:
         """Return the row of a slot, as a view."""
         return self.tensor.select(self.dim, slot)
+
+    def clear(self, slot: int) -> None:
+        """Fill the row of a slot with what a session starts with."""
+        self.row(slot).fill_(self.spec.fill_value)
+
+    def copy(self, source: int, target: int, used: int | None) -> int:
+        """Copy the row of a slot to another one; return the bytes copied.
+
+        Args:
+            source: The slot to copy.
+            target: The other one.
+            used: Positions of it in use; None: all. What is behind them is cleared.
+        """
+        from_row, to_row = self.row(source), self.row(target)
+        if used is not None and (dim := getattr(self.spec, "positions", None)) is not None:
+            dim -= dim > self.dim
+            # A ring that is full is in use to its end.
+            used = min(used, from_row.shape[dim] - 1)
+            to_row.narrow(dim, used, from_row.shape[dim] - used).fill_(self.spec.fill_value)
+            from_row, to_row = from_row.narrow(dim, 0, used), to_row.narrow(dim, 0, used)
+        to_row.copy_(from_row)
+        return from_row.numel() * from_row.element_size()
 
     def take(self, index: torch.Tensor) -> torch.Tensor:
         """Return copies of rows."""
@@ -155,7 +205,8 @@ class SlotState:
 
     Args:
         banks: A ``StaticInput`` for each kind of state: its shape with None for the slots, its
-            dtype, and as fill what a session starts with.
+            dtype, and as fill what a session starts with. Or a ``RawBank`` for each: then no input
+            names slots, and runners declare ``state=slots.step_state``.
         num_slots: Sessions there is room for.
         compact: Sessions are kept in slots 0 to n-1, by moving the last one into a gap, and steps
             read the banks as views. Each step is of the first slots, in order: that is for banks
@@ -167,6 +218,7 @@ class SlotState:
     Attributes:
         num_slots: The same.
         compact: The same.
+        is_raw: Steps address the banks by themselves.
         static_input: What a runner declares for the input.
 
     Raises:
@@ -190,12 +242,11 @@ class SlotState:
         self.compact: bool = check_flag(compact, "compact")
         _check_banks(banks)
         place = _device_of(device)
+        self.is_raw: bool = isinstance(next(iter(banks.values())), RawBank)
+        num_rows = self.num_slots if self.is_raw else self.num_slots + 2
         with inference_mode(False):
             self._banks = {
-                name: Bank(
-                    spec.full(self.num_slots + 2, place), spec.batch_dim or 0, spec.fill_value
-                )
-                for name, spec in banks.items()
+                name: Bank(spec.full(num_rows, place), spec) for name, spec in banks.items()
             }
         self.static_input: SlotInput = SlotInput(
             (None,), torch.int64, fill=self.num_slots + 1, host=check_flag(host, "host")
@@ -244,10 +295,19 @@ class SlotState:
                 )
             slot = self._free.pop()
             self._put(session, slot)
+            if self.is_raw:
+                self._clear([slot])
             return slot
 
-    def leave(self, *sessions: Hashable) -> list[SlotMove]:
+    def leave(
+        self, *sessions: Hashable, used: Mapping[Hashable, int] | None = None
+    ) -> list[SlotMove]:
         """Take their slots from sessions, and clear them.
+
+        Args:
+            sessions: Who leaves.
+            used: Positions in use of those that stay, as far as known: the rest of their rows in
+                a ``RawBank`` with positions is not copied.
 
         Returns:
             The sessions that were moved, to keep those that stay compact; the fewest possible.
@@ -261,8 +321,8 @@ class SlotState:
                 raise DescriptorError("sessions", sessions, "named once each")
             for session, slot in zip(sessions, slots, strict=True):
                 self._take(session, slot)
-            moves = self._close_gaps() if self.compact else []
-            self._clear(slots, moves)
+            moves = self._close_gaps(used or {}) if self.compact else []
+            self._clear_left({*slots, *(one.source for one in moves)})
             self._find_free()
             return moves
 
@@ -282,10 +342,8 @@ class SlotState:
             if slot not in self._free:
                 hint = "slots_of() says which are taken; the others are free."
                 raise DescriptorError("slot", slot, f"a free one of 0..{self.num_slots - 1}", hint)
-            self._take(session, source)
-            self._put(session, slot)
-            made = SlotMove(session, source, slot)
-            self._clear([source], [made])
+            made = self._move(session, source, slot)
+            self._clear_left([source])
             self._find_free()
             return made
 
@@ -362,6 +420,19 @@ class SlotState:
         except KeyError:
             known = ", ".join(self._banks)
             raise DescriptorError("bank", name, f"one of: {known}") from None
+
+    @property
+    def step_state(self) -> StepState:
+        """What steps change of banks that they address: for ``GraphRunner(state=...)``."""
+        raw = [
+            (bank.tensor, bank.spec.positions is None)
+            for bank in self._banks.values()
+            if isinstance(bank.spec, RawBank) and not bank.spec.is_read_only
+        ]
+        return StepState(
+            tensors=[tensor for tensor, in_place in raw if in_place],
+            scratch=[tensor for tensor, in_place in raw if not in_place],
+        )
 
     def rows(self, index: torch.Tensor) -> SlotRows:
         """Return what a step is given for the slots that it names (B,)."""
@@ -473,31 +544,36 @@ class SlotState:
         self._free = [slot for slot in free if slot not in self._lent] if self._lent else free
         self._changed.notify_all()
 
-    def _close_gaps(self) -> list[SlotMove]:
-        """Give the last sessions the gaps in front of them; returns who is to be moved."""
+    def _close_gaps(self, used: Mapping[Hashable, int]) -> list[SlotMove]:
+        """Move the last sessions into the gaps in front of them."""
         number = len(self._slots)
         gaps = [slot for slot in range(number) if not self._is_taken[slot]]
         late = [slot for slot in range(number, self.num_slots) if self._is_taken[slot]]
         moves = []
         for source, target in zip(late, gaps, strict=True):
             session = self._sessions[source]
-            self._take(session, source)
-            self._put(session, target)
-            moves.append(SlotMove(session, source, target))
+            moves.append(self._move(session, source, target, used.get(session)))
         return moves
 
-    def _clear(self, slots: Iterable[int], moves: Iterable[SlotMove] = ()) -> None:
-        """Copy the rows of sessions that move; clear theirs, and those of some slots."""
-        moves = list(moves)
-        targets = {one.target for one in moves}
-        cleared = [slot for slot in slots if slot not in targets]
-        cleared += [one.source for one in moves if one.source not in cleared]
+    def _move(
+        self, session: Hashable, source: int, target: int, used: int | None = None
+    ) -> SlotMove:
+        self._take(session, source)
+        self._put(session, target)
         with torch.no_grad():
-            for bank in self._banks.values():
-                for one in moves:
-                    bank.row(one.target).copy_(bank.row(one.source))
-                for slot in cleared:
-                    bank.row(slot).fill_(bank.initial)
+            num_bytes = sum(bank.copy(source, target, used) for bank in self._banks.values())
+        return SlotMove(session, source, target, num_bytes)
+
+    def _clear_left(self, slots: Iterable[int]) -> None:
+        """Clear slots that sessions have left, those that are free now."""
+        if not self.is_raw:  # they are cleared when a session joins: padding may change them
+            self._clear(slot for slot in slots if not self._is_taken[slot])
+
+    def _clear(self, slots: Iterable[int]) -> None:
+        with torch.no_grad():
+            for slot in slots:
+                for bank in self._banks.values():
+                    bank.clear(slot)
 
 
 class SavedRows:
@@ -555,3 +631,19 @@ def _check_banks(banks: Any) -> None:
             raise ConfigError(
                 f"banks[{name!r}]", spec, "a StaticInput of the device, with None for the slots"
             )
+        if isinstance(spec, RawBank):
+            _check_raw_bank(name, spec)
+    if len({isinstance(spec, RawBank) for spec in banks.values()}) > 1:
+        hint = "Put the others into a SlotState of their own."
+        raise ConfigError("banks", sorted(banks), "a RawBank each, or none of them", hint)
+
+
+def _check_raw_bank(name: str, spec: RawBank) -> None:
+    dim = spec.positions
+    allowed = [one for one, size in enumerate(spec.shape) if size is not None]
+    if dim is not None and dim not in allowed:
+        raise ConfigError(f"banks[{name!r}].positions", dim, f"a dimension: one of {allowed}")
+    if spec.is_read_only and dim is not None:
+        raise ConfigError(
+            f"banks[{name!r}].positions", dim, "left out for a bank that steps do not write"
+        )

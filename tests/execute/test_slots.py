@@ -29,7 +29,12 @@ from dispatchkit import (  # noqa: E402
     graph_piece,
 )
 from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
-from dispatchkit.execute import CheckWarning, EagerStepWarning, SlotMove  # noqa: E402
+from dispatchkit.execute import (  # noqa: E402
+    CheckWarning,
+    EagerStepWarning,
+    RawBank,
+    SlotMove,
+)
 from dispatchkit.execute.step.state import Snapshot  # noqa: E402
 from dispatchkit.options import with_settings  # noqa: E402
 
@@ -180,11 +185,79 @@ def test_the_last_sessions_fill_the_gaps_of_those_that_leave():
         state.join(session)
         state[session]["total"].fill_(number)
     moves = state.leave("b", "e", "c")
-    assert moves == [SlotMove("d", 3, 1), SlotMove("f", 5, 2)]
+    assert moves == [SlotMove("d", 3, 1, 8), SlotMove("f", 5, 2, 8)]
     assert totals(state) == {"a": 0, "d": 3, "f": 5}
     assert state.join("g") == 3
     assert state.leave("a", "d", "f", "g") == []
     assert not state.get_bank("total").tensor.any()
+
+
+RAW = {
+    "keys": RawBank((2, None, 5, 1), "float32", fill=-1, positions=2),  # four and one for padding
+    "cell": RawBank((None, 3), "float32"),
+    "source": RawBank((None, 2), "bool", is_read_only=True),
+}
+
+
+def raw_rows(state, slot):
+    """A slot's positions in one layer, its cell and its source."""
+    keys, cell, source = state.tensors
+    return keys[0, slot, :, 0].tolist(), cell[slot].tolist(), source[slot].tolist()
+
+
+def test_moves_of_raw_banks_copy_positions_in_use_and_clear_the_rest():
+    """A slot is cleared when a session joins: until then rows of padding may change it."""
+    state = SlotState(RAW, 4, compact=True)
+    for session in "abcd":
+        state.join(session)
+    for number, tensor in enumerate(state.tensors):
+        tensor.fill_(number + 5)
+    moves = state.leave("a", "c", used={"d": 2, "b": 9})
+    assert moves == [SlotMove("d", 3, 0, 2 * 2 * 4 + 3 * 4 + 2)]
+    assert raw_rows(state, 0) == ([5, 5, -1, -1, -1], [6] * 3, [True] * 2)
+    assert raw_rows(state, 3) == ([5] * 5, [6] * 3, [True] * 2)
+    assert state.leave("d", used={"b": 9}) == [SlotMove("b", 1, 0, 2 * 4 * 4 + 3 * 4 + 2)]
+    assert raw_rows(state, 0) == ([5, 5, 5, 5, -1], [6] * 3, [True] * 2)
+    assert state.join("e") == 1
+    assert raw_rows(state, 1) == ([-1] * 5, [0] * 3, [False] * 2)
+    assert state.num_bytes == 4 * (2 * 5 * 4 + 3 * 4 + 2)  # no rows but those of slots
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_steps_that_address_raw_banks_declare_what_they_change(length):
+    """Captures while sessions are live change none of them; padding changes free slots alone."""
+    state = SlotState(RAW, 4, compact=True)
+    keys, cell, _ = state.tensors
+
+    def step(x, positions):
+        rows = torch.arange(x.shape[0])
+        keys[:, rows, positions] = x
+        cell[: len(rows)].add_(x)
+        return keys[0, : len(rows), :4, 0].clamp(min=0).sum(1, keepdim=True) + x
+
+    runner = GraphRunner(
+        step,
+        {
+            "x": StaticInput((None, 1), "float32"),
+            "positions": StaticInput((None,), "int64", fill=4),
+        },
+        sizes=(4,),
+        max_num_tokens=4,
+        state=state.step_state,
+        backend="tape",
+        options=RunnerOptions(strict=True),
+    )
+    for session in range(length):
+        state.join(session)
+        state[session]["cell"].fill_(session)
+    assert not runner.capture().failed
+    for position in range(2):
+        x = torch.ones(length, 1) * (position + 1)
+        found = runner(x=x, positions=torch.full((length,), position))
+    assert found.tolist() == [[5]] * length
+    for session in range(length):
+        keys_there, cell_there, _ = raw_rows(state, session)
+        assert (keys_there[:4], cell_there) == ([1, 2, -1, -1], [3 + session] * 3)
 
 
 @pytest.mark.parametrize("settings", [{}, {"compact": True}, {"num_slots": 1}])
@@ -458,6 +531,15 @@ def test_bad_declarations_are_refused():
         SlotState({}, 4)
     with pytest.raises(ConfigError, match=r"banks\['h'\] must be a StaticInput of the device"):
         SlotState({"h": StaticInput((3,), "float32")}, 4)
+    with pytest.raises(ConfigError, match="banks must be a RawBank each, or none of them"):
+        SlotState({"total": ROWS, **RAW}, 4)
+    for positions in (0, 3, "2"):
+        with pytest.raises(ConfigError, match=r"positions must be a dimension: one of \[1, 2\]"):
+            SlotState({"keys": RawBank((None, 5, 1), "float32", positions=positions)}, 4)
+    with pytest.raises(ConfigError, match="positions must be left out for a bank that steps do"):
+        SlotState({"k": RawBank((None, 5), "float32", positions=1, is_read_only=True)}, 4)
+    with pytest.raises(ConfigError, match=r"without RawBanks, got .*state=slots\.step_state"):
+        runner_of(SlotState(RAW, 4))
     with pytest.raises(ConfigError, match="num_slots"):
         state_of(0)
     assert state_of("4").num_slots == 4

@@ -245,10 +245,9 @@ def test_other_slots_stay_as_they_are(name):
 
     def content():
         # Behind the positions that are kept is one that is never read.
-        kept = [one.tensor[:, others, ..., : one.capacity, :] for one in banks]
+        kept = [one[:, others, :, :-1] for one in decoder.cache.slots.step_state.scratch]
         return [*kept, *(one[:, others] for one in decoder.cache.states)]
 
-    banks = [one for one in decoder.cache.blocks if one.capacity is not None]
     for block in decoder.cache.memory:
         block[:, 4:].normal_(generator=torch.Generator().manual_seed(1))
     before = [one.clone() for one in content()]

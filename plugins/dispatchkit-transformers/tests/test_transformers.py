@@ -38,7 +38,7 @@ from dispatchkit_transformers.decode_step import (  # noqa: E402
     compile_for_any_size,
     decode_step,
 )
-from dispatchkit_transformers.slot_cache import SlotCache, plan_moves  # noqa: E402
+from dispatchkit_transformers.slot_cache import SlotCache  # noqa: E402
 
 # Loading the library takes longer than all other quick tests of a worker together.
 pytestmark = pytest.mark.slow
@@ -750,7 +750,8 @@ def test_a_ring_keeps_the_latest_positions_of_a_prompt_at_their_places(paddings,
     cache = SlotCache([prompt], num_slots=3, length=32)
     (block,) = cache.memory
     block.fill_(float("nan"))
-    cache.fill(1, [prompt], paddings, width)
+    with cache.joining(1), cache.joining(2) as start:
+        cache.fill(start, [prompt], paddings, width)
     keys, values = block[:, 1:, 0, :, 0]
     for row, padding in enumerate(paddings):
         length = width - padding
@@ -762,14 +763,6 @@ def test_a_ring_keeps_the_latest_positions_of_a_prompt_at_their_places(paddings,
         held[[one % window for one in range(max(0, length - window + 1), length)]] = 1
         assert torch.equal(keys[row], want)
         assert torch.equal(values[row], (want + 1) * held)
-
-
-def test_gaps_are_closed_by_the_last_rows_alone():
-    moves, order = plan_moves([3, 4, 5, 6, 7], [1, 3])
-    assert [(one.source, one.target, one.length) for one in moves] == [(4, 1, 7)]
-    assert order == [0, 4, 2]
-    assert plan_moves([3, 4, 5], [2]) == ([], [0, 1])
-    assert plan_moves([3], [0]) == ([], [])
 
 
 def test_layers_of_other_shapes_have_memory_of_their_own():

@@ -54,7 +54,7 @@ try:
         check_prompt_sizes,
         prompt_runner,
     )
-    from dispatchkit_transformers.slot_cache import SlotCache, plan_moves
+    from dispatchkit_transformers.slot_cache import SlotCache
     from dispatchkit_transformers.static_models import Probe, Source, probe
 except ImportError as _error:
     raise BackendUnavailableError(
@@ -180,7 +180,7 @@ class GraphDecoder:
         # Rows of padding read and write the sink alone, which tests of the cache hold. Logits of
         # few rows come from other kernels than those of many, which round otherwise.
         options = with_settings(options, {"prove_rows": False})
-        declared = StepState.of(state)
+        declared, own = StepState.of(state), self.cache.slots.step_state
         self._settings = {
             "sizes": sizes,
             "max_num_tokens": max_batch_size,
@@ -188,8 +188,8 @@ class GraphDecoder:
             "backend": backend,
             "state": attrs.evolve(
                 declared,
-                tensors=(*declared.tensors, *self.cache.states),
-                scratch=(*declared.scratch, *self.cache.scratch),
+                tensors=(*declared.tensors, *own.tensors),
+                scratch=(*declared.scratch, *own.scratch),
             ),
             "lazy": lazy,
             "mode": "FULL",
@@ -293,17 +293,17 @@ class GraphDecoder:
         prompts = self._prompts
         longest = max(lengths, default=0)
         how = prompts if isinstance(prompts, str) else prompts.how(rows, longest)
-        with torch.no_grad():
+        with torch.no_grad(), self.cache.joining(rows) as start:
             if how == GRAPHS and not isinstance(prompts, str):
-                logits = prompts.run(self.num_rows, input_ids, lengths)
+                logits = prompts.run(start, input_ids, lengths)
             else:
                 seen = self._probe.prompt(
                     input_ids, attention_mask if any(paddings) else None, source
                 )
                 logits = seen.logits
-                self.cache.fill(self.num_rows, seen.layers, paddings, width)
+                self.cache.fill(start, seen.layers, paddings, width)
                 if source is not None:
-                    self.cache.fill_sources(self.num_rows, seen.cross, source.mask)
+                    self.cache.fill_sources(start, seen.cross, source.mask)
             at = torch.tensor(lengths, dtype=torch.int64, device=self.device)
             self._tokens = torch.cat((self._tokens, logits.argmax(-1)))
             self._positions = torch.cat((self._positions, at))
@@ -351,10 +351,12 @@ class GraphDecoder:
         for row in gone:
             if not 0 <= row < self.num_rows:
                 raise DescriptorError("row", row, f"one of the {self.num_rows} live rows")
-        moves, order = plan_moves(self._lengths, sorted(gone))
+        order = list(range(self.num_rows - len(gone)))
         with torch.no_grad():
+            moves = self.cache.leave(gone, self._lengths)
+            for one in moves:
+                order[one.target] = one.source
             if moves:
-                self._moved_bytes += self.cache.move(moves)
                 index = torch.tensor(order, dtype=torch.int64, device=self.device)
                 self._tokens = self._tokens.index_select(0, index)
                 self._positions = self._positions.index_select(0, index)
@@ -363,6 +365,7 @@ class GraphDecoder:
                 self._positions = self._positions[: len(order)]
         self._lengths = [self._lengths[row] for row in order]
         self._moved += len(moves)
+        self._moved_bytes += sum(one.num_bytes for one in moves)
         self._dropped += len(gone)
         return order
 

@@ -293,7 +293,7 @@ class PromptRunner:
         return plan_chunks(fitting, bucket, largest, whole=whole)[width]
 
     def run(self, start: int, input_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Put prompts into the slots from ``start`` on.
+        """Put prompts into cleared slots from ``start`` on.
 
         Args:
             start: The first slot.
@@ -304,7 +304,6 @@ class PromptRunner:
             Logits of the next token (B, V), float32.
         """
         rows = len(lengths)
-        self._memory.clear(start, rows)
         slots = torch.arange(start, start + rows, device=input_ids.device)
         chunks = self._chunks(rows, max(lengths), whole=self._whole)
         logits = torch.empty(0)

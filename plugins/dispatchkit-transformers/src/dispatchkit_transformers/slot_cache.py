@@ -1,23 +1,25 @@
-"""SlotCache: one static memory, a slot for each sequence, read by graphs of any size.
+"""SlotCache: the memory of all layers, with a slot for each sequence, for graphs of any size.
 
 The library's own static cache keeps one length for all rows of one batch size. Here every slot
 has a length of its own, and a step reads views: of the first slots, as many as its bucket, and
-of the first positions, as many as its length bucket. So one cache serves all graphs, sequences
-come and go, and a finished one's slot is filled by moving the last one there.
+of the first positions, as many as its length bucket. So one cache serves all graphs, and sequences
+come and go as sessions of a ``SlotState``, which keeps them in the first slots.
 
-One position more than asked for is kept in each slot, which is never read: rows without a
-sequence write there. States of recurrent layers have no such place: rows without a sequence change
-those of free slots.
+Rows without a sequence write one position more than asked for, which is never read. States of
+recurrent layers have no such place: rows without a sequence change those of free slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import attrs
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from dispatchkit.execute import RawBank, SlotMove, SlotState
 
 from dispatchkit_transformers.layers import (
     AttentionLayer,
@@ -28,36 +30,7 @@ from dispatchkit_transformers.layers import (
 )
 from dispatchkit_transformers.layers.kept import Kept, kept_by, kept_of_source, put_prompts
 
-
-@attrs.frozen
-class Move:
-    """One sequence that goes to another slot.
-
-    Attributes:
-        source: The slot it is in.
-        target: The slot it goes to.
-        length: Positions of it that are in use.
-    """
-
-    source: int
-    target: int
-    length: int
-
-
-@attrs.frozen(eq=False)
-class Block:
-    """The memory of all that has one shape.
-
-    Attributes:
-        tensor: All of it (members, slots, ...), for keys and values (members, slots, heads,
-            capacity + 1, head size).
-        capacity: Positions that are kept of keys and values; None for others.
-        is_source: It is of sources, which steps only read.
-    """
-
-    tensor: torch.Tensor
-    capacity: int | None
-    is_source: bool
+_MASK = "source mask"
 
 
 class SlotCache:
@@ -72,7 +45,8 @@ class SlotCache:
         source_length: Most positions of a source.
 
     Attributes:
-        blocks: The tensors that hold everything.
+        slots: The sequences and their memory: a bank for all tensors of one shape (tensors, slots,
+            ...), for keys and values (tensors, slots, heads, capacity + 1, head size).
         source_mask: True where a slot's source has a position (slots, source length).
         sink: The position of rows without a sequence, which is never read.
     """
@@ -80,6 +54,7 @@ class SlotCache:
     num_slots: int
     length: int
     sink: int
+    slots: SlotState
 
     def __init__(
         self,
@@ -97,23 +72,25 @@ class SlotCache:
         for index, members in enumerate(kept):
             for one in members:
                 groups.setdefault(one.facts, []).append((index, one))
-        self.blocks: list[Block] = []
+        banks = {
+            f"{group[0][1].name} {number}": _bank_of(group[0][1], len(group))
+            for number, group in enumerate(groups.values())
+        }
+        device = next(iter(groups.values()))[0][1].states.device
+        mask = RawBank((None, source_length), "bool", is_read_only=True)
+        self.slots = SlotState({**banks, _MASK: mask}, num_slots, compact=True, device=device)
         placed: list[dict[str, torch.Tensor]] = [{} for _ in kept]
+        for block, group in zip(self.memory, groups.values(), strict=True):
+            for (index, member), memory in zip(group, block.unbind(0), strict=True):
+                placed[index][member.name] = memory
+        self.source_mask: torch.Tensor = self.slots.get_bank(_MASK).tensor
         with torch.inference_mode(False):
-            for group in groups.values():
-                _, one = group[0]
-                shape = (len(group), num_slots, *one.slot_shape)
-                block = torch.zeros(shape, dtype=one.states.dtype, device=one.states.device)
-                self.blocks.append(Block(block, one.capacity, one.source_length is not None))
-                for (index, member), memory in zip(group, block.unbind(0), strict=True):
-                    placed[index][member.name] = memory
-            device = self.blocks[0].tensor.device
-            self._slots = torch.arange(num_slots, device=device)
-            shape = (num_slots, source_length)
-            self.source_mask: torch.Tensor = torch.zeros(shape, dtype=torch.bool, device=device)
+            self._numbers = torch.arange(num_slots, device=device)
         self._like = like
         self._memory, self._cross = placed[: len(like)], placed[len(like) :]
-        self._capacities = {one.capacity for one in self.blocks if one.capacity is not None}
+        capacities = {one.capacity for members in kept for one in members}
+        self._capacities = sorted(one for one in capacities if one is not None)
+        self._names = itertools.count()
 
     def _kept_by(self, layer: Any) -> list[Kept]:
         return list(kept_by(layer, self.length))
@@ -123,27 +100,23 @@ class SlotCache:
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The tensors that hold everything."""
-        return [one.tensor for one in self.blocks]
+        """The tensors that hold what layers keep."""
+        *blocks, _ = self.slots.tensors
+        return blocks
 
     @property
-    def states(self) -> list[torch.Tensor]:
-        """The tensors of which rows without a sequence change what may be in use."""
-        return [one.tensor for one in self.blocks if one.capacity is None and not one.is_source]
-
-    @property
-    def scratch(self) -> list[torch.Tensor]:
-        """The tensors in which rows without a sequence have a place of their own."""
-        return [one.tensor for one in self.blocks if one.capacity is not None]
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of recurrent layers, of which rows without a sequence change free slots."""
+        return self.slots.step_state.tensors
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole cache."""
-        return sum(block.untyped_storage().nbytes() for block in self.memory)
+        return self.slots.num_bytes
 
     def view(self, length: int) -> tuple[Cache, Place]:
         """Return the cache as a step that reads so many positions takes it, and its place."""
-        place = Place(self._slots, self.sink, sorted(self._capacities))
+        place = Place(self._numbers, self.sink, self._capacities)
         layers = [
             _layer(given, memory, place, length)
             for given, memory in zip(self._like, self._memory, strict=True)
@@ -163,16 +136,35 @@ class SlotCache:
         """Whether it keeps what a decoder needs of an encoder's states."""
         return bool(self._cross)
 
-    def clear(self, start: int, rows: int) -> None:
-        """Clear slots from ``start`` on.
+    @contextmanager
+    def joining(self, rows: int) -> Iterator[int]:
+        """Give sequences the slots behind those there are, cleared; yield the first one.
 
         A masked position has weight 0, but 0 * NaN is NaN, so stale positions must be zeroed.
+        They leave again where what follows raises.
         """
-        for block in self.memory:
-            block[:, start : start + rows].zero_()
+        first, sequences = len(self.slots), list(itertools.islice(self._names, rows))
+        try:
+            for sequence in sequences:
+                self.slots.join(sequence)
+            yield first
+        except BaseException:
+            self.slots.leave(*(one for one in sequences if one in self.slots))
+            raise
+
+    def leave(self, rows: Iterable[int], lengths: Sequence[int]) -> list[SlotMove]:
+        """Take their slots from sequences; the last ones move there, on the device.
+
+        Args:
+            rows: The slots of those that go.
+            lengths: Positions in use of all sequences, in their order.
+        """
+        there = self.slots.sessions
+        used = dict(zip(there, lengths, strict=True))
+        return self.slots.leave(*(there[row] for row in rows), used=used)
 
     def fill(self, start: int, layers: Sequence[Any], paddings: Sequence[int], width: int) -> None:
-        """Put prompts into the slots from ``start`` on, without their left padding.
+        """Put prompts into cleared slots from ``start`` on, without their left padding.
 
         Args:
             start: The first slot.
@@ -190,7 +182,7 @@ class SlotCache:
                     put_prompts(slots, kept.states, paddings, width)
 
     def fill_sources(self, start: int, cross: Sequence[Any], mask: torch.Tensor) -> None:
-        """Put sources into the slots from ``start`` on.
+        """Put sources into cleared slots from ``start`` on.
 
         Args:
             start: The first slot.
@@ -200,28 +192,18 @@ class SlotCache:
         rows, length = mask.shape
         for layer, memory in zip(cross, self._cross, strict=True):
             for kept in self._kept_of_source(layer):
-                slots = memory[kept.name][start : start + rows]
-                slots[:, :, :length] = kept.states
-                slots[:, :, length:] = 0
+                memory[kept.name][start : start + rows, :, :length] = kept.states
         self.source_mask[start : start + rows, :length] = mask
-        self.source_mask[start : start + rows, length:] = False
 
-    def move(self, moves: Sequence[Move]) -> int:
-        """Copy sequences to other slots, on the device; returns the bytes copied."""
-        num_bytes = 0
-        for one in moves if self._cross else ():
-            self.source_mask[one.target] = self.source_mask[one.source]
-        for block in self.blocks:
-            for one in moves:
-                source, target = block.tensor[:, one.source], block.tensor[:, one.target]
-                if block.capacity is not None:
-                    # A ring that is full is in use to its end.
-                    source = source[..., : min(one.length, block.capacity), :]
-                    target[..., source.shape[-2] :, :] = 0
-                    target = target[..., : source.shape[-2], :]
-                target.copy_(source)
-                num_bytes += source.numel() * source.element_size()
-        return num_bytes
+
+def _bank_of(kept: Kept, number: int) -> RawBank:
+    """Return the bank of a number of tensors that are kept alike."""
+    return RawBank(
+        (number, None, *kept.slot_shape),
+        kept.states.dtype,
+        positions=None if kept.capacity is None else 3,
+        is_read_only=kept.source_length is not None,
+    )
 
 
 def _layer(given: Any, memory: dict[str, torch.Tensor], place: Place, length: int) -> Any:
@@ -245,25 +227,3 @@ def _layer(given: Any, memory: dict[str, torch.Tensor], place: Place, length: in
     if not convolutions and not recurrences:
         return attention
     return HybridLayer(convolutions, recurrences, attention)
-
-
-def plan_moves(lengths: Sequence[int], drop: Sequence[int]) -> tuple[list[Move], list[int]]:
-    """Return how to close the gaps that dropped rows leave, with the fewest moves.
-
-    Args:
-        lengths: Positions in use, for each row.
-        drop: Rows that go.
-
-    Returns:
-        The moves, and for each row that stays, in its new order, where it was.
-    """
-    gone = set(drop)
-    num_left = len(lengths) - len(gone)
-    order = list(range(num_left))
-    movers = (row for row in range(num_left, len(lengths)) if row not in gone)
-    moves = []
-    for target in sorted(row for row in gone if row < num_left):
-        source = next(movers)
-        moves.append(Move(source, target, lengths[source]))
-        order[target] = source
-    return moves, order

@@ -55,9 +55,7 @@ class Kept:
 def put_prompts(
     slots: torch.Tensor, states: torch.Tensor, paddings: Sequence[int], width: int
 ) -> None:
-    """Write keys or values of prompts to slots, without padding, and clear what was left behind.
-
-    A masked position has weight 0, but 0 * NaN is NaN, so stale positions must be zeroed.
+    """Write keys or values of prompts to cleared slots, without padding.
 
     Args:
         slots: One for each row (B, heads, capacity + 1, head size).
@@ -81,7 +79,6 @@ def _put_rows(slots: torch.Tensor, states: torch.Tensor, length: int) -> None:
     states = states[:, :, states.shape[2] - number :]
     first = (length - number) % capacity
     ahead = min(number, capacity - first)
-    slots.zero_()
     slots[:, :, first : first + ahead] = states[:, :, :ahead]
     slots[:, :, : number - ahead] = states[:, :, ahead:]
 
