@@ -578,12 +578,12 @@ def test_lanes_with_disjoint_state_run_sessions_apart():
 
 def test_the_examples_of_the_page_run_as_printed(capsys):
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len(examples) == 4
+    assert len(examples) == 5
     names: dict = {}
     for example in examples:
         exec(example, names)  # noqa: S102
     assert capsys.readouterr().out.startswith("slots[1] must be named once, got 0.")
-    for name in ("runner", "decoder"):
+    for name in ("runner", "decoder", "raw_decoder"):
         assert names[name].stats().eager_by_reason == {}
 
 
