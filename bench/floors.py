@@ -1,12 +1,13 @@
 """What the pieces of a step cost on a device, whoever puts them together.
 
-    python bench/floors.py [ROUNDS]
+    python bench/floors.py [ROUNDS] [--only GROUP]
 
-Host time of single calls: finding the current stream, locks, reading a tensor's properties,
-copies, launches, events, and writing to pinned memory; device time of graphs that begin with a copy
-from pinned memory, in one block or by input; and every way to bring inputs in and launch, as one
-step: device inputs (``_copies.py``) and host inputs (``_host.py``); and what the package's copy
-kernel costs a process that needs it. Without a GPU it says so and ends.
+Groups: ``account``, where a warm step of the runner goes, piece by piece (``_account.py``; measured
+without a GPU too, with launches that do nothing); host time of single calls: ``properties``
+(the current stream, locks, what is read of a tensor, events), ``copies`` and ``launches`` (and the
+device time of graphs that begin with a copy from pinned memory, in one block or by input); every
+way to bring inputs in and launch, as one step: ``ways`` for device inputs (``_copies.py``; and what
+the package's copy kernel costs a process that needs it) and ``host`` for arrays (``_host.py``).
 """
 
 # ruff: noqa: SLF001 - what torch keeps private is part of what is measured
@@ -22,6 +23,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+from _account import account
 from _common import at_least_one, emit
 from _copies import ROOM, ROWS, captured, copies_and_launch, loading_of_the_kernel
 from _host import host_and_launch
@@ -165,17 +167,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     about = "how often each is measured, 50 by default"
     parser.add_argument("rounds", nargs="?", type=at_least_one, default=50, help=about)
-    rounds = parser.parse_args().rounds
-    if not torch.cuda.is_available():
-        emit(BENCH, "all", 0, "us", 0, missing="torch finds no CUDA device")
-        return
-    loading_of_the_kernel()
+    groups: dict[str, Callable[[int], None]] = {
+        "account": account,
+        "properties": properties,
+        "copies": copies,
+        "launches": launches,
+        "ways": copies_and_launch,
+        "host": host_and_launch,
+    }
+    parser.add_argument("--only", metavar="GROUP", choices=groups, help="measure one group")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
     with torch.no_grad():
-        properties(rounds)
-        copies(rounds)
-        launches(rounds)
-        copies_and_launch(rounds)
-        host_and_launch(rounds)
+        for name, group in groups.items():
+            if options.only not in (None, name):
+                continue
+            if name != "account" and not torch.cuda.is_available():
+                emit(BENCH, name, 0, "us", 0, missing="torch finds no CUDA device")
+                continue
+            if name == "ways":
+                loading_of_the_kernel()
+            group(options.rounds)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,11 @@ sizes get one size throughout.
 Inputs of a size are the same tensors each time, as an engine's own buffers are, but in the case
 that says otherwise.
 
-Groups: ``device`` (the base case: 3 int64 inputs; and ``pieces``, what a step of the runner is made
-of), ``inputs`` (1, 8, and 3 of two dtypes), ``nodes`` (steps of 1, 50 and 500 operations), ``host``
-(numpy arrays; pinned memory). Without a GPU the tape is measured: the runner's own time
-(``runner``), with launches and nodes that do nothing, and replay beside eager (``tape``).
+Groups: ``device`` (the base case: 3 int64 inputs), ``inputs`` (1, 8, and 3 of two dtypes),
+``nodes`` (steps of 1, 50 and 500 operations), ``host`` (numpy arrays; pinned memory). Without a GPU
+the tape is measured: the runner's own time (``runner``), with launches and nodes that do nothing,
+and replay beside eager (``tape``). What a step is made of is told by ``floors.py``.
 """
-
-# ruff: noqa: SLF001 - the parts of a step are measured one by one
 
 from __future__ import annotations
 
@@ -443,43 +441,6 @@ def device_group(sizes: list[int], rounds: int, *, compile_too: bool) -> None:
         reached=over <= 1.0,
         group="one size",
     )
-    pieces(view, case, rounds)
-
-
-def pieces(runner: GraphRunner, case: Case, rounds: int) -> None:
-    """What a step of the runner is made of, one by one."""
-    given = dict(zip(names(3), case.device[FIXED], strict=True))
-    values = tuple(given.values())
-    executor, stream = runner.lanes[0], runner._current_stream_handle()
-    plan = executor.decide(FIXED).plan
-    plan.run(values, stream)
-    runner._check(values)  # notes what the inputs look like, for the quick check below
-    _, readable = runner._check(values)
-    transport, lane = plan.transport, executor.lane
-
-    def locked(_: int) -> None:
-        with runner._lock:
-            pass
-
-    def with_names(**inputs: Any) -> None:
-        pass
-
-    parts: dict[str, Run] = {
-        "nothing": lambda _: None,
-        "pass by name": lambda _: with_names(**given),
-        "bind": lambda _: runner._bind((), given),
-        "check": lambda _: runner._check(values),
-        "is capturing": lambda _: runner._is_capturing(),
-        "lock": locked,
-        "decide": lambda _: executor.decide(FIXED, 0, 0, 0, 2),
-        "current stream": lambda _: runner._current_stream_handle(),
-        "copy": lambda _: transport.load(values, readable),
-        "launch": lambda _: plan._launch(plan._graph, lane.stream_argument),
-        "plan": lambda _: plan.run(values, stream, readable),
-        "plan, in place": lambda _: plan.run(None, stream),
-        "whole call": lambda _: runner(**given),
-    }
-    tell("pieces", in_turns(parts, [FIXED], rounds=rounds, together=50), "whole call")
 
 
 def inputs_group(sizes: list[int], rounds: int) -> None:
@@ -582,7 +543,8 @@ class Idle(TapeBackend):
     def copy_node(self, num_regions: int, num_bytes: int, data_bytes: int = 0) -> CopyNode:
         """Return a node of CUDA's kind that nobody runs."""
         nothing = ctypes.c_void_p()
-        kernel = CopyKernel(nothing, lambda *_: 0, idle_call, lambda graph: 0, lambda: None)
+        find, enter = (lambda graph: 0), (lambda: None)
+        kernel = CopyKernel(nothing, lambda *_: 0, idle_call, find, enter, max(data_bytes, 16))
         return CopyNode(kernel, num_regions, num_bytes)
 
     def direct_launch(self, graph: Any) -> tuple[Any, Any]:

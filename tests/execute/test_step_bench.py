@@ -1,4 +1,4 @@
-"""What the benchmark of a step says to arguments that it cannot take."""
+"""The benchmark of a step: arguments that it cannot take; and the account of where a step goes."""
 
 from __future__ import annotations
 
@@ -29,3 +29,22 @@ def test_what_cannot_be_measured_is_told(monkeypatch, capsys, given, said):
         step.main()
     assert raised.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_each_rung_of_the_account_launches_once(monkeypatch):
+    """Where a guard says no, or a rung is out of date, less would be measured than is said."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import step
+    from _account import Parts
+
+    case = step.Case([step.FIXED], [step.INT64] * 3, 1)
+    parts = Parts(case, case.runner("view", step.Idle()))
+    launches = []
+    parts.launch = parts.plan._launch = lambda graph, stream: launches.append(graph)
+    for rungs in (parts.in_place(), parts.views()):
+        for name, run in rungs.items():
+            for _ in range(20):  # more than there are between two comparisons of values
+                launches.clear()
+                run(step.FIXED)
+                assert len(launches) == 1, name

@@ -1,0 +1,261 @@
+"""Where a warm step of a ``GraphRunner`` goes, for ``floors.py``: a ladder of ways to make it.
+
+The lowest rung is the launch alone. Each further one does all that the rung below does and one
+thing more, by hand, on the runner's own graph, node and table; the highest is the call itself. What
+a rung adds is thereby measured where it happens, around a launch, and not in a loop of its own,
+where the processor's caches hold nothing else. The rungs by hand are one function each. So those by
+the plan and the dispatcher say what it costs that a step is made of parts.
+
+Without a GPU launches and nodes do nothing, and tensors are the host's.
+"""
+
+# ruff: noqa: SLF001 - the parts of a step are measured one by one
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+from _common import emit
+from step import FIXED, HAS_GPU, INT64, Case, Idle, Run, in_turns, names
+
+BENCH = "floors"
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
+class Parts:
+    """What a warm step of one runner is made of, taken out of it.
+
+    Args:
+        case: The step.
+        runner: Its runner, with results that are views.
+    """
+
+    def __init__(self, case: Case, runner: Any) -> None:
+        self.given = dict(zip(names(3), case.device[FIXED], strict=True))
+        self.values = tuple(self.given.values())
+        self.runner = runner
+        for _ in range(3):  # finds what is found once, and notes what the inputs look like
+            runner(**self.given)
+            runner.run_in_place(FIXED)
+        executor = runner.lanes[0]
+        self.plan = executor.decide(FIXED).plan
+        self.launch, self.graph = self.plan._launch, self.plan._graph
+        self.lane, self.step = self.plan.step.lane, self.plan.step
+        self.set_node = self.plan.transport._set
+        self.row = executor.dispatcher.row()
+        self.decide = executor.decide
+        self.lock, self.stream = runner._lock, runner._current_stream_handle
+        self.bind, self.check = runner._bind, runner._check
+        self.set_node(self.values)
+
+    def in_place(self) -> dict[str, Run]:
+        """Return the rungs of a step in place, lowest first."""
+        launch, graph, argument = self.launch, self.graph, self.lane.stream_argument
+        lock, stream, decide, plan = self.lock, self.stream, self.decide, self.plan
+        row, step, lane, values = self.row, self.step, self.lane, self.step.values
+        modules, load_in_place = plan._modules, plan.transport.load_in_place
+        count, ready = plan.count, plan._ready
+
+        def launched(_: int) -> None:
+            launch(graph, argument)
+
+        def on_stream(_: int) -> None:
+            stream()
+            launch(graph, argument)
+
+        def locked(_: int) -> None:
+            stream()
+            with lock:
+                launch(graph, argument)
+
+        def looked_up(rows: int) -> Any:
+            stream()
+            with lock:
+                found = row[rows]
+                launch(graph, argument)
+                return found
+
+        def guarded(rows: int) -> Any:
+            handle = stream()
+            with lock:
+                found = row[rows]
+                if step.released or _is_any_autocast_enabled():
+                    return None
+                for module, training, place_now, place in modules:
+                    if module.training is not training or place_now() != place:
+                        return None
+                if lane.tick >= values.due and not values.is_unchanged(lane.tick):
+                    return None
+                if handle != lane.handle:
+                    return None
+                launch(graph, argument)
+                return found
+
+        def cleaned(rows: int) -> Any:
+            handle = stream()
+            with lock:
+                found = row[rows]
+                if step.released or _is_any_autocast_enabled():
+                    return None
+                for module, training, place_now, place in modules:
+                    if module.training is not training or place_now() != place:
+                        return None
+                if lane.tick >= values.due and not values.is_unchanged(lane.tick):
+                    return None
+                if handle != lane.handle:
+                    return None
+                load_in_place()
+                launch(graph, argument)
+                return found
+
+        def counted(rows: int) -> Any:
+            handle = stream()
+            with lock:
+                row[rows]
+                if step.released or _is_any_autocast_enabled():
+                    return None
+                for module, training, place_now, place in modules:
+                    if module.training is not training or place_now() != place:
+                        return None
+                if lane.tick >= values.due and not values.is_unchanged(lane.tick):
+                    return None
+                if handle != lane.handle:
+                    return None
+                load_in_place()
+                launch(graph, argument)
+                lane.tick = step.last_used = lane.tick + 1
+                step.hits += 1
+                count.steps += 1
+                count.tokens += rows
+                return ready
+
+        def planned(rows: int) -> Any:
+            handle = stream()
+            with lock:
+                row[rows]
+                return plan.run(None, handle)
+
+        def dispatched(rows: int) -> Any:
+            handle = stream()
+            with lock:
+                return decide(rows, 0, 0, 0, 2).plan.run(None, handle)
+
+        return {
+            "the launch": launched,
+            "+ the current stream": on_stream,
+            "+ the lock": locked,
+            "+ the table's row": looked_up,
+            "+ autocast, modules, values, stream": guarded,
+            "+ rows behind the batch": cleaned,
+            "+ counts: all by hand": counted,
+            "the same by the plan": planned,
+            "the same by dispatcher and plan": dispatched,
+            "run_in_place": self.runner.run_in_place,
+        }
+
+    def views(self) -> dict[str, Run]:
+        """Return the rungs of a call with device inputs, lowest first."""
+        launch, graph, argument = self.launch, self.graph, self.lane.stream_argument
+        lock, stream, decide, plan = self.lock, self.stream, self.decide, self.plan
+        row, set_node, bind, check = self.row, self.set_node, self.bind, self.check
+        values, given, runner = self.values, self.given, self.runner
+
+        def launched(_: int) -> None:
+            launch(graph, argument)
+
+        def addressed(_: int) -> None:
+            set_node(values)
+            launch(graph, argument)
+
+        def checked(_: int) -> None:
+            check(values)
+            set_node(values)
+            launch(graph, argument)
+
+        def locked(rows: int) -> Any:
+            check(values)
+            stream()
+            with lock:
+                found = row[rows]
+                set_node(values)
+                launch(graph, argument)
+                return found
+
+        def planned(_: int) -> Any:
+            _, readable = check(values)
+            handle = stream()
+            with lock:
+                return plan.run(values, handle, readable)
+
+        def dispatched(_: int) -> Any:
+            rows, readable = check(values)
+            handle = stream()
+            with lock:
+                return decide(rows, 0, 0, 0, 2).plan.run(values, handle, readable)
+
+        def bound(**inputs: Any) -> Any:
+            tensors = bind((), inputs)
+            rows, readable = check(tensors)
+            handle = stream()
+            with lock:
+                return decide(rows, 0, 0, 0, 2).plan.run(tensors, handle, readable)
+
+        return {
+            "the launch": launched,
+            "+ addresses of the inputs compared": addressed,
+            "+ the inputs checked": checked,
+            "+ stream, lock, the table's row": locked,
+            "+ guards and counts, by the plan": planned,
+            "the same by dispatcher and plan": dispatched,
+            "+ inputs by name": lambda _: bound(**given),
+            "the call": lambda _: runner(**given),
+        }
+
+    def beside(self, case: Case) -> dict[str, Run]:
+        """Return single calls of C, and what others take, on the same scale."""
+        launch, graph, argument = self.launch, self.graph, self.lane.stream_argument
+        values, set_node = self.values, self.set_node
+        others = tuple(case.elsewhere[FIXED])
+        turns = [values, others]
+
+        def set_anew(_: int) -> None:
+            turns.reverse()
+            set_node(turns[0])
+            launch(graph, argument)
+
+        found: dict[str, Run] = {
+            "the launch": lambda _: launch(graph, argument),
+            "inputs elsewhere: node set, and the launch": set_anew,
+            "one view made": lambda _: values[0][:100],
+            "one result cloned": lambda _: values[0].clone(),
+            "nothing": lambda _: None,
+        }
+        if HAS_GPU:
+            event, current = torch.cuda.Event(), torch.cuda.current_stream()
+            found["an event recorded"] = lambda _: event.record(current)
+            case.capture()
+            found["torch's replay"] = case.bare_replay()
+            found["make_graphed_callables"] = case.graphed()
+        return found
+
+
+def account(rounds: int) -> None:
+    """Print each rung of both ladders with what it adds, and what there is beside them."""
+    case = Case([FIXED], [INT64] * 3, 50 if HAS_GPU else 1)
+    runner = case.runner("view", "auto" if HAS_GPU else Idle())
+    parts = Parts(case, runner)
+    for group, rungs in (("in place", parts.in_place()), ("views", parts.views())):
+        samples = in_turns(rungs, [FIXED], rounds=rounds, together=10)
+        below = samples["the launch"]
+        for name, values in samples.items():
+            added = statistics.median(mine - base for mine, base in zip(values, below, strict=True))
+            best, more = round(min(values), 2), {"adds": round(added, 2)}
+            median = statistics.median(values)
+            emit(BENCH, name, median, "us", rounds, group=f"account, {group}", best=best, **more)
+            below = values
+    samples = in_turns(parts.beside(case), [FIXED], rounds=rounds, together=10)
+    for name, values in samples.items():
+        best, median = round(min(values), 2), statistics.median(values)
+        emit(BENCH, name, median, "us", rounds, group="account, beside", best=best)
