@@ -24,19 +24,24 @@ from typing import Any
 
 import attrs
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dispatchkit.backends.capture_guard import free_in_children
 from dispatchkit.backends.watching.dispatch_mode import inference_mode
 from dispatchkit.errors import CaptureError, ConfigError, DescriptorError, InputError
 from dispatchkit.execute.io.host_arrays import numpy_module
 from dispatchkit.execute.io.static_input import StaticInput
-from dispatchkit.execute.step.state import StepState
+from dispatchkit.execute.step.state import StepState, storage_of
 from dispatchkit.keys.checks import check_count, check_flag
+
+_SLOTS_OF = "Pass the slots of the step's sessions: slots_of(sessions)."
 
 
 @attrs.frozen
 class SlotInput(StaticInput):
     """The input that names the slots of a step; only rows of a call hold anything but fill."""
+
+    next_step = _SLOTS_OF
 
 
 @attrs.frozen
@@ -140,19 +145,22 @@ class SlotRows:
     """The rows of the sessions of one step: what the step is given for its slots.
 
     ``rows["hidden"]`` reads the rows of a bank, ``rows["hidden"] = value`` writes them. What is
-    read is a copy, or with compact sessions a view of the bank: do not write it in place.
+    read is a copy, or with compact sessions a view of the bank, which must not be written in place.
 
     Args:
         state: The banks.
         index: The row that each row of the step is written to (B,): its slot, or the sink.
+        watch: Watches what the step does to the rows.
 
     Attributes:
         index: The same. With ``bank`` for writes to parts of rows:
             ``rows.bank("keys")[rows.index, :, positions] = keys``.
     """
 
-    def __init__(self, state: SlotState, index: torch.Tensor) -> None:
-        self._state = state
+    def __init__(
+        self, state: SlotState, index: torch.Tensor, watch: RowWatch | None = None
+    ) -> None:
+        self._state, self._watch = state, watch
         self.index: torch.Tensor = index
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -164,7 +172,10 @@ class SlotRows:
         index = self.index
         if state.compact:  # a capture size above the number of slots: the same rows, and blank ones
             index = torch.arange(number, device=index.device)
-        return bank.take(index.clamp(max=state.num_slots))
+        taken = bank.take(index.clamp(max=state.num_slots))
+        if self._watch is not None:
+            self._watch.note_read(name, taken)
+        return taken
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         """Write the rows of a bank.
@@ -191,6 +202,8 @@ class SlotRows:
                 "nothing is converted silently.",
             )
         bank.put(self.index, value)
+        if self._watch is not None:
+            self._watch.note_assigned(name)
 
     def bank(self, name: str) -> torch.Tensor:
         """Return the whole of a bank, to write parts of its rows at ``index``."""
@@ -259,6 +272,7 @@ class SlotState:
         self._free: list[int] = list(range(self.num_slots - 1, -1, -1))
         # Free slots that dummy rows write to for the time of a proof.
         self._lent: set[int] = set()
+        self._watches: dict[int, RowWatch] = {}  # by thread
         lock = threading.RLock()
         free_in_children(lock)
         self._changed = threading.Condition(lock)
@@ -278,10 +292,10 @@ class SlotState:
         """Give a session a slot, which holds what sessions start with; returns its number.
 
         Raises:
-            DescriptorError: It has one already, or none is free.
+            DescriptorError: It has one already, none is free, or the session is not hashable.
         """
         with self._changed:
-            if session in self._slots:
+            if session in self:
                 hint = "Let it leave first."
                 raise DescriptorError("session", session, "one without a slot", hint)
             while not self._free and self._lent:
@@ -337,7 +351,7 @@ class SlotState:
             if self.compact:
                 hint = "Compact sessions move when others leave."
                 raise DescriptorError("slot", slot, f"{source}, where it is", hint)
-            while slot in self._lent:
+            while slot in list(self._lent):  # a slot that is no number may not be hashable
                 self._changed.wait()
             if slot not in self._free:
                 hint = "slots_of() says which are taken; the others are free."
@@ -360,10 +374,15 @@ class SlotState:
         """Return the slots of sessions, as a step names them.
 
         Raises:
-            DescriptorError: One has no slot.
+            DescriptorError: One has no slot, or can have none, as it is not hashable.
         """
         try:
             return [self._slots[session] for session in sessions]
+        except TypeError:
+            if isinstance(sessions, Iterable):
+                raise _unhashable(sessions) from None
+            hint = "One session: slots_of([session])."
+            raise DescriptorError("sessions", sessions, "a list of sessions", hint) from None
         except KeyError as error:
             raise DescriptorError(
                 "session", error.args[0], "one that has joined and not left", "join() it first."
@@ -378,7 +397,10 @@ class SlotState:
         return len(self._slots)
 
     def __contains__(self, session: Hashable) -> bool:
-        return session in self._slots
+        try:
+            return session in self._slots
+        except TypeError:
+            raise _unhashable(session) from None
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self.sessions)
@@ -436,7 +458,7 @@ class SlotState:
 
     def rows(self, index: torch.Tensor) -> SlotRows:
         """Return what a step is given for the slots that it names (B,)."""
-        return SlotRows(self, index)
+        return SlotRows(self, index, self._watches.get(threading.get_ident()))
 
     @contextmanager
     def lent(self, number: int) -> Iterator[SavedRows | None]:
@@ -496,11 +518,16 @@ class SlotState:
         for row, slot in enumerate(slots):
             field = f"{name}[{row}]"
             if not 0 <= slot < self.num_slots:
-                return DescriptorError(field, slot, f"a slot, one of 0..{self.num_slots - 1}")
+                allowed = f"a slot, one of 0..{self.num_slots - 1}"
+                return DescriptorError(field, slot, allowed, _SLOTS_OF)
             if not self._is_taken[slot]:
-                return DescriptorError(field, slot, "the slot of a session", "This one is free.")
+                hint = f"This one is free. {_SLOTS_OF}"
+                return DescriptorError(field, slot, "the slot of a session", hint)
             if slot in seen:
-                hint = f"It is {name}[{slots.index(slot)}], too: a session has one row in a step."
+                hint = (
+                    f"It is {name}[{slots.index(slot)}], too: a session has one row in a step. "
+                    "Pass slots_of() distinct sessions."
+                )
                 return DescriptorError(field, slot, "named once", hint)
             seen.add(slot)
         row = next(row for row, slot in enumerate(slots) if row != slot)
@@ -508,24 +535,12 @@ class SlotState:
             f"{name}[{row}]",
             slots[row],
             f"{row}: steps of compact sessions are of the first slots, in order",
-            "Give range(n), or make the SlotState without compact.",
+            f"Pass range({len(slots)}), or make the SlotState without compact.",
         )
 
-    def check_write(self, written: torch.Tensor, operation: str) -> None:
-        """Check an in-place write of a step, before it is done.
-
-        Raises:
-            CaptureError: It is to rows that the step has read.
-        """
-        storage = written.untyped_storage()._cdata
-        for name, bank in self._banks.items():
-            if bank.tensor.untyped_storage()._cdata == storage and bank.is_row_write(written):
-                raise CaptureError(
-                    f"The step writes rows of {name!r} in place, by {operation}. They may be other "
-                    f"sessions' where the step is padded. Assign them: slots[{name!r}] = value; or "
-                    f"write parts of them: slots.bank({name!r})[slots.index, ...] = value.",
-                    reason="slot_written",
-                )
+    def watch_rows(self) -> RowWatch:
+        """Return what watches a step's writes to rows that it has read, once it is entered."""
+        return RowWatch(self._banks, self._watches)
 
     # -- inside -------------------------------------------------------------------------
 
@@ -576,6 +591,74 @@ class SlotState:
                     bank.clear(slot)
 
 
+class RowWatch:
+    """Refuses in-place writes of a step to rows that it has read.
+
+    Writes to views are refused before they are done, changes of copies if these are not assigned.
+    It is entered in the thread of the step.
+
+    Args:
+        banks: The banks by name.
+        watches: Where it is found, by the thread.
+    """
+
+    def __init__(self, banks: Mapping[str, Bank], watches: dict[int, RowWatch]) -> None:
+        self._banks = {storage_of(bank.tensor): (name, bank) for name, bank in banks.items()}
+        self._watches = watches
+        self._copies: dict[int, tuple[str, StorageWeakRef]] = {}
+        self._changed: dict[str, str] = {}
+
+    def __enter__(self) -> None:
+        self._watches[threading.get_ident()] = self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        del self._watches[threading.get_ident()]
+        if kind is None:
+            for name in list(self._changed):
+                self._check_assigned(name)
+
+    def check_write(self, written: torch.Tensor, operation: str) -> None:
+        """Check an in-place write, before it is done.
+
+        Raises:
+            CaptureError: It is to a view of rows.
+        """
+        storage = storage_of(written)
+        name, bank = self._banks.get(storage, ("", None))
+        if bank is not None and bank.is_row_write(written):
+            raise CaptureError(
+                f"The step writes rows of {name!r} in place, by {operation}. They may be other "
+                f"sessions' where the step is padded. Assign them: slots[{name!r}] = value; or "
+                f"write parts of them: slots.bank({name!r})[slots.index, ...] = value.",
+                reason="slot_written",
+            )
+        copied, reference = self._copies.get(storage, ("", None))
+        if reference is not None and not reference.expired():
+            self._changed[copied] = operation
+
+    def note_read(self, name: str, taken: torch.Tensor) -> None:
+        """Note a copy of rows.
+
+        Raises:
+            CaptureError: An earlier copy was changed and not assigned.
+        """
+        self._check_assigned(name)
+        self._copies[storage_of(taken)] = name, StorageWeakRef(taken.untyped_storage())
+
+    def note_assigned(self, name: str) -> None:
+        """Note that rows are assigned."""
+        self._changed.pop(name, None)
+
+    def _check_assigned(self, name: str) -> None:
+        if (operation := self._changed.get(name)) is not None:
+            raise CaptureError(
+                f"The step changes rows of {name!r} in place, by {operation}, and does not assign "
+                f"them. They are a copy, so the change is lost. Assign them: slots[{name!r}] = "
+                "rows; or clone() them first, if the change is not to be kept.",
+                reason="slot_written",
+            )
+
+
 class SavedRows:
     """The rows that a step may change, as they were; to run it twice from the same state.
 
@@ -604,6 +687,11 @@ class SavedRows:
         banks = self._state._banks.values()
         for bank, rows in zip(banks, self.saved.values(), strict=True):
             bank.put(self.index, rows)
+
+
+def _unhashable(session: Any) -> DescriptorError:
+    hint = "Name it by its number or a string; keep what cannot be hashed beside it."
+    return DescriptorError("session", session, "hashable, as a key of a dictionary is", hint)
 
 
 def _remake(

@@ -107,6 +107,15 @@ def test_a_step_of_wrong_slots_is_refused_before_anything_runs(slots, problem, c
     assert runner.stats().steps == 0
 
 
+@pytest.mark.parametrize(("host", "given"), [(True, ["a"]), (True, "a"), (False, [0])])
+def test_slots_of_another_kind_are_refused_with_the_next_step(host, given):
+    state = state_of(host=host)
+    runner = runner_of(state, captured=False)
+    state.join("a")
+    with pytest.raises(InputError, match=r"got .* Pass the slots of .* slots_of\(sessions\)\.$"):
+        runner(x=torch.ones(1, 2), slots=given)
+
+
 def test_a_step_of_compact_sessions_is_of_the_first_slots_in_order():
     state = state_of(compact=True)
     runner = runner_of(state)
@@ -161,6 +170,14 @@ def test_sessions_say_what_is_wrong_with_them():
         state.leave("a", "c")
     with pytest.raises(DescriptorError, match=r"slot must be a free one of 0\.\.1, got 1"):
         state.move("a", 1)
+    unhashable = r"session must be hashable, as a key of a dictionary is, got .*1.*\. Name it by"
+    for wrong in (state.join, state.clear, state.slots_of, state.leave, state.__contains__):
+        with pytest.raises(DescriptorError, match=unhashable):
+            wrong([[1]])
+    with pytest.raises(DescriptorError, match=r"sessions must be a list of sessions, got 3\. One"):
+        state.slots_of(3)
+    with pytest.raises(DescriptorError, match=r"slot must be a free one of 0\.\.1, got \[1\]"):
+        state.move("a", [1])
     with pytest.raises(DescriptorError, match="bank must be one of: total, got 'sum'"):
         state.rows(torch.tensor([0]))["sum"]
     assert str(state) == "<SlotState of total: 2 of 2 slots taken>"
@@ -306,6 +323,57 @@ def test_rows_that_are_written_in_place_are_refused():
     (problem, *_) = runner.capture().failed.values()
     assert problem.startswith("slot_written: The step writes rows of 'total' in place, by ")
     assert totals(state) == {"a": 0, "b": 0}
+
+
+def add_and_forget(x, slots):
+    slots["total"].add_(x)
+    return x * 1
+
+
+def write_a_column(x, slots):
+    total = slots["total"]
+    total[:, 0] = x[:, 0]
+    return total * 1
+
+
+def read_again(x, slots):
+    slots["total"].add_(x)
+    slots["total"] = slots["total"] * 2
+    return x * 1
+
+
+def add_and_assign(x, slots):
+    slots["total"] += x
+    return x * 1
+
+
+def change_a_clone(x, slots):
+    before = slots["total"].clone()
+    slots["total"] = before + x
+    return before.zero_()
+
+
+@pytest.mark.parametrize("step", [add_and_forget, write_a_column, read_again])
+def test_a_change_of_copied_rows_that_is_lost_is_refused(step):
+    """Where rows are gathered, what is read is a copy."""
+    state = state_of()
+    state.join("a")
+    problems = runner_of(state, step, captured=False).capture().failed.values()
+    assert problems
+    for problem in problems:
+        assert problem.startswith("slot_written: The step changes rows of 'total' in place, by ")
+        assert "Assign them: slots['total'] = rows" in problem
+
+
+@pytest.mark.parametrize("step", [add_and_assign, change_a_clone])
+def test_a_change_of_copied_rows_that_is_assigned_is_kept(step):
+    """In-place operations are allowed where their result reaches the bank, or is not to."""
+    state = state_of()
+    state.join("a")
+    runner = runner_of(state, step, options=RunnerOptions(strict=True))
+    for _ in range(2):
+        runner(x=torch.ones(1, 2), slots=[0])
+    assert totals(state) == {"a": 2}
 
 
 def test_padding_that_changes_rows_is_found_with_slots_too():

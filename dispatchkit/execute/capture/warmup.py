@@ -7,7 +7,7 @@ batch. Whatever it changes is put back by the caller's snapshot.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -298,10 +298,11 @@ class Warmups:
                 own.add(lane.row_count)
             if (unwatched := self._features.unwatched_captures) is not None:
                 notes = unwatched.new_notes()
+            rows = None if self.slots is None else self.slots.watch_rows()
             watch = WriteWatch(
                 inputs=own,
                 ignore=(self._scratch, self._state, self._banks),
-                check_write=None if self.slots is None else self.slots.check_write,
+                check_write=None if rows is None else rows.check_write,
                 snapshot=snapshot,
                 limit=self._state_limit,
                 meter=self._features.rehearsals is None,
@@ -309,7 +310,7 @@ class Warmups:
             )
 
             def watched() -> Any:
-                with watch:
+                with watch, nullcontext() if rows is None else rows:
                     return self.step(views)
 
             try:

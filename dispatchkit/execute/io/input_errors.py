@@ -78,7 +78,8 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
         elif not isinstance(tensor, torch.Tensor):
             raise InputError(
                 name,
-                f"Input {name!r} must be a tensor of {spec.dtype}, got {_no_tensor(tensor)}.",
+                f"Input {name!r} must be a tensor of {spec.dtype}, got {_no_tensor(tensor)}."
+                + _next_step(spec),
             )
         elif not tensor.is_meta and (kind := odd_kind(tensor)):
             raise InputError(
@@ -128,7 +129,7 @@ def validate(specs: Mapping[str, StaticInput], device: torch.device, values: Seq
 
 def _no_tensor(value: Any) -> str:
     """Describe a value for a device input that is not a tensor, and how it could be given."""
-    hint = ". Declared with StaticInput(..., host=True) it may be an array or a list"
+    hint = ". Declared with host=True it may be an array or a list"
     if hasattr(value, "__array_interface__"):
         return f"an array of {value.dtype}{hint}"
     return f"{value!r:.60} ({type(value).__name__})" + (hint if isinstance(value, list) else "")
@@ -151,5 +152,9 @@ def _check_host_kind(name: str, spec: StaticInput, value: Any) -> None:
     raise InputError(
         name,
         f"Input {name!r} is declared with host=True and must be a numpy array, a CPU tensor "
-        f"or a list of {spec.dtype}, got {got}.",
+        f"or a list of {spec.dtype}, got {got}." + _next_step(spec),
     )
+
+
+def _next_step(spec: StaticInput) -> str:
+    return f" {spec.next_step}" if spec.next_step else ""

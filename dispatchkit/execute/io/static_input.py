@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -90,6 +90,9 @@ class StaticInput:
     dtype: torch.dtype = attrs.field(converter=parse_dtype)
     fill: float | int | bool | str = 0
     host: bool = False
+
+    #: What to do after a value of another kind was given; empty where the error says all.
+    next_step: ClassVar[str] = ""
 
     def __attrs_post_init__(self) -> None:
         if self.fill == LAST:
