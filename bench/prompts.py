@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = ["llama-1b"] if IS_GPU else ["llama-tiny"]
     parser.add_argument("--models", nargs="+", default=names, choices=sorted(MODELS))
-    tokens = [16, 100, 300, 512, 1000] if IS_GPU else [5, 30]
+    tokens = [16, 100, 300, 512, 1000] if IS_GPU else [5, 15]
     parser.add_argument("--tokens", nargs="+", type=at_least_one, default=tokens)
     parser.add_argument("--rows", nargs="+", type=at_least_one, default=[1, 4] if IS_GPU else [1])
     sizes = [16, 64, 256, 512, 1024] if IS_GPU else [4, 16]

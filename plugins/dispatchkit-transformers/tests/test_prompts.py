@@ -52,6 +52,14 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config)
 
 
+def gemma3():
+    return tiny("Gemma3ForCausalLM")
+
+
+def qwen35():
+    return tiny("Qwen3_5ForCausalLM")
+
+
 @pytest.fixture
 def model():
     torch.manual_seed(0)
@@ -75,7 +83,14 @@ def said_by(model, ids, count):
 
 @pytest.mark.parametrize(
     ("make", "attention"),
-    [(llama, "sdpa"), (llama, "eager"), (llama, DECODE_ATTENTION), (gpt2, "sdpa")],
+    [
+        (llama, "sdpa"),
+        (llama, "eager"),
+        (llama, DECODE_ATTENTION),
+        (gpt2, "sdpa"),
+        (gemma3, "eager"),
+        pytest.param(qwen35, "sdpa", marks=needs_one_cache),
+    ],
 )
 def test_padded_prompts_of_a_batch_run_together(make, attention):
     """In chunks and rows that are padded too, in slots with what is no number in them."""
@@ -154,19 +169,16 @@ def test_prompts_run_eager_unless_sizes_are_given(model):
 ONE_CHUNK = {"FalconMambaForCausalLM", "JambaForCausalLM", "MambaForCausalLM"}
 
 
-def alone(model, prompt, count):
-    return said_by(model, prompt, count)[0, prompt.shape[1] :].tolist()
-
-
 @pytest.mark.parametrize(
     ("name", "settings"),
     [pytest.param(*one, id=one[0]) for kind in (FULL, WINDOWS, RECURRENT) for one in kind.items()],
 )
-def test_chunks_of_every_class_give_the_tokens_of_generate(name, settings):
+def test_chunks_of_every_class_give_the_logits_of_whole_sequences(name, settings):
     """One chunk that is longer than windows, then shorter ones for prompts of several lengths.
 
     These are beside a sequence that goes on, and in slots with what is no number in them. Some
-    prompts have no token in the first chunk, and windows are passed in the last.
+    prompts have no token in the first chunk, and windows are passed in the last. Logits show what
+    tokens of small models do not, such as a window that is one position too long.
     """
     model = tiny(name, **settings)
     if model is None or (name in RECURRENT and not HAS_ONE_CACHE):
@@ -176,32 +188,40 @@ def test_chunks_of_every_class_give_the_tokens_of_generate(name, settings):
     )
     for block in decoder.cache.memory:
         block.fill_(float("nan"))
-    waiting = [tokens_of(1, width, seed=width) for width in (20, 9, 2, 6)]
-    wanted = [alone(model, prompt, 6) for prompt in waiting]
-    decoder.admit(waiting[0])
-    said = [[int(decoder.tokens[0])], [], [], []]
-    said[0] += decoder.step().tolist()
-    ids = torch.cat([torch.nn.functional.pad(one, (9 - one.shape[1], 0)) for one in waiting[1:]])
-    decoder.admit(ids, (ids != PAD).long())
-    for row, token in enumerate(decoder.tokens[1:].tolist(), 1):
-        said[row].append(token)
-    for _ in range(4):
-        for row, token in enumerate(decoder.step().tolist()):
-            said[row].append(token)
-    assert said == [wanted[0], *(one[:5] for one in wanted[1:])]
+    sequences = [tokens_of(width, seed=width).tolist() for width in (20, 9, 2, 6)]
+    found = [[] for _ in sequences]
+
+    def take(logits, rows):
+        for row, one in zip(rows, logits.clone(), strict=True):
+            found[row].append(one)
+            sequences[row].append(int(one.argmax()))
+
+    take(decoder.admit(torch.tensor([sequences[0]])), [0])
+    take(decoder.logits(), [0])
+    decoder.tokens = torch.tensor([sequences[0][-1]])
+    ids = torch.tensor([[PAD] * (9 - len(one)) + one for one in sequences[1:]])
+    take(decoder.admit(ids, (ids != PAD).long()), [1, 2, 3])
+    for _ in range(3):
+        take(decoder.logits(), range(4))
+        decoder.tokens = torch.tensor([one[-1] for one in sequences])
     stats = decoder.stats()
     if name == "MoshiForCausalLM":  # its own prompts look at more than its window
         assert stats.prompts == {"windows_not_masked": 4}
-    elif name in ONE_CHUNK:
+        return
+    if name in ONE_CHUNK:
         assert stats.prompts == {"graphs": 1, "states_not_continued": 3}
     elif name in RECURRENT or "position_ids" in inspect.signature(model.forward).parameters:
         assert stats.prompts == {"graphs": 4}
         assert stats.graphs["prompts"].hits["FULL tokens=4 reqs=4 axes=4,32"] == 3
     else:  # a model that cannot be told which positions its tokens have
         assert stats.prompts == {"chunks_differ": 4}
-    if "prompts" in stats.graphs:
-        assert stats.graphs["prompts"].hits["FULL tokens=1 reqs=1 axes=32,32"] == 1
-        assert not stats.graphs["prompts"].eager_by_reason
+        return
+    assert stats.graphs["prompts"].hits["FULL tokens=1 reqs=1 axes=32,32"] == 1
+    assert not stats.graphs["prompts"].eager_by_reason
+    for sequence, logits in zip(sequences, found, strict=True):
+        with torch.no_grad():
+            want = model(torch.tensor([sequence[:-1]])).logits[0, -len(logits) :].float()
+        assert (torch.stack(logits) - want).norm() <= 1e-4 * want.norm()
 
 
 @needs_one_cache
