@@ -1,4 +1,4 @@
-"""One decoding step as a function of static inputs, and the limits that it has."""
+"""Decoding steps as functions of static inputs, and the limits that they have."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def decode_step(
         logits_of = probe.step(memory, length, forward)
 
         def run(tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logits = logits_of(tokens, positions)
+            logits = logits_of(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
             # A row that waits to be dropped stays at the position that is never read.
             following = (positions + 1).clamp(max=memory.sink)
             return (logits if wants_logits else logits.argmax(-1)), following
@@ -66,6 +66,71 @@ def decode_step(
     return step
 
 
+def verify_step(
+    probe: Probe,
+    memory: SlotCache,
+    lengths: Sequence[int],
+    forward: Callable[..., Any],
+    num_drafts: int,
+    *,
+    compile: Callable[..., Any] | None = None,  # noqa: A002 - torch's own word
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return one step that verifies drafts.
+
+    It takes tokens and positions (B,), the drafts to follow each token (B, ``num_drafts``) and how
+    much of the cache it must read. It runs them all, accepts the drafts that are the likeliest
+    tokens up to the first that is not, and returns
+
+    - the likeliest token behind each one, and how many drafts are accepted and were given
+      (B, ``num_drafts`` + 3);
+    - the token behind the last accepted one (B,), and its position (B,).
+
+    Drafts below 0 and those beyond the end of the cache are none. What rejected ones leave in the
+    cache lies behind the row's end: no token looks there before others are written over it.
+
+    Args:
+        probe: What was found out about the model.
+        memory: The cache, with ``num_drafts`` spare positions or more.
+        lengths: Positions that it may read, ascending.
+        forward: What computes it: the model, or its compiled form.
+        num_drafts: Drafts of each row.
+        compile: Is given what a step of one length runs, and returns what runs in its place.
+    """
+    offsets = torch.arange(1 + num_drafts, device=probe.device)
+    last_token = probe.vocabulary - 1
+
+    def step_of(length: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        logits_of = probe.step(memory, length, forward, 1 + num_drafts)
+
+        def run(
+            tokens: torch.Tensor, positions: torch.Tensor, drafts: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            given = torch.cat((tokens.unsqueeze(1), drafts.clamp(0, last_token)), 1)
+            at = (positions.unsqueeze(1) + offsets).clamp(max=memory.sink)
+            likeliest = logits_of(given, at).argmax(-1)
+            is_given = (drafts >= 0) & (at[:, 1:] < memory.sink)
+            is_right = is_given & (drafts == likeliest[:, :-1])
+            num_given, num_right = (
+                one.long().cumprod(1).sum(1, keepdim=True) for one in (is_given, is_right)
+            )
+            following = (positions + num_right.squeeze(1) + 1).clamp(max=memory.sink)
+            verified = torch.cat((likeliest, num_right, num_given), 1)
+            return verified, likeliest.gather(1, num_right).squeeze(1), following
+
+        return run if compile is None else compile(run)
+
+    steps = {length: step_of(length) for length in lengths}
+
+    def step(
+        tokens: torch.Tensor, positions: torch.Tensor, drafts: torch.Tensor, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return steps[next((one for one in lengths if one >= length), lengths[-1])](
+            tokens, positions, drafts
+        )
+
+    return step
+
+
 def compile_for_any_size(step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Return a step that ``torch.compile`` compiles once for all sizes; a single row is its own.
 
@@ -73,16 +138,16 @@ def compile_for_any_size(step: Callable[..., Any], **options: Any) -> Callable[.
     leave the sizes of the cache open as well.
 
     Args:
-        step: Takes tokens and positions (B,).
+        step: Takes tensors of the batch.
         options: Those of ``torch.compile``.
     """
     compiled = torch.compile(step, **options)
 
-    def run(tokens: torch.Tensor, positions: torch.Tensor) -> Any:
-        if tokens.shape[0] > 1:
-            for one in (tokens, positions):
+    def run(*given: torch.Tensor) -> Any:
+        if given[0].shape[0] > 1:
+            for one in given:
                 torch._dynamo.maybe_mark_dynamic(one, 0)
-        return compiled(tokens, positions)
+        return compiled(*given)
 
     return run
 

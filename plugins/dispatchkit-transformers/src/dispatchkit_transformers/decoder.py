@@ -4,7 +4,8 @@
     tokens = decoder.generate(**inputs, max_new_tokens=100)
 
 ``generate`` takes what the library's own takes and gives the same tokens; it is that method,
-with the decoder as its ``custom_generate``. A server's loop uses ``admit``, ``step`` and ``drop``.
+with the decoder as its ``custom_generate``. A server's loop uses ``admit``, ``step`` and ``drop``;
+``verify`` takes the place of ``step`` where there are drafts (``speculation.py``).
 
 Needs transformers 4.57.1 or newer, up to 5.x. Each token of a batch is one step of a
 ``GraphRunner``, whose graphs differ in the batch and in how much of the cache they read. Prompts
@@ -41,9 +42,10 @@ try:
         compile_for_any_size,
         decode_step,
         too_short,
+        verify_step,
     )
     from dispatchkit_transformers.generation import (
-        check_options,
+        call_generate,
         check_tokens,
         generate,
         left_paddings,
@@ -55,7 +57,7 @@ try:
         prompt_runner,
     )
     from dispatchkit_transformers.slot_cache import SlotCache
-    from dispatchkit_transformers.static_models import Probe, Source, probe
+    from dispatchkit_transformers.static_models import Probe, Source, probe, takes_drafts
 except ImportError as _error:
     raise BackendUnavailableError(
         "GraphDecoder needs transformers from 4.57.1 on, below 6, and what is installed here "
@@ -63,6 +65,9 @@ except ImportError as _error:
     ) from _error
 
 __all__ = ["DECODE_ATTENTION", "DecoderStats", "GraphDecoder"]
+
+#: The input of the steps that verify drafts, and what they are called in ``stats().graphs``.
+DRAFTS = "drafts"
 
 
 @attrs.frozen
@@ -76,8 +81,10 @@ class DecoderStats:
         moved: Sequences that were moved to another slot, to keep the batch in one piece.
         moved_bytes: Bytes copied for that, on the device.
         graphs: The runner's counts, by what its graphs give: ``tokens`` or ``logits``; those of
-            chunks of prompts are ``prompts``.
+            chunks of prompts are ``prompts``, those that verify drafts ``drafts``.
         prompts: Prompts by how they ran: through ``graphs``, or the reason why eager.
+        drafted: Drafts that were verified.
+        accepted: Of them, those that were right.
     """
 
     steps: int
@@ -87,6 +94,8 @@ class DecoderStats:
     moved_bytes: int
     graphs: dict[str, RunnerStats]
     prompts: dict[str, int]
+    drafted: int
+    accepted: int
 
 
 class GraphDecoder:
@@ -105,6 +114,8 @@ class GraphDecoder:
         prompt_sizes: Tokens of a chunk of prompts to capture for. Prompts run through graphs where
             all that are admitted together have no more tokens than the largest; others, and all by
             default, run eager.
+        num_draft_tokens: Most drafts of a row that ``verify`` takes. Windows keep so many
+            positions more.
         compile: Capture compiled kernels: True compiles the whole step, the model with the
             writing of the cache and the choice of tokens, by ``torch.compile``; a function is
             given the step and returns what runs in its place.
@@ -142,6 +153,7 @@ class GraphDecoder:
         sizes: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
         prompt_sizes: Sequence[int] = (),
+        num_draft_tokens: int = 0,
         compile: bool | Callable[[Callable[..., Any]], Callable[..., Any]] = False,  # noqa: A002
         forward: Callable[..., Any] | None = None,
         policy: str | Policy | None = None,
@@ -160,7 +172,11 @@ class GraphDecoder:
         self._forward = model if forward is None else forward
         self.max_batch_size, self.max_length = max_batch_size, max_length
         self.lengths: tuple[int, ...] = check_lengths(lengths, max_length)
-        self.cache: SlotCache = self._probe.cache(max_batch_size, max_length, self._source_length)
+        self.num_draft_tokens: int = check_count(num_draft_tokens, "num_draft_tokens", minimum=0)
+        self.cache: SlotCache = self._probe.cache(
+            max_batch_size, max_length, self._source_length, self.num_draft_tokens
+        )
+        self._check_drafts_fit()
         self.device: torch.device = self._probe.device
         if not isinstance(compile, bool) and not callable(compile):
             raise ConfigError(
@@ -196,8 +212,8 @@ class GraphDecoder:
             "options": options,
             **settings,
         }
-        # Tokens and logits are other graphs: whoever chooses tokens does not pay for logits.
-        self._runners: dict[bool, GraphRunner] = {}
+        # By what they give: whoever chooses tokens does not pay for logits.
+        self._runners: dict[str, GraphRunner] = {}
         self._prompts: PromptRunner | str = prompt_runner(
             self._probe,
             self.cache,
@@ -207,9 +223,12 @@ class GraphDecoder:
         )
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
+        # One behind the furthest position that drafts and positions given up were written to.
+        self._ends: list[int] = []
         self._tokens = self._no_rows()
         self._positions = self._no_rows()
         self._steps = self._admitted = self._dropped = self._moved = self._moved_bytes = 0
+        self._drafted = self._accepted = 0
         self.runner()  # which refuses settings that it cannot use
 
     # -- one call -----------------------------------------------------------------------
@@ -221,10 +240,7 @@ class GraphDecoder:
             DescriptorError: The batch is above the limit, or the cache is too short.
             ConfigError: Something is asked for that a step here does not give, such as beams.
         """
-        # Of some options the library hears alone, and decodes without its custom_generate.
-        config = kwargs.get("generation_config") or self.model.generation_config
-        check_options({**vars(config), **kwargs})
-        return self.model.generate(*args, custom_generate=self, **kwargs)
+        return call_generate(self.model, self, *args, **kwargs)
 
     def __call__(self, model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         """Be the library's ``custom_generate``: decode what ``generate`` has prepared."""
@@ -241,6 +257,11 @@ class GraphDecoder:
     def row_lengths(self) -> tuple[int, ...]:
         """Positions of the cache that each row uses."""
         return tuple(self._lengths)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The positions of ``tokens`` (rows,), on the device."""
+        return self._positions
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -308,6 +329,7 @@ class GraphDecoder:
             self._tokens = torch.cat((self._tokens, logits.argmax(-1)))
             self._positions = torch.cat((self._positions, at))
         self._lengths += lengths
+        self._ends += lengths
         self._admitted += rows
         self._prompt_counts[how] += rows
         return logits
@@ -320,8 +342,7 @@ class GraphDecoder:
         Raises:
             DescriptorError: A row is at the end of the cache, or there is none.
         """
-        tokens, self._positions = self._run(wants_logits=False)
-        self._tokens = tokens
+        self._tokens, self._positions = self._run("tokens")
         return self._tokens
 
     def logits(self) -> torch.Tensor:
@@ -333,8 +354,62 @@ class GraphDecoder:
             DescriptorError: A row is at the end of the cache, or there is none.
         """
         logits: torch.Tensor
-        logits, self._positions = self._run(wants_logits=True)
+        logits, self._positions = self._run("logits")
         return logits
+
+    def verify(self, drafts: torch.Tensor) -> list[list[int]]:
+        """Take each row's token and its drafts in, and return what the model says instead.
+
+        Drafts are accepted up to the first that is not the likeliest token. The tokens are those
+        of as many calls of ``step``. Waits for the device.
+
+        Args:
+            drafts: Tokens that may follow each row's token (rows, N), N from 1 to
+                ``num_draft_tokens``; below 0 where there is none.
+
+        Returns:
+            For each row, the accepted drafts and one more token, 1 to N + 1; the last one is the
+            token that the row is at.
+
+        Raises:
+            ConfigError: The decoder was made without ``num_draft_tokens``.
+            InputError: Drafts are of another shape or kind.
+            DescriptorError: A row is at the end of the cache, or there is none.
+        """
+        self._check_drafts(drafts)
+        most = self.num_draft_tokens
+        if drafts.shape[1] < most:
+            drafts = torch.nn.functional.pad(drafts, (0, most - drafts.shape[1]), value=-1)
+        starts = self._lengths
+        verified, self._tokens, self._positions = self._run(DRAFTS, most, drafts=drafts)
+        self._ends = [max(end, at + 1 + most) for end, at in zip(self._ends, starts, strict=True)]
+        rows: list[list[int]] = verified.tolist()
+        said = [row[: row[-2] + 1] for row in rows]
+        self._lengths = [at + len(one) for at, one in zip(starts, said, strict=True)]
+        self._drafted += sum(row[-1] for row in rows)
+        self._accepted += sum(row[-2] for row in rows)
+        return said
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Give up the last positions of rows; set ``tokens`` before the next step.
+
+        Args:
+            lengths: How many each row keeps, 1 or more. Windows have spare positions for
+                ``num_draft_tokens`` behind them, states of recurrent layers have none.
+
+        Raises:
+            DescriptorError: A row has not so many, or has lost what lies so far back.
+        """
+        if len(lengths) != self.num_rows:
+            raise DescriptorError("lengths", list(lengths), f"one for each of {self.num_rows} rows")
+        ends = [max(pair) for pair in zip(self._ends, self._lengths, strict=True)]
+        back = self.cache.most_back
+        for row, (length, now, end) in enumerate(zip(lengths, self._lengths, ends, strict=True)):
+            least = 1 if back is None else max(1, end - back)
+            if not least <= length <= now:
+                raise DescriptorError(f"length of row {row}", length, f"from {least} to {now}")
+        self._ends, self._lengths = ends, list(lengths)
+        self._positions = torch.tensor(self._lengths, dtype=torch.int64, device=self.device)
 
     def drop(self, rows: Iterable[int]) -> list[int]:
         """Give rows up; the last ones move into their places, on the device.
@@ -364,6 +439,7 @@ class GraphDecoder:
                 self._tokens = self._tokens[: len(order)]
                 self._positions = self._positions[: len(order)]
         self._lengths = [self._lengths[row] for row in order]
+        self._ends = [self._ends[row] for row in order]
         self._moved += len(moves)
         self._moved_bytes += sum(one.num_bytes for one in moves)
         self._dropped += len(gone)
@@ -375,43 +451,37 @@ class GraphDecoder:
 
     # -- graphs -------------------------------------------------------------------------
 
-    def capture(self, *, logits: bool = False, progress: bool = False) -> int:
+    def capture(self, *, logits: bool = False, drafts: bool = False, progress: bool = False) -> int:
         """Capture the graphs of every length and size; returns how many there are.
 
         Those of prompts too, where ``prompt_sizes`` were given.
 
         Args:
             logits: Those of ``logits()``, which sampling uses, rather than of ``step()``.
+            drafts: Those of ``verify()``, rather than of ``step()``.
             progress: Show a progress bar on stderr.
         """
-        num_graphs = self.runner(logits=logits).capture(progress=progress).num_graphs
+        runner = self.runner(logits=logits, drafts=drafts)
+        num_graphs = runner.capture(progress=progress).num_graphs
         if not isinstance(self._prompts, str):
             num_graphs += self._prompts.capture(progress=progress)
         return num_graphs
 
-    def runner(self, *, logits: bool = False) -> GraphRunner:
-        """Return the runner of the steps that give tokens, or logits; made at its first use."""
-        found = self._runners.get(logits)
-        if found is None:
-            step = decode_step(
-                self._probe,
-                self.cache,
-                self.lengths,
-                self._forward,
-                wants_logits=logits,
-                compile=self._compile,
-            )
-            found = self._runners[logits] = GraphRunner(
-                step,
-                {
-                    "tokens": StaticInput((None,), "int64"),
-                    "positions": StaticInput((None,), "int64", fill=self.cache.sink),
-                },
-                axes=[Axis("length", self.lengths)],
-                outputs="view",
-                **self._settings,
-            )
-        return found
+    def runner(self, *, logits: bool = False, drafts: bool = False) -> GraphRunner:
+        """Return the runner of the steps that give tokens; made at its first use.
+
+        Args:
+            logits: That of the steps that give logits.
+            drafts: That of the steps that verify drafts.
+
+        Raises:
+            ConfigError: Both are asked for, or there are no drafts.
+        """
+        if logits and drafts:
+            raise ConfigError("logits", True, "False for steps that verify drafts")
+        if drafts:
+            self._check_has_drafts()
+        return self._runner(DRAFTS if drafts else "logits" if logits else "tokens")
 
     def prompt_runner(self) -> GraphRunner:
         """Return the runner of chunks of prompts.
@@ -441,10 +511,7 @@ class GraphDecoder:
 
     def stats(self) -> DecoderStats:
         """Return what has been done so far."""
-        graphs = {
-            "logits" if logits else "tokens": runner.stats()
-            for logits, runner in self._runners.items()
-        }
+        graphs = {gives: runner.stats() for gives, runner in self._runners.items()}
         if not isinstance(self._prompts, str):
             graphs["prompts"] = self._prompts.runner.stats()
         return DecoderStats(
@@ -455,6 +522,8 @@ class GraphDecoder:
             self._moved_bytes,
             graphs,
             dict(self._prompt_counts),
+            self._drafted,
+            self._accepted,
         )
 
     def __repr__(self) -> str:
@@ -518,17 +587,79 @@ class GraphDecoder:
             )
         return Source(states, mask.bool())
 
-    def _run(self, *, wants_logits: bool) -> Any:
+    def _runner(self, gives: str) -> GraphRunner:
+        found = self._runners.get(gives)
+        if found is None:
+            parts = self._probe, self.cache, self.lengths, self._forward
+            inputs = {
+                "tokens": StaticInput((None,), "int64"),
+                "positions": StaticInput((None,), "int64", fill=self.cache.sink),
+            }
+            step: Callable[..., Any]
+            if gives == DRAFTS:
+                number = self.num_draft_tokens
+                inputs[DRAFTS] = StaticInput((None, number), "int64", fill=-1)
+                step = verify_step(*parts, number, compile=self._compile)
+            else:
+                wants_logits = gives == "logits"
+                step = decode_step(*parts, wants_logits=wants_logits, compile=self._compile)
+            found = self._runners[gives] = GraphRunner(
+                step, inputs, axes=[Axis("length", self.lengths)], outputs="view", **self._settings
+            )
+        return found
+
+    def _run(self, gives: str, more: int = 0, **given: Any) -> Any:
         longest = max(self._lengths, default=self.max_length) + 1
         if longest > self.max_length:
             if not self._lengths:
                 raise DescriptorError("rows", 0, "at least 1", "admit() prompts first.")
             raise too_short(longest, self.max_length)
-        runner = self._runners.get(wants_logits) or self.runner(logits=wants_logits)
-        results = runner(tokens=self._tokens, positions=self._positions, length=longest)
+        runner = self._runners.get(gives) or self._runner(gives)
+        length = min(longest + more, self.max_length)
+        results = runner(tokens=self._tokens, positions=self._positions, length=length, **given)
         self._lengths = [one + 1 for one in self._lengths]
         self._steps += 1
         return results
+
+    def _check_drafts_fit(self) -> None:
+        if not self.num_draft_tokens:
+            return
+        name = type(self.model).__name__
+        if self.cache.states:
+            raise ConfigError(
+                "num_draft_tokens", self.num_draft_tokens,
+                f"0 for {name}, whose recurrent layers cannot take a rejected draft back",
+                "Leave it out.",
+            )  # fmt: skip
+        if not takes_drafts(self._probe, self.max_length):
+            raise ConfigError(
+                "num_draft_tokens", self.num_draft_tokens,
+                f"0 for {name}: steps of several tokens give other logits than its prompts",
+                "Leave it out.",
+            )  # fmt: skip
+
+    def _check_has_drafts(self) -> None:
+        if not self.num_draft_tokens:
+            raise ConfigError(
+                "num_draft_tokens", 0, "at least 1 where drafts are verified",
+                "GraphDecoder(..., num_draft_tokens=3).",
+            )  # fmt: skip
+
+    def _check_drafts(self, drafts: Any) -> None:
+        self._check_has_drafts()
+        is_tensor = isinstance(drafts, torch.Tensor)
+        if not is_tensor or drafts.dtype not in (torch.int32, torch.int64):
+            got = drafts.dtype if is_tensor else type(drafts).__name__
+            raise InputError(
+                DRAFTS, f"drafts must be a tensor of tokens (rows, N), int64, got {got}."
+            )
+        rows, most = self.num_rows, self.num_draft_tokens
+        if drafts.dim() != 2 or len(drafts) != rows or not 1 <= drafts.shape[1] <= most:
+            raise InputError(
+                DRAFTS,
+                f"drafts must be of shape ({rows}, N), N from 1 to num_draft_tokens ({most}), got "
+                f"{tuple(drafts.shape)}. A row without drafts has -1 there.",
+            )
 
     def check_fits(self, rows: int, longest: int) -> None:
         """Raise DescriptorError unless so many more rows of such a length have room."""

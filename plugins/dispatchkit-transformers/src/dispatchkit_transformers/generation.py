@@ -39,6 +39,7 @@ _ANOTHER_WAY = (
     "model's own generate()."
 )
 _COUNTS = ("num_beams", "num_beam_groups")
+_DRAFTS = "For the same tokens, call SpeculativeDecoder(decoder, {}).generate()."
 _NO_RESULT = "A step's graph gives tokens and logits alone."
 
 #: Options that are not served, and what to do instead.
@@ -46,12 +47,10 @@ _REFUSED = {
     **dict.fromkeys(
         (
             "assistant_early_exit",
-            "assistant_model",
             "constraints",
             "dola_layers",
             "force_words_ids",
             "penalty_alpha",
-            "prompt_lookup_num_tokens",
             "speculation_type",
             "use_mtp",
         ),
@@ -61,6 +60,8 @@ _REFUSED = {
     **dict.fromkeys(
         ("output_attentions", "output_hidden_states", "return_legacy_cache"), _NO_RESULT
     ),
+    "assistant_model": _DRAFTS.format("DraftModel(decoder, GraphDecoder(assistant_model, ...))"),
+    "prompt_lookup_num_tokens": _DRAFTS.format("PromptLookup(decoder)"),
     "compile_config": "GraphDecoder(..., compile=...) compiles the step.",
     "prefill_chunk_size": "GraphDecoder(..., prompt_sizes=...) runs prompts in chunks.",
     "stop_strings": "Give stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] instead.",
@@ -145,6 +146,28 @@ class RowDecoder(Protocol):
     def reset(self) -> None:
         """Drop all rows."""
         ...
+
+
+def call_generate(model: Any, decoder: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the model's own ``generate`` with a decoder as its ``custom_generate``.
+
+    Raises:
+        ConfigError: An option is not served.
+    """
+    # Of some options the library hears alone, and decodes without its custom_generate.
+    config = kwargs.get("generation_config") or model.generation_config
+    check_options({**vars(config), **kwargs})
+    return model.generate(*args, custom_generate=decoder, **kwargs)
+
+
+def is_greedy(config: Any, processors: Any) -> bool:
+    """Return whether tokens are the likeliest ones and nothing else is asked for."""
+    wants = config.return_dict_in_generate
+    return (
+        not config.do_sample
+        and not len(processors)
+        and not (wants and (config.output_scores or config.output_logits))
+    )
 
 
 def generate(
@@ -280,12 +303,7 @@ class _Loop:
         self.scores: list[torch.Tensor] | None = [] if wants and config.output_scores else None
         self.raw: list[torch.Tensor] | None = [] if wants and config.output_logits else None
         # Where graphs choose tokens themselves, no logits leave them.
-        self.is_greedy = (
-            not config.do_sample
-            and not len(processors)
-            and self.scores is None
-            and self.raw is None
-        )
+        self.is_greedy = is_greedy(config, processors)
         rows = input_ids.shape[0]
         self.unfinished = torch.ones(rows, dtype=torch.int64, device=input_ids.device)
         # The output row of each live row of the decoder; None while they are the same.

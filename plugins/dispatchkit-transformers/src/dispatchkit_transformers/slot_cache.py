@@ -43,6 +43,8 @@ class SlotCache:
         length: Positions of each.
         cross: The layers of the library's cross-attention cache, where there is one.
         source_length: Most positions of a source.
+        spare: Positions that layers with windows keep beyond these, for tokens that may be
+            rejected: they must not be written over what the next token looks at.
 
     Attributes:
         slots: The sequences and their memory: a bank for all tensors of one shape (tensors, slots,
@@ -64,9 +66,10 @@ class SlotCache:
         *,
         cross: Sequence[Any] = (),
         source_length: int = 0,
+        spare: int = 0,
     ) -> None:
         self.num_slots, self.length, self.sink = num_slots, length, length
-        self._source_length = source_length
+        self._source_length, self._spare = source_length, spare
         kept = [*map(self._kept_by, like), *map(self._kept_of_source, cross)]
         groups: dict[tuple[Any, ...], list[tuple[int, Kept]]] = {}
         for index, members in enumerate(kept):
@@ -93,7 +96,7 @@ class SlotCache:
         self._names = itertools.count()
 
     def _kept_by(self, layer: Any) -> list[Kept]:
-        return list(kept_by(layer, self.length))
+        return list(kept_by(layer, self.length, self._spare))
 
     def _kept_of_source(self, layer: Any) -> list[Kept]:
         return list(kept_of_source(layer, self._source_length))
@@ -135,6 +138,13 @@ class SlotCache:
     def has_sources(self) -> bool:
         """Whether it keeps what a decoder needs of an encoder's states."""
         return bool(self._cross)
+
+    @property
+    def most_back(self) -> int | None:
+        """How many positions at its end a sequence may give up; None: all of them."""
+        if self.states:
+            return 0
+        return None if self._capacities == [self.length] else self._spare
 
     @contextmanager
     def joining(self, rows: int) -> Iterator[int]:
@@ -222,7 +232,7 @@ def _layer(given: Any, memory: dict[str, torch.Tensor], place: Place, length: in
         memory["values"],
         place,
         min(length, capacity),
-        is_sliding=bool(given.is_sliding),
+        window=given.sliding_window if given.is_sliding else None,
     )
     if not convolutions and not recurrences:
         return attention

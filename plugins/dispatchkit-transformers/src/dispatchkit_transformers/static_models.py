@@ -103,15 +103,28 @@ class Probe:
         size: int = owner.get_input_embeddings().weight.shape[0]
         return size
 
-    def cache(self, num_slots: int, length: int, source_length: int = 0) -> SlotCache:
+    def cache(
+        self, num_slots: int, length: int, source_length: int = 0, spare: int = 0
+    ) -> SlotCache:
         """Return memory for so many sequences, and positions of each."""
         return SlotCache(
-            self.layers, num_slots, length, cross=self.cross, source_length=source_length
+            self.layers,
+            num_slots,
+            length,
+            cross=self.cross,
+            source_length=source_length,
+            spare=spare,
         )
 
-    def step_arguments(self, cache: Any) -> dict[str, Any]:
-        """Return the arguments that every step of one cache has."""
-        return {self.cache_name: cache, "use_cache": True, "return_dict": True, **self._last()}
+    def step_arguments(self, cache: Any, num_logits: int = 1) -> dict[str, Any]:
+        """Return the arguments that every step of one cache has.
+
+        Args:
+            cache: What the step sees of it.
+            num_logits: The last tokens of each row whose logits are asked for.
+        """
+        last = self._last(num_logits)
+        return {self.cache_name: cache, "use_cache": True, "return_dict": True, **last}
 
     def prompt(
         self,
@@ -135,21 +148,22 @@ class Probe:
         if source is not None:
             given["encoder_outputs"] = BaseModelOutput(last_hidden_state=source.states)
             given["attention_mask"] = source.mask.long()
-        output = self.model(use_cache=True, return_dict=True, **given, **self._last())
+        output = self.model(use_cache=True, return_dict=True, **given, **self._last(1))
         layers, cross = _layers_of(output, self.cache_name)
         return Prompted(layers, cross, output.logits[:, -1].float())
 
     def step(
-        self, memory: SlotCache, length: int, forward: Callable[..., Any]
+        self, memory: SlotCache, length: int, forward: Callable[..., Any], num_tokens: int = 1
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return what runs one token of each row and gives the logits of the next (B, V), float32.
+        """Return what runs tokens of each row and gives the logits behind each (B, T, V), float32.
 
-        It takes tokens and positions (B,).
+        It takes tokens and positions (B, T).
 
         Args:
             memory: The cache.
             length: Positions of it to read.
             forward: What computes it: the model, or its compiled form.
+            num_tokens: Tokens of each row, T.
         """
         cache, place = memory.view(length)
         layers = getattr(cache, "self_attention_cache", cache).layers
@@ -158,33 +172,32 @@ class Probe:
         form = self.masks_for(layers)
         ahead = torch.arange(length, device=self.device)
         last = memory.length - 1
-        arguments = self.step_arguments(cache)
+        arguments = self.step_arguments(cache, num_tokens)
         # Its size is asked for, and nothing else: keys and values of the source are there.
         states = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
 
         def run(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             place.enter(positions)
-            column = positions.unsqueeze(1)
             given = dict(arguments)
             if self.takes_positions:
                 # Rows without a sequence are at a position that models have no embedding for.
-                given[f"{self.prefix}position_ids"] = column.clamp(max=last)
+                given[f"{self.prefix}position_ids"] = positions.clamp(max=last)
             if memory.has_sources:
                 mask = memory.source_mask[: place.num_rows]
                 given["attention_mask"] = self.mask_of(mask[:, None, None])
                 given["encoder_outputs"] = BaseModelOutput(
                     last_hidden_state=states.expand(*mask.shape, 1)
                 )
-            given[f"{self.prefix}attention_mask"] = form.masks(column, ahead, self.mask_of)
-            given[f"{self.prefix}input_ids"] = tokens.unsqueeze(1)
+            given[f"{self.prefix}attention_mask"] = form.masks(positions, ahead, self.mask_of)
+            given[f"{self.prefix}input_ids"] = tokens
             if self.embeddings:
-                with one_for_each_row(self.embeddings, place.num_rows):
+                with one_for_each_row(self.embeddings, tokens.shape):
                     output = forward(**given)
             else:
                 output = forward(**given)
             # State that a step leaves behind would keep it from being captured.
             place.leave()
-            logits: torch.Tensor = output.logits[:, -1].float()
+            logits: torch.Tensor = output.logits.float()
             return logits
 
         return run
@@ -193,8 +206,8 @@ class Probe:
         """Return what makes the masks of steps that see these layers."""
         return self.form(_text(self.model), layers)
 
-    def _last(self) -> dict[str, Any]:
-        return {"logits_to_keep": 1} if self.takes_last else {}
+    def _last(self, number: int) -> dict[str, Any]:
+        return {"logits_to_keep": number} if self.takes_last else {}
 
 
 def probe(model: Any, max_length: int) -> Probe:
@@ -284,11 +297,31 @@ def _proven(found: Probe, length: int) -> Probe:
     )
 
 
-def _gives_what_prompts_give(found: Probe, length: int, trial: tuple[tuple[int, ...], ...]) -> bool:
-    """Return whether two steps behind two prompts give the logits of the sequences as prompts."""
+def takes_drafts(found: Probe, length: int) -> bool:
+    """Return whether one step of several tokens gives what prompts give, behind each of them.
+
+    Args:
+        found: What was found out about the model.
+        length: Positions of the cache.
+    """
+    try:
+        with torch.no_grad():
+            return any(_gives_what_prompts_give(found, length, trial, 2) for trial in TRIALS)
+    except torch.OutOfMemoryError:
+        raise  # it says nothing of the model
+    except MISFITS:
+        return False
+
+
+def _gives_what_prompts_give(
+    found: Probe, length: int, trial: tuple[tuple[int, ...], ...], num_tokens: int = 1
+) -> bool:
+    """Return whether two tokens behind two prompts give the logits of the sequences as prompts."""
     rows = trial_prompts(found, trial, length - 1)
-    memory = found.cache(len(rows), length, _TRIAL_SOURCE if found.cross else 0)
-    step = found.step(memory, length, found.model)
+    memory = found.cache(
+        len(rows), length, _TRIAL_SOURCE if found.cross else 0, spare=num_tokens - 1
+    )
+    step = found.step(memory, length, found.model, num_tokens)
     starts = [row.shape[1] - 2 for row in rows]
     shorter = 0 if found.has_one_source_length else 1
     sources = [_trial_source(found, _TRIAL_SOURCE - shorter * slot) for slot in range(len(rows))]
@@ -297,14 +330,15 @@ def _gives_what_prompts_give(found: Probe, length: int, trial: tuple[tuple[int, 
         memory.fill(slot, seen.layers, [0], start)
         if source is not None:
             memory.fill_sources(slot, seen.cross, source.mask)
-    for number in range(2):
-        at = [start + number for start in starts]
-        tokens = torch.cat([row[0, one : one + 1] for row, one in zip(rows, at, strict=True)])
+    for number in range(0, 2, num_tokens):
+        at = [[start + number + one for one in range(num_tokens)] for start in starts]
+        tokens = torch.cat([row[:, one] for row, one in zip(rows, at, strict=True)])
         got = step(tokens, torch.tensor(at, device=found.device))
-        for one, row, end, source in zip(got, rows, at, sources, strict=True):
-            want = found.prompt(row[:, : end + 1], None, source).logits[0]
-            if not is_near(one, want, found.dtype):
-                return False
+        for logits, row, ends, source in zip(got, rows, at, sources, strict=True):
+            for one, end in zip(logits, ends, strict=True):
+                want = found.prompt(row[:, : end + 1], None, source).logits[0]
+                if not is_near(one, want, found.dtype):
+                    return False
     return True
 
 

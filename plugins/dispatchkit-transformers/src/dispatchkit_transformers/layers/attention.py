@@ -19,9 +19,11 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
         values: All slots' values, likewise.
         place: Where the step writes.
         length: Positions that the step reads, from the first on.
-        is_sliding: The library's word for layers that keep the latest positions alone.
+        window: Positions that a token may look at, in a layer that keeps the latest ones alone;
+            None where it keeps all.
 
     Attributes:
+        is_sliding: The library's word for layers with a window.
         past: Positions that a model is told there are, which asks its cache for that; None: how
             many each row has (B, 1).
     """
@@ -32,6 +34,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
     length: int
     device: torch.device
     dtype: torch.dtype
+    window: int | None
     is_sliding: bool
     past: int | None
 
@@ -44,11 +47,11 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
         place: Place,
         length: int,
         *,
-        is_sliding: bool = False,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         self.keys, self.values, self.place, self.length = keys, values, place, length
-        self.is_sliding, self.past = is_sliding, 0
+        self.window, self.is_sliding, self.past = window, window is not None, 0
         self.is_initialized = True
         self.device, self.dtype = keys.device, keys.dtype
 
@@ -63,28 +66,32 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[misc]  # the library is n
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one token of each row at its own position; return what the step may read.
+        """Write tokens of each row at their own positions; return what the step may read.
 
-        Shapes: states (B, heads, 1, head size), results (B, heads, length, head size).
+        Shapes: states (B, heads, T, head size), results (B, heads, length, head size).
         """
-        rows, slots = self.place.num_rows, self.place.slots
+        rows, slots = self.place.num_rows, self.place.slots.unsqueeze(1)
         written = self.place.written(self.capacity)
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
+            if written.shape[1] > 1:
+                # The tokens behind the first may be wrong. Those before them give them weight 0,
+                # but 0 * NaN is NaN, and only a sequence that has such tokens may be that.
+                states = states.nan_to_num(0.0, 0.0, 0.0)
             # Compiled code does this in place; for a scatter it copies all rows, there and back.
-            memory[slots, :, written] = states.squeeze(2)
+            memory[slots, :, written] = states.transpose(1, 2)
         return self.keys[:rows, :, : self.length], self.values[:rows, :, : self.length]
 
     def look(self, chunk: int | None) -> LayerLook:
         """Return what a step may look at here: all, or what there is since a multiple of chunk."""
-        return Look(self.length, chunk)
+        return Look(self.length, self.capacity, self.window, chunk)
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return length and offset of what is read; the step brings its own mask, though."""
         return self.length, 0
 
     def get_seq_length(self, *args: Any) -> Any:
-        """Return ``past``, or the position of each row's token (B, 1)."""
-        return self.place.positions.unsqueeze(1) if self.past is None else self.past
+        """Return ``past``, or the position of each row's first token (B, 1)."""
+        return self.place.positions[:, :1] if self.past is None else self.past
 
     def get_max_length(self) -> int:
         """Return the positions that are read."""

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from dispatchkit_transformers.layers.attention import AttentionLayer
-from dispatchkit_transformers.layers.masks import LayerLook, Look
+from dispatchkit_transformers.layers.masks import LayerLook
 from dispatchkit_transformers.layers.place import Place
 from dispatchkit_transformers.layers.recurrent import HybridLayer, RecurrentLayer, States
 
@@ -19,11 +19,13 @@ class RingLook:
 
     Attributes:
         capacity: Positions that the ring keeps.
-        chunk: Tokens see those since the last multiple of this; None: the latest ``capacity``.
+        window: The latest ones, which tokens see.
+        chunk: Tokens see those since the last multiple of this; None: all of the window.
         sink: The position of padding.
     """
 
     capacity: int
+    window: int
     chunk: int | None
     sink: int
 
@@ -41,7 +43,7 @@ class RingLook:
         is_padding = positions >= self.sink
         read = torch.cat((held, positions.masked_fill(is_padding, -1)), 1).unsqueeze(1)
         own = positions.unsqueeze(-1)
-        since = own - (self.capacity - 1 if self.chunk is None else own % self.chunk)
+        since = own - (self.window - 1 if self.chunk is None else own % self.chunk)
         allowed = (read >= since.clamp(min=0)) & (read <= own)
         # A token that may look nowhere would be NaN, and so would what others make of it.
         anywhere = torch.nn.functional.pad(torch.ones_like(places, dtype=torch.bool), (0, tokens))
@@ -63,8 +65,9 @@ class ChunkAttention(AttentionLayer):
     def look(self, chunk: int | None) -> LayerLook:
         """Return what a chunk may look at here."""
         if self.is_ring:
-            return RingLook(self.capacity, chunk, self.place.sink)
-        return Look(self.length, chunk)
+            window = self.capacity if self.window is None else self.window
+            return RingLook(self.capacity, window, chunk, self.place.sink)
+        return super().look(chunk)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -145,7 +148,7 @@ def chunk_layer(layer: Any) -> Any:
         return ChunkStates(*layer.banks, layer.place)
     if isinstance(layer, AttentionLayer):
         return ChunkAttention(
-            layer.keys, layer.values, layer.place, layer.length, is_sliding=layer.is_sliding
+            layer.keys, layer.values, layer.place, layer.length, window=layer.window
         )
     return layer
 

@@ -94,18 +94,19 @@ def kept_of_source(layer: Any, source_length: int) -> Iterator[Kept]:
         yield Kept(name, getattr(layer, name), None, source_length)
 
 
-def kept_by(layer: Any, length: int) -> Iterator[Kept]:
+def kept_by(layer: Any, length: int, spare: int = 0) -> Iterator[Kept]:
     """Yield what a layer of the library keeps, once it has seen a prompt.
 
     Args:
         layer: One of ``KNOWN``.
         length: Most positions of a sequence.
+        spare: Positions that a window keeps beyond those a token may look at.
     """
     keys = getattr(layer, "keys", None)
     if isinstance(keys, torch.Tensor):
         window = layer.sliding_window if layer.is_sliding else length
         for name in ("keys", "values"):
-            yield Kept(name, getattr(layer, name), min(window, length))
+            yield Kept(name, getattr(layer, name), min(window + spare, length))
     for kind, name in (("convolution", "conv_states"), ("recurrence", "recurrent_states")):
         for number, states in getattr(layer, name, {}).items():
             if states is not None:

@@ -29,24 +29,37 @@ class Look:
 
     Attributes:
         length: Positions that they read.
-        chunk: They see those since the last multiple of this; None: all that they keep.
+        capacity: Positions that they keep.
+        window: They see so many; None: all that they keep.
+        chunk: They see those since the last multiple of this; None: whatever the window has.
     """
 
     length: int
+    capacity: int
+    window: int | None
     chunk: int | None
 
     def mask(self, positions: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
         """Return True where tokens may look (B, 1, T, length).
 
         A ring that is not full yet is read as far as it is written, a full one whole: both are
-        the places up to the row's position.
+        the places up to the row's position. One with spare places also has what is too old, or
+        what was rejected: it is read by how far back of the token a place was written last, at
+        the token's position or before.
 
         Args:
             positions: Of each row's tokens (B, T).
             ahead: Numbers from 0 on, ``length`` of them or more.
         """
-        last = positions if self.chunk is None else positions % self.chunk
-        return (ahead[: self.length] <= last.unsqueeze(-1)).unsqueeze(1)
+        places, last = ahead[: self.length], positions
+        if self.chunk is not None:
+            last = positions % self.chunk
+        if self.window is not None and self.window < self.capacity:
+            # Rows without a sequence look somewhere, too: nothing is NaN.
+            at = positions.clamp(max=self.length - 1) if self.length < self.capacity else positions
+            places = (at.unsqueeze(-1) - places) % self.capacity
+            last = last.clamp(max=self.window - 1)
+        return (places <= last.unsqueeze(-1)).unsqueeze(1)
 
 
 class ByLayerType:

@@ -21,7 +21,7 @@ class Place:
 
     Attributes:
         sink: The position of rows without a sequence.
-        positions: Positions of each row's tokens, (B,) or (B, T); of none between steps.
+        positions: Positions of each row's tokens (B, T); of none between steps.
     """
 
     sink: int

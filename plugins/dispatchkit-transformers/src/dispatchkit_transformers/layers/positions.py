@@ -26,11 +26,11 @@ def position_embeddings(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 
 @contextmanager
-def one_for_each_row(embeddings: Sequence[torch.nn.Module], rows: int) -> Iterator[None]:
-    """Have embeddings give one position for each row (rows, 1, size)."""
+def one_for_each_row(embeddings: Sequence[torch.nn.Module], shape: torch.Size) -> Iterator[None]:
+    """Have embeddings give the positions (B, T) of each row's tokens (B, T, size)."""
 
     def put_right(module: torch.nn.Module, args: Any, given: torch.Tensor) -> torch.Tensor:
-        return given.reshape(rows, 1, -1)
+        return given.reshape(*shape, -1)
 
     with ExitStack() as hooks:
         for one in embeddings:

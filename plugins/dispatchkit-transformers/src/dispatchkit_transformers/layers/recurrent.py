@@ -82,6 +82,6 @@ class HybridLayer(RecurrentLayer, AttentionLayer):
             attention.values,
             attention.place,
             attention.length,
-            is_sliding=attention.is_sliding,
+            window=attention.window,
         )
         RecurrentLayer.__init__(self, conv_states, recurrent_states, attention.place)

@@ -1,0 +1,399 @@
+"""Speculative decoding: drafts of the next tokens, which one step of the model verifies.
+
+    decoder = GraphDecoder(model, max_batch_size=32, max_length=1024, num_draft_tokens=3)
+    speculative = SpeculativeDecoder(decoder, PromptLookup(decoder))
+    tokens = speculative.generate(**inputs, max_new_tokens=100, do_sample=False)
+
+``SpeculativeDecoder`` has ``generate``, and for a server's loop ``admit``, ``step`` and ``drop`` as
+the decoder, but a step gives each row one token and as many more as its drafts were right. Where
+drafts come from is a ``Drafter``: ``PromptLookup``, ``DraftModel`` or one of your own.
+
+Tokens are those of greedy decoding, whatever the drafts are. Sampling has no such steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from dispatchkit.errors import ConfigError, InputError
+from dispatchkit.execute import GraphRunner, StaticInput, StepState
+from dispatchkit.keys import check_count
+from dispatchkit.options import RunnerOptions
+
+from dispatchkit_transformers.decoder import GraphDecoder
+from dispatchkit_transformers.generation import call_generate, generate, is_greedy
+
+
+class Drafter(Protocol):
+    """What proposes the tokens that may follow, for rows that come and go with a decoder's.
+
+    A draft is a guess: one that is wrong costs its part of a step, and changes no token.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """Drafts for each row."""
+        ...
+
+    def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
+        """Take prompts (B, T) in, padded on the left, of so many tokens: rows behind the others."""
+        ...
+
+    def propose(
+        self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """Return drafts (rows, ``num_tokens``), on the device; below 0 where there is none.
+
+        What was proposed before was accepted as far as the positions have moved on, but for the
+        last token, which is given.
+
+        Args:
+            tokens: The token that each row is at (rows,), on the device.
+            positions: Its position (rows,), on the device: the tokens before it are known.
+            lengths: The same positions, on the host.
+        """
+        ...
+
+    def drop(self, order: Sequence[int]) -> None:
+        """Forget rows: ``order`` says where each row that remains was."""
+        ...
+
+
+class SpeculativeDecoder:
+    """Decode rows of which each step verifies drafts.
+
+    Args:
+        decoder: Verifies, made with ``num_draft_tokens``.
+        drafter: Proposes.
+
+    Raises:
+        ConfigError: The drafter proposes more than the decoder verifies.
+
+    Thread safety: one thread at a time. While there are rows, nobody else may admit, step or drop
+    rows of the decoder.
+    """
+
+    def __init__(self, decoder: GraphDecoder, drafter: Drafter) -> None:
+        if not 1 <= drafter.num_tokens <= decoder.num_draft_tokens:
+            raise ConfigError(
+                "drafter.num_tokens",
+                drafter.num_tokens,
+                f"from 1 to the decoder's num_draft_tokens ({decoder.num_draft_tokens})",
+                f"GraphDecoder(..., num_draft_tokens={drafter.num_tokens}).",
+            )
+        if decoder.num_rows:
+            raise ConfigError("decoder", f"{decoder.num_rows} rows", "without rows", "reset() it.")
+        self.decoder, self.drafter = decoder, drafter
+        self._lengths: tuple[int, ...] = ()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the model's own ``generate`` does, with the same arguments and result.
+
+        Raises:
+            ConfigError: Tokens are sampled, or otherwise not just the likeliest ones.
+            DescriptorError: The batch is above the limit, or the cache is too short.
+        """
+        return call_generate(self.decoder.model, self, *args, **kwargs)
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        *,
+        logits_processor: Any,
+        generation_config: Any,
+        **prepared: Any,
+    ) -> Any:
+        """Be the library's ``custom_generate``: decode what ``generate`` has prepared."""
+        if not is_greedy(generation_config, logits_processor):
+            asked = [type(one).__name__ for one in logits_processor]
+            raise ConfigError(
+                "generate", f"asked to sample, or for scores or {asked}",
+                "asked for the likeliest tokens alone where drafts are verified",
+                "do_sample=False without these, or the decoder's own generate().",
+            )  # fmt: skip
+        return generate(
+            VerifiedRows(self),
+            model,
+            input_ids,
+            logits_processor=logits_processor,
+            generation_config=generation_config,
+            **prepared,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Live sequences."""
+        return self.decoder.num_rows
+
+    def admit(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **source: Any
+    ) -> torch.Tensor:
+        """Run prompts and give each a row, as the decoder's ``admit``."""
+        before = self.decoder.num_rows
+        logits = self.decoder.admit(input_ids, attention_mask, **source)
+        self.drafter.admit(input_ids, self.decoder.row_lengths[before:])
+        self._lengths = (*self._lengths, *self.decoder.row_lengths[before:])
+        return logits
+
+    def step(self) -> list[list[int]]:
+        """Return the next tokens of each row: one, and as many more as its drafts were right.
+
+        Raises:
+            DescriptorError: A row is at the end of the cache, or there is none.
+            InputError: The rows are not those that the last call here left.
+        """
+        decoder = self.decoder
+        if decoder.row_lengths != self._lengths:
+            raise InputError(
+                "rows",
+                f"rows must be as this loop left them, of lengths {self._lengths}, got "
+                f"{decoder.row_lengths}. Admit, step and drop here, not by the decoder.",
+            )
+        if not decoder.num_rows:
+            return decoder.verify(decoder.tokens.unsqueeze(1))  # raises: there are no rows
+        drafts = self.drafter.propose(decoder.tokens, decoder.positions, self._lengths)
+        said = decoder.verify(drafts)
+        self._lengths = decoder.row_lengths
+        return said
+
+    def drop(self, rows: Iterable[int]) -> list[int]:
+        """Give rows up; return where each remaining row was, as the decoder's ``drop``."""
+        order = self.decoder.drop(rows)
+        self.drafter.drop(order)
+        self._lengths = self.decoder.row_lengths
+        return order
+
+    def reset(self) -> None:
+        """Give all rows up."""
+        self.drop(range(self.num_rows))
+
+
+class PromptLookup:
+    """Drafts from the row's own tokens: what followed its last tokens where they stood before.
+
+    It compares on the device, for all rows at once, in a small graph of its own. There the tokens
+    are when a step ends. On the host it would have to wait for them before every step, and its time
+    would grow with the rows while the device is idle.
+
+    Args:
+        decoder: Whose rows there are drafts for.
+        num_tokens: Drafts for each row; the decoder's ``num_draft_tokens`` by default.
+        max_ngram: Most tokens that are compared. The place with the most that are equal is taken,
+            of several the latest; where it is so late that the row ends before there are enough,
+            what follows it is repeated.
+    """
+
+    def __init__(
+        self, decoder: GraphDecoder, num_tokens: int | None = None, *, max_ngram: int = 3
+    ) -> None:
+        if num_tokens is None:
+            num_tokens = decoder.num_draft_tokens
+        self.num_tokens = check_count(num_tokens, "num_tokens")
+        self._max_ngram = check_count(max_ngram, "max_ngram")
+        rows, length, device = decoder.max_batch_size, decoder.max_length, decoder.device
+        with torch.inference_mode(False):
+            # Rows of padding write to the last place, which no position of a row is compared at.
+            self._tokens = torch.full((rows, length + 1), -1, dtype=torch.int64, device=device)
+            self._ahead = torch.arange(length + 1, device=device)
+        self._num_rows = 0
+        self._runner: GraphRunner = GraphRunner(
+            self._step,
+            {
+                "tokens": StaticInput((None,), "int64"),
+                "positions": StaticInput((None,), "int64", fill=length),
+            },
+            sizes=decoder.runner(drafts=True).config.sizes,
+            mode="FULL",
+            lazy=True,
+            outputs="view",
+            options=RunnerOptions(device=device),
+            state=StepState(scratch=(self._tokens,)),
+        )
+
+    def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
+        """Keep the tokens of prompts."""
+        width = input_ids.shape[1]
+        for row, length in enumerate(lengths, self._num_rows):
+            self._tokens[row, :length] = input_ids[row - self._num_rows, width - length :]
+        self._num_rows += len(lengths)
+
+    def propose(
+        self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """Return what followed the last tokens of each row; none where they were never there."""
+        drafts: torch.Tensor = self._runner(tokens=tokens, positions=positions)
+        return drafts
+
+    def drop(self, order: Sequence[int]) -> None:
+        """Keep the tokens of the rows that remain."""
+        if list(order) != list(range(len(order))):
+            index = torch.tensor(order, dtype=torch.int64, device=self._tokens.device)
+            self._tokens[: len(order)] = self._tokens.index_select(0, index)
+        self._num_rows = len(order)
+
+    def _step(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        known, last = self._tokens[: tokens.shape[0]], positions.unsqueeze(1)
+        most = known.shape[1] - 1
+        known.scatter_(1, last, tokens.unsqueeze(1))
+        # How many tokens are equal to the row's last ones, up to each place before its own.
+        is_equal = self._ahead < last
+        number = torch.zeros_like(known)
+        for back in range(self._max_ngram):
+            before = torch.nn.functional.pad(known, (back, 0), value=-1)[:, : most + 1]
+            is_equal = is_equal & (before == known.gather(1, (last - back).clamp(min=0)))
+            number = number + is_equal
+        best, place = (number * (most + 1) + self._ahead).max(1, keepdim=True)
+        ahead = self._ahead[: self.num_tokens]
+        following = place + 1 + ahead % (last - place).clamp(min=1)
+        drafts = known.gather(1, following.clamp(max=most))
+        drafts = drafts.masked_fill(best <= most, -1)
+        # As if they were accepted: of those that are not, the next ones take the place.
+        known.scatter_(1, (last + 1 + ahead).clamp(max=most), drafts)
+        return drafts
+
+
+class DraftModel:
+    """Drafts by a smaller model, with the same tokens as the model that verifies them.
+
+    It takes a step for each draft, and one more, so that its cache has whatever may be accepted.
+
+    Args:
+        decoder: Verifies the drafts.
+        small: The decoder of the smaller model, with as many rows and positions, made with
+            ``num_draft_tokens``: the drafts for each row.
+
+    Raises:
+        ConfigError: The smaller one has fewer rows or positions, no ``num_draft_tokens``, or an
+            encoder.
+    """
+
+    def __init__(self, decoder: GraphDecoder, small: GraphDecoder) -> None:
+        for name in ("max_batch_size", "max_length"):
+            given, least = getattr(small, name), getattr(decoder, name)
+            if given < least:
+                raise ConfigError(f"small.{name}", given, f"at least the decoder's, {least}")
+        if not small.num_draft_tokens:
+            raise ConfigError(
+                "small.num_draft_tokens", 0, "the drafts for each row",
+                "GraphDecoder(small_model, ..., num_draft_tokens=3).",
+            )  # fmt: skip
+        if small.cache.has_sources:
+            raise ConfigError("small", type(small.model).__name__, "a model without an encoder")
+        self._decoder = small
+
+    @property
+    def num_tokens(self) -> int:
+        """Drafts for each row."""
+        return self._decoder.num_draft_tokens
+
+    def admit(self, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
+        """Run prompts."""
+        width = input_ids.shape[1]
+        at = torch.arange(width, device=input_ids.device)
+        begins = width - torch.tensor(lengths, device=input_ids.device)
+        self._decoder.admit(input_ids, (at >= begins.unsqueeze(1)).long())
+
+    def propose(
+        self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """Return the likeliest tokens of the smaller model, fewer at the end of its cache."""
+        decoder, most = self._decoder, self.num_tokens
+        decoder.truncate(lengths)
+        decoder.tokens = tokens
+        drafts = tokens.new_full((len(lengths), most), -1)
+        steps = min(most + 1, decoder.max_length - max(lengths))
+        for number in range(steps):
+            found = decoder.step()
+            if number < steps - 1:  # the last one is for the cache
+                drafts[:, number] = found
+        return drafts
+
+    def drop(self, order: Sequence[int]) -> None:
+        """Give up the rows that do not remain."""
+        remaining = set(order)
+        gone = [row for row in range(self._decoder.num_rows) if row not in remaining]
+        if self._decoder.drop(gone) != list(order):
+            raise InputError("order", f"order must be that of the decoder's drop, got {order}.")
+
+
+class VerifiedRows:
+    """Give ``generate`` one token for each row at a time, of those that were verified ahead.
+
+    Rows go on at their own pace. One whose drafts are right more often has tokens in store when
+    another needs a step, and leaves the decoder once its cache is full.
+
+    Args:
+        loop: Steps that give several tokens.
+    """
+
+    def __init__(self, loop: SpeculativeDecoder) -> None:
+        self._loop, self._decoder = loop, loop.decoder
+        self.model = self._decoder.model
+        self.tokens: torch.Tensor = self._decoder.tokens
+        self._stores: list[deque[int]] = []
+        # The row of each one that is still in the decoder.
+        self._rows: list[int] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Live sequences."""
+        return len(self._stores) or self._loop.num_rows
+
+    def check_fits(self, rows: int, longest: int) -> None:
+        """As the decoder's."""
+        self._decoder.check_fits(rows, longest)
+
+    def bucket(self, num_rows: int) -> int:
+        """As the decoder's."""
+        return self._decoder.bucket(num_rows)
+
+    def admit(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, **source: Any
+    ) -> torch.Tensor:
+        """As the decoder's."""
+        logits = self._loop.admit(input_ids, attention_mask, **source)
+        self._rows += range(len(self._stores), len(self._stores) + len(input_ids))
+        self._stores += [deque() for _ in input_ids]
+        self.tokens = self._decoder.tokens
+        return logits
+
+    def step(self) -> torch.Tensor:
+        """Return each row's likeliest next token (rows,)."""
+        decoder = self._decoder
+        while not all(self._stores):
+            full = [row for row, one in enumerate(decoder.row_lengths) if one >= decoder.max_length]
+            if full:
+                self._leave(full)
+            for row, said in zip(self._rows, self._loop.step(), strict=True):
+                self._stores[row].extend(said)
+        return torch.tensor([one.popleft() for one in self._stores], device=decoder.device)
+
+    def logits(self) -> torch.Tensor:
+        """Raise ConfigError: drafts are verified without logits."""
+        raise ConfigError(
+            "drafter", "one", "left out where tokens are not just the likeliest ones",
+            "Drafts go with do_sample=False, and with no processors, scores or logits.",
+        )  # fmt: skip
+
+    def drop(self, rows: Iterable[int]) -> list[int]:
+        """Drop rows; return where each remaining row was before."""
+        gone = set(rows)
+        order = [row for row in range(len(self._stores)) if row not in gone]
+        self._leave(at for at, row in enumerate(self._rows) if row in gone)
+        places = {row: place for place, row in enumerate(order)}
+        self._rows = [places[row] for row in self._rows]
+        self._stores = [self._stores[row] for row in order]
+        return order
+
+    def reset(self) -> None:
+        """Drop all rows."""
+        self._loop.reset()
+        self._rows, self._stores = [], []
+
+    def _leave(self, rows: Iterable[int]) -> None:
+        self._rows = [self._rows[row] for row in self._loop.drop(rows)]

@@ -1,0 +1,461 @@
+"""Steps that verify drafts give the tokens of greedy ``generate``, whatever the drafts are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from decoder_classes import ENCODER_DECODER, FULL, RECURRENT, WINDOWS, tiny  # noqa: E402
+
+from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
+
+from dispatchkit_transformers import (  # noqa: E402
+    DraftModel,
+    GraphDecoder,
+    PromptLookup,
+    SpeculativeDecoder,
+    slot_cache,
+)
+from dispatchkit_transformers.layers.kept import kept_by  # noqa: E402
+
+# Loading the library takes longer than all other quick tests of a worker together.
+pytestmark = pytest.mark.slow
+
+MAX_LENGTH, DRAFTS = 40, 3
+# Prompts of these lengths get so many new tokens: windows of 8 are passed in both.
+PROMPTS, COUNTS = (3, 11, 4, 6, 2), (14, 9, 25, 19, 4)
+ASKED = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def made(name, **settings):
+    model = tiny(name, **{**FULL, **WINDOWS, **RECURRENT, **ENCODER_DECODER}[name], **settings)
+    if model is None or (name in ENCODER_DECODER and not hasattr(transformers, "HYV3Config")):
+        pytest.skip(f"transformers {transformers.__version__} has no such {name}")
+    return model
+
+
+def llama(**settings):
+    return made("LlamaForCausalLM", **settings)
+
+
+def decoder_of(model, **settings):
+    given = {"max_batch_size": 3, "max_length": MAX_LENGTH, "lengths": [16, MAX_LENGTH]}
+    return GraphDecoder(model, **{**given, "sizes": [1, 3], "num_draft_tokens": DRAFTS, **settings})
+
+
+def prompt_of(length):
+    maker = torch.Generator().manual_seed(length)
+    return torch.randint(3, 97, (1, length), generator=maker)
+
+
+def said_by(model, inputs, count):
+    """Return the new tokens of one request, by the library's own method."""
+    return model.generate(**inputs, max_new_tokens=count, **ASKED)[0, -count:].tolist()
+
+
+class Known:
+    """Drafts from what rows are known to say, some of them wrong.
+
+    Args:
+        chance: Of a draft to be right.
+        fewest: Of the drafts that a row has.
+    """
+
+    num_tokens = DRAFTS
+
+    def __init__(self, chance, fewest=DRAFTS):
+        self.chance, self.fewest = chance, fewest
+        self.maker = torch.Generator().manual_seed(0)
+        self.waiting, self.rows = [], []
+
+    def admit(self, input_ids, lengths):
+        for length in lengths:
+            self.rows.append((length, self.waiting.pop(0)))
+
+    def propose(self, tokens, positions, lengths):
+        assert positions.tolist() == list(lengths)
+        made = []
+        for (start, known), token, at in zip(self.rows, tokens.tolist(), lengths, strict=True):
+            assert known[at - start] == token
+            right = (known[at - start + 1 :] + [1] * DRAFTS)[:DRAFTS]
+            chances = torch.rand(DRAFTS, generator=self.maker).tolist()
+            count = int(torch.randint(self.fewest, DRAFTS + 1, (), generator=self.maker))
+            made.append(
+                [
+                    (one if chance < self.chance else (one + 7) % 97) if number < count else -1
+                    for number, (one, chance) in enumerate(zip(right, chances, strict=True))
+                ]
+            )
+        return torch.tensor(made)
+
+    def drop(self, order):
+        self.rows = [self.rows[row] for row in order]
+
+
+def served(loop, admit, counts):
+    """Serve requests that join and finish at different times; return the tokens of each."""
+    waiting, rows, said = list(range(len(counts))), [], [[] for _ in counts]
+    while waiting or rows:
+        while waiting and loop.num_rows < loop.decoder.max_batch_size:
+            number = waiting.pop(0)
+            admit(number)
+            rows.append(number)
+            said[number].append(int(loop.decoder.tokens[-1]))
+        for number, tokens in zip(rows, loop.step(), strict=True):
+            assert 1 <= len(tokens) <= DRAFTS + 1
+            said[number] += tokens
+        done = [row for row, number in enumerate(rows) if len(said[number]) >= counts[number]]
+        rows = [rows[row] for row in loop.drop(done)]
+    stats = loop.decoder.stats()
+    assert stats.moved > 0
+    assert stats.graphs["tokens"].steps == 0
+    assert not stats.graphs["drafts"].eager_by_reason
+    return [tokens[:count] for tokens, count in zip(said, counts, strict=True)]
+
+
+def serve_with(model, drafter, **settings):
+    """Check the tokens of requests with drafts, in memory that has no numbers in it at first."""
+    decoder = decoder_of(model, **settings)
+    for block in decoder.cache.memory:
+        block.fill_(float("nan"))
+    prompts = [prompt_of(length) for length in PROMPTS]
+    known = [said_by(model, {"input_ids": one}, MAX_LENGTH - 12) for one in prompts]
+    loop = SpeculativeDecoder(decoder, drafter)
+
+    def admit(number):
+        drafter.waiting.append(known[number])
+        loop.admit(prompts[number])
+
+    want = [one[:count] for one, count in zip(known, COUNTS, strict=True)]
+    assert served(loop, admit, COUNTS) == want
+    return decoder.stats()
+
+
+@pytest.mark.parametrize("chance", [0, 0.6, 1])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Llama4ForCausalLM"])
+def test_tokens_are_those_of_generate(name, chance):
+    stats = serve_with(made(name), Known(chance))
+    if chance == 0:
+        assert stats.accepted == 0
+    elif chance < 1:
+        assert 0.2 < stats.accepted / stats.drafted < 0.6
+    else:
+        assert stats.accepted == stats.drafted
+
+
+# Full attention of every form of position, windows that are all of the layers or some, chunks,
+# experts. Those whose prompts in chunks differ are refused (below).
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT2LMHeadModel", "BioGptForCausalLM", "OPTForCausalLM", "FalconForCausalLM",
+        "DeepseekV3ForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM",
+        "Cohere2ForCausalLM", "Gemma3nForCausalLM", "Qwen3MoeForCausalLM", "DogeForCausalLM",
+    ],
+)  # fmt: skip
+def test_tokens_of_other_classes_are_those_of_generate(name):
+    """With rows that have fewer drafts than the graph has places, or none."""
+    serve_with(made(name), Known(0.7, fewest=0))
+
+
+@pytest.mark.parametrize("settings", [{"attention_chunk_size": 5}, {"attention_chunk_size": 37}])
+def test_chunks_of_attention_begin_among_the_drafts(settings):
+    serve_with(made("Llama4ForCausalLM", **settings), Known(0.8))
+
+
+@pytest.mark.parametrize("window", [2, 5, 37, 39])
+@pytest.mark.parametrize("sizes", [(), (4, 16)], ids=["eager", "prompts"])
+def test_windows_of_every_length(window, sizes):
+    """Shorter than the drafts, and so long that the spare positions reach the cache's end."""
+    model = made("MistralForCausalLM", sliding_window=window)
+    serve_with(model, Known(0.7), lengths=[MAX_LENGTH], prompt_sizes=sizes)
+
+
+def test_a_window_with_a_spare_position_less_would_differ(monkeypatch):
+    """A rejected draft is written over what the next token looks at."""
+    monkeypatch.setattr(
+        slot_cache,
+        "kept_by",
+        lambda layer, length, spare: kept_by(layer, length, max(0, spare - 1)),
+    )
+    with pytest.raises(AssertionError):
+        serve_with(made("Gemma3ForCausalLM"), Known(0.7))
+
+
+@pytest.mark.parametrize("name", ["MarianMTModel", "BartForConditionalGeneration"])
+def test_tokens_of_encoder_decoders_are_those_of_generate(name):
+    model = made(name)
+    sources = [{"input_ids": prompt_of(length)} for length in PROMPTS]
+    start = torch.tensor([[1]])
+    known = [said_by(model, one, MAX_LENGTH - 12) for one in sources]
+    drafter = Known(0.7)
+    loop = SpeculativeDecoder(decoder_of(model, max_source_length=12), drafter)
+
+    def admit(number):
+        with torch.no_grad():
+            given = model.get_encoder()(**sources[number])
+        drafter.waiting.append(known[number])
+        loop.admit(start, encoder_outputs=given)
+
+    want = [one[:count] for one, count in zip(known, COUNTS, strict=True)]
+    assert served(loop, admit, COUNTS) == want
+
+
+# -- drafters -------------------------------------------------------------------------------
+
+
+def looked_up(tokens, max_ngram, number=DRAFTS):
+    """Return what ``PromptLookup`` is to propose: one row on the host, place by place."""
+    best, place = 0, None
+    for end in range(len(tokens) - 1):
+        equal = 0
+        while equal < min(max_ngram, end + 1) and tokens[end - equal] == tokens[-1 - equal]:
+            equal += 1
+        if equal and equal >= best:
+            best, place = equal, end
+    if place is None:
+        return [-1] * number
+    following = tokens[place + 1 :]
+    return [following[one % len(following)] for one in range(number)]
+
+
+@pytest.mark.parametrize("max_ngram", [1, 3])
+def test_what_followed_the_last_tokens_is_proposed(max_ngram):
+    """Rows of few different tokens, which come and go; one of them has one token alone."""
+    model = llama()
+    lookup = PromptLookup(decoder_of(model, max_batch_size=8, sizes=[8]), max_ngram=max_ngram)
+    maker = torch.Generator().manual_seed(0)
+    rows = []
+    for number in range(30):
+        if len(rows) < 6:
+            made = torch.randint(3, 7, (2, 1 + number % 8), generator=maker)
+            lookup.admit(made, [made.shape[1], 1])
+            rows += [made[0].tolist(), made[1, -1:].tolist()]
+        tokens = torch.randint(3, 7, (len(rows),), generator=maker)
+        positions = torch.tensor([len(one) for one in rows])
+        drafts = lookup.propose(tokens, positions, positions.tolist()).tolist()
+        for row, (one, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+            one.append(token)
+            assert drafts[row] == looked_up(one, max_ngram)
+            one += [draft for draft in drafts[row][: number % 4] if draft >= 0]
+        gone = [
+            row for row, one in enumerate(rows) if len(one) > MAX_LENGTH - 8 or row == number % 7
+        ]
+        order = [row for row in range(len(rows)) if row not in gone]
+        order = order[-1:] + order[:-1]
+        lookup.drop(order)
+        rows = [rows[row] for row in order]
+
+
+def served_by(model, make_drafter, **settings):
+    """Serve requests with a drafter's own drafts; return the decoder's counts."""
+    decoder = decoder_of(model, **settings)
+    prompts = [prompt_of(length) for length in PROMPTS]
+    loop = SpeculativeDecoder(decoder, make_drafter(decoder))
+    want = [
+        said_by(model, {"input_ids": one}, count)
+        for one, count in zip(prompts, COUNTS, strict=True)
+    ]
+    assert served(loop, lambda number: loop.admit(prompts[number]), COUNTS) == want
+    return decoder.stats()
+
+
+def test_drafts_by_prompt_lookup_are_right_where_a_row_repeats_itself():
+    stats = served_by(llama(), PromptLookup)
+    assert 0 < stats.accepted < stats.drafted
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_a_draft_model_of_the_same_weights_is_always_right(name):
+    """So its cache has every token: of drafts that were accepted, and of the one behind them."""
+    model = made(name)
+    stats = served_by(model, lambda decoder: DraftModel(decoder, decoder_of(model)))
+    assert stats.accepted == stats.drafted > 0
+
+
+def test_a_draft_model_of_other_weights_changes_no_token():
+    model, small = llama(), made("MistralForCausalLM", seed=1, num_hidden_layers=1)
+    stats = served_by(model, lambda decoder: DraftModel(decoder, decoder_of(small)))
+    assert stats.accepted < stats.drafted
+
+
+# -- generate -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_generate_gives_the_tokens_of_generate(name):
+    """Rows of different lengths, some of which end early, and all at the end of the cache."""
+    model = made(name)
+    ids = torch.cat([torch.nn.functional.pad(prompt_of(one), (11 - one, 0)) for one in PROMPTS])
+    prompts = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    asked = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": MAX_LENGTH - 10}
+    said = model.generate(**prompts, **asked, eos_token_id=None)
+    ends = sorted({int(said[row, 13 + 4 * row]) for row in range(3)})
+    settings = {"max_batch_size": 5, "sizes": [1, 2, 3, 4, 5], "num_draft_tokens": DRAFTS}
+    for make in (
+        PromptLookup,
+        lambda decoder: DraftModel(decoder, decoder_of(model, **settings)),
+    ):
+        decoder = decoder_of(model, **settings)
+        loop = SpeculativeDecoder(decoder, make(decoder))
+        for stop in (None, ends):
+            want = model.generate(**prompts, **asked, eos_token_id=stop)
+            assert torch.equal(loop.generate(**prompts, **asked, eos_token_id=stop), want)
+        assert decoder.stats().accepted > 0
+        assert decoder.num_rows == 0
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"do_sample": True},
+        {"do_sample": False, "repetition_penalty": 1.3},
+        {"do_sample": False, "return_dict_in_generate": True, "output_logits": True},
+    ],
+)
+def test_sampling_and_processors_are_refused(asked):
+    decoder = decoder_of(llama())
+    loop = SpeculativeDecoder(decoder, PromptLookup(decoder))
+    with pytest.raises(ConfigError, match="the likeliest tokens alone where drafts are verified"):
+        loop.generate(prompt_of(3), max_new_tokens=3, **asked)
+    assert decoder.stats().admitted == 0
+
+
+# -- what a rejected draft leaves behind ----------------------------------------------------
+
+
+def test_a_rejected_draft_that_is_no_number_reaches_no_other_token():
+    """Its keys and values lie behind the row's end, where weights are 0, but 0 * NaN is NaN."""
+    model, bad = llama(), 96
+    model.get_input_embeddings().weight.data[bad] = float("nan")
+    want = said_by(model, {"input_ids": prompt_of(5)}, 12)
+    assert bad not in want
+    decoder = decoder_of(model)
+    decoder.admit(prompt_of(5))
+    said = [int(decoder.tokens[0])]
+    for _ in range(5):
+        said += decoder.verify(torch.full((1, DRAFTS), bad))[0]
+        said.append(int(decoder.step()[0]))
+    assert said == want[: len(said)]
+
+
+def test_drafts_that_are_no_tokens_are_never_right():
+    model = llama()
+    want = said_by(model, {"input_ids": prompt_of(5)}, 6)
+    decoder = decoder_of(model)
+    decoder.admit(prompt_of(5))
+    assert decoder.verify(torch.tensor([[97, 97, 97]])) == [[want[1]]]
+    # Behind a place without one there is none either.
+    assert decoder.verify(torch.tensor([[want[2], -1, want[4]]])) == [want[2:4]]
+    assert decoder.verify(torch.tensor([[1 << 40]], dtype=torch.int64)) == [[want[4]]]
+    stats = decoder.stats()
+    assert (stats.drafted, stats.accepted, stats.steps) == (5, 1, 3)
+
+
+def test_a_row_takes_drafts_up_to_the_end_of_the_cache():
+    model = llama()
+    want = said_by(model, {"input_ids": prompt_of(34)}, 7)
+    decoder = decoder_of(model)
+    decoder.admit(prompt_of(34))
+    assert decoder.verify(torch.tensor([want[1:4]])) == [want[1:5]]
+    assert decoder.verify(torch.tensor([[*want[5:7], 5]])) == [want[5:7]]
+    assert decoder.row_lengths == (MAX_LENGTH,)
+    assert decoder.stats().drafted == 4
+    with pytest.raises(DescriptorError, match="at most max_length"):
+        decoder.verify(torch.tensor([[5]]))
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_rows_go_back_as_far_as_their_layers_keep_positions(name):
+    """Full attention to their first position, windows by their spare positions."""
+    model = made(name)
+    want = said_by(model, {"input_ids": prompt_of(11)}, 12)
+    decoder = decoder_of(model)
+    decoder.admit(prompt_of(11))
+    for _ in range(5):
+        decoder.step()
+    for back in (3, 1):
+        decoder.truncate([16 - back])
+        decoder.tokens = torch.tensor([want[5 - back]])
+        assert [int(decoder.step()[0]) for _ in range(back)] == want[6 - back : 6]
+    if name == "Gemma3ForCausalLM":
+        with pytest.raises(DescriptorError, match="length of row 0 must be from 13 to 16, got 12"):
+            decoder.truncate([12])
+    with pytest.raises(DescriptorError, match="to 16, got 17"):
+        decoder.truncate([17])
+    with pytest.raises(DescriptorError, match="one for each of 1 rows"):
+        decoder.truncate([])
+    assert decoder.step().tolist() == want[6:7]
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Qwen3_5ForCausalLM", "recurrent layers cannot take a rejected draft back"),
+        ("MambaForCausalLM", "recurrent layers cannot take a rejected draft back"),
+        ("BloomForCausalLM", "steps of several tokens give other logits than its prompts"),
+    ],
+)
+def test_models_that_cannot_verify_are_refused(name, message):
+    with pytest.raises(ConfigError, match=f"0 for {name}.*{message}"):
+        decoder_of(made(name))
+
+
+def test_a_decoder_without_room_for_drafts_says_so():
+    decoder = decoder_of(llama(), num_draft_tokens=0)
+    for ask in (lambda: decoder.verify(torch.tensor([[1]])), lambda: decoder.capture(drafts=True)):
+        with pytest.raises(ConfigError, match=r"num_draft_tokens=3"):
+            ask()
+    for number in (-1, True, 1.5):
+        with pytest.raises(ConfigError, match="num_draft_tokens"):
+            decoder_of(llama(), num_draft_tokens=number)
+
+
+def test_drafts_of_another_kind_are_errors():
+    decoder = decoder_of(llama())
+    with pytest.raises(DescriptorError, match=r"admit\(\) prompts first"):
+        decoder.verify(torch.empty(0, 1, dtype=torch.int64))
+    decoder.admit(prompt_of(3))
+    for drafts in ([[5]], torch.ones(1, 2)):
+        with pytest.raises(InputError, match="drafts must be a tensor of tokens"):
+            decoder.verify(drafts)
+    for shape in ((3,), (2, 3), (1, 0), (1, DRAFTS + 1)):
+        with pytest.raises(InputError, match=r"of shape \(1, N\), N from 1 to num_draft_tokens"):
+            decoder.verify(torch.ones(shape, dtype=torch.int64))
+    assert decoder.row_lengths == (3,)
+
+
+def test_a_drafter_that_does_not_fit_the_decoder_is_refused():
+    model = llama()
+    decoder = decoder_of(model)
+    with pytest.raises(ConfigError, match=r"from 1 to the decoder's num_draft_tokens \(3\), got 4"):
+        SpeculativeDecoder(decoder, PromptLookup(decoder, 4))
+    for settings, message in (
+        ({"max_length": 39, "lengths": [39]}, r"small.max_length must be at least.*40"),
+        ({"max_batch_size": 2}, "small.max_batch_size must be at least"),
+        ({"num_draft_tokens": 0}, "small.num_draft_tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DraftModel(decoder, decoder_of(model, **{"sizes": None, **settings}))
+    with pytest.raises(ConfigError, match="a model without an encoder"):
+        DraftModel(decoder, decoder_of(made("MarianMTModel"), max_source_length=4))
+
+
+def test_rows_that_a_loop_does_not_know_of_are_an_error():
+    decoder = decoder_of(llama())
+    loop = SpeculativeDecoder(decoder, PromptLookup(decoder))
+    loop.admit(prompt_of(3))
+    decoder.step()
+    with pytest.raises(InputError, match="rows must be as this loop left them"):
+        loop.step()
+    with pytest.raises(ConfigError, match="without rows"):
+        SpeculativeDecoder(decoder, PromptLookup(decoder))
