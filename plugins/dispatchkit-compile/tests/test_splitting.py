@@ -402,7 +402,7 @@ def check_any_split(names, data):
         with graph.graph.inserting_before(node):
             graph.graph.call_function(torch.ops.dispatchkit.graph_break.default)
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    traced = tracing.Traced(
+    traced = tracing.TracedStep(
         graph,
         ("x",),
         (tracing.Input("x"),),

@@ -415,20 +415,20 @@ def withheld_on_this_rank():
 
 def test_a_key_that_is_switched_off_stays_so_whatever_becomes_of_its_mode():
     registry, keys, mine, other, key = withheld_on_this_rank()
-    keys.settle([mine, other])
+    keys.merge_reports([mine, other])
     registry.set_enabled(False, key=key)
     registry.set_enabled(False, mode=key.mode)
     registry.set_enabled(True, mode=key.mode)
-    keys.settle([mine, mine])
+    keys.merge_reports([mine, mine])
     assert not registry.is_enabled(key)
 
 
-def test_a_key_that_changes_on_another_thread_while_keys_are_settled_is_news():
+def test_a_key_that_changes_on_another_thread_during_a_merge_is_news():
     registry, keys, mine, other, key = withheld_on_this_rank()
     threads = []
 
     def is_enabled(one):
-        if not threads:  # in the middle of the settling
+        if not threads:  # in the middle of the merge
             lost = next(each for each in registry if each != key)
             threads.append(threading.Thread(target=registry.failed, args=(lost, "broken")))
             threads[0].start()
@@ -436,14 +436,14 @@ def test_a_key_that_changes_on_another_thread_while_keys_are_settled_is_news():
         return key not in registry._disabled_keys
 
     registry.is_enabled = is_enabled
-    keys.settle([mine, other])
+    keys.merge_reports([mine, other])
     threads[0].join()
     assert keys.has_news
 
 
 def test_a_withheld_key_that_is_forgotten_is_withheld_no_more():
     registry, keys, mine, other, key = withheld_on_this_rank()
-    keys.settle([mine, other])
+    keys.merge_reports([mine, other])
     registry.forget(key)
     keys.give_all_back()
     assert not keys.withheld
@@ -471,13 +471,13 @@ def test_a_lost_key_stops_a_rank_where_the_others_could_not_learn_of_it():
         ranked = RankedDispatcher(dispatcher, ranks, same_batches=True)
         ranked.dispatch(3)
         dispatcher.registry.set_enabled(False, mode=FULL)
-        ranked.settle()
-        settled = ranked.dispatch(2, 2, 1).mode
+        ranked.sync_keys()
+        agreed = ranked.dispatch(2, 2, 1).mode
         if ranks.rank == 1:
             dispatcher.registry.failed(GraphKey(PIECEWISE, BatchDescriptor(4)), "broken")
             with pytest.raises(RankError, match="check_every"):
                 ranked.dispatch(3)
-        return settled, str(ranks.meeting.failed)
+        return agreed, str(ranks.meeting.failed)
 
     first, second = run_ranks(2, run)
     assert first[0] is second[0] is PIECEWISE

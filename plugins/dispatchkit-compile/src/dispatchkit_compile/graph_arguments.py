@@ -25,7 +25,7 @@ from dispatchkit_compile.tracing import (
     Result,
     Role,
     Size,
-    Traced,
+    TracedStep,
     example_of,
     size_source,
 )
@@ -63,7 +63,7 @@ class GraphArguments:
         plain: Why it cannot be captured, as (reason, explanation); None if it can.
     """
 
-    traced: Traced
+    traced: TracedStep
     batch_dims: tuple[int | None, ...]
     input_places: tuple[int, ...]
     held_places: tuple[int, ...]
@@ -134,7 +134,7 @@ def read_arguments(graph: fx.GraphModule) -> GraphArguments:
     if all(dim is None for dim in batch_dims):
         plain.append((PlainReason.NO_BATCH, "no argument has a batch dimension"))
     num_results = len(_results(graph))
-    traced = Traced(
+    traced = TracedStep(
         graph,
         tuple(names),
         tuple(roles),

@@ -30,7 +30,7 @@ from dispatchkit_compile.tracing import (
     Input,
     Result,
     Role,
-    Traced,
+    TracedStep,
     batch_dims_of,
     example_of,
     trace,
@@ -96,7 +96,7 @@ def split_module(
 
 
 def split_graph(
-    traced: Traced,
+    traced: TracedStep,
     rules: SplitRules,
     *,
     name: str = "step",
@@ -200,7 +200,7 @@ class _Builder:
 
     def __init__(
         self,
-        traced: Traced,
+        traced: TracedStep,
         name: str,
         compile_piece: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]] | None,
         held: list[torch.Tensor] | None,

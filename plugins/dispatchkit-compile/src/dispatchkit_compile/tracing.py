@@ -68,7 +68,7 @@ Role = Input | Size | Held
 
 
 @attrs.frozen
-class Traced:
+class TracedStep:
     """A step as a graph.
 
     Attributes:
@@ -90,7 +90,7 @@ class Traced:
 
 def trace(
     step: Callable[..., Any], example: Mapping[str, torch.Tensor], batch_dims: Mapping[str, int]
-) -> Traced:
+) -> TracedStep:
     """Read a step once for all sizes of its batch.
 
     Args:
@@ -146,7 +146,7 @@ def trace(
             "torch.utils._pytree.register_dataclass.",
             reason="not_traceable",
         )
-    return Traced(graph, tuple(inputs), roles, held, leaves, spec)
+    return TracedStep(graph, tuple(inputs), roles, held, leaves, spec)
 
 
 def mark_batch(tensor: torch.Tensor, dim: int) -> None:

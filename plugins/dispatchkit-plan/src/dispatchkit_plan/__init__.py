@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         load_cost_model,
         save_cost_model,
     )
-    from dispatchkit_plan.emitters import EMITTERS, Emitted, emit
+    from dispatchkit_plan.emitters import EMITTERS, EngineSettings, emit
     from dispatchkit_plan.grid import GridPlan, GridProduct, plan_grid
     from dispatchkit_plan.grid_policy import GridPolicy
     from dispatchkit_plan.hedge import Hedge, HedgeChoice
@@ -52,7 +52,7 @@ _HOME = {
     "CostModel": "costs",
     "Curve": "costs",
     "EMITTERS": "emitters",
-    "Emitted": "emitters",
+    "EngineSettings": "emitters",
     "Exchange": "ranks",
     "GridPlan": "grid",
     "GridPolicy": "grid_policy",
@@ -105,7 +105,7 @@ __all__ = [
     "EMITTERS",
     "CostModel",
     "Curve",
-    "Emitted",
+    "EngineSettings",
     "Exchange",
     "GridPlan",
     "GridPolicy",

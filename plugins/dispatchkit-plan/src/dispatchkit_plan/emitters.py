@@ -19,11 +19,11 @@ from dispatchkit.keys import check_count
 from dispatchkit_plan.grid import GridPlan
 from dispatchkit_plan.results import Plan
 
-__all__ = ["EMITTERS", "Emitted", "emit", "emit_grid"]
+__all__ = ["EMITTERS", "EngineSettings", "emit", "emit_grid"]
 
 
 @attrs.frozen
-class Emitted:
+class EngineSettings:
     """Settings for one engine.
 
     Attributes:
@@ -47,7 +47,7 @@ class Emitted:
         return attrs.asdict(self)
 
 
-def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Emitted:
+def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> EngineSettings:
     """Return a plan as settings of an engine.
 
     Args:
@@ -88,12 +88,12 @@ def emit(plan: Plan | Sequence[int], engine: str, *, query_len: int = 1) -> Emit
     return attrs.evolve(made, notes=(*made.notes, *notes))
 
 
-def emit_grid(plan: GridPlan) -> Emitted:
+def emit_grid(plan: GridPlan) -> EngineSettings:
     """Return a plan of sizes and an axis as arguments of a ``GraphRunner``; the hedged one."""
     chosen = plan.robust
     grid = ", ".join(f"{bucket}: {_tuple(sizes)}" for bucket, sizes in chosen.grid.items())
     sizes = tuple(sorted({size for row in chosen.grid.values() for size in row}))
-    return Emitted(
+    return EngineSettings(
         engine="dispatchkit",
         text=f"axes=[Axis({chosen.axis!r}, {_tuple(tuple(chosen.grid))})],\n"
         f"sizes={_tuple(sizes)},\n"
@@ -119,9 +119,9 @@ def _per_request(sizes: tuple[int, ...], query_len: int) -> tuple[int, ...]:
     return tuple(sorted({-(-size // query_len) for size in sizes}))
 
 
-def _dispatchkit(sizes: tuple[int, ...], query_len: int) -> Emitted:
+def _dispatchkit(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
     query = f", query_lens=({query_len},)" if query_len > 1 else ""
-    return Emitted(
+    return EngineSettings(
         engine="dispatchkit",
         text=f"DispatchConfig(sizes={_tuple(sizes)}{query})",
         sizes=sizes,
@@ -131,7 +131,7 @@ def _dispatchkit(sizes: tuple[int, ...], query_len: int) -> Emitted:
     )
 
 
-def _vllm(sizes: tuple[int, ...], query_len: int) -> Emitted:
+def _vllm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
     config = json.dumps({"cudagraph_capture_sizes": list(sizes)})
     notes = [
         "Leave max_cudagraph_capture_size unset: with a list it must equal the last size.",
@@ -145,7 +145,7 @@ def _vllm(sizes: tuple[int, ...], query_len: int) -> Emitted:
             f"With {query_len} tokens per request vLLM rounds every size up to a multiple of "
             f"{query_len}: plan with align={query_len}."
         )
-    return Emitted(
+    return EngineSettings(
         engine="vllm",
         text=f"--compilation-config '{config}'",
         sizes=sizes,
@@ -162,9 +162,9 @@ _SGLANG_NOTES = (
 )
 
 
-def _sglang(sizes: tuple[int, ...], query_len: int) -> Emitted:
+def _sglang(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
     requests = _per_request(sizes, query_len)
-    return Emitted(
+    return EngineSettings(
         engine="sglang",
         text=f"--cuda-graph-bs-decode {' '.join(map(str, requests))}",
         sizes=requests,
@@ -180,9 +180,9 @@ def _sglang(sizes: tuple[int, ...], query_len: int) -> Emitted:
     )
 
 
-def _sglang_legacy(sizes: tuple[int, ...], query_len: int) -> Emitted:
+def _sglang_legacy(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
     requests = _per_request(sizes, query_len)
-    return Emitted(
+    return EngineSettings(
         engine="sglang-legacy",
         text=f"--cuda-graph-bs {' '.join(map(str, requests))}",
         sizes=requests,
@@ -192,10 +192,10 @@ def _sglang_legacy(sizes: tuple[int, ...], query_len: int) -> Emitted:
     )
 
 
-def _tensorrt_llm(sizes: tuple[int, ...], query_len: int) -> Emitted:
+def _tensorrt_llm(sizes: tuple[int, ...], query_len: int) -> EngineSettings:
     requests = _per_request(sizes, query_len)
     listed = ", ".join(map(str, requests))
-    return Emitted(
+    return EngineSettings(
         engine="tensorrt-llm",
         text=f"cuda_graph_config:\n  enable_padding: true\n  batch_sizes: [{listed}]\n",
         sizes=requests,
@@ -212,7 +212,7 @@ def _tensorrt_llm(sizes: tuple[int, ...], query_len: int) -> Emitted:
     )
 
 
-EMITTERS: Mapping[str, Callable[[tuple[int, ...], int], Emitted]] = {
+EMITTERS: Mapping[str, Callable[[tuple[int, ...], int], EngineSettings]] = {
     "dispatchkit": _dispatchkit,
     "vllm": _vllm,
     "sglang": _sglang,

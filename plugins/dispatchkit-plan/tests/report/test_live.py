@@ -26,7 +26,7 @@ def runner(plugins: Any) -> Any:
     from dispatchkit import GraphRunner, StaticInput
     from dispatchkit.keys import CaptureSizeWarning
 
-    with pytest.warns(CaptureSizeWarning, match="end at 8"):
+    with pytest.warns(CaptureSizeWarning, match="ends at 8"):
         made = GraphRunner(
             lambda x: x + 1,
             {"x": StaticInput((None, 2), "float32")},

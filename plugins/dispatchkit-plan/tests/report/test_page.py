@@ -21,7 +21,16 @@ from dispatchkit_plan.report import (
     waste_plan,
     write_report,
 )
-from dispatchkit_plan.report.charts import Band, Bars, Line, Lines, Pairs, Series, Shares, Stacked
+from dispatchkit_plan.report.charts import (
+    Band,
+    Bars,
+    Line,
+    Lines,
+    Pairs,
+    Series,
+    Shares,
+    StackedBars,
+)
 from dispatchkit_plan.report.page import Figure, Report, Table, Tile
 
 VOID = {"meta", "br"}
@@ -150,7 +159,7 @@ def test_any_data_gives_a_plot_that_is_well_formed_and_inside_its_frame(
     parts = tuple(("eager", value, name) for value in values[:count])
     words = {"label": name, "x_label": name, "y_label": name, "unit": name}
     charts = [
-        Stacked(categories=categories, series=series, **words),
+        StackedBars(categories=categories, series=series, **words),
         Shares(label=name, ends=tuple(range(1, len(values) + 1)), series=series),
         Lines(
             lines=(Line(name, "full", points), Line(name, "eager", points[:5], marked=True)),

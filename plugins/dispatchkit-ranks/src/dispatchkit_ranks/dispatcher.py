@@ -37,19 +37,18 @@ class RankedDispatcher:
     policy, dialect, sizes, versions).
 
     Args:
-        dispatcher: Decides on this rank. It must not be lazy: a graph captured in the
-            middle of a step may fail on one rank alone. It may be ready, or be captured with
-            ``capture`` below.
+        dispatcher: Decides on this rank. It must not be lazy, because a graph captured in the
+            middle of a step may fail on one rank only. Its graphs may be captured already, or
+            later by ``capture``.
         ranks: The agreement.
-        same_batches: Every rank is given the same batches, as in tensor parallelism where
-            one scheduler feeds all. With a stateless policy nothing can differ then, and
-            nothing is exchanged in a step.
-        check_every: With ``same_batches``, exchange in each so many-th step all the same: it
-            finds batches that differ after all, settles lost keys and lets the leader's
-            table travel. 0: never. By default 0, with a LeaderPolicy ``epoch_steps``.
-        epoch_steps: With a LeaderPolicy, least number of steps between two epochs.
+        same_batches: Every rank gets the same batches, as in tensor parallelism with one
+            scheduler. With a stateless policy nothing can differ, so steps exchange nothing.
+        check_every: With ``same_batches``, exchange in every step whose number is a multiple
+            of this. The exchange finds batches that differ, merges lost keys and sends the
+            leader's table. 0: never. By default 0; with a LeaderPolicy, ``epoch_steps``.
+        epoch_steps: With a LeaderPolicy, the minimum number of steps between two epochs.
         switches: Names of further yes-or-no choices that change the collectives inside a
-            step; ``agree`` takes and gives them as bits in this order.
+            step; ``agree`` takes and returns them as bits in this order.
         facts: Further facts that must be the same on all ranks.
 
     Attributes:
@@ -135,7 +134,7 @@ class RankedDispatcher:
         ranks.compare(fingerprint(dispatcher, {**own, **self._compared}, policy=base))
         # Another object after each swap: what is in force is not what was compared then.
         self._graphs = dispatcher.graphs
-        self.settle()
+        self.sync_keys()
 
     # -- the step -----------------------------------------------------------------------
 
@@ -193,7 +192,7 @@ class RankedDispatcher:
             merged = self.ranks.exchange(row, mark=self._history, step=self.step + 1)
             if not merged[-1]:
                 break
-            self._settle_news(merged[-1])
+            self._apply_news(merged[-1])
         agreed = self._facts.merge(merged)
         self.step += 1
         if self._leader is not None:
@@ -255,19 +254,19 @@ class RankedDispatcher:
             except Exception as error:  # noqa: BLE001 - whatever a step raises stays in its key
                 registry.failed(key, f"{type(error).__name__}: {error}")
         self.ranks.exchange((), Phase.CAPTURE, label="the end of the captures", mark=len(order))
-        lost = self.settle()
+        lost = self.sync_keys()
         return {key: lost[key] for key in order if key in lost}
 
-    def settle(self) -> dict[GraphKey, dict[int, str]]:
-        """Compare which graphs the ranks have, now; all of them call it at the same point.
+    def sync_keys(self) -> dict[GraphKey, dict[int, str]]:
+        """Exchange which graphs each rank has, and withhold those that a rank lacks.
 
-        In steps with an exchange that happens by itself. Where there is none, call it after
-        switching keys on or off.
+        All ranks call it at the same point. Steps with an exchange do this automatically; if
+        steps exchange nothing, call it after you enable or disable keys.
 
         Returns:
-            The keys that some rank cannot run: the ranks (by index) and their reasons.
+            The keys that some rank cannot run, with the ranks (by index) and their reasons.
         """
-        lost = self._keys.settle(self.ranks.gather(self._keys.report()))
+        lost = self._keys.merge_reports(self.ranks.gather(self._keys.report()))
         if self._leader is not None:
             # A key that changed on one rank alone has emptied cells there, and one-shot
             # decisions with them; now all ranks begin with an empty table.
@@ -281,7 +280,7 @@ class RankedDispatcher:
     # -- inside -------------------------------------------------------------------------
 
     def _news(self) -> int:
-        """Return what this rank has to settle before the step, as a number."""
+        """Return what this rank must exchange before the step, as a number."""
         leader = self._leader
         if leader is not None and leader.has_news and self._is_epoch_due():
             return _TABLE
@@ -290,9 +289,9 @@ class RankedDispatcher:
     def _is_epoch_due(self) -> bool:
         return self.step - self._last_epoch >= self._epoch_steps
 
-    def _settle_news(self, news: int) -> None:
-        """Settle what any rank has news of; the table after the keys, whose names it uses."""
-        self.settle()
+    def _apply_news(self, news: int) -> None:
+        """Exchange the news of any rank: keys first, then the table, which names them."""
+        self.sync_keys()
         if news == _TABLE and self._leader is not None:
             is_leader = self.ranks.rank == 0
             text = self.ranks.share(self._leader.take_news() if is_leader else "")
@@ -339,9 +338,9 @@ class RankedDispatcher:
         """Return this rank's own facts, in a step where nothing can differ."""
         if self._keys.has_news and self.ranks.size > 1:
             error = RankError(
-                "A graph of this rank changed since the ranks last settled, and they exchange "
-                "nothing in this step: the others would go on with it. Call settle() on all "
-                "ranks after such a change, or set check_every.",
+                "A graph of this rank changed, and ranks exchange nothing in this step, so the "
+                "others would still use it. After such a change, call sync_keys() on all "
+                "ranks, or set check_every.",
                 step=self.step,
                 reason="differs",
             )

@@ -15,13 +15,13 @@ class SharedKeys:
     """Withholds, on this rank, the keys that another rank cannot run.
 
     A key is withheld by disabling it in the registry; it is enabled again when all ranks
-    have it. Every change of a key is news to be settled before the next decision.
+    have it. Every change of a key must be exchanged before the next decision.
 
     Args:
-        dispatcher: Whose keys.
+        dispatcher: The dispatcher with the keys.
 
     Attributes:
-        has_news: A key changed here since the ranks last settled.
+        has_news: A key changed here since the last exchange.
         withheld: Keys that are ready here and not used, with the ranks (by index) that
             cannot run them and why.
     """
@@ -31,7 +31,7 @@ class SharedKeys:
         self.has_news: bool = True
         self.withheld: dict[GraphKey, dict[int, str]] = {}
         self._disabled_by_user: set[GraphKey] = set()
-        self._is_settling = False
+        self._is_merging = False
         self._unsubscribe = self._registry.subscribe(self._on_event)
 
     def close(self) -> None:
@@ -52,19 +52,19 @@ class SharedKeys:
                 lost[str(key)] = (entry.reason if entry is not None else "") or why
         return json.dumps({"ready": sorted(ready), "lost": lost})
 
-    def settle(self, reports: Sequence[str]) -> dict[GraphKey, dict[int, str]]:
-        """Withhold what is not ready on every rank, and give back what is now.
+    def merge_reports(self, reports: Sequence[str]) -> dict[GraphKey, dict[int, str]]:
+        """Withhold keys that are not ready on every rank, and release those that now are.
 
         Args:
-            reports: Those of all ranks, in order.
+            reports: The reports of all ranks, in order.
 
         Returns:
-            The keys that some rank cannot run: the ranks (by index) and why.
+            The keys that some rank cannot run, with the ranks (by index) and the reasons.
         """
         everyone = [json.loads(text) for text in reports]
         ready = [set(each["ready"]) for each in everyone]
         lost: dict[GraphKey, dict[int, str]] = {}
-        with self._settling():
+        with self._merging():
             for key in tuple(self._registry):
                 name = str(key)
                 why = {
@@ -84,21 +84,21 @@ class SharedKeys:
 
     def give_all_back(self) -> None:
         """Withhold nothing, before captures."""
-        with self._settling():
+        with self._merging():
             for key in tuple(self.withheld):
                 self._give_back(key)
 
     # -- inside -------------------------------------------------------------------------
 
     @contextmanager
-    def _settling(self) -> Iterator[None]:
+    def _merging(self) -> Iterator[None]:
         # Under the registry's lock: what another thread changes meanwhile is news, and waits.
         with self._registry.lock:
-            self._is_settling = True
+            self._is_merging = True
             try:
                 yield
             finally:
-                self._is_settling = False
+                self._is_merging = False
 
     def _give_back(self, key: GraphKey) -> None:
         """Withhold a key no longer; a user's own wish stays."""
@@ -118,7 +118,7 @@ class SharedKeys:
         return None
 
     def _on_event(self, event: RegistryEvent) -> None:
-        if self._is_settling:
+        if self._is_merging:
             return
         self.has_news = True
         if event.after is None:

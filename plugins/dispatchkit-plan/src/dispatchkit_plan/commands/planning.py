@@ -23,7 +23,7 @@ from dispatchkit.errors import ConfigError
 from dispatchkit.keys import check_count
 
 if TYPE_CHECKING:
-    from dispatchkit_plan import Emitted, GridPlan, OwnSizesPlan, Plan
+    from dispatchkit_plan import EngineSettings, GridPlan, OwnSizesPlan, Plan
 
 
 class FitOn(enum.StrEnum):
@@ -313,7 +313,7 @@ def show(made: Plan, out: Console) -> None:
     out.print(table(columns, rows, right=[1, 2, 3]))
 
 
-def _print_own_sizes(made: OwnSizesPlan, settings: Emitted | None, *, as_json: bool) -> None:
+def _print_own_sizes(made: OwnSizesPlan, settings: EngineSettings | None, *, as_json: bool) -> None:
     if as_json:
         value = made.to_json()
         if settings is not None:
@@ -407,7 +407,7 @@ def _kind(uniform: bool | None, num_active_loras: int | None) -> str:
     return f"{words or 'any'}, {num_active_loras} adapters"
 
 
-def show_settings(settings: Emitted, out: Console) -> None:
+def show_settings(settings: EngineSettings, out: Console) -> None:
     """Print settings of an engine, to paste."""
     out.print(Text(f"\nFor {settings.engine} (sizes count {settings.means})", style="bold"))
     print(settings.text)  # whole lines: what is pasted must not be wrapped

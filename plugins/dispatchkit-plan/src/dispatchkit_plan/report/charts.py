@@ -16,7 +16,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-__all__ = ["Band", "Bars", "Chart", "Line", "Lines", "Pairs", "Series", "Shares", "Stacked", "text"]
+__all__ = [
+    "Band",
+    "Bars",
+    "Chart",
+    "Line",
+    "Lines",
+    "Pairs",
+    "Series",
+    "Shares",
+    "StackedBars",
+    "text",
+]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 14.0, 12.0, 44.0
 _CHAR = 6.6  # mean width of a letter at 12 px
@@ -201,7 +212,7 @@ class _Frame:
 
 
 @attrs.frozen(kw_only=True)
-class Stacked(Chart):
+class StackedBars(Chart):
     """Bars side by side, one for each category, of stacked values.
 
     Attributes:

@@ -8,8 +8,17 @@ from pathlib import PurePath
 from dispatchkit.errors import DispatchkitError
 
 from dispatchkit_plan.report.account import Account, AccountedDecision
-from dispatchkit_plan.report.charts import Band, Bars, Line, Lines, Pairs, Series, Shares, Stacked
-from dispatchkit_plan.report.page import Figure, Missing, Report, Table, Tile
+from dispatchkit_plan.report.charts import (
+    Band,
+    Bars,
+    Line,
+    Lines,
+    Pairs,
+    Series,
+    Shares,
+    StackedBars,
+)
+from dispatchkit_plan.report.page import Figure, MissingFigure, Report, Table, Tile
 
 __all__ = ["MODE_NAMES", "WastePlan", "report_of_account", "waste_figure", "waste_plan"]
 
@@ -40,11 +49,11 @@ def waste_plan(source: object, max_size: int) -> WastePlan | str:
 
 def waste_figure(
     plan: WastePlan | str, own: Sequence[tuple[str, int, float]], max_size: int
-) -> Figure | Missing:
+) -> Figure | MissingFigure:
     """Return waste against number of graphs, with vLLM's points and one's own on the curve."""
     title = "Waste against number of graphs"
     if isinstance(plan, str):
-        return Missing("waste", title, plan)
+        return MissingFigure("waste", title, plan)
     curve, rivals = plan
     names = {"vllm-default": "vLLM default", "vllm-interactivity": "vLLM interactivity"}
     marks = [
@@ -150,11 +159,11 @@ def _by_bucket(account: Account) -> dict[int, list[AccountedDecision]]:
     return {bucket: groups[bucket] for bucket in sorted(groups, key=lambda one: one or 0) if bucket}
 
 
-def _padding(account: Account) -> Figure | Missing:
+def _padding(account: Account) -> Figure | MissingFigure:
     title = "Padding over sizes"
     buckets = _by_bucket(account)
     if not buckets:
-        return Missing("padding", title, "No step replayed a graph, so nothing was padded.")
+        return MissingFigure("padding", title, "No step replayed a graph, so nothing was padded.")
     shares, rows = [], []
     for bucket, group in buckets.items():
         real = sum(one.steps * one.num_tokens for one in group)
@@ -168,7 +177,7 @@ def _padding(account: Account) -> Figure | Missing:
         title,
         "Padded tokens of each bucket, as per cent of its real ones. "
         f"Bucket {worst[1]} has the most, {worst[0]:.0f}%.",
-        Stacked(
+        StackedBars(
             label=title,
             categories=tuple(map(str, buckets)),
             series=(Series("padding", "padding", tuple(shares)),),
@@ -182,11 +191,11 @@ def _padding(account: Account) -> Figure | Missing:
     )
 
 
-def _tokens(account: Account) -> Figure | Missing:
+def _tokens(account: Account) -> Figure | MissingFigure:
     title = "Tokens over sizes"
     buckets = _by_bucket(account)
     if not buckets:
-        return Missing("tokens", title, "No step replayed a graph.")
+        return MissingFigure("tokens", title, "No step replayed a graph.")
     real = [sum(one.steps * one.num_tokens for one in group) for group in buckets.values()]
     extra = [sum(one.steps * one.decision.padding for one in group) for group in buckets.values()]
     most = max(zip(extra, buckets, strict=True))
@@ -195,7 +204,7 @@ def _tokens(account: Account) -> Figure | Missing:
         title,
         "Rows computed in each bucket, and so where padding costs most: "
         f"bucket {most[1]}, with {most[0]:,} rows of padding.",
-        Stacked(
+        StackedBars(
             label=title,
             categories=tuple(map(str, buckets)),
             series=(
@@ -209,11 +218,11 @@ def _tokens(account: Account) -> Figure | Missing:
     )
 
 
-def _over_time(account: Account) -> Figure | Missing:
+def _over_time(account: Account) -> Figure | MissingFigure:
     title = "Mode share over time"
     if not account.has_order:
         why = f"{PurePath(account.source).name} counts steps and not their order."
-        return Missing("modes", title, why)
+        return MissingFigure("modes", title, why)
     ends, done, rows = [], 0, []
     for part in account.bins:
         done += sum(part.modes.values())
@@ -234,11 +243,11 @@ def _over_time(account: Account) -> Figure | Missing:
     )
 
 
-def _times(account: Account) -> Figure | Missing:
+def _times(account: Account) -> Figure | MissingFigure:
     title = "Time per bucket and arm"
     buckets = _by_bucket(account)
     if not buckets:
-        return Missing("times", title, "No step replayed a graph.")
+        return MissingFigure("times", title, "No step replayed a graph.")
     replay, eager, rows = [], [], []
     for bucket, group in buckets.items():
         steps = sum(one.steps for one in group)

@@ -9,7 +9,7 @@ from dispatchkit.errors import ConfigError
 
 from dispatchkit_plan.report.charts import Band, Bars, Line, Lines
 from dispatchkit_plan.report.from_account import LEAST_WASTE, MODE_NAMES
-from dispatchkit_plan.report.page import Figure, Missing, Report, Table, Tile
+from dispatchkit_plan.report.page import Figure, MissingFigure, Report, Table, Tile
 
 __all__ = ["report_of_simulations"]
 
@@ -71,7 +71,7 @@ def report_of_simulations(rows: Sequence[Mapping[str, Any]], *, source: str) -> 
             _time(checked),
             _waste(checked),
             _reasons(checked),
-            Missing(
+            MissingFigure(
                 "padding",
                 "Padding over sizes",
                 "A simulation holds totals only. `dispatchkit report TRACE` shows each size, and "
@@ -185,10 +185,10 @@ def _waste(rows: Sequence[Mapping[str, Any]]) -> Figure:
     )
 
 
-def _reasons(rows: Sequence[Mapping[str, Any]]) -> Figure | Missing:
+def _reasons(rows: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     names = list(dict.fromkeys(reason for row in rows for reason in row["misses"]))
     if not names:
-        return Missing("reasons", "Reasons for eager", "No step of any scenario ran eager.")
+        return MissingFigure("reasons", "Reasons for eager", "No step of any scenario ran eager.")
     css = {name: _REASON_COLOURS[i % len(_REASON_COLOURS)] for i, name in enumerate(names)}
     bands = tuple(
         Band(

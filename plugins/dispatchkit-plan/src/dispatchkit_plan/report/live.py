@@ -16,9 +16,9 @@ from dispatchkit.files import write_whole
 from dispatchkit.keys import whole_number
 
 from dispatchkit_plan.report.account import MAX_BINS
-from dispatchkit_plan.report.charts import Band, Bars, Pairs, Series, Shares, Stacked
+from dispatchkit_plan.report.charts import Band, Bars, Pairs, Series, Shares, StackedBars
 from dispatchkit_plan.report.from_account import MODE_NAMES
-from dispatchkit_plan.report.page import Figure, Missing, Report, Table, Tile
+from dispatchkit_plan.report.page import Figure, MissingFigure, Report, Table, Tile
 
 __all__ = ["STATISTICS_FORMAT", "LiveStatistics", "report_of_statistics"]
 
@@ -149,7 +149,7 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
         figures=(
             _padding(last),
             _over_time(samples),
-            Missing(
+            MissingFigure(
                 "waste",
                 "Waste against number of graphs",
                 "Counters do not hold the sizes of batches. Record a trace (`dispatchkit record`), "
@@ -210,7 +210,7 @@ def _check_count(value: Any, where: str) -> None:
         raise ConfigError(where, value, "a count, in " + _NOT_STATISTICS)
 
 
-def _padding(last: Mapping[str, Any]) -> Figure | Missing:
+def _padding(last: Mapping[str, Any]) -> Figure | MissingFigure:
     title = "Padding over sizes"
     buckets: dict[int, list[int]] = {}
     for key, steps in last["hits"].items():
@@ -221,7 +221,7 @@ def _padding(last: Mapping[str, Any]) -> Figure | Missing:
             sums[1] += last["hit_tokens"].get(key, 0)
     buckets = {size: sums for size, sums in sorted(buckets.items()) if sums[0]}
     if not buckets:
-        return Missing("padding", title, "No step replayed a graph, so nothing was padded.")
+        return MissingFigure("padding", title, "No step replayed a graph, so nothing was padded.")
     shares = [
         100.0 * max(0, size * steps - real) / real if real else 0.0
         for size, (steps, real) in buckets.items()
@@ -234,7 +234,7 @@ def _padding(last: Mapping[str, Any]) -> Figure | Missing:
         "padding",
         title,
         "Padded tokens of each bucket, as per cent of its real ones.",
-        Stacked(
+        StackedBars(
             label=title,
             categories=tuple(map(str, buckets)),
             series=(Series("padding", "padding", tuple(shares)),),
@@ -246,7 +246,7 @@ def _padding(last: Mapping[str, Any]) -> Figure | Missing:
     )
 
 
-def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | Missing:
+def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     ends: list[int] = []
     parts: list[dict[str, int]] = []
     before: Mapping[str, int] = {}
@@ -261,7 +261,7 @@ def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | Missing:
             parts.append({mode: max(0, count) for mode, count in part.items()})
         before = now
     if not parts:
-        return Missing("modes", "Mode share over time", "No step has run yet.")
+        return MissingFigure("modes", "Mode share over time", "No step has run yet.")
     series = tuple(
         Series(name, css, tuple(float(part[mode]) for part in parts))
         for mode, (name, css) in MODE_NAMES.items()
@@ -274,7 +274,7 @@ def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | Missing:
     )
 
 
-def _times(buckets: Any, source: str) -> Figure | Missing:
+def _times(buckets: Any, source: str) -> Figure | MissingFigure:
     title = "Time per bucket and arm"
     rows, names, replay, eager = [], [], [], []
     for bucket in buckets if isinstance(buckets, list) else ():
@@ -295,7 +295,7 @@ def _times(buckets: Any, source: str) -> Figure | Missing:
             replay.append(best.get(False, 0.0))
             eager.append(best.get(True, 0.0))
     if not names:
-        return Missing(
+        return MissingFigure(
             "times",
             title,
             "The policy measures no steps. With one that learns, such as adaptive, its medians "

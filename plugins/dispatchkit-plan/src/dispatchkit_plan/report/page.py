@@ -10,7 +10,7 @@ import attrs
 from dispatchkit_plan.report.charts import Chart, text
 from dispatchkit_plan.report.style import PAGE
 
-__all__ = ["Figure", "Missing", "Report", "Table", "Tile", "render"]
+__all__ = ["Figure", "MissingFigure", "Report", "Table", "Tile", "render"]
 
 _WIDE = (540.0, 320.0)
 _NARROW = (330.0, 290.0)
@@ -72,7 +72,7 @@ class Figure:
 
 
 @attrs.frozen
-class Missing:
+class MissingFigure:
     """A plot that cannot be drawn from what is there.
 
     Attributes:
@@ -104,7 +104,7 @@ class Report:
     summary: str
     facts: tuple[tuple[str, str], ...]
     tiles: tuple[Tile, ...]
-    figures: tuple[Figure | Missing, ...]
+    figures: tuple[Figure | MissingFigure, ...]
     tables: tuple[tuple[str, str, Table], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -161,8 +161,8 @@ def _body(report: Report) -> Iterable[str]:
         yield "</section>"
     yield '<section class="figures">'
     # What cannot be drawn comes last, and takes a line each.
-    for figure in sorted(report.figures, key=lambda one: isinstance(one, Missing)):
-        yield from _missing(figure) if isinstance(figure, Missing) else _figure(figure)
+    for figure in sorted(report.figures, key=lambda one: isinstance(one, MissingFigure)):
+        yield from _missing(figure) if isinstance(figure, MissingFigure) else _figure(figure)
     yield "</section>"
     for title, caption, table in report.tables:
         yield f'<section class="card"><h2>{text(title)}</h2><p>{prose(caption)}</p>'
@@ -191,7 +191,7 @@ def _figure(figure: Figure) -> Iterable[str]:
     yield "</figure>"
 
 
-def _missing(figure: Missing) -> Iterable[str]:
+def _missing(figure: MissingFigure) -> Iterable[str]:
     yield (
         f'<section class="card missing" id="{text(figure.name)}"><h2>{text(figure.title)}</h2>'
         f"<p>{prose(figure.why)}</p></section>"
