@@ -358,9 +358,7 @@ class Dispatcher:
                 )
             if problem is not None:
                 raise self._fault("observe", problem, answer)
-            # Before the plan is made: plans of one-shot decisions are always measured.
-            answer = attrs.evolve(answer, one_shot=update.one_shot)
-            decision = self._bound(answer, batch)
+            decision = self._bound(answer, batch, one_shot=update.one_shot)
             if update.one_shot:
                 table.put_one_shot(cell, decision)
             else:
@@ -618,30 +616,25 @@ class Dispatcher:
     def _blame(self, error: PolicyError, num_tokens: int | None = None) -> None:
         self._faults.add(error, num_tokens, self.epoch)
 
-    def _bound(self, decision: Decision, batch: Batch) -> Decision:
+    def _bound(self, decision: Decision, batch: Batch, *, one_shot: bool = False) -> Decision:
         """Bind an answer to the cell of a batch; the executor prepares its plan."""
-        decision = self._limited(decision, batch, next(self._revisions))
-        if self.bind is None:
-            return decision
-        return attrs.evolve(decision, plan=self.bind(decision, batch))
+        # One-shot before the plan is made, which then measures every step.
+        decision = self._limited(decision, batch, next(self._revisions), one_shot=one_shot)
+        return decision if self.bind is None else decision.with_plan(self.bind(decision, batch))
 
-    def _limited(self, decision: Decision, batch: Batch, revision: int = 0) -> Decision:
+    def _limited(
+        self, decision: Decision, batch: Batch, revision: int = 0, *, one_shot: bool = False
+    ) -> Decision:
         """Return an answer with its cell's tokens and the number of requests it holds for."""
         bound = ANY_NUM_REQS
         if decision.parts:
             bound = _most_reqs(decision.parts)
         elif decision.key is not None and decision.key.descriptor.num_reqs is not None:
             bound = decision.key.descriptor.num_reqs
-        return attrs.evolve(
-            decision,
-            num_tokens=batch.num_tokens,
-            # Numbers above the limit fail the same comparison and are then validated.
-            max_num_reqs=min(
-                bound, decision.max_num_reqs, batch.num_tokens, self.config.max_num_seqs
-            ),
-            policy=decision.policy or self._epoch.proposal.parts.name,
-            revision=revision,
-        )
+        # Numbers above the limit fail the same comparison and are then validated.
+        bound = min(bound, decision.max_num_reqs, batch.num_tokens, self.config.max_num_seqs)
+        policy = decision.policy or self._epoch.proposal.parts.name
+        return decision.at(batch.num_tokens, bound, policy, revision, one_shot)
 
     def _is_lost(self, answer: Any) -> bool:
         """Distinguish a choice that was possible before from one that never was."""

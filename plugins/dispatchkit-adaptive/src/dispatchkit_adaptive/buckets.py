@@ -15,7 +15,7 @@ import attrs
 from dispatchkit import Batch, BatchDescriptor, CellUpdate, Decision, GraphKey, RuntimeMode
 from dispatchkit.dispatch import Part, named_graphs
 
-from dispatchkit_adaptive.arms import Arm
+from dispatchkit_adaptive.arms import Arm, Curve
 from dispatchkit_adaptive.ledger import Stakes
 
 __all__ = ["ArmId", "Band", "Bucket", "Graphs"]
@@ -27,7 +27,7 @@ Band = BatchDescriptor
 ArmId = Graphs | Band
 
 # Probes that are taken back after one step: some microseconds.
-MOST_DROPPED = 4
+MOST_DROPPED = 2
 
 
 def arm_of(decision: Decision) -> Graphs | None:
@@ -109,7 +109,8 @@ class Bucket:
         graph: The graphs in use; None where there are none.
         limit: Eager is used up to so many tokens.
         sizes: Fewest and most tokens of the batches asked for.
-        measured: Its arms that today's regime has samples of; None where that may have changed.
+        measured: Its arms with samples, of steps that began idle and of those behind other work;
+            None where that may have changed.
         waiting: Batches with a probe that has no outcome yet, and the arm to try.
         needless: Those whose arm was tried meanwhile.
         last_step: Step of the last outcome.
@@ -126,7 +127,9 @@ class Bucket:
     graph: Graphs | None = attrs.field(init=False)
     limit: float = attrs.field(init=False)
     sizes: tuple[int, int] = (0, 0)
-    measured: dict[ArmId, Arm] | None = attrs.field(default=None, repr=False)
+    measured: tuple[dict[ArmId, Arm], dict[ArmId, Arm]] | None = attrs.field(
+        default=None, repr=False
+    )
     waiting: dict[Batch, ArmId] = attrs.field(factory=dict, repr=False)
     needless: list[Batch] = attrs.field(factory=list, repr=False)
     last_step: int = 0
@@ -190,7 +193,7 @@ class Bucket:
             self.waiting.pop(batch, None)
         return [CellUpdate(batch, None, one_shot=True) for batch in dropped]
 
-    def choose(self, known: Mapping[ArmId, Arm], stakes: Stakes) -> list[CellUpdate]:
+    def choose(self, known: Mapping[ArmId, Curve], stakes: Stakes) -> list[CellUpdate]:
         """Choose anew from what is known; return the cells whose answer changes."""
         before = self.graph, self.limit
         base = known.get(self.base_arm)
@@ -210,7 +213,7 @@ class Bucket:
         batch = attrs.evolve(self.example, num_tokens=int(first))
         return [CellUpdate(batch, None, up_to=int(last))]
 
-    def _choose_graph(self, known: Mapping[ArmId, Arm], stakes: Stakes, base: Arm) -> None:
+    def _choose_graph(self, known: Mapping[ArmId, Curve], stakes: Stakes, base: Curve) -> None:
         """Choose among graphs; one other than the base's has to be covered and better."""
         if self.base_arm is self.band:
             base_log, over = math.inf, math.inf
@@ -237,7 +240,7 @@ class Bucket:
             if log_us + (2.5 * change if self.is_detour(graph) else change) < now.log_us(1):
                 self.graph = graph
 
-    def _choose_limit(self, known: Mapping[ArmId, Arm], stakes: Stakes, base: Arm) -> None:
+    def _choose_limit(self, known: Mapping[ArmId, Curve], stakes: Stakes, base: Curve) -> None:
         """Choose up to how many tokens eager is used rather than the graph."""
         eager = known.get(self.band) if self.band else None
         graph = known.get(self.graph) if self.graph else None
@@ -264,7 +267,9 @@ class Bucket:
     def _decision(self, arm: ArmId, num_tokens: int) -> Decision:
         base = self.base
         if arm == self.base_arm and len(base.keys) < 2:
-            return attrs.evolve(base, timed=True)
+            # With the arm's own key: what is identical is found without comparing it.
+            key = arm[0] if isinstance(arm, tuple) else None
+            return attrs.evolve(base, key=key, timed=True)
         if arm == self.base_arm and isinstance(arm, tuple):
             parts = replay_of(arm, num_tokens, base.reason).parts
             return attrs.evolve(base, parts=parts, timed=True)

@@ -1,0 +1,297 @@
+"""Policies where a host submits and a device runs: two simulated clocks with a queue between them.
+
+``bench/policies.py`` has one clock, on which an arm takes one time. On a GPU a step takes the host
+its launches and the device its kernels. Which of the two counts depends on the other steps: a
+host that is ahead is hidden, and one that is not has the device wait. Here both clocks run, with
+what the arms took on an H200, with noise, and a host of several speeds. A policy hears what a
+runner tells it: one steady step in 16, read once the device is done and another step is measured.
+What that costs the host is added: each outcome, each cell that is filled again, each measured step.
+Blocks of 50 steps are waited for, as in ``bench/policies_gpu.py``.
+
+``over`` is the time of ``adaptive`` over that of the best fixed arms, eager or the graph for each
+bucket; ``gain`` is that of ``vllm`` over its own.
+
+    python bench/policies_host.py
+    python bench/policies_host.py --hosts 480 --traces azure_conv_high --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from dispatchkit import DispatchConfig, Dispatcher, Outcome, load_plugins
+from dispatchkit.observe.trace import read_trace
+
+TRACES = Path(__file__).resolve().parents[1] / "tests" / "data" / "traces"
+BLOCK = 50
+EARLY = 2000
+#: Microseconds of the host: a replay, what comes between two steps, events of a measured step, an
+#: outcome, a cell with its plan, and a wait for the device.
+REPLAY_US, BETWEEN_US, EVENTS_US, OUTCOME_US, FILL_US, WAIT_US = 25.0, 15.0, 8.0, 30.0, 25.0, 20.0
+#: Launches that a stream takes, and those of an eager step.
+QUEUE, LAUNCHES = 1000, 28
+#: An MLP of 8 x 4096 in bfloat16 on an H200, microseconds of the device by tokens.
+GRAPHS = {512: 264.0, 768: 370.0, 1024: 467.0, 2048: 971.0}
+EAGER = {
+    1: 147.0,
+    140: 165.0,
+    233: 210.0,
+    373: 263.0,
+    512: 268.0,
+    606: 307.0,
+    768: 374.0,
+    908: 442.0,
+    1024: 488.0,
+    1025: 529.0,
+    1211: 594.0,
+    1397: 713.0,
+    1583: 799.0,
+    1770: 886.0,
+    2048: 971.0,
+}
+KNOWN = list(EAGER)
+
+
+def eager_us(num_tokens: int) -> float:
+    """Return what the device takes for an eager step; between known sizes by a straight line."""
+    index = max(bisect_left(KNOWN, num_tokens), 1)
+    low, high = KNOWN[index - 1], KNOWN[index]
+    share = (num_tokens - low) / (high - low)
+    return EAGER[low] + share * (EAGER[high] - EAGER[low])
+
+
+def top_of(num_tokens: int) -> int:
+    return next(size for size in GRAPHS if size >= num_tokens)
+
+
+@attrs.define
+class Clocks:
+    """A host that submits steps and a device that runs them.
+
+    Attributes:
+        eager_host_us: What the host takes to submit an eager step.
+        host_us: The host's clock.
+        device_us: When the device is done with all that was submitted.
+    """
+
+    eager_host_us: float
+    chance: random.Random
+    host_us: float = 0.0
+    device_us: float = 0.0
+    _running: deque[tuple[float, int]] = attrs.field(factory=deque)
+    _launches: int = 0
+
+    def step(self, graph: int, num_tokens: int) -> tuple[float, float, bool]:
+        """Submit a step; return its start and end on the device, and whether work was ahead."""
+        launches = 1 if graph else LAUNCHES
+        host = REPLAY_US if graph else self.eager_host_us
+        host *= max(0.5, self.chance.gauss(1.0, 0.1))
+        device = GRAPHS[graph] if graph else eager_us(num_tokens)
+        device *= max(0.5, self.chance.gauss(1.0, 0.02))
+        if self.chance.random() < 0.003:
+            host += 1000.0
+        begun, queued = self.host_us, self.device_us > self.host_us
+        self.host_us += host
+        while self._running and self._running[0][0] <= begun:
+            self._launches -= self._running.popleft()[1]
+        while self._launches + launches > QUEUE:
+            done, freed = self._running.popleft()
+            self._launches -= freed
+            self.host_us = max(self.host_us, done + host / 2)
+        start = max(self.device_us, begun + 3.0)
+        end = max(start + device, self.host_us + device / launches)
+        self.device_us = end
+        self._running.append((end, launches))
+        self._launches += launches
+        return start, end, queued
+
+    def wait(self) -> None:
+        """Have the host wait for the device."""
+        self.host_us = max(self.host_us, self.device_us) + WAIT_US
+        self._running.clear()
+        self._launches = 0
+
+
+class Server:
+    """Serves steps with a policy, as a runner does.
+
+    Args:
+        policy: The policy.
+        clocks: Where the steps run.
+        sample_every: One steady step in so many is measured.
+    """
+
+    def __init__(self, policy: Any, clocks: Clocks, sample_every: int = 16) -> None:
+        self.policy, self.clocks, self.sample_every = policy, clocks, sample_every
+        config = DispatchConfig(mode="FULL", max_num_tokens=2048, sizes=tuple(GRAPHS))
+        self.table = Dispatcher(policy, config, strict=True)
+        for key in self.table.registry:
+            self.table.registry.captured(key, object())
+        self.told = self.filled = self.eager = self.probes = 0
+        self._pending: deque[tuple[Outcome, float]] = deque()
+        self._step = self._due = 0
+        self._calibrate()
+        for num_tokens in range(1, 2049):
+            self.table.dispatch(num_tokens)
+        decide = policy.decide
+
+        def counted(*args: Any) -> Any:
+            self.filled += 1
+            return decide(*args)
+
+        policy.decide = counted
+        clocks.host_us = clocks.device_us = 0.0
+
+    def _calibrate(self) -> None:
+        wants = getattr(self.policy, "calibration_runs", lambda graphs: ())
+        while runs := wants(self.table.graphs):
+            for run in runs:
+                for _ in range(run.runs):
+                    self.clocks.wait()
+                    for kind in ("idle", "queued"):
+                        if kind == "queued" and run.decision.key is None:
+                            self.clocks.step(2048, 2048)
+                        self._tell(self._run(run.decision, run.batch)[0])
+
+    def _run(self, decision: Any, batch: Any) -> tuple[Outcome, float]:
+        graph = decision.key.num_tokens if decision.key else 0
+        start, end, queued = self.clocks.step(graph, batch.num_tokens)
+        return Outcome(batch, decision, end - start, queued=queued, step=self._step), end
+
+    def _tell(self, outcome: Outcome) -> None:
+        self.table.observe(outcome)
+        self.told += 1
+
+    def serve(self, num_tokens: int) -> None:
+        """Serve a batch."""
+        clocks = self.clocks
+        clocks.host_us += BETWEEN_US
+        self._step += 1
+        before = self.filled
+        decision = self.table.dispatch(num_tokens)
+        clocks.host_us += FILL_US * (self.filled - before)
+        is_due = decision.timed and (decision.one_shot or self._step >= self._due)
+        if is_due:
+            clocks.host_us += EVENTS_US
+            self._due = self._step + self.sample_every * getattr(self.policy, "pace", 1)
+        ran = self._run(decision, self.table.batch(num_tokens))
+        self.eager += decision.key is None
+        self.probes += decision.reason == "probe"
+        if not is_due:
+            return
+        self._pending.append(ran)
+        while self._pending and self._pending[0][1] <= clocks.host_us:
+            self._tell(self._pending.popleft()[0])
+            clocks.host_us += OUTCOME_US
+
+
+def traffic(name: str, count: int) -> list[int]:
+    """Return the sizes of the steps, 1 to 2048."""
+    if name == "uniform":
+        chance = random.Random(1)
+        return [chance.randint(1, 2048) for _ in range(count)]
+    read = [step.num_tokens for step in read_trace(TRACES / f"step_{name}.csv.gz")]
+    fitting = [size for size in read if 1 <= size <= 2048]
+    return [fitting[index % len(fitting)] for index in range(count)]
+
+
+def fixed_us(
+    steps: Iterable[int], limits: dict[int, float], host: float, seed: int
+) -> tuple[float, float]:
+    """Return what fixed arms take in all and at first: eager up to a limit in each bucket."""
+    clocks, early = Clocks(host, random.Random(seed)), 0.0
+    for index, num_tokens in enumerate(steps):
+        if index % BLOCK == 0:
+            clocks.wait()
+        if index == EARLY:
+            early = clocks.host_us
+        clocks.host_us += BETWEEN_US
+        top = top_of(num_tokens)
+        clocks.step(0 if num_tokens <= limits[top] else top, num_tokens)
+    clocks.wait()
+    return clocks.host_us, early
+
+
+def best_us(steps: list[int], host: float, seed: int) -> tuple[float, float]:
+    """Return what the best fixed arms take, of each bucket's graph and eager."""
+    small = [top for top in GRAPHS if top < 2048]
+    choices = itertools.product((False, True), repeat=len(small))
+    limits = [{top: top * at for top, at in zip(small, each, strict=True)} for each in choices]
+    return min(fixed_us(steps, {**each, 2048: 2000.0}, host, seed) for each in limits)
+
+
+def serve(trace: str, host: float, seed: int, count: int) -> dict[str, Any]:
+    """Serve a trace with ``adaptive``, and return what came of it."""
+    steps = traffic(trace, count)
+    best, best_early = best_us(steps, host, seed)
+    base, _ = fixed_us(steps, dict.fromkeys(GRAPHS, 0.0), host, seed)
+    clocks, early = Clocks(host, random.Random(seed)), 0.0
+    server = Server(load_plugins().create_policy("adaptive", seed=seed), clocks)
+    for index, num_tokens in enumerate(steps):
+        if index % BLOCK == 0:
+            clocks.wait()
+        if index == EARLY:
+            early = clocks.host_us
+        server.serve(num_tokens)
+    clocks.wait()
+    return {
+        "bench": "policies_host",
+        "trace": trace,
+        "eager_host_us": host,
+        "seed": seed,
+        "steps": count,
+        "over": clocks.host_us / best,
+        "early_over": early / best_early,
+        "gain": base / clocks.host_us,
+        "told": server.told,
+        "filled": server.filled,
+        "eager": server.eager,
+        "probes": server.probes,
+    }
+
+
+def main() -> None:
+    """Print one line for each trace and host: means of the seeds."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--traces", default="uniform,azure_conv_high")
+    add("--hosts", default="270,400,480", help="microseconds to submit an eager step")
+    add("--steps", type=int, default=12_000)
+    add("--seeds", type=int, default=3)
+    add("--json", action="store_true", help="print one JSON object a run")
+    options = parser.parse_args()
+    for trace in options.traces.split(","):
+        for host in map(float, options.hosts.split(",")):
+            rows = [serve(trace, host, seed, options.steps) for seed in range(options.seeds)]
+            for row in rows if options.json else ():
+                print(json.dumps(row), flush=True)
+            if not options.json:
+                print(summary(rows), flush=True)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    mean = {
+        name: statistics.mean(row[name] for row in rows)
+        for name in ("over", "early_over", "gain", "told", "filled", "probes")
+    }
+    return (
+        f"{rows[0]['trace']:<16} host {rows[0]['eager_host_us']:.0f} us: over {mean['over']:.4f} "
+        f"(worst {max(row['over'] for row in rows):.4f}, first {EARLY} {mean['early_over']:.4f}), "
+        f"gain {mean['gain']:.3f}, {mean['told']:.0f} told, {mean['filled']:.0f} filled, "
+        f"{mean['probes']:.0f} probes"
+    )
+
+
+if __name__ == "__main__":
+    main()
