@@ -112,21 +112,26 @@ def mamba(hidden: int, layers: int, vocabulary: int) -> Any:
     )
 
 
-def marian(hidden: int, middle: int, layers: int, heads: int, vocabulary: int) -> Any:
-    """Return a Marian-like translator, an encoder-decoder."""
-    return transformers.MarianMTModel(
-        transformers.MarianConfig(
+def whisper(
+    hidden: int, middle: int, layers: int, heads: int, sources: int, vocabulary: int
+) -> Any:
+    """Return a Whisper-like model, an encoder-decoder with one length of sources."""
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
             vocab_size=vocabulary,
             d_model=hidden,
-            encoder_layers=layers,
+            encoder_layers=1,  # steps run the decoder alone
             decoder_layers=layers,
             encoder_attention_heads=heads,
             decoder_attention_heads=heads,
             encoder_ffn_dim=middle,
             decoder_ffn_dim=middle,
-            max_position_embeddings=4096,
+            max_source_positions=sources,
+            max_target_positions=4096,
             pad_token_id=0,
-            decoder_start_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
         )
     )
 
@@ -140,11 +145,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma3-tiny": lambda: gemma3(32, 64, 6, 4, 16, 97),
     "qwen3.5-tiny": lambda: qwen35(32, 64, 4, 4, 97),
     "mamba-tiny": lambda: mamba(32, 2, 97),
-    "marian-tiny": lambda: marian(32, 64, 2, 4, 97),
-    "gemma3": lambda: gemma3(1152, 4608, 12, 8, 256, 32000),
-    "qwen3.5": lambda: qwen35(1024, 2816, 12, 8, 32000),
-    "mamba": lambda: mamba(1024, 12, 32000),
-    "marian": lambda: marian(1024, 4096, 6, 16, 32000),
+    "whisper-tiny": lambda: whisper(32, 64, 2, 4, 30, 97),
+    "gemma3": lambda: gemma3(1152, 4608, 6, 8, 256, 32000),
+    "qwen3.5": lambda: qwen35(1024, 2816, 4, 8, 32000),
+    "mamba": lambda: mamba(1024, 8, 32000),
+    "whisper": lambda: whisper(512, 2048, 6, 8, 1500, 51865),
 }
 
 
@@ -193,10 +198,16 @@ class Case:
         self.stats = stats or dict
 
 
+def source_length(model: Any, args: argparse.Namespace) -> int:
+    """Return the positions of a source: of a model that has one length of them, or the cache's."""
+    length: int = getattr(model.config, "max_source_positions", args.length)
+    return length if model.config.is_encoder_decoder else 0
+
+
 def plain_step(model: Any, args: argparse.Namespace) -> tuple[Any, Any]:
     """Return the step on a cache of its own, and that cache."""
     found = probe(model, args.length)
-    memory = found.cache(args.most, args.length, args.length if found.cross else 0)
+    memory = found.cache(args.most, args.length, source_length(model, args))
     memory.source_mask.fill_(True)
     step = decode_step(found, memory, [args.length], model, wants_logits=False)
 
@@ -282,7 +293,7 @@ def compiled(model: Any, args: argparse.Namespace, mode: str) -> Case:
 def decoder_of(model: Any, args: argparse.Namespace, **options: Any) -> GraphDecoder:
     """Return the decoder for the largest batch on a cache of this length."""
     if model.config.is_encoder_decoder:
-        options["max_source_length"] = args.length
+        options["max_source_length"] = source_length(model, args)
     decoder = GraphDecoder(
         model,
         max_batch_size=args.most,

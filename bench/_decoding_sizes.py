@@ -17,6 +17,15 @@ def trace_sizes(args: argparse.Namespace) -> list[int]:
     return _batches(args, slice(0, args.trace_steps))
 
 
+def measured_sizes(args: argparse.Namespace) -> list[int]:
+    """Return the usual capture sizes, as far as batches that are measured are padded to them."""
+    usual = [one for one in (1, 2, 4, *range(8, 513, 8)) if one < args.most] + [args.most]
+    rows = list(args.batches) if {"fixed", "calls"} & set(args.parts) else []
+    if "trace" in args.parts:
+        rows += trace_sizes(args)
+    return sorted({next(size for size in usual if size >= one) for one in rows})
+
+
 def planned_sizes(args: argparse.Namespace) -> list[int]:
     """Return the capture sizes planned from what comes after the steps that are measured."""
     later = _batches(args, slice(args.trace_steps, None)) or trace_sizes(args)

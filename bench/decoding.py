@@ -1,4 +1,4 @@
-"""Decoding with transformers models: graphs here beside the ways a user has without them.
+r"""Decoding with transformers models: graphs here beside the ways a user has without them.
 
     python bench/decoding.py [--models NAME ...] [--batches N ...] [--steps N] [--rounds N]
         [--trace FILE] [--trace-steps N] [--eager-steps N] [--graphs N] [--length N] [--most N]
@@ -6,11 +6,11 @@
         [--parts trace fixed calls] [--compile] [--fill-cache]
 
 Random weights; every case decodes on one cache of the same size and gives the same tokens. A
-step takes a token for each row and returns the next, on the device. Cases take turns; the device
-is waited for at the end of a round alone.
+step takes a token for each row and returns the next, on the device. Cases take turns, those that
+compile after the others; the device is waited for at the end of a round alone.
 
 - ``eager``: the step, called plainly.
-- ``raw graphs``: torch.cuda.graph by hand, one for each size, on the same cache.
+- ``raw graphs``: torch.cuda.graph by hand, one for each size that is measured, on the same cache.
 - ``graphs``: GraphDecoder. ``graphs, compiled``: over kernels of torch.compile.
 - ``graphs, decode attention``, ``graphs, compiled, decode attention``: of the model with
   ``DECODE_ATTENTION``; all other cases but the next have the library's ``sdpa``.
@@ -54,6 +54,15 @@ cases can have processes of their own:
     done; wait
     python bench/decoding.py
 
+Models of the other kinds of layers (windows, linear attention, state space, encoder-decoder), each
+within a minute:
+
+    four="gemma3 qwen3.5 mamba whisper"
+    python bench/decoding.py --models $four --parts fixed --steps 30 --most 64 \
+        --cases eager "raw graphs" graphs reduce-overhead
+    python bench/decoding.py --models $four --parts trace --eager-steps 100 --rounds 2 --most 32 \
+        --cases eager "raw graphs" graphs "graphs, compiled" reduce-overhead
+
 Without a CUDA device tiny models run on the tape, which shows that it works and no speed;
 torch.compile is left out there unless ``--compile`` asks for it.
 """
@@ -92,7 +101,7 @@ from _decoding_cases import (
     tidy,
 )
 from _decoding_lines import Lines, spent_since
-from _decoding_sizes import evenly, planned_sizes, sizes_to_compile, trace_sizes
+from _decoding_sizes import evenly, measured_sizes, planned_sizes, sizes_to_compile, trace_sizes
 
 TRACE = Path(__file__).resolve().parent.parent / "tests/data/traces/step_azure_conv_low.csv.gz"
 
@@ -167,23 +176,29 @@ class Session:
 
     def fixed(self) -> None:
         """Steps of one batch size, everything captured and compiled before."""
-        for rows in self.args.batches:
-            traffic, given = f"batch {rows}", self.inputs(rows)
-            ready: list[Case] = []
-            fields = {}
-            for one in wanted(self.args, "fixed"):
-                if one == "default" and rows != self.args.batches[0]:
-                    continue
-                with self.lines.contained(traffic, one):
-                    before, case = compile_time(), self.case(one)
-                    for _ in range(3):
-                        case.run(*given)
-                    synchronize()
-                    case.stats()  # what follows is counted from here on
-                    ready.append(case)
-                    fields[one] = spent_since(before)
-            seconds = in_turns(ready, [given] * self.args.steps, self.args.rounds)
-            self.lines.report(traffic, ready, seconds, [rows] * self.args.steps, fields)
+        names = wanted(self.args, "fixed")
+        # What compiles comes last: a limit of time loses nothing else.
+        for group in (set(names) - set(COMPILED), set(names) & set(COMPILED)):
+            for rows in self.args.batches:
+                self._fixed(rows, [one for one in names if one in group])
+
+    def _fixed(self, rows: int, names: Sequence[str]) -> None:
+        traffic, given = f"batch {rows}", self.inputs(rows)
+        ready: list[Case] = []
+        fields = {}
+        for one in names:
+            if one == "default" and rows != self.args.batches[0]:
+                continue
+            with self.lines.contained(traffic, one):
+                before, case = compile_time(), self.case(one)
+                for _ in range(3):
+                    case.run(*given)
+                synchronize()
+                case.stats()  # what follows is counted from here on
+                ready.append(case)
+                fields[one] = spent_since(before)
+        seconds = in_turns(ready, [given] * self.args.steps, self.args.rounds)
+        self.lines.report(traffic, ready, seconds, [rows] * self.args.steps, fields)
 
     def calls(self) -> None:
         """``generate`` itself, of the library and through graphs: prompts, choices and all."""
@@ -316,7 +331,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fill-cache", action="store_true", help="compile, and measure nothing")
     args = parser.parse_args()
     args.batches = sorted(rows for rows in args.batches if rows <= args.most)
-    args.sizes = [one for one in (1, 2, 4, *range(8, 513, 8)) if one < args.most] + [args.most]
+    args.sizes = measured_sizes(args)
     args.planned = planned_sizes(args)
     return args
 

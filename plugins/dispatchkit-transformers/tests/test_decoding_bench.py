@@ -147,6 +147,14 @@ def test_what_the_aims_are_about_is_read_off_the_lines(bench):
     assert compared({"eager": 8.0}) == {}
 
 
+def test_only_sizes_that_are_measured_are_captured(bench):
+    from _decoding_sizes import measured_sizes
+
+    assert measured_sizes(arguments(bench, parts=["fixed"])) == [1, 8, 64]
+    assert measured_sizes(arguments(bench, parts=["trace"])) == [8, 16, 24, 32]
+    assert measured_sizes(arguments(bench, parts=["calls"], batches=[3], most=3)) == [3]
+
+
 def test_one_size_of_each_kind_is_compiled_for(bench):
     from _decoding_sizes import evenly, sizes_to_compile
 

@@ -689,7 +689,7 @@ def window_by_length():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (without_layers, "one that takes past_key_values"),
+        (without_layers, "one that takes cache or past_key_values or cache_params"),
         (sparse, "DynamicIndexedLayer"),
         (window_by_length, "a step on a static cache gives what the model gives"),
         (lambda: torch.nn.Linear(2, 2), "a model of transformers that generates text"),

@@ -19,15 +19,16 @@ from transformers.generation import (
 
 from dispatchkit.errors import ConfigError, InputError
 
+from dispatchkit_transformers.static_models import CACHE_NAMES
+
 # What generate() may have prepared for the model besides the prompt; a step makes its own.
 _UNDERSTOOD = frozenset(
     {
+        *CACHE_NAMES,
         "attention_mask",
-        "cache",
         "cache_position",
         "decoder_attention_mask",
         "logits_to_keep",
-        "past_key_values",
         "position_ids",
         "use_cache",
     }
@@ -244,7 +245,7 @@ def _check(decoder: RowDecoder, model: Any, config: Any, prepared: dict[str, Any
             "rows", decoder.num_rows, "0 when generate() is called", "drop() them or reset()."
         )
     check_options({**vars(config), **prepared})
-    for name in ("cache", "past_key_values"):
+    for name in CACHE_NAMES:
         given = prepared.get(name)
         if given is not None and _has_seen(given):
             raise ConfigError(

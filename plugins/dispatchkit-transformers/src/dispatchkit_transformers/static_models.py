@@ -21,6 +21,8 @@ from dispatchkit_transformers.slot_cache import SlotCache
 
 # Kinds of attention that take a mask of a step's own, and what it is made of.
 _ATTENTION = ("sdpa", "eager", DECODE_ATTENTION)
+#: What models call the argument that takes the cache: since 5.20 or so, before, and Mamba's before.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _ADVICE = "Decode it with the model's own generate()."
 
 # Two sequences of different length: what is wrong for rows at positions of their own shows.
@@ -75,7 +77,7 @@ class Probe:
         mask_of: Makes the mask its attention takes of one that is True where it may look.
         form: How it takes masks for layers that differ.
         prefix: What the names of the decoder's arguments begin with.
-        cache_name: The argument that takes the cache, which changed its name.
+        cache_name: The argument that takes the cache, one of ``CACHE_NAMES``.
         takes_last: It can be asked for the logits of the last position alone.
         takes_positions: It can be told the positions of its tokens.
         embeddings: Those of positions, where it can not.
@@ -242,9 +244,9 @@ def probe(model: Any, max_length: int) -> Probe:
     if limit is not None and max_length > limit:
         raise ConfigError("max_length", max_length, f"at most {limit}, the positions of {name}")
     parameters = inspect.signature(model.forward).parameters
-    cache_name = "cache" if "cache" in parameters else "past_key_values"
-    if cache_name not in parameters:
-        raise ConfigError("model", name, f"one that takes {cache_name}", _ADVICE)
+    cache_name = next((one for one in CACHE_NAMES if one in parameters), None)
+    if cache_name is None:
+        raise ConfigError("model", name, f"one that takes {' or '.join(CACHE_NAMES)}", _ADVICE)
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     takes_positions = f"{prefix}position_ids" in parameters
     first = next(model.parameters())
