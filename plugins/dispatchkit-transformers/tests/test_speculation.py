@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,22 +13,25 @@ transformers = pytest.importorskip("transformers")
 
 sys.path.insert(0, str(Path(__file__).parent))
 from decoder_classes import ENCODER_DECODER, FULL, RECURRENT, WINDOWS, tiny  # noqa: E402
+from drafting import DRAFTS, Known, served_with_drafts  # noqa: E402
 
 from dispatchkit.errors import ConfigError, DescriptorError, InputError  # noqa: E402
 
 from dispatchkit_transformers import (  # noqa: E402
+    DECODE_ATTENTION,
     DraftModel,
     GraphDecoder,
     PromptLookup,
     SpeculativeDecoder,
     slot_cache,
 )
+from dispatchkit_transformers.decode_step import compile_for_any_size  # noqa: E402
 from dispatchkit_transformers.layers.kept import kept_by  # noqa: E402
 
 # Loading the library takes longer than all other quick tests of a worker together.
 pytestmark = pytest.mark.slow
 
-MAX_LENGTH, DRAFTS = 40, 3
+MAX_LENGTH = 40
 # Prompts of these lengths get so many new tokens: windows of 8 are passed in both.
 PROMPTS, COUNTS = (3, 11, 4, 6, 2), (14, 9, 25, 19, 4)
 ASKED = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -59,66 +63,6 @@ def said_by(model, inputs, count):
     return model.generate(**inputs, max_new_tokens=count, **ASKED)[0, -count:].tolist()
 
 
-class Known:
-    """Drafts from what rows are known to say, some of them wrong.
-
-    Args:
-        chance: Of a draft to be right.
-        fewest: Of the drafts that a row has.
-    """
-
-    num_tokens = DRAFTS
-
-    def __init__(self, chance, fewest=DRAFTS):
-        self.chance, self.fewest = chance, fewest
-        self.maker = torch.Generator().manual_seed(0)
-        self.waiting, self.rows = [], []
-
-    def admit(self, input_ids, lengths):
-        for length in lengths:
-            self.rows.append((length, self.waiting.pop(0)))
-
-    def propose(self, tokens, positions, lengths):
-        assert positions.tolist() == list(lengths)
-        made = []
-        for (start, known), token, at in zip(self.rows, tokens.tolist(), lengths, strict=True):
-            assert known[at - start] == token
-            right = (known[at - start + 1 :] + [1] * DRAFTS)[:DRAFTS]
-            chances = torch.rand(DRAFTS, generator=self.maker).tolist()
-            count = int(torch.randint(self.fewest, DRAFTS + 1, (), generator=self.maker))
-            made.append(
-                [
-                    (one if chance < self.chance else (one + 7) % 97) if number < count else -1
-                    for number, (one, chance) in enumerate(zip(right, chances, strict=True))
-                ]
-            )
-        return torch.tensor(made)
-
-    def drop(self, order):
-        self.rows = [self.rows[row] for row in order]
-
-
-def served(loop, admit, counts):
-    """Serve requests that join and finish at different times; return the tokens of each."""
-    waiting, rows, said = list(range(len(counts))), [], [[] for _ in counts]
-    while waiting or rows:
-        while waiting and loop.num_rows < loop.decoder.max_batch_size:
-            number = waiting.pop(0)
-            admit(number)
-            rows.append(number)
-            said[number].append(int(loop.decoder.tokens[-1]))
-        for number, tokens in zip(rows, loop.step(), strict=True):
-            assert 1 <= len(tokens) <= DRAFTS + 1
-            said[number] += tokens
-        done = [row for row, number in enumerate(rows) if len(said[number]) >= counts[number]]
-        rows = [rows[row] for row in loop.drop(done)]
-    stats = loop.decoder.stats()
-    assert stats.moved > 0
-    assert stats.graphs["tokens"].steps == 0
-    assert not stats.graphs["drafts"].eager_by_reason
-    return [tokens[:count] for tokens, count in zip(said, counts, strict=True)]
-
-
 def serve_with(model, drafter, **settings):
     """Check the tokens of requests with drafts, in memory that has no numbers in it at first."""
     decoder = decoder_of(model, **settings)
@@ -133,7 +77,7 @@ def serve_with(model, drafter, **settings):
         loop.admit(prompts[number])
 
     want = [one[:count] for one, count in zip(known, COUNTS, strict=True)]
-    assert served(loop, admit, COUNTS) == want
+    assert served_with_drafts(loop, admit, COUNTS) == want
     return decoder.stats()
 
 
@@ -162,6 +106,16 @@ def test_tokens_are_those_of_generate(name, chance):
 def test_tokens_of_other_classes_are_those_of_generate(name):
     """With rows that have fewer drafts than the graph has places, or none."""
     serve_with(made(name), Known(0.7, fewest=0))
+
+
+def test_tokens_by_attention_made_for_decoding_are_those_of_generate():
+    serve_with(llama(attn_implementation=DECODE_ATTENTION), Known(0.7))
+
+
+def test_steps_with_drafts_may_be_compiled_whole():
+    torch._dynamo.reset()
+    compiler = partial(compile_for_any_size, backend="aot_eager")
+    serve_with(llama(), Known(0.7), lengths=[MAX_LENGTH], compile=compiler)
 
 
 @pytest.mark.parametrize("settings", [{"attention_chunk_size": 5}, {"attention_chunk_size": 37}])
@@ -204,7 +158,7 @@ def test_tokens_of_encoder_decoders_are_those_of_generate(name):
         loop.admit(start, encoder_outputs=given)
 
     want = [one[:count] for one, count in zip(known, COUNTS, strict=True)]
-    assert served(loop, admit, COUNTS) == want
+    assert served_with_drafts(loop, admit, COUNTS) == want
 
 
 # -- drafters -------------------------------------------------------------------------------
@@ -262,7 +216,7 @@ def served_by(model, make_drafter, **settings):
         said_by(model, {"input_ids": one}, count)
         for one, count in zip(prompts, COUNTS, strict=True)
     ]
-    assert served(loop, lambda number: loop.admit(prompts[number]), COUNTS) == want
+    assert served_with_drafts(loop, lambda number: loop.admit(prompts[number]), COUNTS) == want
     return decoder.stats()
 
 

@@ -135,17 +135,18 @@ def test_greedy_tokens_are_those_of_generate_at_every_length(model, prompts, att
     assert not stats.eager_by_reason
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("value_size", [16, 8])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["own", "shared"])
-def test_attention_of_one_token_is_the_librarys_with_every_mask(heads, value_size):
+def test_attention_of_few_tokens_is_the_librarys_with_every_mask(heads, value_size, tokens):
     maker = torch.Generator().manual_seed(2)
     size, rows, positions = 16, 3, 9
-    query = torch.randn(rows, heads[0], 1, size, generator=maker)
+    query = torch.randn(rows, tokens, heads[0], size, generator=maker).transpose(1, 2)
     memory = torch.randn(2, 5, heads[1], positions + 3, size, generator=maker)
     key, value = memory[:, :rows, :, :positions]
     value = value[..., :value_size]
-    looks = torch.arange(positions) <= torch.tensor([[1], [8], [4]])
-    looks = looks.view(rows, 1, 1, positions)
+    last = torch.tensor([1, 5, 4]).view(rows, 1, 1, 1) + torch.arange(tokens).view(-1, 1)
+    looks = torch.arange(positions) <= last
     added = torch.zeros(looks.shape).masked_fill(~looks, torch.finfo(torch.float32).min)
     module = torch.nn.Module()
     module.num_key_value_groups = heads[0] // heads[1]

@@ -1,11 +1,11 @@
-"""Attention of one new token for each sequence over a static cache, read once and as it lies.
+"""Attention of a few new tokens for each sequence over a static cache, read once and as it lies.
 
 The library's ``sdpa`` hands kernels a mask of each row's own, for which some are not made, and
 some of its releases first repeat keys and values for the heads that share them. cuDNN's kernel
 takes such masks and such heads, so that is what runs where it can be had: CUDA devices from
-compute capability 8.0 on, types of 16 bits. Elsewhere a single query is two small matrix products
-for each head of the cache: nothing is repeated or copied either, and the scores in between are as
-many as the positions.
+compute capability 8.0 on, types of 16 bits. Elsewhere it is two small matrix products for each head
+of the cache: nothing of it is repeated or copied either, and the scores in between are as many as
+the positions for each token.
 
 ``model.set_attn_implementation(DECODE_ATTENTION)`` chooses it, by the library's own register of
 attention functions. Prompts, and whatever else it is not for, are the library's ``sdpa``.
@@ -30,6 +30,9 @@ DECODE_ATTENTION = "dispatchkit_decode"
 # known to every release's ``sdpa``, which would leave them out without a word.
 _REFUSED = ("softcap", "s_aux")
 _OTHERWISE = ("position_bias", "head_mask")
+
+# So many tokens are a step's: one, and drafts. More are a prompt.
+_MOST_TOKENS = 8
 
 # What torch itself asks of cuDNN (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): up to this
 # release lengths that 128 does not divide come out wrong, and larger heads are for some devices.
@@ -72,8 +75,10 @@ def decode_attention(
     if length == 1 and isinstance(bias, torch.Tensor) and bias.shape[2] == rows > 1:
         # Of rows at positions of their own, the library makes one query after the other.
         kwargs["position_bias"] = bias.permute(2, 1, 0, 3)
+    # A prompt that may look at all before each token has no mask.
+    is_prompt = length > _MOST_TOKENS or (length > 1 and attention_mask is None)
     if (
-        length != 1
+        is_prompt
         or dropout
         or (attention_mask is not None and attention_mask.shape[1] != 1)
         or any(kwargs.get(name) is not None for name in _OTHERWISE)
@@ -97,16 +102,17 @@ def decode_attention(
     scale = size**-0.5 if scaling is None else scaling
     # Scaled before: no product is out of a type's range, and fewer numbers are multiplied. How many
     # operations there are counts more for a small model than how much each does.
-    grouped = query.reshape(rows, shared, heads // shared, size)
+    grouped = query.reshape(rows, shared, heads // shared * length, size)
     scores = (grouped * scale) @ key.transpose(2, 3)
     if mask is not None:
+        looks, each = mask.unsqueeze(2), scores.view(rows, shared, -1, length, key.shape[2])
         if mask.dtype == torch.bool:
-            scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+            each.masked_fill_(~looks, torch.finfo(scores.dtype).min)
         else:
-            scores.add_(mask)
+            each.add_(looks)
     # Computed in float32 inside, whatever the type.
     found = scores.softmax(-1).to(value.dtype) @ value
-    return found.reshape(rows, 1, heads, value.shape[-1]), None
+    return found.view(rows, heads, length, value.shape[-1]).transpose(1, 2), None
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
