@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import seed, settings  # noqa: E402
 from hypothesis.stateful import run_state_machine_as_test  # noqa: E402
 
 from dispatchkit import GraphRunner, RunnerOptions, SlotState, StaticInput  # noqa: E402
@@ -23,11 +23,16 @@ class SessionsOnADevice(SessionMachine):
     device, backend = "cuda:0", "cuda"
 
 
-def test_sessions_together_are_what_each_is_alone():
-    """Sessions come, go, move and step in any order, beside each of them alone."""
+@pytest.mark.parametrize("part", range(8))
+def test_sessions_together_are_what_each_is_alone(part, is_nightly):
+    """Sessions come, go, move and step in any order, beside each of them alone.
+
+    10,000 sequences take minutes in one process: each part of them can run in its own.
+    """
+    machine = seed(part)(type("PartOfSessions", (SessionsOnADevice,), {}))
+    number = 1250 if is_nightly else 30
     run_state_machine_as_test(
-        SessionsOnADevice,
-        settings=settings(max_examples=250, stateful_step_count=10, deadline=None),
+        machine, settings=settings(max_examples=number, stateful_step_count=10, deadline=None)
     )
 
 
