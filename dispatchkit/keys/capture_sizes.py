@@ -98,13 +98,13 @@ def check_capture_sizes(
         )
     if not kept:
         warnings.warn(
-            f"{setting} is empty: no graph is captured and every batch runs eager.",
+            f"`{setting}` is empty: no graph is captured and every batch runs eager.",
             CaptureSizeWarning,
             stacklevel=2,
         )
     elif kept[-1] < limit:
         warnings.warn(
-            f"{setting} ends at {kept[-1]}: batches of {kept[-1] + 1} to {limit} tokens run eager "
+            f"`{setting}` ends at {kept[-1]}: batches of {kept[-1] + 1} to {limit} tokens run eager "
             f"unless the policy splits them. Add {limit} to cover them.",
             CaptureSizeWarning,
             stacklevel=2,

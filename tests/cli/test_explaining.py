@@ -100,7 +100,7 @@ def test_sizes_are_put_in_order_and_a_gap_at_the_end_is_warned_about(run: Any) -
     done = run("explain", "3", "--sizes", "8,4,4", "--max-num-tokens", "16", "--json")
     assert done.code == 0
     assert json.loads(done.out)["decision"]["padded_num_tokens"] == 4
-    assert done.err.startswith("Warning: sizes end at 8")
+    assert done.err.startswith("Warning: `sizes` ends at 8")
     assert len(done.err.splitlines()) == 1
 
 
