@@ -104,8 +104,8 @@ def check_capture_sizes(
         )
     elif kept[-1] < limit:
         warnings.warn(
-            f"`{setting}` ends at {kept[-1]}: batches of {kept[-1] + 1} to {limit} tokens run eager "
-            f"unless the policy splits them. Add {limit} to cover them.",
+            f"`{setting}` ends at {kept[-1]}: batches of {kept[-1] + 1} to {limit} tokens run "
+            f"eager unless the policy splits them. Add {limit} to cover them.",
             CaptureSizeWarning,
             stacklevel=2,
         )

@@ -41,7 +41,7 @@ def test_what_is_out_of_date_is_seen() -> None:
 
 
 def test_what_comes_with_the_core_is_read_after_it() -> None:
-    core, beside = PAGE.split("## Beside the core", 1)
+    core, beside = PAGE.split("## Outside the core", 1)
     for part, is_beside in ((core, False), (beside, True)):
         names = [reading.ENTRY.fullmatch(line)[1] for line in entries(part)]
         assert [name for name in names if name.startswith(reading.BESIDE) is not is_beside] == []

@@ -69,7 +69,7 @@ def test_faults_name_the_rank_and_the_last_step(worlds):
     assert (good["error"]["ranks"], good["error"]["reason"]) == ([1], "left")
     for rank, each in enumerate(captures):
         assert (each["error"]["ranks"], each["error"]["reason"]) == ([1 - rank], "differs")
-    assert "Rank 1 captures, while rank 0 came to step 4" in captures[0]["error"]["text"]
+    assert "Rank 1 captures, while rank 0 reached step 4" in captures[0]["error"]["text"]
     assert first[1]["error"]["ranks"] == [0]
     assert [each["error"] for each in fine] == [None, None]
     assert fine[0]["decisions"] == fine[1]["decisions"]
@@ -81,7 +81,7 @@ def test_a_late_rank_is_named_and_finds_out_itself(worlds):
     """It comes when the others have stopped; no step of it runs alone."""
     ((good, late),) = run_faults(worlds, fault("late", timeout=SHORT))
     assert (good["error"]["ranks"], good["error"]["step"]) == ([1], 3)
-    assert "Rank 1 did not come to step 4" in good["error"]["text"]
+    assert "Rank 1 did not reach step 4" in good["error"]["text"]
     assert (late["error"]["ranks"], late["error"]["step"]) == ([1], 3)
     assert late["decisions"] == good["decisions"]
 
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_start_is_named(worlds):
     """Nothing has been agreed on yet; the store knows who came."""
     first, _ = worlds.run_one("not_coming")
     assert first["ranks"] == [1]
-    assert "Rank 1 did not come to the start-up of the ranks 0, 1" in first["text"]
+    assert "Rank 1 did not reach the start-up of ranks 0, 1" in first["text"]
 
 
 def test_nothing_is_left_after_the_end(worlds):

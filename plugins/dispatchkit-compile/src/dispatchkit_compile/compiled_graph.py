@@ -50,7 +50,7 @@ _WHAT_TO_DO = {
     PlainReason.INPUT_WRITTEN: "Copy it first, or keep it in the module as a buffer.",
     PlainReason.OUTPUT_IS_INPUT: "Return a copy (.clone()), so that no memory is shared.",
     PlainReason.SEVERAL_DIMS: "Mark the batch dimension alone.",
-    PlainReason.NOTHING_TO_CAPTURE: "Leave something outside of what runs eager.",
+    PlainReason.NOTHING_TO_CAPTURE: "Leave some operations out of the eager pieces.",
     PlainReason.FILL_UNKNOWN: "Say with the option fill what rows without a token hold, so that "
     "what is written for them does no harm: fill={'slots': sink}, or fill={} if nothing is.",
     PlainReason.HELD_MOVED: "Write into the same tensors, rather than replacing them.",
@@ -280,7 +280,7 @@ class CompiledGraph:
     def explain(self, num_rows: int, **facts: Any) -> str:
         """Say what would happen to a batch and why."""
         if self.plain is not None:
-            return f"{self.name}: plainly, {self.plain[0]}: {self.plain[1]}"
+            return f"{self.name}: runs eager, {self.plain[0]}: {self.plain[1]}"
         if self.runner is None:
             return f"{self.name}: not called yet"
         return f"{self.name}: {self.runner.explain(num_rows, **facts)}"
@@ -292,10 +292,10 @@ class CompiledGraph:
         )
         lines = [f"{self.name}: {kinds or 'not split'}"]
         if self.plain is not None:
-            lines.append(f"runs plainly, {self.plain[0]}: {self.plain[1]}")
+            lines.append(f"runs eager, {self.plain[0]}: {self.plain[1]}")
         if self._arguments.num_rows is not None:
-            lines.append(f"compiled for {self._arguments.num_rows} rows alone")
-        lines += [f"{count} steps plainly, {why}" for why, count in self._plain_steps.items()]
+            lines.append(f"compiled for {self._arguments.num_rows} rows only")
+        lines += [f"{count} steps eager, {why}" for why, count in self._plain_steps.items()]
         for piece in self.pieces:
             failed_at = getattr(piece.fn, "failed_at", "")
             if failed_at:

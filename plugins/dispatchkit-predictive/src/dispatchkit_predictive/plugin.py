@@ -16,6 +16,6 @@ def dispatchkit_register_observers() -> Sequence[ObserverSpec]:
         ObserverSpec(
             "predictive",
             Predictive,
-            summary="Captures the graphs that come next in idle time, and spares them",
+            summary="Captures graphs that are expected next in idle time, and protects them",
         )
     ]

@@ -21,11 +21,16 @@ _COUNTS = (
     ("dispatchkit_capture_failures", "Captures that failed.", "capture_failures"),
     ("dispatchkit_replay_failures", "Replays that failed.", "replay_failures"),
     ("dispatchkit_evictions", "Graphs given up.", "evictions"),
-    ("dispatchkit_failed_steps", "Steps that raised instead of a result.", "failed_steps"),
+    ("dispatchkit_failed_steps", "Steps that raised an exception.", "failed_steps"),
 )
 # (metric, what it counts, field of the statistics, label of its keys)
 _TABLES = (
-    ("dispatchkit_steps", "Steps that gave a result, by runtime mode.", "steps_by_mode", "mode"),
+    (
+        "dispatchkit_steps",
+        "Steps that returned a result, by runtime mode.",
+        "steps_by_mode",
+        "mode",
+    ),
     ("dispatchkit_replays", "Steps that replayed a graph, by its key.", "hits", "key"),
     ("dispatchkit_eager_steps", "Steps run eager, by reason.", "eager_by_reason", "reason"),
 )
@@ -52,7 +57,10 @@ class RunnerCollector(Collector):
         with self._lock:
             if self._runners.get(name, runner) is not runner:
                 raise ConfigError(
-                    "name", name, "one for each runner", "Another runner is watched under it."
+                    "name",
+                    name,
+                    "one for each runner",
+                    "Another runner is watched under this name.",
                 )
             self._runners[name] = runner
 
@@ -96,17 +104,17 @@ def _of_graphs(runners: Iterable[tuple[str, Any]]) -> Iterator[Metric]:
     )
     memory = GaugeMetricFamily(
         "dispatchkit_graph_memory_bytes",
-        "By how much captures of the live graphs grew their memory.",
+        "Memory growth caused by the captures of the live graphs.",
         labels=["runner"],
     )
     info = GaugeMetricFamily(
         "dispatchkit_runner_info",
-        "Always 1; its labels say what decides and where.",
+        "Always 1; the labels name the policy, the backend and the mode.",
         labels=["runner", "policy", "backend", "mode"],
     )
     epoch = GaugeMetricFamily(
         "dispatchkit_policy_epoch",
-        "How often policy or configuration were exchanged.",
+        "Number of swaps of the policy or the configuration.",
         labels=["runner"],
     )
     for name, runner in runners:

@@ -68,7 +68,7 @@ class EngineCollector(Collector):
         )
         info = GaugeMetricFamily(
             "dispatchkit_engine_info",
-            "Always 1; its labels say what decides.",
+            "Always 1; the labels name the policy.",
             labels=["rank", "runner", "policy"],
         )
         totals: dict[tuple[str, ...], list[int]] = {}

@@ -36,7 +36,10 @@ class MemoryCollector(Collector):
         with self._lock:
             if self._memories.get(name, memory) is not memory:
                 raise ConfigError(
-                    "name", name, "one for each memory", "Another memory is watched under it."
+                    "name",
+                    name,
+                    "one for each memory",
+                    "Another memory is watched under this name.",
                 )
             self._memories[name] = memory
 
@@ -55,7 +58,7 @@ def _metrics(accounts: Sequence[tuple[str, Any]]) -> Iterator[Metric]:
     labels = ["memory", "device"]
     parts = GaugeMetricFamily(
         "dispatchkit_memory_bytes",
-        "Bytes of the device by what they are for.",
+        "Bytes of the device, by purpose.",
         labels=[*labels, "part"],
     )
     pools = GaugeMetricFamily(
@@ -64,10 +67,10 @@ def _metrics(accounts: Sequence[tuple[str, Any]]) -> Iterator[Metric]:
         labels=[*labels, "pool"],
     )
     counted = GaugeMetricFamily(
-        "dispatchkit_memory_counted_bytes", "Bytes that count in the budget.", labels=labels
+        "dispatchkit_memory_counted_bytes", "Bytes that count towards the budget.", labels=labels
     )
     limits = GaugeMetricFamily(
-        "dispatchkit_memory_max_bytes", "The budget, where there is one.", labels=labels
+        "dispatchkit_memory_max_bytes", "The budget, if there is one.", labels=labels
     )
     for name, devices in accounts:
         for account in devices:

@@ -47,7 +47,10 @@ class PrometheusObserver:
             )
         except ValueError as error:
             raise ConfigError(
-                "registry", registry, "one without this observer", "One hears of all runners."
+                "registry",
+                registry,
+                "one without this observer",
+                "One observer receives the events of all runners.",
             ) from error
         self._failed = Counter(
             "dispatchkit_failed_captures",
@@ -57,7 +60,7 @@ class PrometheusObserver:
         )
         self._evicted = Counter(
             "dispatchkit_evicted_graphs",
-            "Graphs given up, by reason.",
+            "Evicted graphs, by reason.",
             ["mode", "reason"],
             registry=registry,
         )
@@ -69,7 +72,7 @@ class PrometheusObserver:
         )
         self._swaps = Counter(
             "dispatchkit_policy_swaps",
-            "Policies that came into force, the first ones too.",
+            "Policies that came into force, including the first.",
             ["policy"],
             registry=registry,
         )

@@ -153,7 +153,7 @@ class RankAgreement:
             )
         except RuntimeError as error:
             seconds = time.perf_counter() - start
-            where = "the making of their process group"
+            where = "the creation of their process group"
             raise self._broken(error, seconds, self.setup_timeout, where) from error
         self.compare({**versions(), **{k: str(v) for k, v in (facts or {}).items()}})
 
@@ -239,8 +239,7 @@ class RankAgreement:
             return
         listing = "".join(f"\n  {name}: {who}" for name, who in found.items())
         error = RankError(
-            f"The ranks are not set up alike.{listing}\nGive all of them the same settings and "
-            "versions.",
+            f"The ranks are set up differently.{listing}\nUse the same settings and versions.",
             ranks=odd_ranks(everyone, self.members),
             step=self.step,
             reason="differs",
@@ -347,7 +346,7 @@ class RankAgreement:
 
     def _check_nobody_stopped(self) -> None:
         if self._notes.is_anyone_stopped():
-            raise RuntimeError("the others had stopped when this rank came")
+            raise RuntimeError("the others had stopped before this rank arrived")
 
     def _where(self, phase: Phase, label: str = "", step: int = 0) -> str:
         if label:
@@ -366,7 +365,7 @@ class RankAgreement:
         found = self._notes.judge(own, _time_for_notes(limit), where)
         me = self.members[self.rank]
         stop = RankError(
-            f"{found.text} (Told by rank {me} of {self.size}.)",
+            f"{found.text} (Reported by rank {me} of {self.size}.)",
             ranks=found.ranks,
             step=self.step,
             reason=found.reason,
@@ -384,16 +383,16 @@ class RankAgreement:
         if others:
             told = "; ".join(f"rank {number} {each.doing}" for each, number in others.items())
             reason = LEFT if Phase.CLOSE in others else "differs"
-            text = f"{told[0].upper()}{told[1:]}, while rank {me} came to {where}."
+            text = f"{told[0].upper()}{told[1:]}, while rank {me} reached {where}."
         else:
             # Every rank sees that the marks differ, so that all of them come here.
             everyone = self._marks(mark, where)
             who = "; ".join(differences(everyone, self.members).values())
             blamed, reason = odd_ranks(everyone, self.members), "differs"
-            text = f"The ranks came to {where} from different batches, or to different keys: {who}."
+            text = f"The ranks reached {where} with different batches or different keys: {who}."
         error = RankError(
-            f"{text} All ranks must do the same in the same order; an idle one joins each step "
-            f"with 0 tokens. Last step: {self.step}.",
+            f"{text} All ranks must make the same calls in the same order; an idle rank joins "
+            f"each step with 0 tokens. Last step: {self.step}.",
             ranks=blamed,
             step=self.step,
             reason=reason,

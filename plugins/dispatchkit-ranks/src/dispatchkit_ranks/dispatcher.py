@@ -59,7 +59,7 @@ class RankedDispatcher:
 
     Raises:
         ConfigError: The policy learns on every rank, or the dispatcher is lazy.
-        RankError: The ranks are not set up alike, or one does not come.
+        RankError: The ranks are set up differently, or one is missing.
 
     Thread safety: one thread uses it.
     """
@@ -366,14 +366,14 @@ def _check(dispatcher: Dispatcher, leader: LeaderPolicy | None, ranks: Ranks) ->
                 "dispatcher",
                 "lazy",
                 "one that captures before it serves",
-                "A graph captured in the middle of a step may fail on one rank alone.",
+                "A graph captured in the middle of a step may fail on only one rank.",
             )
     if graphs.may_split:
         raise ConfigError(
             "dispatcher",
             "may_split",
             "one whose batches are not split",
-            "Ranks agree on one graph for a step: leave rows_independent out.",
+            "Ranks agree on one graph per step: do not set rows_independent.",
         )
     if ranks.size == 1:
         return

@@ -184,8 +184,8 @@ def _too_many(
 def _no_common_mode(forbidden: Sequence[int], ceiling: int) -> NoGraphError:
     out = ", ".join(mode.name for mode in RuntimeMode if forbidden[mode])
     return NoGraphError(
-        f"The ranks allow no common runtime mode: {out or 'nothing'} is excluded by one or "
-        f"another, and one can run at most {RuntimeMode(ceiling).name}. Allow NONE, or exclude "
-        "the same modes on all ranks.",
+        f"The ranks allow no common runtime mode: {out or 'nothing'} is excluded by at least "
+        f"one rank, and one rank allows at most {RuntimeMode(ceiling).name}. Allow NONE, or "
+        "exclude the same modes on all ranks.",
         reason="no_common_mode",
     )

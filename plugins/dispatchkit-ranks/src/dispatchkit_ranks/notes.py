@@ -68,7 +68,7 @@ class Notes:
         missing = [number for number in self._members if number not in present]
         if missing:
             raise RankError(
-                f"{ranks_named(missing)} did not come to the start-up of the ranks "
+                f"{ranks_named(missing)} did not reach the start-up of ranks "
                 f"{listing(self._members)} within {seconds:g} s. Start them, or give a longer "
                 "setup_timeout.",
                 ranks=missing,

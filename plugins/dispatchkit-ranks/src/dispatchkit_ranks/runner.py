@@ -38,7 +38,7 @@ class RankedRunner:
 
     Raises:
         ConfigError: The runner is lazy, or its policy learns on every rank.
-        RankError: The ranks are not set up alike, or one does not come.
+        RankError: The ranks are set up differently, or one is missing.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class RankedRunner:
                 continue
             tensor = tensors.get(name)
             if not isinstance(tensor, torch.Tensor) or tensor.dim() <= spec.batch_dim:
-                raise InputError(name, f"Input {name!r} is missing, or is no batched tensor.")
+                raise InputError(name, f"Input {name!r} is missing, or is not a batched tensor.")
             rows: int = tensor.shape[spec.batch_dim]
             if rows == 0:
                 raise InputError(name, f"Input {name!r} has no rows; an idle rank calls idle().")
@@ -299,10 +299,10 @@ class RankedRunner:
             if values[name] != wanted[name]
         )
         raise RankError(
-            f"This step must be padded from {differ}, and its outputs cut back; which of their "
-            "dimensions follow the axis, no capture here has measured for this kind of step. Call "
-            "capture() on all ranks first, and see why it fails where it does; or give all ranks "
-            "the same values, or make the axis exact.",
+            f"This step must be padded from {differ}, and its outputs cut back, but no capture on "
+            "this rank has measured which output dimensions follow the axis. Call capture() on "
+            "all ranks first, and fix the captures that fail; or use the same values on all "
+            "ranks, or make the axis exact.",
             step=self.ranked.step,
             reason="not_measured",
         )

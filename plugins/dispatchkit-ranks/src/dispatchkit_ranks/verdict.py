@@ -65,8 +65,8 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
         return Verdict(
             tuple(left),
             LEFT,
-            f"{ranks_named(left)} left after step {notes[left[0]].step}, while rank {me} came to "
-            f"{where}. All ranks must run the same number of steps; an idle one joins with 0 "
+            f"{ranks_named(left)} left after step {notes[left[0]].step}, while rank {me} reached "
+            f"{where}. All ranks must run the same number of steps; an idle rank joins with 0 "
             "tokens.",
         )
     waited = max((note.seconds for note in notes.values()), default=0.0)
@@ -76,7 +76,7 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
         return Verdict(
             tuple(missing),
             "late",
-            f"{ranks_named(missing)} did not come to {where}, for which others had waited "
+            f"{ranks_named(missing)} did not reach {where}; others had waited for it "
             f"{waited:.3g} s: late or dead. Last step: {step}.",
         )
     if any(note.timed_out for note in notes.values()):
@@ -85,10 +85,10 @@ def verdict(notes: Mapping[int, Note], members: Sequence[int], me: int, where: s
         return Verdict(
             (last,),
             "late",
-            f"Rank {last} came to {where} too late, when others had waited {waited:.3g} s and "
-            f"stopped. Last step: {step}.{this}",
+            f"Rank {last} reached {where} too late: the others had stopped after {waited:.3g} s. "
+            f"Last step: {step}.{this}",
         )
-    return Verdict((), "connection", f"The connection between the ranks broke in {where}.")
+    return Verdict((), "connection", f"The connection between the ranks broke during {where}.")
 
 
 def store_gone(host: int | None, own: Note, where: str) -> Verdict:
@@ -104,7 +104,7 @@ def store_gone(host: int | None, own: Note, where: str) -> Verdict:
         (host,),
         "late",
         f"Rank {host}, which hosts the store of torch.distributed, does not answer and did not "
-        f"come to {where}: late, dead, or it has ended. Last step: {own.step}.",
+        f"reach {where}: it is late, dead, or has ended. Last step: {own.step}.",
     )
 
 
