@@ -149,7 +149,7 @@ class Parts:
             "+ the table's row": looked_up,
             "+ autocast, modules, values, stream": guarded,
             "+ rows behind the batch": cleaned,
-            "+ counts: all by hand": counted,
+            "+ counts, values compared in each 16th step": counted,
             "the same by the plan": planned,
             "the same by dispatcher and plan": dispatched,
             "run_in_place": self.runner.run_in_place,
