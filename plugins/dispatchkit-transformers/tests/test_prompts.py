@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from decoder_classes import FULL, RECURRENT, WINDOWS, tiny  # noqa: E402
 
 from dispatchkit.errors import ConfigError  # noqa: E402
+from dispatchkit.options import RunnerOptions  # noqa: E402
 
 from dispatchkit_transformers import DECODE_ATTENTION, GraphDecoder, prompts  # noqa: E402
 from dispatchkit_transformers.prompts import plan_chunks  # noqa: E402
@@ -162,7 +163,7 @@ def test_prompts_run_eager_unless_sizes_are_given(model):
     decoder.admit(tokens_of(2, 3))
     stats = decoder.stats()
     assert stats.prompts == {"no_prompt_sizes": 2}
-    assert stats.graphs == {}
+    assert "prompts" not in stats.graphs
 
 
 # These begin anew with every chunk, whatever state they find.
@@ -222,6 +223,22 @@ def test_chunks_of_every_class_give_the_logits_of_whole_sequences(name, settings
         with torch.no_grad():
             want = model(torch.tensor([sequence[:-1]])).logits[0, -len(logits) :].float()
         assert (torch.stack(logits) - want).norm() <= 1e-4 * want.norm()
+
+
+@pytest.mark.parametrize(
+    "name", ["Gemma3ForCausalLM", pytest.param("Qwen3_5ForCausalLM", marks=needs_one_cache)]
+)
+def test_check_mode_runs_both_ways_from_the_same_windows_and_states(name):
+    model = tiny(name)
+    decoder = decoder_of(
+        model, max_batch_size=4, prompt_sizes=(4, 64), options=RunnerOptions(check=1)
+    )
+    ids = tokens_of(3, 15)
+    got = decoder.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert torch.equal(got, said_by(model, ids, 4))
+    stats = decoder.stats().graphs["prompts"]
+    assert list(stats.hits.values()) == [4]
+    assert not stats.eager_by_reason
 
 
 @needs_one_cache

@@ -196,17 +196,13 @@ class GraphDecoder:
         # Rows of padding read and write the sink alone, which tests of the cache hold. Logits of
         # few rows come from other kernels than those of many, which round otherwise.
         options = with_settings(options, {"prove_rows": False})
-        declared, own = StepState.of(state), self.cache.slots.step_state
+        declared = StepState.of(state)
         self._settings = {
             "sizes": sizes,
             "max_num_tokens": max_batch_size,
             "policy": policy,
             "backend": backend,
-            "state": attrs.evolve(
-                declared,
-                tensors=(*declared.tensors, *own.tensors),
-                scratch=(*declared.scratch, *own.scratch),
-            ),
+            "state": _with_own(declared, self.cache.slots.step_state),
             "lazy": lazy,
             "mode": "FULL",
             "options": options,
@@ -214,12 +210,13 @@ class GraphDecoder:
         }
         # By what they give: whoever chooses tokens does not pay for logits.
         self._runners: dict[str, GraphRunner] = {}
+        chunk_state = self.cache.chunk_state(runs_twice=bool(options.check))
         self._prompts: PromptRunner | str = prompt_runner(
             self._probe,
             self.cache,
             self.lengths,
             check_prompt_sizes(prompt_sizes, max_length),
-            self._settings,
+            {**self._settings, "state": _with_own(declared, chunk_state)},
         )
         self._prompt_counts: Counter[str] = Counter()
         self._lengths: list[int] = []
@@ -693,6 +690,15 @@ class GraphDecoder:
 
 #: Settings of its runners that it has no parameters of its own for.
 _OF_RUNNERS = ("lanes", "mode")
+
+
+def _with_own(declared: StepState, own: StepState) -> StepState:
+    """Return what a step changes: what was declared, and the decoder's own."""
+    return attrs.evolve(
+        declared,
+        tensors=(*declared.tensors, *own.tensors),
+        scratch=(*declared.scratch, *own.scratch),
+    )
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:

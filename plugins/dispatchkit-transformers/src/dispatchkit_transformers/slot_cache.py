@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from dispatchkit.execute import RawBank, SlotMove, SlotState
+from dispatchkit.execute import RawBank, SlotMove, SlotState, StepState
 
 from dispatchkit_transformers.layers import (
     AttentionLayer,
@@ -82,6 +82,11 @@ class SlotCache:
         device = next(iter(groups.values()))[0][1].states.device
         mask = RawBank((None, source_length), "bool", is_read_only=True)
         self.slots = SlotState({**banks, _MASK: mask}, num_slots, compact=True, device=device)
+        self._rings = [
+            block
+            for block, group in zip(self.memory, groups.values(), strict=True)
+            if group[0][1].capacity not in (None, length)
+        ]
         placed: list[dict[str, torch.Tensor]] = [{} for _ in kept]
         for block, group in zip(self.memory, groups.values(), strict=True):
             for (index, member), memory in zip(group, block.unbind(0), strict=True):
@@ -111,6 +116,17 @@ class SlotCache:
     def states(self) -> tuple[torch.Tensor, ...]:
         """The tensors of recurrent layers, of which rows without a sequence change free slots."""
         return self.slots.step_state.tensors
+
+    def chunk_state(self, *, runs_twice: bool) -> StepState:
+        """Return what chunks of prompts change; rows without a token change nothing of it.
+
+        Args:
+            runs_twice: Steps run twice from one state, as in check mode. Chunks read states and
+                windows before they write them.
+        """
+        again = [*self.states, *self._rings] if runs_twice else []
+        others = [one for one in self.memory if all(one is not other for other in again)]
+        return StepState(tensors=again, scratch=others)
 
     @property
     def num_bytes(self) -> int:
