@@ -114,8 +114,9 @@ class Bank:
             used: Positions of it in use; None: all. What is behind them is cleared.
         """
         from_row, to_row = self.row(source), self.row(target)
-        if used is not None and (dim := getattr(self.spec, "positions", None)) is not None:
-            dim -= dim > self.dim
+        dim = self.spec.positions if isinstance(self.spec, RawBank) else None
+        if used is not None and dim is not None:
+            dim -= dim > self.dim  # a row lacks the dimension of the slots
             # A ring that is full is in use to its end.
             used = min(used, from_row.shape[dim] - 1)
             to_row.narrow(dim, used, from_row.shape[dim] - used).fill_(self.spec.fill_value)

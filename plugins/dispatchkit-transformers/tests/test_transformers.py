@@ -734,6 +734,22 @@ def test_lengths_must_end_with_the_longest(one_model, lengths):
 # -- the cache by itself --------------------------------------------------------------------
 
 
+def test_a_prompt_that_fails_takes_no_slot(one_model):
+    def fail(*given):
+        raise RuntimeError("out of order")
+
+    decoder = decoder_of(one_model, max_batch_size=3)
+    prompt = torch.tensor([[5, 6, 7]])
+    first = decoder.admit(prompt)
+    hook = one_model.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of order"):
+        decoder.admit(prompt.expand(2, 3))
+    hook.remove()
+    assert (decoder.num_rows, len(decoder.cache.slots)) == (1, 1)
+    logits = decoder.admit(prompt.expand(2, 3))
+    torch.testing.assert_close(logits, first.expand(2, -1))
+
+
 def layer_of(states, window=None):
     """A layer of the library that has seen a prompt with these keys, and values beside them."""
     made = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
