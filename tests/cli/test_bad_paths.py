@@ -139,12 +139,12 @@ def test_counts_are_as_many_steps_of_no_known_order(run: Any, tmp_path: Path) ->
     log = str(tmp_path / "log")
     simulated = json.loads(run("simulate", log, "--sizes", "8", "--max-graphs", "1", "--json").out)
     assert simulated["num_steps"] == 47
-    assert any("not their order" in note for note in simulated["notes"])
+    assert any("without their order" in note for note in simulated["notes"])
     account = json.loads(run("explain", "--trace", log, "--sizes", "8", "--json").out)
     assert account["steps"] == 47
     page = tmp_path / "page.html"
     assert run("report", log, "-o", str(page), "--sizes", "8").code == 0
-    assert "counts steps and not their order" in page.read_text()
+    assert "counts steps, without their order" in page.read_text()
     refused = run("plan", log, "--graphs", "2", "--max-size", "8", "--fit-on", "first-half")
     assert "whose order is unknown" in refused.err
 

@@ -19,9 +19,7 @@ def _loader(module: str, name: str) -> Callable[[], Any]:
 def dispatchkit_register_policies() -> Sequence[PolicySpec]:
     """Register the policy for plans of sizes and an axis."""
     return [
-        PolicySpec(
-            "grid", GridPolicy, summary="Capture sizes of its own for each bucket of an axis"
-        )
+        PolicySpec("grid", GridPolicy, summary="Separate capture sizes for each bucket of an axis")
     ]
 
 
@@ -32,7 +30,7 @@ def dispatchkit_register_commands() -> Sequence[CommandSpec]:
         CommandSpec(
             "calibrate",
             _loader("calibrating", "calibrate"),
-            summary="Measure what a step costs on this device, into a cost-model file.",
+            summary="Measure step times on this device, and write a cost-model file.",
         ),
         CommandSpec(
             "plan",
@@ -42,11 +40,11 @@ def dispatchkit_register_commands() -> Sequence[CommandSpec]:
         CommandSpec(
             "report",
             _loader("reporting", "report"),
-            summary="Write one HTML file of a trace, simulations or live statistics.",
+            summary="Write one HTML file about a trace, simulations or live statistics.",
         ),
         CommandSpec(
             "simulate",
             _loader("simulating", "simulate"),
-            summary="Say what would become of a trace under a policy.",
+            summary="Predict how a trace would run under a policy.",
         ),
     ]

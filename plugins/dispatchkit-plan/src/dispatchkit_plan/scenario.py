@@ -48,9 +48,9 @@ class Scenario:
         policy_options: Its options, where it is given by name.
         sizes: Capture sizes; the policy's default list when not given.
         mode: Which runtime modes decode and mixed batches use.
-        max_graphs: Most live graphs on a lane. With it or ``max_bytes``, graphs are captured
-            when they are first asked for and evicted to make room; without, all are captured
-            before the first step.
+        max_graphs: Maximum number of live graphs per lane. With it or ``max_bytes``, graphs are
+            captured when they are first needed, and evicted to make room; otherwise all are
+            captured before the first step.
         max_bytes: Most memory of live graphs on a lane, by the cost model's ``graph_bytes``.
         eviction: Who goes first: ``lru``, the one not used for longest, or ``benefit``, the
             one with the fewest replays for its size.
@@ -97,7 +97,7 @@ class Scenario:
             raise ConfigError("eviction", self.eviction, "'lru' or 'benefit'")
         if self.config is not None and self.sizes is not None:
             raise ConfigError(
-                "sizes", self.sizes, "left out beside config", "The config has sizes of its own."
+                "sizes", self.sizes, "left out beside config", "The config has its own sizes."
             )
 
     @property

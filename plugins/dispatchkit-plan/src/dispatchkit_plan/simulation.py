@@ -169,7 +169,7 @@ def _policies(scenario: Scenario, lanes: int, plugins: PluginSet | None) -> list
             "lanes",
             lanes,
             "1 with a policy object",
-            "Give the policy by name: each lane needs one of its own.",
+            "Give the policy by name: each lane needs its own.",
         )
     return [scenario.policy]
 
@@ -248,7 +248,7 @@ def _notes(
 ) -> Iterable[str]:
     if not steps.has_order and (learns or scenario.is_lazy or scenario.lanes > 1):
         yield (
-            "The file counts steps and not their order, so they are spread evenly; captures, "
+            "The file counts steps without their order, so they are spread evenly; captures, "
             "evictions and what a policy learns depend on the order."
         )
     last = min(model.eager_us.last, model.graph_us.last)
@@ -259,18 +259,18 @@ def _notes(
             f"{model.name}; their times go on in a straight line."
         )
     if model.clock != "device":
-        yield f"{model.name} holds times of a host without a device: they say nothing of one."
+        yield f"{model.name} has times of a host, which do not predict those of a device."
     if model.graph_bytes is None:
         yield f"{model.name} has no graph_bytes: memory is not predicted."
     if scenario.lanes > 1:
         yield (
-            "Lanes get the steps in turn; how far they slow each other down is not modelled: "
-            "the truth lies between busiest_lane_s and time_s."
+            "Lanes get the steps in turn. The simulation does not model how they slow each other "
+            "down: the real time is between busiest_lane_s and time_s."
         )
     free = [axis.name for axis in config.axes if axis.name != model.axis]
     if free:
         yield (
-            f"{model.name} was not measured along {', '.join(free)}: padding along that costs "
+            f"{model.name} was not measured along {', '.join(free)}: padding along it costs "
             "nothing here."
         )
     if not config.sizes:

@@ -108,7 +108,7 @@ def test_without_sizes_or_arms_it_is_said_what_is_missing(
     assert "There are no sizes." in made
     del statistics["arms"]
     made = render(report_of_statistics(statistics, source="x"), version="1")
-    assert "The policy measures no steps" in made
+    assert "The policy does not measure steps" in made
 
 
 EVIL = "<script>alert(1)</script>\"'&\x00\ud800</svg><b onclick=x>"

@@ -274,7 +274,7 @@ def _capture(runner: GraphRunner, value: int) -> _Graphs:
         key, why = next(iter(failed.items()))
         raise CaptureError(
             f"No size of the step could be captured; the first to fail was {key}, {why}. "
-            "What is measured must run in a GraphRunner first.",
+            "Make the step run in a GraphRunner first.",
             key=str(key),
             reason="error",
         )
@@ -347,15 +347,15 @@ def _steadiness(times: Mapping[Arm, _Times]) -> str:
     """Return a sentence on how far the samples of the worst size are apart."""
     worst = max(time.spread for time in times.values())
     if worst <= _STEADY:
-        return f"The middle half of them lies within {worst:.1%} of the median at worst."
+        return f"At worst, the middle half of the samples is within {worst:.1%} of the median."
     if worst <= _BUSY:
         return (
-            f"Unsteady: the middle half of them spreads over {worst:.0%} of the median at worst. "
-            "Measure again while nothing else runs."
+            f"Unsteady: at worst, the middle half of the samples spreads over {worst:.0%} of the "
+            "median. Measure again while nothing else runs."
         )
     return (
         "The machine was busy: samples of one step differ by more than half of their median, so "
-        "these times are not to be trusted. Measure again while nothing else runs."
+        "do not trust these times. Measure again while nothing else runs."
     )
 
 

@@ -238,7 +238,7 @@ def forecast_graph_memory(
                 report = runner.capture(keys[size])
                 for key, why in (report.failed | report.skipped).items():
                     raise CaptureError(
-                        f"{key} could not be captured ({why}), so that its memory is not known.",
+                        f"{key} could not be captured ({why}), so its memory is not known.",
                         key=str(key),
                     )
                 pool, held = meter.pool_bytes(), meter.held_bytes()

@@ -49,7 +49,7 @@ def calibrate(
         typer.Option(
             "--pace",
             metavar="PACE",
-            help="queued: steps follow each other; waited: each is waited for.",
+            help="queued: launch without waiting; waited: wait for each step.",
         ),
     ] = "queued",
     samples: Annotated[

@@ -36,14 +36,14 @@ class FitOn(enum.StrEnum):
 def plan(
     trace: TraceArgument,
     graphs: Annotated[
-        int | None, typer.Option("--graphs", metavar="N", help="How many graphs may be captured.")
+        int | None, typer.Option("--graphs", metavar="N", help="Maximum number of graphs.")
     ] = None,
     memory_bytes: Annotated[
         float | None,
         typer.Option(
             "--memory-bytes",
             metavar="BYTES",
-            help="How much memory they may take; instead of --graphs.",
+            help="Maximum memory of the graphs; instead of --graphs.",
         ),
     ] = None,
     capture_time_s: Annotated[
@@ -51,7 +51,7 @@ def plan(
         typer.Option(
             "--capture-time-s",
             metavar="SECONDS",
-            help="How long capturing may take; instead of --graphs.",
+            help="Maximum time of all captures; instead of --graphs.",
         ),
     ] = None,
     bytes_per_graph: Annotated[
@@ -87,7 +87,8 @@ def plan(
         ),
     ] = FitOn.ALL,
     keyed: Annotated[
-        bool, typer.Option("--keyed", metavar="", help="Plan uniform decode and mixed steps apart.")
+        bool,
+        typer.Option("--keyed", metavar="", help="Plan uniform decode and mixed steps separately."),
     ] = False,
     align: Annotated[
         int, typer.Option("--align", metavar="N", help="Only multiples of N tokens.")
@@ -97,7 +98,7 @@ def plan(
         typer.Option(
             "--axis",
             metavar="NAME",
-            help="Plan buckets of this axis too, each with sizes of its own.",
+            help="Also plan buckets of this axis, each with its own sizes.",
         ),
     ] = None,
     max_value: Annotated[
@@ -114,7 +115,7 @@ def plan(
         typer.Option(
             "--beside",
             metavar="A,B,...",
-            help="Sizes captured anyway: find those that deserve a graph of their own beside them.",
+            help="Sizes captured in any case; find further sizes that deserve their own graph.",
         ),
     ] = None,
     max_waste: Annotated[
@@ -122,7 +123,7 @@ def plan(
         typer.Option(
             "--max-waste",
             metavar="SHARE",
-            help="The same, where a larger share of padding runs eager; 0: exact sizes alone.",
+            help="The same, if a larger share of padding runs eager; 0: only exact sizes.",
         ),
     ] = None,
     cost_model: Annotated[
@@ -144,7 +145,7 @@ def plan(
         typer.Option(
             "--query-len",
             metavar="N",
-            help="Tokens per request in decode steps, for --engine; 1 where it is not given.",
+            help="Tokens per request in decode steps, for --engine; 1 by default.",
             show_default=False,
         ),
     ] = None,
@@ -376,7 +377,7 @@ def _print_grid(made: GridPlan, *, with_settings: bool, as_json: bool) -> None:
         "and run eager."
     )
     out.print(
-        f"{len(product.sizes)} sizes x {len(product.buckets)} buckets planned apart "
+        f"{len(product.sizes)} sizes x {len(product.buckets)} buckets planned separately "
         f"({product.num_graphs} graphs): {product.waste_pct:.2f}%."
     )
     if made.objective != "padding":

@@ -49,7 +49,7 @@ def report(
     ] = None,
     figure: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Write this figure alone, as SVG, such as `waste`."),
+        typer.Option(metavar="NAME", help="Write only this figure, as SVG, such as `waste`."),
     ] = None,
     policy: PolicyOption = None,
     sizes: SizesOption = None,

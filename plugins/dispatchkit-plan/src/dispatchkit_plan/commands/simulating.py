@@ -58,28 +58,33 @@ def simulate(
     mode: ModeOption = None,
     axes: AxesOption = None,
     max_graphs: Annotated[
-        str | None, typer.Option("--max-graphs", metavar="N", help="Most live graphs on a lane.")
+        str | None,
+        typer.Option("--max-graphs", metavar="N", help="Maximum number of live graphs per lane."),
     ] = None,
     max_bytes: Annotated[
         str | None,
-        typer.Option("--max-bytes", metavar="N", help="Most memory of live graphs on a lane."),
+        typer.Option("--max-bytes", metavar="N", help="Maximum memory of live graphs per lane."),
     ] = None,
     eviction: Annotated[
-        str | None, typer.Option("--eviction", metavar="WHICH", help="Goes first: lru or benefit.")
+        str | None,
+        typer.Option("--eviction", metavar="WHICH", help="Evicted first: lru or benefit."),
     ] = None,
     capture_after: Annotated[
         str | None,
-        typer.Option("--capture-after", metavar="N", help="Asked for so often, then captured."),
+        typer.Option("--capture-after", metavar="N", help="Calls before a key is captured."),
     ] = None,
     lanes: Annotated[
-        int, typer.Option("--lanes", metavar="N", help="Lanes that take the steps in turn.")
+        int,
+        typer.Option("--lanes", metavar="N", help="Number of lanes; they run the steps in turn."),
     ] = 1,
     ranks: Annotated[
         int,
-        typer.Option("--ranks", metavar="N", help="Ranks that run so many steps as one."),
+        typer.Option(
+            "--ranks", metavar="N", help="Number of ranks; they run one step each together."
+        ),
     ] = 1,
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", help="Of the noise of measured times.")
+        int, typer.Option("--seed", metavar="N", help="Seed for the noise of measured times.")
     ] = 0,
     cost_model: CostModelOption = None,
     as_json: JsonOption = False,

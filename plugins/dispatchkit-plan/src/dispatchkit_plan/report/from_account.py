@@ -221,7 +221,7 @@ def _tokens(account: Account) -> Figure | MissingFigure:
 def _over_time(account: Account) -> Figure | MissingFigure:
     title = "Mode share over time"
     if not account.has_order:
-        why = f"{PurePath(account.source).name} counts steps and not their order."
+        why = f"{PurePath(account.source).name} counts steps, without their order."
         return MissingFigure("modes", title, why)
     ends, done, rows = [], 0, []
     for part in account.bins:
@@ -235,7 +235,7 @@ def _over_time(account: Account) -> Figure | MissingFigure:
     return Figure(
         "modes",
         title,
-        "What the steps run as, in the order they came.",
+        "Modes of the steps, in order.",
         Shares(label=title, ends=tuple(ends), series=series),
         Table(
             ("Up to step", *(name for name, _ in MODE_NAMES.values())), tuple(rows), (0, 1, 2, 3)
@@ -337,18 +337,21 @@ def _decisions(account: Account) -> tuple[str, str, Table]:
         "Nearest graph that would have caught it",
     )
     table = Table(columns, tuple(rows), (0, 2, 5, 6, 7), total=len(account.decisions))
-    return "Decisions", "Each different decision, those that take most time first.", table
+    return "Decisions", "Every distinct decision, in order of total time.", table
 
 
 def _notes(account: Account) -> list[str]:
     notes = [
-        "Every declared graph is taken as captured: what the policy would do, not what was done.",
+        (
+            "All declared graphs are assumed to be captured: this shows what the policy would do, "
+            "not what was done."
+        ),
         f"Times come from cost model {account.cost_model}, measured on the hardware that it names.",
     ]
     over = sum(one.steps for one in account.decisions if one.num_tokens > account.covered_to)
     if over:
         notes.append(
-            f"{over:,} steps are above {account.covered_to} tokens, the last measured size; their "
-            "times go on in a straight line."
+            f"{over:,} steps are above {account.covered_to} tokens, the last measured size; "
+            "their times are extrapolated linearly."
         )
     return notes

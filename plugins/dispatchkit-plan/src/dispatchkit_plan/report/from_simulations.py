@@ -126,7 +126,7 @@ def _modes(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return Figure(
         "modes",
         "Mode share",
-        "What the steps ran as in each scenario.",
+        "Modes of the steps in each scenario.",
         Bars(
             label="Mode share",
             bands=tuple(bands),

@@ -158,7 +158,7 @@ def report_of_statistics(data: Mapping[str, Any], *, source: str) -> Report:
             _times(data.get("arms"), source),
             _reasons(last),
         ),
-        notes=("These are counts of a runner at work, since it was made.",),
+        notes=("These are counts of a serving runner since its creation.",),
     )
 
 
@@ -269,7 +269,7 @@ def _over_time(samples: Sequence[Mapping[str, Any]]) -> Figure | MissingFigure:
     return Figure(
         "modes",
         "Mode share over time",
-        f"What the steps ran as, between one sample and the next ({len(samples):,} samples).",
+        f"Modes of the steps between one sample and the next ({len(samples):,} samples).",
         Shares(label="Mode share over time", ends=tuple(ends), series=series),
     )
 
@@ -298,8 +298,8 @@ def _times(buckets: Any, source: str) -> Figure | MissingFigure:
         return MissingFigure(
             "times",
             title,
-            "The policy measures no steps. With one that learns, such as adaptive, its medians "
-            "are shown here.",
+            "The policy does not measure steps. For a policy that learns, such as adaptive, its "
+            "medians are shown here.",
         )
     return Figure(
         "times",

@@ -168,7 +168,7 @@ def _body(report: Report) -> Iterable[str]:
         yield f'<section class="card"><h2>{text(title)}</h2><p>{prose(caption)}</p>'
         yield f"{_table(table)}</section>"
     if report.notes:
-        yield '<section class="card"><h2>What to know about these numbers</h2><ul>'
+        yield '<section class="card"><h2>Notes on these numbers</h2><ul>'
         yield from (f"<li>{prose(note)}</li>" for note in report.notes)
         yield "</ul></section>"
     yield "</main>"
