@@ -229,6 +229,7 @@ def test_chunks_of_every_class_give_the_logits_of_whole_sequences(name, settings
     "name", ["Gemma3ForCausalLM", pytest.param("Qwen3_5ForCausalLM", marks=needs_one_cache)]
 )
 def test_check_mode_runs_both_ways_from_the_same_windows_and_states(name):
+    """A chunk reads both before it writes them, so that a second run would find other ones."""
     model = tiny(name)
     decoder = decoder_of(
         model, max_batch_size=4, prompt_sizes=(4, 64), options=RunnerOptions(check=1)
