@@ -644,9 +644,8 @@ class GraphDecoder:
 
     def _check_drafts(self, drafts: Any) -> None:
         self._check_has_drafts()
-        is_tensor = isinstance(drafts, torch.Tensor)
-        if not is_tensor or drafts.dtype not in (torch.int32, torch.int64):
-            got = drafts.dtype if is_tensor else type(drafts).__name__
+        if not isinstance(drafts, torch.Tensor) or drafts.dtype is not torch.int64:
+            got = getattr(drafts, "dtype", type(drafts).__name__)
             raise InputError(
                 DRAFTS, f"drafts must be a tensor of tokens (rows, N), int64, got {got}."
             )

@@ -186,6 +186,9 @@ class PromptLookup:
         max_ngram: Most tokens that are compared. The place with the most that are equal is taken,
             of several the latest; where it is so late that the row ends before there are enough,
             what follows it is repeated.
+
+    Attributes:
+        runner: What runs the graphs.
     """
 
     def __init__(
@@ -201,7 +204,7 @@ class PromptLookup:
             self._tokens = torch.full((rows, length + 1), -1, dtype=torch.int64, device=device)
             self._ahead = torch.arange(length + 1, device=device)
         self._num_rows = 0
-        self._runner: GraphRunner = GraphRunner(
+        self.runner: GraphRunner = GraphRunner(
             self._step,
             {
                 "tokens": StaticInput((None,), "int64"),
@@ -226,7 +229,7 @@ class PromptLookup:
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
         """Return what followed the last tokens of each row; none where they were never there."""
-        drafts: torch.Tensor = self._runner(tokens=tokens, positions=positions)
+        drafts: torch.Tensor = self.runner(tokens=tokens, positions=positions)
         return drafts
 
     def drop(self, order: Sequence[int]) -> None:

@@ -56,11 +56,15 @@ def test_what_tokens_attend_to_is_as_near_to_float32_as_by_products_of_matrices(
     torch.manual_seed(size)
     memory = torch.randn(2, SLOTS, heads[1], LENGTH + 1, size, device=DEVICE, dtype=dtype)
     module = torch.nn.Module()
-    for rows, length in ((1, 64), (5, LENGTH), (SLOTS, 33), (3, 7)):
-        query = torch.randn(rows, heads[0], 1, size, device=DEVICE, dtype=dtype)
+    shapes = ((1, 64, 1), (5, LENGTH, 1), (SLOTS, 33, 1), (3, 7, 1), (5, LENGTH, 4), (1, 64, 8))
+    for rows, length, tokens in shapes:
+        query = torch.randn(rows, heads[0], tokens, size, device=DEVICE, dtype=dtype)
         used = torch.randint(1, length + 1, (rows,), device=DEVICE)
         used[0] = length
-        looks = (torch.arange(length, device=DEVICE) < used[:, None]).view(rows, 1, 1, length)
+        # Each token looks at one position more than the one before it, and the last one at all.
+        ends = used[:, None] + torch.arange(1 - tokens, 1, device=DEVICE)
+        looks = torch.arange(length, device=DEVICE) < ends.clamp(min=1).unsqueeze(-1)
+        looks = looks.unsqueeze(1)
         lowest = torch.finfo(dtype).min
         mask = torch.zeros(looks.shape, device=DEVICE, dtype=dtype).masked_fill_(~looks, lowest)
         # What is large behind what is in use has no weight.
