@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from decoder_classes import ENCODER_DECODER, FULL, RECURRENT, WINDOWS, tiny  # noqa: E402
 from serving import served  # noqa: E402
 
+from dispatchkit.errors import ConfigError  # noqa: E402
+
 from dispatchkit_transformers import GraphDecoder, prompts, static_models  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -102,6 +104,14 @@ def test_tokens_of_encoder_decoders_are_those_of_generate(name, settings):
     asked = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
     batch = batch_of(sources[:3])
     assert torch.equal(decoder.generate(**batch, **asked), model.generate(**batch, **asked))
+
+
+def test_a_length_at_which_logits_depend_on_what_a_cache_holds_is_refused():
+    """Rows of Llama 4 would all have the temperature of attention of one of them."""
+    model = made("Llama4ForCausalLM", {"no_rope_layers": [1, 0], "floor_scale": 12})
+    decoder_of(model, max_length=11, lengths=[11])
+    with pytest.raises(ConfigError, match="max_length must be smaller"):
+        decoder_of(model, max_length=12, lengths=[12])
 
 
 @pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Qwen3_5ForCausalLM", "MambaForCausalLM"])

@@ -155,7 +155,12 @@ class Probe:
         return Prompted(layers, cross, output.logits[:, -1].float())
 
     def step(
-        self, memory: SlotCache, length: int, forward: Callable[..., Any], num_tokens: int = 1
+        self,
+        memory: SlotCache,
+        length: int,
+        forward: Callable[..., Any],
+        num_tokens: int = 1,
+        past: int = 0,
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return what runs tokens of each row and gives the logits behind each (B, T, V), float32.
 
@@ -166,11 +171,12 @@ class Probe:
             length: Positions of it to read.
             forward: What computes it: the model, or its compiled form.
             num_tokens: Tokens of each row, T.
+            past: Positions that a model which takes those of its tokens is told there are.
         """
         cache, place = memory.view(length)
         layers = getattr(cache, "self_attention_cache", cache).layers
         for one in layers:
-            one.past = 0 if self.takes_positions else None
+            one.past = past if self.takes_positions else None
         form = self.masks_for(layers)
         ahead = torch.arange(length, device=self.device)
         last = memory.length - 1
@@ -265,7 +271,17 @@ def probe(model: Any, max_length: int) -> Probe:
     with torch.no_grad():
         tokens = torch.ones(1, 1, dtype=torch.int64, device=first.device)
         seen = found.prompt(tokens, None, _trial_source(found, _TRIAL_SOURCE))
-        return _proven(attrs.evolve(found, layers=seen.layers, cross=seen.cross), max_length)
+        made = _proven(attrs.evolve(found, layers=seen.layers, cross=seen.cross), max_length)
+        if _depends_on_past(made, max_length):
+            raise ConfigError(
+                "max_length",
+                max_length,
+                f"smaller: from some length on, the logits of {name} depend on how many tokens its "
+                "cache has, as the temperature of attention in Llama 4. That is one number for "
+                "all rows, which are at positions of their own",
+                _ADVICE,
+            )
+        return made
 
 
 def _proven(found: Probe, length: int) -> Probe:
@@ -297,6 +313,23 @@ def _proven(found: Probe, length: int) -> Probe:
         f"with each row at a position of its own{why}",
         _ADVICE,
     )
+
+
+def _depends_on_past(found: Probe, length: int) -> bool:
+    """Return whether a step's logits depend on the number of positions that its cache reports."""
+    if not found.takes_positions:
+        return False
+    token = torch.ones(1, 1, dtype=torch.int64, device=found.device)
+    # With a single position to look at, whatever scales scores changes nothing.
+    position = token.clamp(max=length - 1)
+    logits = []
+    for past in (0, 0, length - 1):
+        memory = found.cache(1, length, _TRIAL_SOURCE if found.cross else 0)
+        memory.source_mask.fill_(True)
+        logits.append(found.step(memory, length, found.model, past=past)(token, position))
+    first, again, last = logits
+    # Kernels that give other sums every time say nothing.
+    return torch.equal(first, again) and not torch.equal(first, last)
 
 
 def takes_drafts(found: Probe, length: int) -> bool:
