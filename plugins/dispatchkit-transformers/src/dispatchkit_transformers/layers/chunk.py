@@ -94,14 +94,12 @@ class ChunkAttention(AttentionLayer):
         return memory[:, :, :length].index_select(0, self.place.slots)
 
     def _write(self, memory: torch.Tensor, states: torch.Tensor) -> None:
-        """Write the last tokens of the chunk (B, heads, T, head size).
-
-        Padding goes to one place that is never read. It writes zeros: which of several values is
-        written last is not defined.
-        """
+        """Write the last tokens of the chunk (B, heads, T, head size)."""
         written = self.place.written(self.capacity)[:, -states.shape[2] :]
-        is_padding = (written == self.capacity)[:, None, :, None]
-        states = states.masked_fill(is_padding, 0)
+        if self.is_ring:
+            # Padding goes to one place that is never read, and which value comes last there is
+            # undefined. Check mode compares windows, so that it must always be the same.
+            states = states.masked_fill((written == self.capacity)[:, None, :, None], 0)
         memory[self.place.slots.unsqueeze(1), :, written] = states.transpose(1, 2)
 
 
