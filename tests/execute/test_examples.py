@@ -55,3 +55,17 @@ def test_a_server_of_a_transformers_model_follows_a_trace(run):
     assert re.search(r"^[2-9] graphs captured, 0 steps eager$", said, flags=re.MULTILINE)
     assert "axes=24" in said
     assert "axes=40" in said
+
+
+@pytest.mark.slow
+def test_a_whisper_server_encodes_and_decodes_clips_that_come_and_go(run):
+    pytest.importorskip("transformers")
+    said = run("whisper_server.py", "--steps", "40", "--slots", "4", "--check", "3")
+    clips, tokens = map(int, re.search(r"^(\d+) clips, (\d+) tokens, ", said).groups())
+    assert tokens > 4 * clips > 4 * 4
+    calls = re.search(r"^encoder: (\d+) calls, (\d+) replayed$", said, flags=re.MULTILINE)
+    assert calls[1] == calls[2]
+    moved = re.search(r"^decoder: \d+ steps, [2-9] graphs, (\d+) rows moved$", said, re.MULTILINE)
+    assert int(moved[1]) > 0
+    assert re.search(r"^steps eager: none; prompts: ", said, flags=re.MULTILINE)
+    assert said.endswith("tokens of plain generate: 3 of 3 clips\n")
